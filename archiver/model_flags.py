@@ -123,7 +123,10 @@ def _quantize_help(format_flag: str) -> str:
 
 
 def wants_model(namespace: argparse.Namespace) -> bool:
-    """Return whether torch is needed: for a flag, or for the signature when no handler is named."""
+    """Return whether torch is needed: a flag requires it, or no handler is named.
+
+    Without a handler, the signature has to be derived from the model.
+    """
     return namespace.handler is None or any(getattr(namespace, name, None) for name in _ASK_FOR_TORCH)
 
 

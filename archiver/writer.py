@@ -32,7 +32,7 @@ _REDRAW_S = 0.1
 class Progress:
     """A progress bar over the bytes of one file after the other; used by one thread.
 
-    Nothing is written unless `stream` is a terminal and the file is large.
+    Shows progress only if `stream` is a terminal and the file is large.
     """
 
     def __init__(self, stream: TextIO | None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -140,7 +140,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> InferResult:
-        """Run a model by the Open Inference Protocol, with arrays as inputs and outputs.
+        """Run a model over the Open Inference Protocol, with arrays as inputs and outputs.
 
         Args:
             model: the name of the model.

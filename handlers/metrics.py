@@ -257,7 +257,7 @@ class MetricsCache:
         """Report a time in `ms` or `s`.
 
         Raises:
-            MetricsCacheValueError: the unit is another one.
+            MetricsCacheValueError: the unit is none of these.
         """
         if unit not in ("ms", "s"):
             raise MetricsCacheValueError(f"the unit of the time {name!r} must be 'ms' or 's', found {unit!r}")
@@ -275,7 +275,7 @@ class MetricsCache:
         """Report a size in `MB`, `kB`, `GB` or `B`.
 
         Raises:
-            MetricsCacheValueError: the unit is another one.
+            MetricsCacheValueError: the unit is none of these.
         """
         if unit not in ("MB", "kB", "GB", "B"):
             raise MetricsCacheValueError(

@@ -292,7 +292,7 @@ class Ports:
         self._grpc: list[GrpcServer] = []
 
     async def refuse_if_taken(self) -> None:
-        """Check that no other server uses the addresses; opens nothing.
+        """Check that no other server uses the addresses; does not open any port.
 
         Raises:
             ServingError: an address is in use.

@@ -57,7 +57,10 @@ def folded(name: str) -> str:
 
 
 def first_clash(names: Iterable[str]) -> tuple[str, str] | None:
-    """Find two file names that can't both be unpacked: equal when folded, or one a folder of the other."""
+    """Find two file names that cannot both be unpacked.
+
+    On some file systems they are the same name (see `folded`), or one is a parent folder of the other.
+    """
     seen: dict[str, str] = {}
     for name in names:
         if (other := seen.setdefault(folded(name), name)) is not name:

@@ -223,7 +223,7 @@ class TarContainer:
         return ArchiveError(self._path, "the file changed after it was opened", "open it again")
 
     def _checked_headers(self, stream: TarStream, limits: ArchiveLimits) -> list[Header]:
-        """Return all headers but that of the root itself; the limits hold while they are read."""
+        """Return all headers except the root's; the limits are checked while reading."""
         intake = Intake(self._path, limits)
         headers = []
         for found in stream.headers():

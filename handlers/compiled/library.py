@@ -142,7 +142,7 @@ def available() -> bool:
 
 
 def official_runner(path: str) -> Any:
-    """Construct torch's own runner for such a library: `run(list of tensors)`, which holds the GIL.
+    """Create torch's own runner for a compiled library. Its `run(list of tensors)` holds the GIL.
 
     Call this inside `first_run`.
     """

@@ -202,7 +202,10 @@ def _set_headers(headers: dict[str, str], encoded: Encoded) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output: `tensor` is a numpy array of the datatype (BF16: a torch tensor on the CPU, or float32)."""
+    """One output.
+
+    `tensor` is a numpy array of its datatype; for BF16, a torch CPU tensor or a float32 array.
+    """
 
     name: str
     datatype: Datatype

@@ -41,8 +41,8 @@ class Reloaded(Generic[T]):
     names the value `what`, such as "the token keys".
 
     Args:
-        paths: The files, which together yield one value.
-        read: Computes the value; may block.
+        paths: the files that the value is computed from.
+        read: computes the value; may block.
 
     Raises:
         ServingError: raised by `read`, or a path is not a regular file.

@@ -73,7 +73,11 @@ class Certificates:
 
 
 def certificates_of(settings: ServerSettings) -> Certificates | None:
-    """Return the configured key pair, None without one; raise `CertificateUnusable`."""
+    """Return the configured key pair; None if none is configured.
+
+    Raises:
+        CertificateUnusable: the files cannot be loaded.
+    """
     if settings.certificate_file is None or settings.private_key_file is None:
         return None
     return Certificates(TlsFiles(settings.certificate_file, settings.private_key_file))
@@ -100,7 +104,8 @@ def read_pair(files: TlsFiles) -> KeyPair:
     """Read both files and have OpenSSL check that they match.
 
     Raises:
-        CertificateUnusable: the text names both files and never holds their contents.
+        CertificateUnusable: the pair cannot be loaded. The message names both files but never includes their
+            contents.
     """
     try:
         pair = KeyPair(_context(files), _context(files), _expires_at_s(files))

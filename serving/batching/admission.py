@@ -67,13 +67,13 @@ class BatchObserver(Protocol):
     """Observes batches; called on the event loop."""
 
     def batches_running(self, batches: int, now_s: float) -> None:
-        """Note that `batches` batches are now in executors or on their way to them."""
+        """Record that `batches` batches are now in executors or on their way to them."""
 
     def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
-        """Note that a run was answered, `executor_s` seconds after a lane began with it."""
+        """Record that a batch was answered, `executor_s` seconds after an executor started it."""
 
     def left_unread(self) -> None:
-        """Note that a streamed answer was aborted, because its client read it too slowly."""
+        """Record that a streamed response was aborted because the client read it too slowly."""
 
 
 class Deadlines:

@@ -181,6 +181,6 @@ class Batcher(Admission):
 
 
 def _failed_as_one(report: BatchReport) -> bool:
-    """Whether the handler ran more than one request of a batch, and failed all that it ran."""
+    """Whether the handler ran more than one request of the batch and every one of them failed."""
     ran = [outcome for outcome in report.outcomes if not isinstance(outcome, _NOT_RUN)]
     return len(ran) > 1 and all(isinstance(outcome, HandlerFailed) for outcome in ran)

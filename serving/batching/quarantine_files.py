@@ -26,7 +26,10 @@ _SECRET = re.compile(r"auth|cookie|token|secret|key|credential|session", re.IGNO
 
 
 class QuarantineFiles:
-    """Writes the convicted requests of one version, in a thread. Lives on the event loop."""
+    """Writes the quarantined requests of one version to files, in a background thread.
+
+    Used on the event loop.
+    """
 
     def __init__(self, key: ModelKey, settings: QuarantineSettings | None) -> None:
         self._key = key

@@ -65,7 +65,7 @@ class SequenceTable:
         sequence.touched_s = now_s
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request; without effect if it does not wait."""
+        """Remove a waiting request; do nothing if it is not waiting."""
         for sequence in self._sequences.values():
             if request in sequence.waiting:
                 sequence.waiting.remove(request)

@@ -27,5 +27,5 @@ class ServiceTime:
         self.mean_s *= _FORGET
 
     def answer_s(self, batches_before: int, executors: int) -> float:
-        """Return the estimated seconds to the answer of a request behind `batches_before` full batches."""
+        """Return the estimated seconds until a request behind `batches_before` full batches is answered."""
         return (1 + batches_before // max(1, executors)) * self.mean_s * _MARGIN

@@ -149,7 +149,10 @@ class StatefulBatcher(Admission):
         return heads
 
     def _queue_run(self, room: int, alone: bool) -> int:
-        """Return how many requests at the queue's head may join the batch; a describe call runs by itself."""
+        """Return how many requests at the queue's head may join the batch.
+
+        A describe request is never batched with others.
+        """
         run = 0
         for request in self._queue:
             if run >= room or (request.group and (alone or run)):

@@ -123,9 +123,10 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
 
 
 def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
-    """Return the file from environment, option, newest snapshot or `./config.properties`.
+    """Return the configuration file, or None if there is none.
 
-    The first of these that applies wins; None without any.
+    The first of these applies: the file of the environment variable, that of the option, the newest snapshot,
+        `./config.properties`.
 
     Raises:
         LaunchRefused: the file named by the environment or the option does not exist.

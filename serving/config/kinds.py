@@ -24,8 +24,9 @@ _UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
 class Kind:
     """One type of value.
 
-    `read` parses text without surrounding blanks, or raises ValueError; a message in the exception replaces
-    the generic one. `remark` returns a warning about a valid value that may not be intended, or "".
+    `read` parses text with surrounding whitespace removed, or raises ValueError; the exception's message, if
+    any, replaces the generic one. `remark` returns a warning about a valid value that may not be intended, or
+    "".
     """
 
     expected: str

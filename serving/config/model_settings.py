@@ -203,7 +203,7 @@ TIMEOUT_WITH_CONFIG_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The settings of a registration call; None: not given."""
+    """The settings of a registration request; None means not given."""
 
     batch_size: int | None = None
     max_batch_delay_ms: int | None = None

@@ -1,7 +1,7 @@
 """Parser of Java properties files: bytes to entries with line numbers, without interpreting the keys.
 
-The grammar is that of `java.util.Properties`, except that the file is read as UTF-8 and that mistakes which
-Java accepts (a line without a key, half a surrogate pair) are errors with a line number.
+The grammar is that of `java.util.Properties`, with two differences: the file is UTF-8, and errors that Java
+ignores (a line without a key, an unpaired surrogate) are reported with a line number.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Configuration:
         """Return the settings if no finding is an error.
 
         Raises:
-            ConfigurationError: there are errors; the text lists all of them, one per line.
+            ConfigurationError: the configuration has errors; the message lists all of them, one per line.
         """
         if errors := self.of_level("error"):
             raise ConfigurationError("\n".join(f"{origin}: {error}" for error in errors))

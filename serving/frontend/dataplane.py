@@ -273,7 +273,7 @@ class DataPlane:
         return Readiness(not reasons, reasons)
 
     def startup(self) -> Readiness:
-        """Apply the rule of `/startupz`: the first load of every startup model has ended, failed or not.
+        """Return whether `/startupz` reports ready: every startup model has finished its first load.
 
         Once true it stays true: later restarts and registrations only affect `readiness`. A model that fails
         to load does not count against it, else the server would be restarted again and again, with all its

@@ -18,7 +18,7 @@ def refuse_taken(addresses: Iterable[Address]) -> None:
     """Raise an error if another process listens on one of the addresses. Blocks.
 
     Call it before the start changes files that a running server uses: its key file and its socket file. Most
-    other faults of an address are reported when it is bound.
+        other problems with an address are reported when it is bound.
 
     Raises:
         ServingError: an address is in use.

@@ -144,7 +144,7 @@ T = TypeVar("T")
 
 
 def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
-    """Return the number of written bytes that the client has not received, in our and the kernel's buffer.
+    """Return the number of written bytes, in our buffer or the kernel's, that the client has not received.
 
     The kernel may hold megabytes, and accepts more only when a good part of them is gone, so our buffer alone
     says little about a slow client.
@@ -165,7 +165,7 @@ def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
 class Unread(Stalls[None, T]):
     """Watchdog that ends a connection whose client stopped reading. Used on the event loop only.
 
-    It ends the connection after one to two `UNREAD_TIMEOUT_S` without progress.
+    Closes the connection after between one and two times `UNREAD_TIMEOUT_S` without progress.
 
     Args:
         held_back: returns None when nothing waits for the client, else a value that changes as soon as the

@@ -51,7 +51,10 @@ class AccessLine(NamedTuple):
 
     @property
     def asked(self) -> str:
-        """The start of the message, which equal requests of a connection share: peer and request line."""
+        """The start of the message: client address and request line.
+
+        It is the same for identical requests on one connection.
+        """
         return _asked(self.client, self.request_line)
 
     @property
@@ -140,12 +143,12 @@ class AccessLog:
         """Log one answered request.
 
         Args:
-            client: its peer.
-            request_line: the text between the quotes.
+            client: the client's address.
+            request_line: the text in quotes.
             status: the HTTP status that the client got, or the number of the gRPC code.
-            started_s: when the request came in, in monotonic seconds.
-            prediction: the prediction, if the request is one; its ids are in the JSON line.
-            request_id: the id of a request that is no prediction.
+            started_s: when the request arrived, in monotonic seconds.
+            prediction: the prediction, or None for other requests; its ids are in the JSON line.
+            request_id: the id of a request that is not a prediction.
         """
         elapsed_ms = round((time.monotonic() - started_s) * 1000)
         trace = version = None

@@ -30,7 +30,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _Handler(SaysWhatIsLost, _StreamHandler):
-    """The handler that `configure` installs; a class of its own, so that only it is replaced.
+    """The handler that `configure` installs; a later `configure` replaces only handlers of this class.
 
     A logging call does not wait for the reader of the stream: see `output.py`.
     """
@@ -161,9 +161,9 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
     Call it before other threads log. Calling it again replaces the handler of the last call.
 
     Args:
-        level: One of `LEVELS`, in any case.
-        json_lines: One JSON object a line; otherwise text for people.
-        stream: Usually standard output; nothing stays in its buffer. A stream that may block, such as a pipe,
+        level: one of `LEVELS`, case-insensitive.
+        json_lines: write one JSON object per line; otherwise plain text.
+        stream: usually standard output; flushed after every write. A stream that may block, such as a pipe,
             is written to by a thread, and printed text goes out line by line, as its reader takes it.
         lines: A formatter to use instead of these two.
 

@@ -127,7 +127,8 @@ class Outlet:
     def _write_last(self, lines: int) -> None:
         """Write the queued texts in this thread, as no other can start any more.
 
-        After `LAST_WAIT_MS` without room, the rest counts as `lines` dropped lines, and the queue is closed.
+        If the output accepts nothing for `LAST_WAIT_MS`, count the remaining text as `lines` dropped lines
+        and close the queue.
         """
         rest, self._texts, self._held = b"".join(self._texts), [], 0
         while rest and has_room(self._descriptor, LAST_WAIT_MS):
@@ -242,7 +243,7 @@ SAID_EVERY_S = 60.0
 
 
 class SaysWhatIsLost(logging.Handler):
-    """Handler mixin that reports the loss of records that the operating system did not take."""
+    """Handler mixin that reports log records lost because the operating system did not accept them."""
 
     output = "standard output"  # its name in messages
     _say_after_s = 0.0  # monotonic

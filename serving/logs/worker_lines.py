@@ -106,8 +106,8 @@ def relay(
         token: that of the worker's formatter.
         origin: fields that name the worker in every record; they override those that the worker sent.
         plain: the logger for text that is no record.
-        is_shared: several models share the process. It knows the model of a record better, so its fields
-            override `origin`.
+        is_shared: several models share the process. The worker knows which model a record belongs to, so its
+            fields take precedence over `origin`.
     """
     printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # progress bars end no line
     record = _record(fields, origin, is_shared) if mark else None

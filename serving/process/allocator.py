@@ -1,8 +1,8 @@
 """Settings of the C library's allocator that keep the freed memory of a batch for the next one.
 
 By default glibc gives every thread a heap of its own, and large blocks go back to the kernel when they are
-freed. A model allocates the same megabytes in every run, so in every run the kernel has to find and clear the
-same pages, which for a convolutional network at batch size 8 is half of all processor time.
+freed. A model allocates the same amount of memory in every run, so the kernel has to find and zero that many
+pages each time. For a convolutional network at batch size 8 this takes half of the CPU time.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], b
     Failing at startup with a reason is better than silently serving fewer models than before.
 
     Raises:
-        InvalidSnapshot: `has(archive, True)` is false for an archive of it; the text names all of them.
+        InvalidSnapshot: an archive that the snapshot names is missing, that is, `has(archive, True)` is
+            false; the message lists all missing archives.
     """
     missing = [
         f"{_location(model)} ({model.name} {model.version})"

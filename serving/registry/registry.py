@@ -177,7 +177,9 @@ class Registry:
             raise Conflict(f"Model version {key.version} is already registered for model {key.name}")
 
     async def unregister(self, model: str, version: str | None) -> Version:
-        """Unregister a version: no new request finds it; its unload has started, not finished, on return.
+        """Unregister a version: new requests no longer find it.
+
+        On return, unloading has started but may not have finished.
 
         Raises:
             ModelNotFound, VersionNotFound: it is not registered; it is also removed from `missing`.

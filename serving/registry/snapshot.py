@@ -1,7 +1,8 @@
 """Snapshots: the served models, written to a file after each change and restored by the next start.
 
 The files are TorchServe's: `<log location>/config/<time>-{startup,snapshot,shutdown}.cfg`, Java properties
-with the models as JSON under `model_snapshot`. Each server restores snapshots that the other wrote.
+with the models as JSON under `model_snapshot`. torchere and TorchServe can each restore snapshots that the
+other wrote.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotKeeper:
-    """Writes the snapshots of one registry; without settings it writes none.
+    """Writes the snapshots of one registry; writes none if snapshots are not configured.
 
     Used on the event loop; files are written in a thread, one after the other. Changes that wait while a file
     is written share the next one, as each file holds all models. A failed write is a warning, never an error.

@@ -61,7 +61,7 @@ class Interrupt:
             raise _failed(source, GIVEN_UP)
 
     def watch(self, connection: _PinnedConnection) -> None:
-        """Set the connection that `stop` cuts; cut it now if `stop` was called before."""
+        """Set the connection that `stop` closes; close it immediately if `stop` was already called."""
         self._connection = connection
         if self.asked:
             connection.cut()
@@ -337,8 +337,8 @@ def signed(source: Source) -> Source:
 class Turns:
     """A semaphore with a bounded FIFO queue of waiters. Used on the event loop.
 
-    `at_once` jobs may run at a time and `waiting` more may wait; one more is rejected at once. `what` is the
-    plural noun of the jobs in the error message.
+    Up to `at_once` jobs run at the same time and up to `waiting` more wait; any further job is rejected
+    immediately. `what` names the jobs in the error message, in the plural.
     """
 
     def __init__(self, what: str, at_once: int, waiting: int) -> None:

@@ -108,7 +108,7 @@ class Store:
 
         Raises:
             ModelNotFound: no archive of that name is in the store.
-            DownloadFailed: `url` is a URL; call `download` first.
+            DownloadFailed: `url` is a remote URL, not a file in the store; call `download` first.
             InvalidArchive: the archive exists and is corrupt.
         """
         path = self._archives.find(url, trusted)
@@ -322,7 +322,7 @@ class StoreFolder:
         return path
 
     def _folder_at(self, url: str, trusted: bool) -> Path | None:
-        """Return the folder of an absolute path if it is below the store or `trusted`; None otherwise."""
+        """Return the folder at an absolute path if `trusted` or if it is inside the store; otherwise None."""
         path = Path(url)
         if not (path.is_absolute() and _exists(path) and path.is_dir()):
             return None

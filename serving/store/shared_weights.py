@@ -5,9 +5,10 @@ hand-over. A handler must never write to the shared file, because that would cha
 
 * A built-in handler does not write to the archive's folder, so the weights file in the folder is the link.
 * A version with its own Python code has its own file in its folder, and the link beside the folder, where the
-  loaders look for it (`handlers/loading/weights.py`). The first such version has already mapped its file when
-  the second one is registered: its file becomes the shared one, and a copy replaces it. The copy costs disk
-  space, and sharing is skipped where the file system is in memory.
+  loaders look for it (`handlers/loading/weights.py`). The first such version has already mapped its weights
+  file when a second version is registered. The file that the first version has mapped therefore becomes the
+  shared file, and a copy takes its place in the first version's folder. The copy costs disk space, and
+  sharing is skipped where the file system is in memory.
 
 Only files that loaders map are considered, and a file is read only if another one has the same size and CRC.
 """

@@ -1,7 +1,8 @@
 """Table of the server's own metric families: name, type and help text.
 
-TorchServe's are in `metrics.yaml`. Base units only (seconds, bytes, ratios); counters end in `_total`. Label
-values come from registered versions and from the code, never from client input, so their number is bounded.
+TorchServe's metric names are listed in `metrics.yaml`. Our own metrics use base units only (seconds, bytes,
+ratios); counters end in `_total`. Label values come from registered versions and from the code, never from
+client input, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def family(name: str) -> Metric:
 
 
 def families(names: Iterable[str]) -> dict[str, Metric]:
-    """Return several families of the table by name, without samples."""
+    """Return several metric families of the catalogue by name, without samples."""
     return {name: family(name) for name in names}
 
 

@@ -23,7 +23,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class ExecutorLoad:
-    """One executor at one moment."""
+    """The state of one executor at one point in time."""
 
     executor_id: int
     state: str

@@ -1,4 +1,4 @@
-"""Numbers of requests and batches: each event is counted once, and all metrics renderers read them.
+"""Request and batch counters: each event is counted once, and all metrics formats read them.
 
 Three events change the numbers of a version: a request is accepted, a request is over, a batch is finished.
 Three renderers turn the same numbers into the server's own families (`scrape.py`), TorchServe's
@@ -79,7 +79,7 @@ class Listener:
         """Handle a prediction that came in; `named`: its client named the version."""
 
     def answered(self, version: VersionNumbers, named: bool, total_s: float, wait_s: float) -> None:
-        """Handle the end of a prediction that got a handler's answer."""
+        """Record a finished prediction that the handler answered."""
 
     def batch_finished(
         self,
@@ -293,7 +293,7 @@ class VersionNumbers:
         return self.rejected[QUEUE_FULL], self.offered
 
     def snapshot(self) -> VersionSnapshot:
-        """Return the numbers as they are now."""
+        """Return a snapshot of the counters."""
         self.fold()
         return VersionSnapshot(
             codes=_by_label(self._codes),

@@ -207,7 +207,7 @@ class FrameSocket:
         return self._descriptor >= 0
 
     def fail(self, fault: str) -> None:
-        """End the stream because of an invalid frame; `on_end` gets the fault."""
+        """End the stream because of an invalid frame; `on_end` is called with the error."""
         if self._is_reading:
             self._end(fault)
 

@@ -75,9 +75,9 @@ def restart_delay_s(
 ) -> float | None:
     """Return the seconds to wait before a restart after `losses` losses in a row; None: give up.
 
-    `losses` counts from the last time an executor answered a batch. The first restart is immediate, the
-    others wait for TorchServe's Fibonacci steps. After `max_retry_timeout_s` since the first loss there is
-    none.
+    `losses` counts from the last time an executor answered a batch. The first restart is immediate; later
+    ones use TorchServe's Fibonacci backoff. Once `max_retry_timeout_s` have passed since the first loss,
+    there is no restart.
     """
     if now_s - first_loss_s > max_retry_timeout_s:
         return None

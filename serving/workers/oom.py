@@ -64,7 +64,7 @@ class CounterFile:
 
 
 def counter_files(own_groups: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> list[Path]:
-    """Return the files that may have the counter of this process, the most specific first.
+    """Return the files that may contain the out-of-memory kill counter, most specific first.
 
     Inside a container the path in /proc/self/cgroup may be the host's, with the own group mounted as root.
     """

@@ -141,7 +141,7 @@ class Lane:
         self.data.close()
 
     def start(self) -> None:
-        """Start the lane's thread, which runs the commands of `call`, and then serves batches.
+        """Start the lane's thread: it runs the commands of `call` and, after `serve`, batches.
 
         Raises:
             RuntimeError: the system has no thread left.
@@ -390,8 +390,9 @@ class WorkerMain:
     def _tidy(self, *, thaw: bool = False) -> None:
         """Freeze the loaded objects, so that later garbage collections do not traverse them.
 
-        A collection runs first, because freezing would keep garbage in reference cycles. Objects that the
-        fork server has frozen stay frozen: traversing them would copy 37 MiB of pages that the workers share.
+        The garbage collector runs first, because `gc.freeze` would keep garbage in reference cycles forever.
+        Objects that the fork server has frozen stay frozen: traversing them would copy 37 MiB of pages that
+        the workers share.
         """
         if thaw:
             gc.unfreeze()

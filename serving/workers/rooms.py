@@ -47,7 +47,7 @@ _QUIET = frozenset({LossKind.STOPPED, LossKind.LOAD})  # losses that end one ten
 
 @dataclass(frozen=True, slots=True)
 class LaunchedTenant(Launched):
-    """A version in a room that waits for its first message."""
+    """A version in a shared worker process that waits for its first message."""
 
     room: Room
     number: int
@@ -247,7 +247,7 @@ class RoomLauncher:
     """Finds a room for each version that may share a process; one for a server. Lives on the event loop.
 
     Args:
-        forks: makes the processes.
+        forks: creates the worker processes.
     """
 
     def __init__(self, forks: ForkLauncher) -> None:

@@ -90,7 +90,10 @@ class Run:
             self.page.cancel(self.place, index)
 
     def part(self, index: int, part: InferResponse) -> bool:
-        """Pass on a part of a streamed answer, or drop a late one; return whether the lane must pause."""
+        """Forward one part of a streamed response; return whether the executor must pause.
+
+        A part that arrives too late is dropped.
+        """
         if self.answered or not 0 <= index < len(self.requests):
             return False
         hold = self._owner.run_part(self, index, part)

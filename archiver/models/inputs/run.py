@@ -66,7 +66,7 @@ def run_on(run: Run, example: Tensors) -> Named:
 
 
 def seeded(run: Run, example: Tensors) -> Named:
-    """Run the model as `run_on` does, with the same random numbers of torch every time."""
+    """Run the model as `run_on` does, with the same torch random seed every time."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return run_on(run, example)

@@ -205,7 +205,7 @@ def channels_of(dimensions: int) -> tuple[int, ...]:
 
 
 class ChannelTally:
-    """Sums over the samples for each channel along one dimension of one output."""
+    """Per-channel sums over all samples, for one dimension of one output."""
 
     def __init__(self, output: int, dimension: int) -> None:
         self._output, self._dimension = output, dimension

@@ -62,7 +62,7 @@ def quantised_program(
 
 
 def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
-    """Fold paddings, because PT2E folds only batch normalisation; return an untraceable model unchanged."""
+    """Fold paddings into convolutions, which PT2E does not do; return an untraceable model unchanged."""
     try:
         return fold(module, example).module
     except NotTraceable:

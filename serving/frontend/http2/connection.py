@@ -255,7 +255,7 @@ class Connection(asyncio.BufferedProtocol):
     # Calls
 
     def _on_headers(self, flags: int, stream_id: int, block: bytes) -> None:
-        """Open a stream, or end it with trailers."""
+        """Handle a header block: open a stream or, as trailers, end the client's side of an open one."""
         if self.outbound.stopped and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self.abort()
         request = self._headers.read(block)  # even if it is ignored: later blocks may refer to it

@@ -13,7 +13,7 @@ PING = b"farewell"  # the payload of the ping behind the first GOAWAY
 
 
 class CloseCallbacks(NamedTuple):
-    """Actions of the connection that its graceful close uses."""
+    """The connection's methods that its graceful close calls."""
 
     write: Callable[[bytes], None]
     close: Callable[[], None]  # flush, then close

@@ -87,7 +87,7 @@ class Exchange(ABC):
         """Process the end of the request."""
 
     def authorized(self) -> bool:
-        """Tell whether the request has the key that it needs; refuse it if not."""
+        """Return whether the request has the required key; if not, reject the request."""
         listener, head = self.connection.listener, self.head
         if listener.keys is None or head.key is None:
             return True
