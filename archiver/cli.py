@@ -69,16 +69,34 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
         + (f" (default: {DEFAULT_HANDLER}, which needs no code)" if models else ""),
     )
     add("--serialized-file", metavar="FILE", help="weights: .pt, .pth, .pt2, .onnx, .so, .safetensors ...")
-    add("--model-file", metavar="FILE", help="Python file with the model's class, when the weights lack it")
-    add("--extra-files", metavar="LIST", help="comma-separated files, directories (their contents) and globs")
-    add("--runtime", choices=RUNTIMES, default="python", help="runtime of the handler (default: python)")
-    add("--export-path", metavar="DIR", default=".", help="where to put the archive (default: here)")
+    add(
+        "--model-file",
+        metavar="FILE",
+        help="Python file with the model's class, needed if the weights file does not contain the model",
+    )
+    add(
+        "--extra-files",
+        metavar="LIST",
+        help="extra files to pack, comma-separated: files, directories (their contents are added) or globs",
+    )
+    add(
+        "--runtime",
+        choices=RUNTIMES,
+        default="python",
+        help="runtime of the handler (default: python); LSP, the C++ backend, can be packed but not served",
+    )
+    add(
+        "--export-path",
+        metavar="DIR",
+        default=".",
+        help="where to put the archive (default: current directory)",
+    )
     add(
         "--archive-format",
         choices=FORMATS,
         default="default",
-        help="default: NAME.mar, weights stored, the rest deflated; zip-store: NAME.mar, all stored; "
-        "tgz: NAME.tar.gz; no-archive: a plain directory NAME",
+        help="default: NAME.mar, weights uncompressed, other files compressed; zip-store: NAME.mar, nothing "
+        "compressed; tgz: NAME.tar.gz; no-archive: a plain directory NAME",
     )
     add("-f", "--force", action="store_true", help="overwrite an existing archive")
     add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")

@@ -27,9 +27,9 @@ examples:
   a class of an installed package and safetensors, as an exported program:
     torchere archive --model-name net --factory mypackage.nets:small --serialized-file net.safetensors \\
       --format export --example example.json --dynamic-batch 1:64
-  TorchScript or ONNX as it is, with a signature:
+  TorchScript or ONNX unchanged, with a signature added:
     torchere archive --model-name net --serialized-file net.pt --example example.json
-  with a handler, as torch-model-archiver does it:
+  with a handler, as with torch-model-archiver:
     torchere archive --model-name net -v 1.0 --serialized-file net.pt --handler image_classifier
 """
 
@@ -39,13 +39,14 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--factory",
         metavar="MODULE:NAME",
-        help="class or function of an importable package that makes the model, instead of --model-file; run",
+        help="class or function of an importable package that creates the model; use instead of "
+        "--model-file (its code is executed)",
     )
 
 
 def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> None:
     """Add the flags that convert the model; `format_flag` is the name of the flag for its format."""
-    group = parser.add_argument_group("what the model becomes (needs PyTorch)")
+    group = parser.add_argument_group("model conversion (requires PyTorch)")
     add = group.add_argument
     is_convert = format_flag == "--to"
     formats = [name for name in MODEL_FORMATS if not (is_convert and name == KEEP)]
@@ -54,38 +55,50 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         dest="model_format",
         choices=formats,
         required=is_convert,
-        help=f"{TORCHSCRIPT}: traced, frozen; {EXPORT}: torch.export; {AOTI}: machine code for a CPU, with "
-        "the exported program beside it"
-        + ("" if is_convert else f"; {KEEP}: as it came (default: {KEEP}; {TORCHSCRIPT} with --quantize)"),
+        help=f"{TORCHSCRIPT}: frozen TorchScript; {EXPORT}: torch.export; {AOTI}: machine code for a "
+        "CPU, and the exported program as well"
+        + ("" if is_convert else f"; {KEEP}: unchanged (default: {KEEP}; {TORCHSCRIPT} with --quantize)"),
     )
     how = group.add_mutually_exclusive_group()
-    how.add_argument("--trace", action="store_true", help="TorchScript by tracing a run (default)")
     how.add_argument(
-        "--script", action="store_true", help="TorchScript by compiling the source: keeps branches"
+        "--trace", action="store_true", help="TorchScript by tracing the model on the example (default)"
+    )
+    how.add_argument(
+        "--script",
+        action="store_true",
+        help="TorchScript by compiling the source; keeps data-dependent control flow",
     )
     add(
         "--example",
         type=Path,
         metavar="FILE",
         help="inputs to run the model on: .json (a request, an object of lists, or a list), .pt, .npy, .npz, "
-        "or a picture (FP32 of [1, 3, height, width], 0 to 1)"
+        "or an image (becomes an FP32 tensor of shape [1, 3, height, width] with values from 0 to 1)"
         + (
-            "; needed when the archive has no signature.json, as TorchServe's have none" if is_convert else ""
+            "; needed when the archive has no signature.json; TorchServe's archives have none"
+            if is_convert
+            else ""
         ),
     )
-    add("--dynamic-batch", metavar="MIN:MAX", help="let the first dimension of every input vary, as 1:64")
+    add(
+        "--dynamic-batch",
+        metavar="MIN:MAX",
+        help="let the first dimension of every input vary, for example 1:64",
+    )
     add(
         "--dynamic-size",
         action="append",
         default=[],
         metavar="INPUT,...:DIM=MIN:MAX",
-        help="let another dimension vary, together in all inputs named: ids,mask:1=2:512",
+        help="let another dimension vary; it has the same size in all named inputs, for example "
+        "ids,mask:1=2:512",
     )
     add("--isa", choices=ISAS, help="instruction set that aoti may use (default: this machine's)")
     add(
         "--allow-pickle",
         action="store_true",
-        help="trust the input: unpickle more than tensors, run machine code to derive a signature",
+        help="trust the input files: allow full unpickling, and running compiled code, to read the "
+        "model (can execute arbitrary code)",
     )
     add("--quantize", metavar="METHOD", help=_quantize_help(format_flag))
     add(
@@ -103,7 +116,8 @@ def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
         "--max-drift",
         type=float,
         metavar="X",
-        help="how far off the packed model's answers may be (default: 0.4 with --quantize int8..., 0.05 with "
+        help="largest allowed drift: the RMS difference between the outputs of the packed and the original "
+        "model, relative to the original's (default: 0.4 with --quantize int8..., 0.05 with "
         "bf16, 0.001 without --quantize)",
     )
     add(
@@ -116,9 +130,13 @@ def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _quantize_help(format_flag: str) -> str:
     return (
-        "int8-static (needs --samples); int8-dynamic; int8: the faster of these two that agrees, without "
-        f"--samples int8-dynamic (with {format_flag} {EXPORT} or {AOTI} int8-static, which needs them); "
-        "int8-trained; bf16"
+        "int8-static: weights and activations in 8 bits, ranges measured on --samples, which it needs; "
+        "int8-dynamic: weights in 8 bits, activations scaled at each call; "
+        "int8: the faster of these two that stays within --max-drift; without --samples int8-dynamic only "
+        f"(with {format_flag} {EXPORT} or {AOTI} int8-static, which needs --samples); "
+        "int8-trained: for a model that was trained for int8 (QAT) or is int8 already, only "
+        "chooses the engine; "
+        "bf16: weights and sums in bfloat16, where the processor has it"
     )
 
 

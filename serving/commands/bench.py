@@ -43,9 +43,19 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--url", default="http://127.0.0.1:8080", help="inference address (default: %(default)s)"
     )
     parser.add_argument(
-        "--clients", type=_count, default=8, metavar="N", help="at once (default: %(default)s)"
+        "--clients",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="number of concurrent clients (default: %(default)s)",
     )
-    parser.add_argument("--seconds", type=_duration, default=10.0, metavar="S", help="default: %(default)g")
+    parser.add_argument(
+        "--seconds",
+        type=_duration,
+        default=10.0,
+        metavar="S",
+        help="duration of the test in seconds (default: %(default)g)",
+    )
     parser.add_argument(
         "--body", type=Path, metavar="FILE", help="file to send as the body (default: an empty body)"
     )
@@ -54,7 +64,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="'NAME: VALUE'",
-        help="may be repeated; for example 'Content-Type: application/json', 'Authorization: Bearer KEY'",
+        help="HTTP header to send; may be repeated; for example 'Content-Type: application/json', "
+        "'Authorization: Bearer KEY'",
     )
 
 

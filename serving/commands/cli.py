@@ -29,14 +29,14 @@ from torchere.serving.errors import ServingError
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("serve", "serve models in the foreground", add_serve),
     ("archive", "pack a model into a .mar archive", cli_tools.add_archive),
-    ("convert", "bring an archive's model into another format", cli_tools.add_convert),
+    ("convert", "convert an archive's model to another format", cli_tools.add_convert),
     ("compare", "compare the models of two archives", cli_tools.add_compare),
     ("inspect", "show the contents of an archive", cli_tools.add_inspect),
-    ("predict", "ask a model of a running server", cli_tools.add_predict),
-    ("bench", "measure a model of a running server", cli_tools.add_bench),
+    ("predict", "send one request to a model on a running server", cli_tools.add_predict),
+    ("bench", "load-test a model on a running server", cli_tools.add_bench),
     ("config", "explain a configuration file", cli_tools.add_config),
-    ("migrate", "check a TorchServe deployment before it moves here", cli_tools.add_migrate),
-    ("version", "print versions", cli_tools.add_version),
+    ("migrate", "check whether a TorchServe deployment can move to torchere", cli_tools.add_migrate),
+    ("version", "print the versions of torchere, PyTorch and Python", cli_tools.add_version),
 )
 
 

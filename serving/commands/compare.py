@@ -47,18 +47,30 @@ class Contender:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere compare` to `parser`."""
     add = parser.add_argument
-    add("original", type=Path, metavar="A.mar", help="the archive to measure against")
-    add("packed", type=Path, metavar="B.mar", help="the other one: quantised, compiled, retrained ...")
+    add("original", type=Path, metavar="A.mar", help="the reference archive")
+    add(
+        "packed",
+        type=Path,
+        metavar="B.mar",
+        help="the archive to compare with A, for example quantised, compiled or retrained",
+    )
     add(
         "--data",
         type=Path,
         required=True,
         metavar="DIR",
-        help="inputs: one file each, .json, .pt, .npy, .npz or a picture, which is prepared as A's "
-        "model-config.yaml says (handler.image)",
+        help="folder of inputs, one per file: .json, .pt, .npy, .npz, or an image, which is "
+        "preprocessed as A's model-config.yaml says (handler.image)",
     )
-    add("--max-drift", type=float, default=0.4, metavar="X", help="exit code 2 above it (default: 0.4)")
-    add("--picture", type=Path, metavar="FILE", help="also draw it, as SVG")
+    add(
+        "--max-drift",
+        type=float,
+        default=0.4,
+        metavar="X",
+        help="exit with code 2 if the drift, the RMS difference of the outputs relative to A's, exceeds "
+        "X (default: 0.4)",
+    )
+    add("--picture", type=Path, metavar="FILE", help="also write the report as an SVG chart")
     add("--json", action="store_true", help="print the report as JSON")
 
 

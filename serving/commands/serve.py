@@ -31,12 +31,18 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     example = "torchere serve --model-store store --models all --ts-config config.properties"
     described(parser, "Serve models in the foreground, until SIGTERM or Ctrl+C.", example)
     add_serve_options(parser)
-    parser.add_argument("--log-level", default="INFO", type=str.upper, choices=LEVELS, help="default: INFO")
+    parser.add_argument(
+        "--log-level",
+        default="INFO",
+        type=str.upper,
+        choices=LEVELS,
+        help="lowest level to log (default: INFO)",
+    )
     parser.add_argument(
         "--log-format",
         choices=LOG_FORMATS,
-        help=f"default: {LOG_FORMAT_VARIABLE} of the environment, or auto: text on a terminal, JSON lines "
-        "otherwise; torchserve: the lines of its console, metrics among them with metrics_mode=log",
+        help=f"default: the {LOG_FORMAT_VARIABLE} environment variable, or auto: text on a terminal, "
+        "JSON lines otherwise; torchserve: TorchServe's console format, with metrics if metrics_mode=log",
     )
     parser.add_argument("--process-name", help=argparse.SUPPRESS)  # only marks the command line
     parser.set_defaults(run=_serve)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_FILE = Path("config.properties")
 LOG_FORMATS = ("auto", "json", "text", "torchserve")
 LOG_FORMAT_VARIABLE = "TORCHERE_LOG_FORMAT"
+_IGNORED = "ignored (for TorchServe compatibility)"
 _SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
 
 
@@ -42,23 +43,40 @@ class Plan:
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a server start to `parser`; `serve_arguments` turns them back into flags."""
     add = parser.add_argument
-    add("--ts-config", metavar="FILE", help="properties file (TS_CONFIG_FILE in the environment wins)")
-    add("--model-store", metavar="DIR", help="directory the archives are in; needed here or in the file")
-    add("--workflow-store", metavar="DIR", help="accepted; workflows are not supported")
-    add("--models", metavar="MODEL", nargs="+", help="models to load: [name=]archive ..., or all")
+    add(
+        "--ts-config",
+        metavar="FILE",
+        help="properties file (the TS_CONFIG_FILE environment variable takes precedence)",
+    )
+    add(
+        "--model-store",
+        metavar="DIR",
+        help="directory of the archives; required here or in the configuration file",
+    )
+    add("--workflow-store", metavar="DIR", help=f"{_IGNORED}: workflows are not supported")
+    add("--models", metavar="MODEL", nargs="+", help="models to load: [NAME=]ARCHIVE ..., or 'all'")
     # --log: a valid abbreviation in TorchServe, which has no other option with this prefix
-    add("--log-config", "--log", metavar="FILE", help="accepted; log4j2 files have no effect")
-    add("--cpp-log-config", metavar="FILE", help="accepted; there is no C++ backend")
+    add("--log-config", "--log", metavar="FILE", help=f"{_IGNORED}: log4j2 files have no effect")
+    add("--cpp-log-config", metavar="FILE", help=f"{_IGNORED}: there is no C++ backend")
     add(
         "--no-config-snapshots",
         "--ncs",
         action="store_true",
         help="neither restore the newest snapshot of the log directory nor write any",
     )
-    add("--plugins-path", "--ppath", metavar="PATH", help="accepted; Java plug-ins can't be loaded")
-    add("--disable-token-auth", "--dt", action="store_true", help="let calls pass without a token")
-    add("--enable-model-api", action="store_true", help="allow register and unregister over the network")
-    add("--supervise", action="store_true", help="accepted; nothing starts the server again")
+    add("--plugins-path", "--ppath", metavar="PATH", help=f"{_IGNORED}: Java plug-ins can't be loaded")
+    add(
+        "--disable-token-auth",
+        "--dt",
+        action="store_true",
+        help="accept requests without a token (disables authentication)",
+    )
+    add(
+        "--enable-model-api",
+        action="store_true",
+        help="allow registering and unregistering models over the network",
+    )
+    add("--supervise", action="store_true", help="ignored: torchere does not restart a server that has ended")
     add(
         "--log-files",
         action="store_true",
@@ -126,7 +144,7 @@ def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path
     """Return the configuration file, or None if there is none.
 
     The first of these applies: the file of the environment variable, that of the option, the newest snapshot,
-        `./config.properties`.
+    then `./config.properties`.
 
     Raises:
         LaunchRefused: the file named by the environment or the option does not exist.

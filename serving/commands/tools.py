@@ -25,7 +25,10 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
     from torchere.archiver.cli import add_archive_arguments, run_model_archive
     from torchere.archiver.model_flags import EXAMPLES
 
-    text = "Pack a model, with or without a handler, into a .mar archive; compile or quantise it first."
+    text = (
+        "Pack a model, with or without a handler, into a .mar archive; optionally compile or quantise "
+        "it first."
+    )
     explained(parser, text, EXAMPLES)
     add_archive_arguments(parser, models=True)
     parser.set_defaults(run=_as_served(run_model_archive))
@@ -36,7 +39,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     from torchere.archiver.cli import run_convert
     from torchere.archiver.commands import EXAMPLES, add_convert_arguments
 
-    text = "Bring the model of an archive into another format; all else in it stays."
+    text = "Convert the model of an archive to another format; the other files stay as they are."
     explained(parser, text, EXAMPLES)
     add_convert_arguments(parser)
     parser.set_defaults(run=_as_served(run_convert))
@@ -46,7 +49,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere compare` to `parser`."""
     from torchere.serving.commands.compare import add_compare_arguments, run_compare
 
-    text = "Run the models of two archives on the same inputs: answers, times, sizes, memory."
+    text = "Run the models of two archives on the same inputs; compare outputs, times, sizes and memory."
     described(parser, text, "torchere compare fp32.mar int8.mar --data photographs --picture int8.svg")
     add_compare_arguments(parser)
     parser.set_defaults(run=_as_served(run_compare))
@@ -88,7 +91,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere bench` to `parser`."""
     from torchere.serving.commands.bench import add_bench_arguments, run_bench
 
-    text = "Put load on a model of a running server, and print throughput, latencies and errors."
+    text = "Load-test a model on a running server and print throughput, latencies and errors."
     described(parser, text, "torchere bench mlp --clients 32 --seconds 5 --body input.json")
     add_bench_arguments(parser)
     parser.set_defaults(run=run_bench)

@@ -17,8 +17,8 @@ _CONNECT_TIMEOUT_S = 1.0  # for probing a socket file that another server may li
 def refuse_taken(addresses: Iterable[Address]) -> None:
     """Raise an error if another process listens on one of the addresses. Blocks.
 
-    Call it before the start changes files that a running server uses: its key file and its socket file. Most
-        other problems with an address are reported when it is bound.
+    Call it before this process changes files that a running server uses: its key file and its socket file.
+    Most other problems with an address are reported when it is bound.
 
     Raises:
         ServingError: an address is in use.

@@ -258,9 +258,7 @@ def help_of(command: str, capsys: Any) -> str:
 def test_help_tells_handlers_methods_and_the_drift_that_is_allowed(command: str, capsys: Any) -> None:
     said = help_of(command, capsys)
     assert ", ".join(BUILT_IN_HANDLERS) in said
-    methods = said.partition("--quantize METHOD int8-static (needs --samples); ")[2].partition(
-        " --samples PATH"
-    )
+    methods = said.partition("--quantize METHOD int8-static: ")[2].partition(" --samples PATH")
     assert all(method in f"int8-static; {methods[0]}" for method in METHODS)
     assert (
         f"(default: {MAX_DRIFT['int8']} with --quantize int8..., {MAX_DRIFT['bf16']} with bf16, "
@@ -280,7 +278,7 @@ def test_force_only_overwrites_and_a_drift_is_accepted_by_a_flag_of_its_own(
 def test_help_of_archive_tells_the_defaults(capsys: Any) -> None:
     said = help_of("archive", capsys)
     assert "version of the model, any text without a slash (default: 1.0)" in said
-    assert "keep: as it came (default: keep; torchscript with --quantize)" in said
+    assert "keep: unchanged (default: keep; torchscript with --quantize)" in said
     assert "with --format export or aoti int8-static" in said
 
 
