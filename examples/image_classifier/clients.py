@@ -45,7 +45,7 @@ def grpc_client(connection: Connection, model: str, version: str) -> Ask:
 
 
 def median_ms(ask: Ask, photograph: bytes) -> float:
-    """Median time of an answer in milliseconds: one client, one request at a time, after a warm-up."""
+    """Return the median latency in milliseconds: one client, one request at a time, after a warm-up."""
     times = []
     for number in range(_WARM_UP + _ASKED):
         start = time.perf_counter()

@@ -112,7 +112,7 @@ def _cut(label: str) -> str:
 
 
 def _print_times(shown: list[Shown]) -> None:
-    print("\nMedian time of an answer, decoding of the photograph included")
+    print("\nMedian latency, including image decoding")
     print(f"  {'':<12}{'REST':>10}{'gRPC':>12}{'archive':>14}")
     for one in shown:
         name = f"{one.built.version} {one.built.precision}"
@@ -120,7 +120,7 @@ def _print_times(shown: list[Shown]) -> None:
         print(f"  {name:<12}{one.rest_ms:>7.1f} ms{one.grpc_ms:>9.1f} ms{size:>11.1f} MB")
     fp32, int8 = shown
     faster, smaller = fp32.rest_ms / int8.rest_ms, fp32.built.size_bytes / int8.built.size_bytes
-    print(f"  int8 is {faster:.1f} times as fast over REST, and {smaller:.1f} times smaller")
+    print(f"  int8 is {faster:.1f} times as fast over REST, and the archive is {smaller:.1f} times smaller")
 
 
 def _print_metrics(server: Server) -> None:
