@@ -1,1 +1,1 @@
-"""Bytes and sockets, apart from any protocol."""
+"""Sockets and their timeouts, independent of any protocol."""

@@ -1,4 +1,4 @@
-"""Check for addresses in use, and error messages for addresses that can't be listened on."""
+"""Checks for addresses in use, and error messages for addresses that can't be bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import ServingError
 
-_CONNECT_TIMEOUT_S = 1.0  # for probing a socket file that another server may listen on
+_CONNECT_TIMEOUT_S = 1.0  # for probing whether another server listens on a socket file
 
 
 def refuse_taken(addresses: Iterable[Address]) -> None:
@@ -33,7 +33,7 @@ def refuse_taken(addresses: Iterable[Address]) -> None:
 
 @contextlib.contextmanager
 def said_plainly(address: Address) -> Iterator[None]:
-    """Turn an OSError or a UnicodeError about an address into a ServingError with advice."""
+    """Convert an OSError or a UnicodeError about an address to a ServingError with advice."""
     try:
         yield
     except UnicodeError as err:  # a label of the host's name is empty, or longer than 63 characters
@@ -44,7 +44,7 @@ def said_plainly(address: Address) -> Iterator[None]:
             advice = f"Is another server running there? {advice}"
         if err.errno in (errno.EMFILE, errno.ENFILE):
             advice = "Raise the limit of open files (ulimit -n)."
-        # Not asyncio's own text, which repeats the address. The error numbers of getaddrinfo are below 0.
+        # asyncio's own text repeats the address, so it is not used. getaddrinfo's error numbers are below 0.
         said = os.strerror(err.errno) if err.errno and err.errno > 0 else err.strerror or err
         raise ServingError(f"Cannot listen on {address}: {said}.", advice) from err
 
@@ -52,7 +52,7 @@ def said_plainly(address: Address) -> Iterator[None]:
 def _probe_unix(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_TIMEOUT_S)
-        if probe.connect_ex(path) == 0:  # the stale file of a killed server refuses connections
+        if probe.connect_ex(path) == 0:  # the socket file of a killed server refuses connections
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 

@@ -1,4 +1,4 @@
-"""Write coalescing: all frames of a connection in one event-loop turn go out with one system call.
+"""Write coalescing: one system call sends all frames that a connection gets in one event-loop turn.
 
 uvloop makes a system call for each write.
 """
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 Buffer = bytes | bytearray | memoryview
 Buffers = Sequence[Buffer]
 
-AT_ONCE_BYTES = 65_536  # held until the end of the turn; more than this is sent at once
+AT_ONCE_BYTES = 65_536  # at most this much is held until the end of the turn; more is sent immediately
 
 
 class TurnWrites:
-    """Holds frames until the end of the event-loop turn. Use it on the event loop only.
+    """Buffers frames until the end of the event-loop turn. Use it on the event loop only.
 
-    A batch answers many calls of one gRPC connection in one turn; a system call for each was a fifth of the
-    cost of a call.
+    A finished batch answers many calls of one gRPC connection in the same turn; one system call per answer
+    was a fifth of the cost of a call.
     """
 
     __slots__ = ("_held", "_held_bytes", "_is_due", "_loop", "_transport")
@@ -34,27 +34,27 @@ class TurnWrites:
         self._loop = asyncio.get_running_loop()
 
     def write(self, data: Buffer) -> None:
-        """Send one or more whole frames."""
+        """Buffer or send one or more complete frames."""
         self._held.append(data)
         self._count(len(data))
 
     def write_all(self, buffers: Buffers) -> None:
-        """Send buffers that together hold whole frames."""
+        """Buffer or send buffers that together contain complete frames."""
         self._held += buffers
         self._count(sum(map(len, buffers)))
 
     def expect_flush(self) -> None:
-        """Schedule no flush: the caller calls `flush` itself before this turn is over."""
+        """Expect the caller to call `flush` before the end of this turn, so that no flush is scheduled."""
         self._is_due = True
 
     def flush(self) -> None:
-        """Send the held frames."""
+        """Send the buffered frames."""
         self._is_due = False
         if self._held:
             self._send()
 
     def close(self) -> None:
-        """Send the held frames and close the connection."""
+        """Send the buffered frames and close the connection."""
         self.flush()
         self._transport.close()
 
@@ -78,9 +78,10 @@ class TurnWrites:
 
 
 def write_together(transport: asyncio.WriteTransport, buffers: Buffers) -> None:
-    """Send buffers in one system call, without a copy; pause the protocol if too much is unsent.
+    """Send buffers in one system call, without copying; pause the protocol if too many bytes are unsent.
 
-    `writelines` of asyncio's own loop does not pause it in Python 3.12 and 3.13.0; setting the limits does.
+    `writelines` of asyncio's own event loop does not pause the protocol in Python 3.12 and 3.13.0; setting
+    the write-buffer limits does.
     """
     transport.writelines(buffers)
     low, high = transport.get_write_buffer_limits()

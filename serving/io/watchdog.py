@@ -1,4 +1,4 @@
-"""Timeouts for peers that are silent, stop reading or make no progress: few timers, and no clock a byte."""
+"""Timeouts for peers that are silent, stop reading or make no progress, with few timers and clock reads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Generic, TypeVar
 
-LATE_S = 1.0  # a timer this late means that the loop stood still (Ctrl+Z, a paused container, no core)
+LATE_S = 1.0  # a timer this late: the event loop was stopped (Ctrl+Z, paused container, no CPU)
 
 
 def was_late(due_s: float) -> bool:
-    """Return whether a timer that has just fired is late because its event loop stood still.
+    """Return whether a timer that has just fired is late because its event loop was stopped.
 
-    Data that arrived meanwhile is not read yet.
+    Data that arrived in the meantime has not been read yet.
 
     Args:
-        due_s: when the timer was due, in monotonic seconds. The result has no meaning for a uvloop timer of
+        due_s: when the timer was due, in monotonic seconds. The result is meaningless for a uvloop timer of
             less than half a millisecond.
     """
     return time.monotonic() - due_s > LATE_S
@@ -31,9 +31,9 @@ class Silence:
 
     Create and use it on the event loop.
 
-    Calls `on_timeout()` after `timeout_s` without a message. If the loop stood still at the end of that time,
-    the time starts again, but only once, so that a loop that is always late reaches the timeout, too.
-    Messages are frequent, so they do not move the timer: when it fires, it checks how much time is left.
+    Calls `on_timeout()` after `timeout_s` without a message. If the event loop was stopped at the end of that
+    time, the time starts again, but only once, so that a loop that is always late still reaches the timeout.
+    Messages are frequent, so they do not reschedule the timer: when it fires, it computes the remaining time.
     """
 
     def __init__(self, timeout_s: float, on_timeout: Callable[[], None]) -> None:
@@ -41,17 +41,17 @@ class Silence:
         self._on_timeout = on_timeout
         self._loop = asyncio.get_running_loop()
         self._began_s: float | None = None  # None: no message is expected
-        self._anew_s: float | None = None  # when the time started again without a message
+        self._anew_s: float | None = None  # when the time was restarted because the event loop was late
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        """Start to expect messages."""
+        """Start expecting messages."""
         self._began_s = self._loop.time()
         if self._timer is None:
             self._look_in(self._timeout_s)
 
     def broken(self) -> None:
-        """Restart the time: a message came, and more are expected."""
+        """Restart the time, because a message arrived and more are expected."""
         self._began_s = self._loop.time()
 
     def over(self) -> None:
@@ -92,7 +92,7 @@ class Stalls(Generic[Key, Progress]):
     Args:
         every_s: seconds between two checks. A stalled transfer ends after one to two intervals.
         waiting: returns the transfers that wait for the client now, each with its progress: a value that
-            changes as soon as one byte of it moves.
+            changes with every byte transferred.
         give_up: ends the transfers whose progress did not change between two checks.
     """
 
@@ -146,18 +146,18 @@ T = TypeVar("T")
 def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
     """Return the number of written bytes, in our buffer or the kernel's, that the client has not received.
 
-    The kernel may hold megabytes, and accepts more only when a good part of them is gone, so our buffer alone
-    says little about a slow client.
+    The kernel may buffer megabytes, and accepts more only when much of its buffer is free, so the size of our
+    own buffer does not show whether a client is slow.
 
     Returns:
-        None where the number is unknown: asyncio's TLS transport does not expose its encrypted bytes.
+        The number, or None if it is unknown: asyncio's TLS transport does not expose its encrypted bytes.
     """
     connection = transport.get_extra_info("socket")
     if connection is None or transport.get_extra_info("sslcontext") is not None:
         return None
     try:
         (in_kernel,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
-    except (OSError, ValueError):  # the socket was closed just now
+    except (OSError, ValueError):  # the socket has just been closed
         return None
     return transport.get_write_buffer_size() + int(in_kernel)
 
@@ -168,9 +168,9 @@ class Unread(Stalls[None, T]):
     Closes the connection after between one and two times `UNREAD_TIMEOUT_S` without progress.
 
     Args:
-        held_back: returns None when nothing waits for the client, else a value that changes as soon as the
+        held_back: returns None if no data waits for the client, otherwise a value that changes whenever the
             client reads a byte.
-        give_up: ends the connection; gets the last value of `held_back`.
+        give_up: ends the connection; is called with the last value of `held_back`.
     """
 
     __slots__ = ()

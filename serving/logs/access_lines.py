@@ -1,10 +1,10 @@
 """Access log: a thread writes many lines at once, away from the event loop.
 
-Through Python's logging a line costs a fifth of a small request: a record, a walk through the handlers, a
-format, and a write each. So the event loop only makes the line's text, which takes a few microseconds, and a
-thread writes the lines of a tenth of a second to the output at once. The thread takes the GIL as seldom as it
-can, because the loop is blocked each time. A blocked output holds up only that thread: lines beyond the
-limit are dropped, counted, and reported when the output takes lines again.
+Python's logging would spend a fifth of the time of a small request on its line: it creates a record, calls
+each handler, formats and writes. Here the event loop only formats the line, which takes a few microseconds,
+and a thread writes the lines of a tenth of a second at once. The thread takes the GIL rarely, because the
+event loop is blocked each time. A blocked output delays only that thread: lines beyond the limit are dropped,
+counted, and reported when the output accepts lines again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torchere.serving.logs.trace_context import TraceContext
 
 ACCESS_LOGGER = "ACCESS_LOG"
-FLUSH_S = 0.1  # how long a line may wait; a crash may lose the lines of that time
-MAX_WAITING = 100_000  # lines; some 30 MB
+FLUSH_S = 0.1  # longest wait of a line; a crash may lose the lines of that time
+MAX_WAITING = 100_000  # lines, about 30 MB
 _CHUNK = 1000  # lines in one write
 
-Client = str | tuple[object, ...] | None  # the peer: text, host and port, or None (a Unix socket)
+Client = str | tuple[object, ...] | None  # address: text, host and port, or None for a Unix socket
 logger = logging.getLogger(__name__)
 
 
@@ -37,16 +37,16 @@ class AccessLine(NamedTuple):
 
     created_s: float  # seconds since the epoch
     client: Client
-    request_line: str | bytes  # the text between the quotes
-    status: int  # the HTTP status, or the number of the gRPC code
+    request_line: str | bytes  # the text in quotes
+    status: int  # the HTTP status, or the gRPC status code as a number
     elapsed_ms: int
     request_id: str = ""
     trace: TraceContext | None = None
-    version: ModelVersion | None = None  # of the version that a prediction was for
+    version: ModelVersion | None = None  # the version that a prediction was sent to, if known
 
     @property
     def ids(self) -> dict[str, str]:
-        """The additional fields of JSON lines, as far as they are known."""
+        """The additional fields of a JSON line; unknown ones are left out."""
         return log_fields(self.request_id, self.trace, self.version)
 
     @property
@@ -80,20 +80,20 @@ class LineFormatter(logging.Formatter, ABC):
 
 @runtime_checkable
 class TakesAccessLines(Protocol):
-    """A logging handler that writes many lines at once."""
+    """A logging handler that can write many access-log lines at once."""
 
     def access_text(self, line: AccessLine) -> str:
-        """Return the text of a line with its line end, "" if it is not for this handler.
+        """Return the text of a line with its line end, or "" if this handler does not write access-log lines.
 
         Called on the event loop.
         """
 
     def write_access(self, text: str, lines: int) -> None:
-        """Write the text of so many lines. Called in any thread."""
+        """Write `text`, which holds `lines` lines. Called in any thread."""
 
 
 class _Output:
-    """One handler and its queue of text. The event loop appends, the writer takes from the front."""
+    """One handler and its queue of text. The event loop appends; the writer thread removes from the front."""
 
     __slots__ = ("handler", "texts")
 
@@ -109,19 +109,19 @@ class _Output:
 
 
 class AccessLog:
-    """Writes the lines of one logger. Call `add` on the event loop, the rest in any thread.
+    """Writes the lines of one logger. Call `add` on the event loop, the other methods in any thread.
 
-    While one of the logger's handlers can't take many lines at once, all lines go through Python's logging.
+    If one of the logger's handlers can't write many lines at once, all lines go through Python's logging.
     """
 
     def __init__(self, logger: logging.Logger, flush_s: float = FLUSH_S, limit: int = MAX_WAITING) -> None:
         self.logger = logger
         self.dropped = 0
-        self._said = 0  # the part of `dropped` that was reported
+        self._said = 0  # dropped lines that have been reported
         self._flush_s = flush_s
         self._limit = limit
-        self._outputs: list[_Output] | None = []  # None: one of the handlers takes single lines only
-        self._is_noted = False  # the thread was woken for the queued lines
+        self._outputs: list[_Output] | None = []  # None: one of the handlers writes single lines only
+        self._is_noted = False  # the thread has been woken for the queued lines
         self._lock = threading.Lock()  # held while lines are written, so that they stay in order
         self._writer: _Writer | None = None
 
@@ -145,7 +145,7 @@ class AccessLog:
         Args:
             client: the client's address.
             request_line: the text in quotes.
-            status: the HTTP status that the client got, or the number of the gRPC code.
+            status: the HTTP status that was sent, or the gRPC status code as a number.
             started_s: when the request arrived, in monotonic seconds.
             prediction: the prediction, or None for other requests; its ids are in the JSON line.
             request_id: the id of a request that is not a prediction.
@@ -188,14 +188,14 @@ class AccessLog:
     def close(self) -> None:
         """Write the queued lines and end the thread; a later line starts a new thread."""
         if self._writer is not None:
-            atexit.unregister(self.close)  # before a line added meanwhile starts the next thread
+            atexit.unregister(self.close)  # a line that is added from now on may start a new thread
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
         self.flush()
 
     def _find_outputs(self) -> list[_Output] | None:
-        """Return the current outputs; a handler that stays keeps its queued text."""
+        """Return an output for each current handler; the queued text of a known handler is kept."""
         known = {output.handler: output for output in self._outputs or ()}
         found = []
         for handler in _handlers(self.logger):
@@ -209,11 +209,11 @@ class AccessLog:
         if writer is None:
             self._writer = writer = _Writer(self.flush, self._flush_s)
             atexit.register(self.close)
-        writer.wake()  # if it is closing, `close` writes the line
+        writer.wake()  # if the writer is closing, `close` writes the line
 
 
 class _Writer:
-    """A thread that flushes some time after it is woken, until it is closed. Starts at once."""
+    """A thread that calls `flush` `wait_s` seconds after `wake`, until it is closed. Starts immediately."""
 
     def __init__(self, flush: Callable[[], None], wait_s: float) -> None:
         self._flush = flush
@@ -228,7 +228,7 @@ class _Writer:
         self._awake.set()
 
     def close(self) -> None:
-        """End the thread; queued lines may stay unwritten."""
+        """End the thread; queued lines may be left unwritten."""
         self._closing.set()
         self._awake.set()
         self._thread.join()
@@ -237,12 +237,12 @@ class _Writer:
         while not self._closing.is_set():
             self._awake.wait()
             self._awake.clear()
-            self._closing.wait(self._wait_s)  # more may come
+            self._closing.wait(self._wait_s)  # collects more lines
             self._flush()
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
-    """Yield all handlers that a line of a logger goes to."""
+    """Yield all handlers that receive the records of a logger."""
     current: logging.Logger | None = logger
     while current is not None:
         yield from current.handlers

@@ -8,19 +8,19 @@ from torchere.serving.logs.trace_context import TraceContext
 
 
 class ModelVersion(Protocol):
-    """A version, as log lines name it."""
+    """The names of a version that log lines contain."""
 
     @property
     def model(self) -> str:
-        """Its model's name."""
+        """The name of the model."""
 
     @property
     def version(self) -> str:
-        """Its version name."""
+        """The name of the version."""
 
 
 class LoggedPrediction(Protocol):
-    """A prediction, as log lines name it (`batching/request.py` has the object)."""
+    """The parts of a prediction that log lines contain; `batching/request.py` implements it."""
 
     request_id: str
     trace: TraceContext | None
@@ -43,7 +43,7 @@ def log_fields(
 
 
 def fields_of(request_id: str, prediction: LoggedPrediction | None) -> dict[str, str]:
-    """Return `log_fields` of a request that may be a prediction."""
+    """Return `log_fields` of a request; `prediction` is None for requests other than predictions."""
     if prediction is None:
         return log_fields(request_id)
     return log_fields(request_id, prediction.trace, prediction.meter)

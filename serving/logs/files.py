@@ -1,7 +1,7 @@
-"""TorchServe's log files for log collectors: same names, same lines, same rotation by size.
+"""TorchServe's log files, for log collectors: same names, same line formats, same rotation by size.
 
-Standard output stays as it is. The files are `access_log.log` (one line a request), `model_log.log`
-(output of handlers) and `ts_log.log` (everything).
+Standard output is written as well. The files are `access_log.log` (one line per request), `model_log.log`
+(output of handlers) and `ts_log.log` (all lines).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torchere.serving.logs.access_lines import ACCESS_LOGGER, AccessLine, LineFo
 from torchere.serving.logs.lines import escape, trace_of
 from torchere.serving.logs.output import SaysWhatIsLost
 
-MAX_FILE_BYTES = 100 * 2**20  # TorchServe's; it compresses old files and rotates daily as well
+MAX_FILE_BYTES = 100 * 2**20  # TorchServe's limit; TorchServe also compresses old files and rotates daily
 KEPT_FILES = 5
 
 
 class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
-    """A rotating log file that checks its path before each write and reopens it after logrotate moved it.
+    """A rotating log file that checks its path before each write, and reopens it if logrotate moved the file.
 
-    A failed write loses its lines; the next write tries again, and creates a missing folder. A file that
-    can't be renamed (it is a mount point, or its folder is not writable) grows by `maxBytes` more before the
-    next try.
+    The lines of a failed write are lost; the next write tries again, and creates a missing folder. A file
+    that can't be renamed (it is a mount point, or its folder is not writable) grows by `maxBytes` more before
+    the next try.
 
     Raises:
         OSError: the file can't be opened (from the constructor only).
@@ -40,7 +40,7 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
         self.setFormatter(lines)
         self.output = str(path)
         self._is_closed = False
-        self._full_bytes = self.maxBytes  # the size from which on it is rotated
+        self._full_bytes = self.maxBytes  # the file is rotated at this size
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
@@ -52,13 +52,13 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
             self.write(f"{text}\n", 1)
 
     def write(self, text: str, lines: int) -> None:
-        """Write so many lines at once, in any thread; rotate the file before them if it is full."""
+        """Write `text`, which holds `lines` lines, in any thread; rotate the file first if it is full."""
         with self.lock or contextlib.nullcontext():
             if self._is_closed:
                 return
             try:
                 stream = self._find()
-                size = os.fstat(stream.fileno()).st_size  # 0 of a pipe
+                size = os.fstat(stream.fileno()).st_size  # 0 for a pipe
                 if size + len(text) >= self._full_bytes:
                     stream = self._begin_anew(size)
                 stream.write(text)
@@ -67,7 +67,7 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
                 self.handleError(logging.makeLogRecord({"msg": f"{lines} lines of the log"}))
 
     def close(self) -> None:
-        """Close the file and ignore later writes; a full disk loses the buffered text."""
+        """Close the file and ignore later writes; on a full disk the buffered text is lost."""
         self._is_closed = True
         try:
             super().close()
@@ -85,12 +85,12 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
         return self._find()
 
     def _find(self) -> TextIO:
-        """Return the open file, reopened if the path leads to another file or to none."""
+        """Return the open file; reopen it if its path now names another file or no file."""
         old = self.stream
         if old is not None:
             if not old.closed and _is_at(old.fileno(), self.baseFilename):
                 return old
-            self.stream = None  # as RotatingFileHandler has it between two files
+            self.stream = None  # RotatingFileHandler sets None between two files
             with contextlib.suppress(OSError):  # a full disk: the buffered text is lost
                 old.close()
         os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
@@ -114,7 +114,7 @@ _LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # log4j's names where they d
 class _LogFile(RotatingFile):
     """A log file of this module, which `add_log_files` replaces when it is called again.
 
-    `form` formats lines of the access log; None: the file takes none of them.
+    `form` formats lines of the access log; None: the file does not contain them.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class _LogFile(RotatingFile):
         self._form = form
 
     def access_text(self, line: AccessLine) -> str:
-        """Return the text of a line of the access log; "" if the file takes none."""
+        """Return the text of a line of the access log, or "" if this file does not contain them."""
         return "" if self._form is None else f"{self._form(line)}\n"
 
     def write_access(self, text: str, lines: int) -> None:
@@ -166,11 +166,11 @@ class Log4jFormatter(LineFormatter):
 
 
 def add_log_files(directory: Path) -> bool:
-    """Write the records of this process to the three files, too; call it after `logging.configure`.
+    """Write this process's records to the three files as well; call it after `lines.configure`.
 
     Returns:
-        Whether they could be opened. If not (a read-only file system, say) there is a warning and no file, as
-        in TorchServe.
+        Whether the files could be opened. If not (for example on a read-only file system), a warning is
+        logged and no file is written, as in TorchServe.
     """
     remove_log_files()
     try:
@@ -190,7 +190,7 @@ def add_log_files(directory: Path) -> bool:
 
 
 def remove_log_files() -> None:
-    """Close the files of the last `add_log_files`."""
+    """Close the files that the last `add_log_files` opened."""
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _LogFile)]:
         root.removeHandler(old)
@@ -202,11 +202,11 @@ def _is_access(record: logging.LogRecord) -> bool:
 
 
 def _is_model(record: logging.LogRecord) -> bool:
-    return hasattr(record, "executor")  # only lines that a worker printed carry one
+    return hasattr(record, "executor")  # only records of a worker's output have this field
 
 
 def _origin(record: logging.LogRecord) -> tuple[str, str]:
-    """Return the thread and the logger; for text that a handler prints, by TorchServe's names."""
+    """Return the names of thread and logger; for text that a handler prints, those that TorchServe uses."""
     if not _is_model(record):
         return record.threadName or "main", record.name
     fields = vars(record)
@@ -214,7 +214,7 @@ def _origin(record: logging.LogRecord) -> tuple[str, str]:
 
 
 def _time(created_s: float) -> str:
-    """Return local time in log4j's ISO8601 format: a comma before the milliseconds, and no zone."""
+    """Return local time in log4j's ISO8601 format: a comma before the milliseconds, no time zone."""
     second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
     return f"{_second(second)},{microseconds // 1000:03d}"
 

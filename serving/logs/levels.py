@@ -10,11 +10,11 @@ from torchere.serving.logs.lines import LEVELS
 
 logger = logging.getLogger(__name__)
 
-INHERIT = "NOTSET"  # a logger without a level of its own has that of the next one above
+INHERIT = "NOTSET"  # the logger gets the level of its nearest ancestor that has one
 
 
 class Follower(Protocol):
-    """A process with loggers of its own, whose levels follow those of the server."""
+    """A process with its own loggers, whose levels follow those of the server."""
 
     def set_log_level(self, name: str, level: int) -> None:
         """Set the level of a logger in that process; "" is the root logger."""
@@ -25,18 +25,18 @@ _followers: WeakSet[Follower] = WeakSet()
 
 
 class LogLevelError(ValueError):
-    """There is no such logger, or no such level."""
+    """The logger or the level does not exist."""
 
 
 def follow(follower: Follower) -> None:
-    """Send a new process the changed levels, and every later change."""
+    """Send a new process the levels changed so far and every later change."""
     _followers.add(follower)
     for name, level in _changed.items():
         follower.set_log_level(name, level)
 
 
 def change_level(name: str, level: str) -> None:
-    """Set the level of a logger here and in all workers from now on; "" is the root logger.
+    """Set the level of a logger in this process and in all current and future workers; "" is the root logger.
 
     Call it on the event loop.
 
@@ -57,7 +57,7 @@ def change_level(name: str, level: str) -> None:
 
 
 def levels() -> dict[str, str]:
-    """Return the levels that are set, by logger; "" is the root logger, whose level all others inherit."""
+    """Return the level of each logger that has one; "" is the root logger, whose level all others inherit."""
     found = {"": logging.getLevelName(logging.root.level)}
     for name, logger in sorted(logging.root.manager.loggerDict.items()):
         if isinstance(logger, logging.Logger) and logger.level:

@@ -1,7 +1,7 @@
-"""Format of log lines: JSON for machines, one readable line for people, safe from log injection.
+"""Format of log lines: JSON or plain text, one line per record, safe from log injection.
 
-Clients choose model names, URLs and request ids that end up in messages. A newline or an escape sequence in
-them must not forge a log line or move the terminal's cursor.
+Clients choose model names, URLs and request ids, which appear in messages. A newline or an escape sequence in
+one must not forge a log line or move the terminal's cursor.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchere.serving.logs.output import Outlet, SaysWhatIsLost, may_stand_still
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
-    _StreamHandler = logging.StreamHandler  # takes a parameter at run time from Python 3.11 on only
+    _StreamHandler = logging.StreamHandler  # generic at run time only since Python 3.11
 
-FLUSH_TIMEOUT_S = 2.0  # for the reader of standard output, at the end of the process
+FLUSH_TIMEOUT_S = 2.0  # wait for the reader of standard output, at the end of the process
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -70,7 +70,7 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
             self._outlet.flush(FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Let the writer thread end when all is written, and close the handler."""
+        """End the writer thread once all records are written, and close the handler."""
         if self._outlet is not None:
             self._outlet.close()
         super().close()
@@ -98,15 +98,15 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
             try:
                 self.stream.write(text)
                 self.flush()
-            except (OSError, ValueError):  # no reader any more, or a closed stream: handled as for a record
+            except (OSError, ValueError):  # the reader or the stream is closed: handled as for a record
                 self.handleError(logging.makeLogRecord({"msg": f"{lines} lines of the access log"}))
 
 
 class JsonFormatter(LineFormatter):
-    """One JSON object a line: time, level, logger, message, the fields of `extra=`, then the traceback."""
+    """One JSON object per line: time, level, logger, message, the fields of `extra=`, then the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line without its line end. Extras that JSON can't represent are shown by `str`."""
+        """Return the line without its line end. Extra fields that JSON lacks are converted by `str`."""
         fields: dict[str, Any] = {
             "time": _utc(record.created, "microseconds"),
             "level": record.levelname,
@@ -122,7 +122,7 @@ class JsonFormatter(LineFormatter):
 
     def format_access(self, line: AccessLine) -> str:
         """Format a line of the access log in the same way, without a log record."""
-        # Requests of a connection differ in two numbers only, so the rest is cached; numbers need no escapes.
+        # Lines of one connection often differ only in status and time, so the rest of the text is cached.
         second, microseconds = _second_and_rest(line.created_s)
         ids = f', "request_id": {_quoted_json(line.request_id)}' if line.request_id else ""
         if line.trace is not None:
@@ -156,16 +156,16 @@ class TextFormatter(LineFormatter):
 
 
 def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormatter | None = None) -> None:
-    """Send every log record of at least this level in this process to the stream.
+    """Send every log record of at least this level, from this process, to the stream.
 
-    Call it before other threads log. Calling it again replaces the handler of the last call.
+    Call it before other threads log. A second call replaces the handler of the first.
 
     Args:
         level: one of `LEVELS`, case-insensitive.
         json_lines: write one JSON object per line; otherwise plain text.
         stream: usually standard output; flushed after every write. A stream that may block, such as a pipe,
-            is written to by a thread, and printed text goes out line by line, as its reader takes it.
-        lines: A formatter to use instead of these two.
+            is written by a separate thread, and printed text is flushed after each line.
+        lines: a formatter to use instead of these two.
 
     Raises:
         ValueError: the level is not in `LEVELS`.
@@ -174,7 +174,7 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
     if name not in LEVELS:
         raise ValueError(f"log level: found {level!r}, expected one of {', '.join(LEVELS)}")
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")  # a line is never lost to a narrow encoding
+        stream.reconfigure(errors="backslashreplace")  # for characters that the encoding lacks
     handler = _Handler(stream, lines or (JsonFormatter() if json_lines else TextFormatter()))
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _Handler)]:
@@ -183,7 +183,7 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
         old.close()
     root.addHandler(handler)
     root.setLevel(name)
-    # No log line shows these fields, so records need not collect them (the logging HOWTO, "Optimization").
+    # No formatter here uses these fields, so logging need not collect them (logging HOWTO, "Optimization").
     logging.logProcesses = logging.logMultiprocessing = False
 
 
@@ -202,7 +202,7 @@ def lost_lines() -> int:
 
 
 def escape(text: str) -> str:
-    r"""Return the text on one line, invisible and control characters as `\n`, `\x1b`, `\u202e` ..."""
+    r"""Return the text on one line; invisible and control characters are escaped (`\n`, `\x1b`, `\u202e`)."""
     if text.isprintable():
         return text
     return "".join(
@@ -227,7 +227,7 @@ def _quoted_json(text: str) -> str:
     return _quoted(text).replace("\x7f", "\\u007f")
 
 
-@lru_cache(maxsize=512)  # few different texts occur
+@lru_cache(maxsize=512)  # few different texts are logged
 def _inside(text: str) -> str:
     """Return `_quoted_json` of the text without the enclosing quotes."""
     return _quoted_json(text)[1:-1]
@@ -240,7 +240,7 @@ def _version_json(model: str, version: str) -> str:
 
 
 def _second_and_rest(created_s: float) -> tuple[str, int]:
-    """Return the time to the second as text, which is cached, and the remaining microseconds."""
+    """Return the time as text, to the second (which is cached), and the remaining microseconds."""
     second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
     return _second(second), microseconds
 
@@ -262,7 +262,7 @@ _HIDDEN_PREFIX = "_"  # extras for other handlers
 
 
 def extras_of(record: logging.LogRecord) -> Mapping[str, Any]:
-    """Return the fields of `extra=`, by name, except those that begin with `_HIDDEN_PREFIX`."""
+    """Return the fields of `extra=` by name, except names that begin with `_HIDDEN_PREFIX`."""
     return {
         name: value
         for name, value in vars(record).items()
@@ -271,12 +271,12 @@ def extras_of(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 def trace_of(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """Return the traceback and the stack of a record of this process or another; "" for none."""
+    """Return the traceback and the stack of a record from any process, or "" if it has none."""
     parts = []
     if record.exc_info:
         parts.append(formatter.formatException(record.exc_info))
     elif record.exc_text:
-        parts.append(record.exc_text)  # a record that came from another process
+        parts.append(record.exc_text)  # a record from another process
     if record.stack_info:
         parts.append(formatter.formatStack(record.stack_info))
     return "\n".join(parts)

@@ -1,8 +1,8 @@
 """Output to a stream whose reader may be slow or blocked; logging calls do not wait for it.
 
-A pipe that is not read takes 64 KiB and then blocks its writer. So text that the pipe has room for is written
-at once, and survives a crash of the process; a separate thread writes the rest. Text beyond the limit is
-dropped, counted, and reported when the reader takes lines again.
+A pipe that is not read holds 64 KiB and then blocks its writer. Text that fits into the pipe is therefore
+written immediately, and survives a crash of the process; a separate thread writes the remaining text. Text
+beyond the limit is dropped, counted, and reported when the pipe accepts text again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TextIO, TypeVar
 from weakref import WeakSet
 
 MAX_WAITING_BYTES = 32 << 20
-TERMINAL_WAIT_S = 0.05  # one wait for a blocked terminal, repeated only after it took all lines
-LAST_WAIT_MS = 1000  # for a reader, at the end of the process
+TERMINAL_WAIT_S = 0.05  # wait for a blocked terminal; repeated only after all lines are written
+LAST_WAIT_MS = 1000  # wait for the reader, at the end of the process
 _CHUNK = 1000  # texts in one write
 
 Given = TypeVar("Given")
@@ -30,18 +30,18 @@ _outlets: WeakSet[Outlet] = WeakSet()  # of this process
 
 
 class Outlet:
-    """Writes texts to a descriptor, in order. Any thread may call it.
+    """Writes texts to a file descriptor, in order. Thread-safe.
 
-    A forked child does not write the queued texts of its parent again, and in the child `put` returns only
-    when its text is written: a child mostly ends without cleaning up (`os._exit`), and blocks only itself.
+    A forked child does not write the queued texts of its parent again. In a child, `put` returns only when
+    its text is written, because a child usually ends without cleaning up (`os._exit`) and blocks only itself.
 
     Args:
-        descriptor: not closed here, and written to without a buffer: a buffer has a lock, which a blocked
-            writer would hold at the end of the process.
+        descriptor: the file descriptor, which is not closed here. Writes are unbuffered: a buffer has a lock,
+            which a blocked writer would still hold at the end of the process.
         encoding: of the texts; characters that it lacks are written as escapes.
-        say_lost: returns the text that reports so many dropped lines.
-        failed: called in the `except` block when a write failed.
-        limit: how many bytes may wait.
+        say_lost: returns the text that reports a number of dropped lines.
+        failed: called in the `except` block of a failed write.
+        limit: the largest number of queued bytes.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Outlet:
 
     def _begin(self) -> None:
         self.dropped = 0  # lines
-        # Held during a blocking write only in a forked child and at the end of the process.
-        self._changed = threading.Condition()  # guards all below
+        # The lock is held during a blocking write only in a forked child and at the end of the process.
+        self._changed = threading.Condition()  # guards all fields below
         self._texts: list[bytes] = []
         self._held = 0  # bytes that are queued or being written
         self._said = 0  # dropped lines that were reported
@@ -75,12 +75,12 @@ class Outlet:
         self._thread: threading.Thread | None = None
 
     def begin_in_child(self) -> None:
-        """Reset the state after a fork: the lock, the thread and the queued texts are the parent's."""
+        """Reset the state after a fork: the lock, the thread and the queued texts belong to the parent."""
         self._is_forked = True
         self._begin()
 
     def put(self, text: str, lines: int = 1) -> None:
-        """Write or queue a text of so many lines. Hardly blocks, except in a forked child."""
+        """Write or queue `text`, which holds `lines` lines. Blocks only briefly, except in a forked child."""
         data = text.encode(self._encoding, "backslashreplace")
         with self._changed:
             if self._is_forked:
@@ -101,16 +101,16 @@ class Outlet:
                 self._write_last(lines)
                 return
             self._changed.notify_all()
-            if is_first and self._is_terminal:  # or text printed next would come before it
+            if is_first and self._is_terminal:  # otherwise text that is printed next would overtake it
                 self.flush(TERMINAL_WAIT_S)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until all is written; return whether it is."""
+        """Wait at most `timeout_s` until all text is written; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._held, timeout_s)
 
     def close(self) -> None:
-        """Let the thread end when all is written; a later text starts a new thread."""
+        """End the thread once all text is written; a later text starts a new thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -119,13 +119,13 @@ class Outlet:
         thread = threading.Thread(target=self._run, name="log", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # from Python 3.12 on no thread can start at the end of the process
+        except RuntimeError:  # since Python 3.12, no thread can start at the end of the process
             return False
         self._thread = thread
         return True
 
     def _write_last(self, lines: int) -> None:
-        """Write the queued texts in this thread, as no other can start any more.
+        """Write the queued texts in this thread, because no other thread can be started.
 
         If the output accepts nothing for `LAST_WAIT_MS`, count the remaining text as `lines` dropped lines
         and close the queue.
@@ -138,12 +138,12 @@ class Outlet:
             self._limit = 0
 
     def _write_at_once(self, data: bytes) -> bytes:
-        """Write as much as the reader has room for; return the rest."""
+        """Write as much data as the descriptor accepts without blocking; return the remaining data."""
         rest = data
         try:
             while rest and has_room(self._descriptor, timeout_ms=0):
                 rest = rest[os.write(self._descriptor, rest[: select.PIPE_BUF]) :]
-        except BlockingIOError:  # another writer took the room
+        except BlockingIOError:  # another writer has filled the pipe
             return rest
         except Exception:
             with suppress(Exception):
@@ -171,7 +171,7 @@ class Outlet:
             return texts
 
     def _written(self, texts: list[bytes]) -> int:
-        """Take texts off the queued bytes; return how many dropped lines were not reported yet."""
+        """Subtract written texts from the queued bytes; return the number of dropped lines to report."""
         with self._changed:
             self._held -= sum(map(len, texts))
             lost, self._said = self.dropped - self._said, self.dropped
@@ -193,7 +193,7 @@ class Outlet:
                 has_room(self._descriptor, timeout_ms=None)
 
     def _guarded(self, step: Callable[[Given], None], given: Given) -> None:
-        """Run a step; call `failed` on an error, and go on: the reader has usually closed its end."""
+        """Run a step; on an error call `failed` and continue: the reader has usually closed its end."""
         try:
             step(given)
         except Exception:
@@ -210,14 +210,14 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def has_room(descriptor: int, timeout_ms: int | None) -> bool:
-    """Wait up to `timeout_ms` (None: for ever) until `PIPE_BUF` bytes can be written; return whether."""
-    poll = select.poll()  # a new one: threads can't share one, and select takes small descriptors only
+    """Wait until `PIPE_BUF` bytes can be written, for `timeout_ms` (None: forever); return whether."""
+    poll = select.poll()  # one per call: not thread-safe; `select.select` accepts descriptors below 1024
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(timeout_ms))
 
 
 def _tells_room(descriptor: int) -> bool:
-    """Return whether `has_room` can be trusted. A terminal that reports room may have less."""
+    """Return whether `has_room` is reliable: a terminal may accept fewer bytes than it reports."""
     try:
         mode = os.fstat(descriptor).st_mode
     except OSError:
@@ -234,10 +234,9 @@ def may_stand_still(stream: TextIO) -> int | None:
         return None
 
 
-# Reports of log lines that can't be written and files that can't be moved: the reason, once a minute.
-#
-# Python's logging writes a traceback of the log call for each of them. A full disk would have a server
-# that answers a thousand requests a second write megabytes of those a second, and do little else.
+# Reports that a log line can't be written or a file can't be moved: the reason, at most once a minute.
+# Python's logging writes a traceback of the log call for each failure. On a full disk, a server that answers
+# a thousand requests per second would write megabytes of tracebacks per second.
 
 SAID_EVERY_S = 60.0
 
@@ -245,11 +244,11 @@ SAID_EVERY_S = 60.0
 class SaysWhatIsLost(logging.Handler):
     """Handler mixin that reports log records lost because the operating system did not accept them."""
 
-    output = "standard output"  # its name in messages
+    output = "standard output"  # name of the output in messages
     _say_after_s = 0.0  # monotonic
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Report an `OSError` with `say`, and any other error as logging does.
+        """Report an `OSError` with `say`; report any other error as Python's logging does.
 
         Call it in the `except` block of the failed write.
         """
@@ -264,7 +263,7 @@ class SaysWhatIsLost(logging.Handler):
         now_s = time.monotonic()
         if now_s >= self._say_after_s:
             self._say_after_s = now_s + SAID_EVERY_S
-            with suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+            with suppress(OSError, ValueError, AttributeError):  # standard error may be closed or missing
                 descriptor = may_stand_still(sys.stderr)
                 if descriptor is None or has_room(descriptor, timeout_ms=0):
                     sys.stderr.write(f"{text}\n")

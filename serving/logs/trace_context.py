@@ -1,7 +1,7 @@
-"""W3C Trace Context: the trace that a request belongs to, from its client's headers. Pure.
+"""W3C Trace Context: the trace of a request, parsed from the client's headers. Pure functions.
 
 https://www.w3.org/TR/trace-context/: `version-traceid-parentid-flags`, all in lower-case hexadecimal digits.
-Malformed headers are ignored, as the standard asks; they never fail a request.
+Malformed headers are ignored, as the standard requires; they never fail a request.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ TRACESTATE = "tracestate"
 _NAMES = frozenset({TRACEPARENT, TRACESTATE})
 _LENGTHS = frozenset(map(len, _NAMES))
 _SAMPLED = 1
-MAX_STATE_CHARACTERS = 4096  # the standard wants 512 at least to be passed on
-# Version 00 has exactly four fields; of later ones only the first four are known. ff is no version.
+MAX_STATE_CHARACTERS = 4096  # the standard requires at least 512 to be forwarded
+# Version 00 has exactly four fields; later versions may have more, which are ignored. ff is invalid.
 _TRACEPARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
 
 
 class TraceContext(NamedTuple):
-    """The place of a request in a trace."""
+    """The position of a request in a trace."""
 
     trace_id: str  # 32 hexadecimal digits
-    parent_id: str  # 16: the caller's span
+    parent_id: str  # 16 hexadecimal digits: the caller's span
     sampled: bool
     state: str = ""  # `tracestate`, not parsed
 
 
 def parse_trace_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Parse the two headers; return None unless the first is well formed."""
+    """Parse the two headers; return None unless `traceparent` is well formed."""
     if len(traceparent) > 256:
         return None
     found = _TRACEPARENT.fullmatch(traceparent.strip())
@@ -43,23 +43,23 @@ def parse_trace_context(traceparent: str, tracestate: str = "") -> TraceContext 
 
 
 def trace_of_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> TraceContext | None:
-    """Return the trace context in header lines with names in any case; `tracestate` lines are joined.
+    """Return the trace context of header lines; names are case-insensitive, `tracestate` lines are joined.
 
-    None unless there is exactly one `traceparent` line, and it is well formed.
+    The result is None unless there is exactly one `traceparent` line and it is well formed.
     """
     lines = trace_headers(headers)
     if not lines:
         return None
     traceparents = [value for name, value in lines if name == TRACEPARENT]
-    if len(traceparents) != 1:  # two of them contradict each other
+    if len(traceparents) != 1:  # two lines would contradict each other
         return None
     states = [value for name, value in lines if name == TRACESTATE]
     return parse_trace_context(traceparents[0], ",".join(states))
 
 
 def trace_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> list[tuple[str, str]]:
-    """Return the header lines of a trace context, with names in lower case, to pass them on."""
-    # Lengths first: this runs for every request, and hardly any other header has one of these lengths.
+    """Return the trace-context header lines, with lower-case names, for forwarding."""
+    # Compare lengths first: this runs for every request, and few other headers have one of these lengths.
     return [
         (_text(name).lower(), _text(value))
         for name, value in headers

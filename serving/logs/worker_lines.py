@@ -1,9 +1,9 @@
-"""Transfer of a worker process's log records to the server's log, whole and with their level.
+"""Transfers log records of a worker process to the server's log, unsplit and with their level.
 
-A worker has only its output stream. Its handler prints lines of text; a log record goes there as one line of
-JSON behind a mark, so that a traceback stays in one piece and an error keeps its level. The mark holds a
-token that only the server and the worker's formatter know: handlers print text from clients, and a client
-must not be able to forge a log record.
+A worker can send log records only through its output stream, to which its handler also prints text. A log
+record is written as one line of JSON after a mark, so that a traceback stays in one piece and an error keeps
+its level. The mark contains a token that only the server and the worker's formatter know: handlers print text
+from clients, and a client must not be able to forge a log record.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import suppress
 
 from torchere.serving.logs.lines import OWN_FIELDS, extras_of, trace_of
 
-SEPARATOR = "\x1e"  # ASCII's record separator: not printed by accident
-MAX_TEXT_CHARACTERS = 6000  # of a message, a traceback or an extra
-MAX_LINE_BYTES = 8192  # the server cuts a longer one into pieces of this size, and a piece is no record
+SEPARATOR = "\x1e"  # ASCII's record separator, which is rarely printed
+MAX_TEXT_CHARACTERS = 6000  # per message, traceback or extra field
+MAX_LINE_BYTES = 8192  # the server splits longer lines, and a part of a line is not a record
 
 
 def new_token() -> str:
@@ -28,10 +28,10 @@ def new_token() -> str:
 
 
 class WorkerFormatter(logging.Formatter):
-    """Formats a record as one marked line, which the server accepts once `token` is that of the worker.
+    """Formats a record as one marked line, which the server accepts if `token` is the worker's token.
 
     Args:
-        origin: returns fields that name the origin of the calling thread's records, if threads differ in it.
+        origin: returns fields that name the origin of the calling thread's records, if it differs by thread.
     """
 
     token = ""
@@ -41,10 +41,10 @@ class WorkerFormatter(logging.Formatter):
         self._origin = origin
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line without its line end, cutting texts in the middle to fit `MAX_LINE_BYTES`."""
+        """Return the line without its line end; long texts lose their middle, to fit `MAX_LINE_BYTES`."""
         longest = MAX_TEXT_CHARACTERS
         while len(line := self._line(record, longest)) > MAX_LINE_BYTES and longest > 1:
-            longest //= 2  # JSON takes 6 or 12 bytes for a character that is not ASCII
+            longest //= 2  # JSON uses 6 or 12 bytes for a character that is not ASCII
         return line
 
     def _line(self, record: logging.LogRecord, longest: int) -> str:
@@ -65,10 +65,10 @@ async def relay_all(
     origin: Mapping[str, object] | Callable[[], Mapping[str, object]],
     plain: logging.Logger,
 ) -> None:
-    """Log each line of a worker's output as `relay` does, until the output ends.
+    """Call `relay` for each line of a worker's output, until the output ends.
 
-    `origin` is a function for a process that several models share: it returns the fields known for every
-    line, and records hold the others themselves.
+    For a process that several models share, `origin` is a function: it returns the fields that apply to every
+    line, and each record contains the other fields.
     """
     rest = b""
     while chunk := await output.read(65536):
@@ -99,17 +99,17 @@ def _relay_each(
 def relay(
     line: str, token: str, origin: Mapping[str, object], plain: logging.Logger, *, is_shared: bool = False
 ) -> None:
-    """Log one line of a worker's output: a record with its logger and level, other text at INFO.
+    """Log one line of a worker's output: a record with its own logger and level, other text at INFO.
 
     Args:
-        line: without its end.
-        token: that of the worker's formatter.
-        origin: fields that name the worker in every record; they override those that the worker sent.
-        plain: the logger for text that is no record.
+        line: the line without its line end.
+        token: the token of the worker's formatter.
+        origin: fields that identify the worker; they override fields of the same name in the record.
+        plain: the logger for text that is not a record.
         is_shared: several models share the process. The worker knows which model a record belongs to, so its
             fields take precedence over `origin`.
     """
-    printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # progress bars end no line
+    printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # after a progress bar
     record = _record(fields, origin, is_shared) if mark else None
     if record is None:
         plain.info("%s", line, extra=dict(origin))
@@ -140,9 +140,9 @@ def _record(text: str, origin: Mapping[str, object], is_shared: bool) -> logging
 
 
 def _shortened(text: str, longest: int) -> str:
-    """Return at most about `longest` characters of the text, without its middle if it is longer.
+    """Return about `longest` characters of the text at most; a longer text loses its middle.
 
-    Three quarters are from the end, where a traceback names its error.
+    Three quarters of the result are from the end, where a traceback names its error.
     """
     if len(text) <= longest:
         return text
