@@ -108,7 +108,7 @@ FAMILIES: dict[str, tuple[Kind, str]] = {
     BUDGET_REFUSED: ("counter", "Requests refused because the bytes of a budget are used up, by budget."),
     LOG_DROPPED: ("counter", "Log lines dropped because the output was too slow."),
 }
-# prometheus_client's families about the process; it names the counters' families without the suffix.
+# prometheus_client's families about the process; its names of counter families lack the suffix `_total`.
 LIBRARY_COUNTERS = {"process_cpu_seconds": "process_cpu_seconds_total"}
 LIBRARY_GAUGES = (
     *("process_virtual_memory_bytes", "process_resident_memory_bytes"),
@@ -118,7 +118,7 @@ ALL_NAMES = (*FAMILIES, *LIBRARY_COUNTERS.values(), *LIBRARY_GAUGES)
 
 
 def family(name: str) -> Metric:
-    """Return a family of the table, without samples."""
+    """Return a metric family of the catalogue, without samples."""
     kind, text = FAMILIES[name]
     return Metric(name, text, kind)
 
@@ -130,23 +130,24 @@ def families(names: Iterable[str]) -> dict[str, Metric]:
 
 Family = Counter | Gauge | Histogram
 
-# Names of the classic text format; the library allows any UTF-8, which scrapers read only on request.
+# The names that the classic text format allows. The library allows any UTF-8 text, which only some scrapers
+# accept.
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 KINDS = ("counter", "gauge", "histogram")
-# The Java client's default buckets, in the unit of the metric (contract: metrics).
+# The default buckets of Prometheus's Java client, in the unit of the metric (contract: metrics).
 DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
 
 class Families:
-    """Makes families and remembers the declared names of counters, which the library renames.
+    """Creates metric families and stores the declared names of counters, which the library renames.
 
-    Thread-safe as far as the registry is; declare a name once.
+    As thread-safe as the library's registry. Each name may be declared once.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.declared: dict[str, str] = {}  # the library's name of a counter -> the name it was declared with
+        self.declared: dict[str, str] = {}  # the library's name of a counter -> its declared name
 
     def declare(self, kind: str, name: str, unit: str, labels: Sequence[str]) -> Family:
         """Declare a family of one of `KINDS`; raises as `counter` and `check_names` do."""
@@ -161,7 +162,7 @@ class Families:
         """Declare a counter.
 
         Raises:
-            ValueError: the name or a label is not allowed, or the name is taken.
+            ValueError: the name or a label is not allowed, or the name is declared already.
         """
         counter = Counter(name, help_text("counter", unit), labels, registry=self.registry)
         self.declared[name.removesuffix("_total")] = name
@@ -179,13 +180,13 @@ class Families:
 
 
 class Reserved(Collector):
-    """Reserves names of families that are collected elsewhere."""
+    """Reserves the names of metric families that other code collects."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
 
     def describe(self) -> Iterable[Metric]:
-        """Yield each name as a histogram, a type that reserves the names with its suffixes, too."""
+        """Yield each name as a histogram, because this type also reserves the name with its suffixes."""
         for name in self._names:
             yield Metric(name, "", "histogram")
 
@@ -206,7 +207,7 @@ def check_names(kind: str, name: str, labels: Sequence[str]) -> None:
 def updater(child: Family) -> Callable[[float], None]:
     """Return a labelled child's `inc`, `set` or `observe`.
 
-    A counter's function raises ValueError for a negative or non-finite value, which would spoil the counter.
+    The function of a counter raises ValueError for a negative or non-finite value.
     """
     if isinstance(child, Counter):
         return functools.partial(_add, child)

@@ -1,6 +1,6 @@
 """Expiry time of an X.509 certificate file, parsed from its DER.
 
-The standard library only reads the certificates of connections.
+The standard library can only read the certificates of open connections.
 
 X.509 (RFC 5280, 4.1): Certificate ::= SEQUENCE { tbsCertificate SEQUENCE { [0] version OPTIONAL,
 serialNumber, signature, issuer, validity SEQUENCE { notBefore, notAfter }, ... } ... }.
@@ -20,7 +20,7 @@ _SEQUENCE, _EXPLICIT_VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0
 
 
 class UnreadableCertificate(ValueError):
-    """The file holds no readable certificate."""
+    """The file contains no readable certificate."""
 
 
 class _Element(NamedTuple):
@@ -35,7 +35,7 @@ def expiry_s(path: Path) -> float:
     """Return when the first certificate of a PEM file expires, in seconds since the epoch.
 
     Raises:
-        UnreadableCertificate: no such file, no certificate in it, or one that is broken.
+        UnreadableCertificate: the file does not exist, contains no certificate, or contains an invalid one.
     """
     try:
         found = _PEM.search(path.read_text(encoding="ascii", errors="replace"))
@@ -65,7 +65,7 @@ def _element(der: bytes, tag: int | None = None) -> _Element:
     if tag is not None and der[0] != tag:
         raise ValueError(f"found the tag 0x{der[0]:02x}, expected 0x{tag:02x}")
     length, start = der[1], 2
-    if length >= 0x80:  # the long form: so many bytes hold the length
+    if length >= 0x80:  # long form: the low bits are the number of bytes of the length
         start += length - 0x80
         length = int.from_bytes(der[2:start], "big")
     if len(der) < start + length:
@@ -75,7 +75,7 @@ def _element(der: bytes, tag: int | None = None) -> _Element:
 
 def _time(element: _Element) -> datetime:
     text = element.content.decode("ascii", "replace")
-    if element.tag == _UTC_TIME:  # two digits of the year; below 50 is the century of 2000
+    if element.tag == _UTC_TIME:  # the year has two digits: below 50 means 20xx
         text = ("20" if int(text[:2]) < 50 else "19") + text
     elif element.tag != _GENERALIZED_TIME:
         raise ValueError(f"found the tag 0x{element.tag:02x}, expected a time")

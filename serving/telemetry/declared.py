@@ -1,8 +1,8 @@
-"""Metric declarations: a strict reader of `metrics.yaml`, TorchServe's format.
+"""Metric declarations: a strict parser of `metrics.yaml`, in TorchServe's format.
 
-One section declares the metrics of the server (`ts_metrics`) and one those of handlers (`model_metrics`),
-each with up to three lists by type. The built-in file beside this module is the default, and the only place
-that defines which labels the server supplies.
+The section `ts_metrics` declares the metrics of the server, `model_metrics` those of handlers; each has up to
+three lists, one per metric type. The built-in file next to this module is the default. It alone defines which
+labels the server supplies.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.catalogue import KINDS, Families, Reserved
 
 BUILT_IN_FILE = Path(__file__).with_name("metrics.yaml")
-HOSTNAME = "Hostname"  # the label that every handler metric gets in addition
-OWN_PREFIX = "torchere_"  # of the server's own metrics, which are always there
+HOSTNAME = "Hostname"  # additional label of every handler metric
+OWN_PREFIX = "torchere_"  # prefix of our own metrics, which need no declaration
 _SECTIONS = ("ts_metrics", "model_metrics")
 _FIELDS = ("name", "unit", "dimensions")
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredMetric:
-    """One metric: `kind` is counter, gauge or histogram; `labels` include that of the host."""
+    """One metric. `kind` is counter, gauge or histogram; `labels` include the label of the host."""
 
     name: str
     kind: str
@@ -42,7 +42,7 @@ class DeclaredMetric:
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """The metrics that are recorded, by name; none by default."""
+    """The declared metrics by name; empty by default."""
 
     server: Mapping[str, DeclaredMetric] = field(default_factory=dict)
     model: Mapping[str, DeclaredMetric] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class MetricsConfig:
 
 @functools.cache
 def built_in_config() -> MetricsConfig:
-    """Return the default set."""
+    """Return the default declarations."""
     return _parse(BUILT_IN_FILE.read_text(encoding="utf-8"))
 
 
@@ -58,8 +58,9 @@ def read_metrics_config(path: Path) -> MetricsConfig:
     """Read a metrics file.
 
     Raises:
-        MetricsCacheError: as one of MetricsCacheIOError, MetricsCachePyYamlError, MetricsCacheKeyError,
-            MetricsCacheTypeError and MetricsCacheValueError; it gives the place and the expected value.
+        MetricsCacheError: one of MetricsCacheIOError, MetricsCachePyYamlError, MetricsCacheKeyError,
+            MetricsCacheTypeError and MetricsCacheValueError; the message names the place and the expected
+            value.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -70,7 +71,7 @@ def read_metrics_config(path: Path) -> MetricsConfig:
 
 
 def parse_metrics_config(text: str) -> MetricsConfig:
-    """Parse the text of a metrics file; raises as `read_metrics_config`, except MetricsCacheIOError."""
+    """Parse a metrics file's text; raises the errors of `read_metrics_config` but MetricsCacheIOError."""
     config = _parse(text)
     built_in = built_in_config()
     _check_label_counts(config.server, built_in.server)
@@ -88,7 +89,7 @@ def _parse(text: str) -> MetricsConfig:
     unknown = [key for key in document if key not in (*_SECTIONS, "dimensions")]
     if unknown:
         raise MetricsCacheKeyError(f"sections: unknown {unknown}, expected {_SECTIONS}")
-    if "model_metrics" not in document:  # the other section is optional in TorchServe
+    if "model_metrics" not in document:  # TorchServe requires only this section
         raise MetricsCacheKeyError(f"sections: model_metrics is missing, expected {_SECTIONS}")
     server, model = ({m.name: m for m in _section(name, document.get(name))} for name in _SECTIONS)
     if not model:
@@ -134,12 +135,12 @@ def _metric(place: str, kind: str, entry: object) -> DeclaredMetric:
 
 
 def _is_text(value: object) -> bool:
-    """Return whether it is a str without lone surrogates, which no scrape could show."""
+    """Return whether the value is a str without lone surrogates, which UTF-8 can't encode."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _check_names(config: MetricsConfig) -> None:
-    """Declare all metrics on a temporary registry, where the library finds names that clash."""
+    """Declare all metrics in a temporary registry, so that the library reports conflicting names."""
     families = Families()
     families.registry.register(Reserved(catalogue.ALL_NAMES))
     for metric in (*config.server.values(), *config.model.values()):

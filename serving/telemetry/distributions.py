@@ -1,7 +1,7 @@
-"""Histograms over the same buckets, fed one row at a time and counted many rows at a time.
+"""Histograms with the same buckets: values are added row by row, and counted many rows at a time.
 
-Finding the buckets of a row's values one by one would take five times as long as the rest of a request's
-book-keeping. So rows are kept as they come, and counted by numpy when there are enough of them.
+Finding the bucket of each value separately would take five times as long as all other counting for a request.
+So rows are buffered, and counted by numpy when there are enough of them.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from numpy.typing import NDArray
 from prometheus_client import Metric
 from prometheus_client.samples import Exemplar
 
-# Upper bounds in seconds: from a tenth of a millisecond, where small models answer, to the longest response
-# time-out by default.
+# Upper bounds in seconds: from a tenth of a millisecond, the latency of small models, to the default response
+# timeout.
 SECONDS_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
-FOLD_ROWS = 128  # counting them takes a tenth of a millisecond, during which the event loop is blocked
+FOLD_ROWS = 128  # counting this many rows blocks the event loop for a tenth of a millisecond
 
 _BOUNDS = np.array(SECONDS_BUCKETS)
-_WIDTH = len(SECONDS_BUCKETS) + 1  # the last bucket is for values above all bounds
+_WIDTH = len(SECONDS_BUCKETS) + 1  # the last bucket holds values above all bounds
 
 
 class Histogram(NamedTuple):
-    """One histogram at one moment; `exemplars` by bucket, None where there is none."""
+    """A snapshot of one histogram. `exemplars` has one entry per bucket; None: no exemplar."""
 
-    counts: Sequence[int]  # by bucket, not cumulative; one more than there are bounds
+    counts: Sequence[int]  # per bucket, not cumulative; one more than there are bounds
     total: float
     exemplars: Sequence[Exemplar | None] = ()
 
 
 class Distributions:
-    """A histogram for each column of the rows it gets. Not thread-safe."""
+    """One histogram for each column of the added rows. Not thread-safe."""
 
     __slots__ = ("_counts", "_exemplars", "_offsets", "_rows", "_sums", "_width")
 
@@ -47,23 +47,23 @@ class Distributions:
         self._counts = np.zeros(columns * _WIDTH, dtype=np.int64)
         self._sums = np.zeros(columns)
         self._offsets = np.arange(columns) * _WIDTH
-        self._exemplars: dict[tuple[int, int], Exemplar] = {}  # by column and bucket, the last one
+        self._exemplars: dict[tuple[int, int], Exemplar] = {}  # the latest one by column and bucket
 
     def add(self, row: Sequence[float]) -> None:
-        """Take one value in seconds for each column."""
+        """Add a row: one value in seconds for each column."""
         self._rows.extend(row)
         if len(self._rows) >= FOLD_ROWS * self._width:
             self._fold()
 
     def add_rows(self, values: NDArray[np.float64]) -> None:
-        """Count many rows at once."""
-        # The bucket of each value, numbered through all columns; `left`: a bucket includes its bound.
+        """Count many rows immediately."""
+        # The bucket of each value, numbered across all columns; `left`: a bucket includes its upper bound.
         places = np.searchsorted(_BOUNDS, values, side="left") + self._offsets
         self._counts += np.bincount(places.ravel(), minlength=len(self._counts))
         self._sums += values.sum(axis=0)
 
     def note(self, row: Sequence[float], labels: dict[str, str], now_s: float) -> None:
-        """Keep the values of a row as exemplars with these labels; `now_s` is seconds since the epoch."""
+        """Store the values of a row as exemplars with these labels; `now_s` is in seconds since the epoch."""
         for column, value in enumerate(row):
             self._exemplars[column, bisect_left(SECONDS_BUCKETS, value)] = Exemplar(labels, value, now_s)
 
@@ -89,7 +89,7 @@ class Distributions:
 
 
 def add_histogram(family: Metric, labels: dict[str, str], values: Histogram, every: int = 1) -> None:
-    """Add the samples of one histogram over `SECONDS_BUCKETS`; `every` 2 leaves out every other bound."""
+    """Add the samples of one histogram over `SECONDS_BUCKETS`; `every` 2 uses every second bound only."""
     cumulated = 0
     last = len(SECONDS_BUCKETS)
     exemplar: Exemplar | None = None

@@ -1,7 +1,7 @@
-"""Metrics as text, byte for byte in the form that TorchServe's Prometheus endpoint has. Pure.
+"""Renders metrics as text, byte for byte as TorchServe's Prometheus endpoint does. Pure functions.
 
-It is the text format 0.0.4 with three habits of the Java client 0.9: a comma after the last label, values as
-Java prints a double, and counters under the very name they were declared with.
+The format is Prometheus's text format 0.0.4 with three peculiarities of the Java client 0.9: a comma after
+the last label, values in the format of Java's `Double.toString`, and counters without an added `_total`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-# Java's Double.toString writes plain decimals from 10^-3 up to 10^7, and powers of ten outside.
+# Java's Double.toString writes decimals from 10^-3 to 10^7, and powers of ten outside this range.
 _PLAIN_FROM = 1e-3
 _PLAIN_TO = 1e7
 
@@ -25,8 +25,8 @@ def render(families: Iterable[Metric], declared: Mapping[str, str], names: Colle
 
     Args:
         families: as the registry collects them.
-        declared: for counters, the library's family name to the name it was declared with.
-        names: sample names to keep; empty keeps all. A family without a kept sample is left out.
+        declared: for counters, the declared name by the library's family name.
+        names: names of the samples to render; empty renders all. A family without such a sample is omitted.
     """
     lines: list[str] = []
     for family in families:
@@ -42,14 +42,14 @@ def render(families: Iterable[Metric], declared: Mapping[str, str], names: Colle
 
 
 def java_double(value: float) -> str:
-    """Return a number as Java's `Double.toString` writes it; NaN and infinity as Prometheus does."""
+    """Format a number as Java's `Double.toString` does; NaN and infinity as Prometheus does."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     value = float(value)
     if value == 0 or _PLAIN_FROM <= abs(value) < _PLAIN_TO:
-        return repr(value)  # Python's own switch to powers of ten lies outside of these
+        return repr(value)  # Python uses powers of ten only outside this range
     digits = Decimal(repr(value)).normalize().as_tuple()
     mantissa = "".join(map(str, digits.digits))
     exponent = int(digits.exponent) + len(mantissa) - 1
@@ -78,22 +78,20 @@ def _escaped_help(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n")
 
 
-# Metrics as OpenMetrics text 1.0, which can carry exemplars, for scrapers that ask for it. Pure.
-#
-# The format wants counters to end in `_total`. TorchServe's do not, and a Prometheus, which asks for this
-# format unless told otherwise, must find them under their names: such a counter is shown as a gauge.
-#
-# KServe's queue proxy hands on what Prometheus asks for, and reads the answer as plain text in any case,
-# up to the first line that is not plain text. A type `unknown` is such a line, and so is an exemplar:
-# families that have one come last.
+# Metrics as OpenMetrics text 1.0, which can contain exemplars, for scrapers that request it. Pure functions.
+# OpenMetrics requires counter names to end in `_total`. TorchServe's do not, and Prometheus, which requests
+# this format by default, must find them under their names. So such a counter is rendered as a gauge.
+# KServe's queue proxy forwards the `Accept` header of Prometheus, but parses the response as the classic text
+# format, up to the first line that is invalid in it. The type `unknown` and exemplars make such lines, so
+# families with exemplars are rendered last.
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _MEDIA_TYPE = "application/openmetrics-text"
-_VERSIONS = ("1.0.0", "0.0.1", "")  # that a client may ask for; the output is valid in all of them
+_VERSIONS = ("1.0.0", "0.0.1", "")  # versions that a client may request; the output is valid in all of them
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Return whether an `Accept` header prefers OpenMetrics to plain text, which is the default."""
+    """Return whether an `Accept` header prefers OpenMetrics to the classic text format, the default."""
     openmetrics, plain = 0.0, 0.0
     for choice in accept.split(","):
         kind, *parameters = (part.strip() for part in choice.split(";"))
@@ -127,7 +125,7 @@ def render_openmetrics(
 
 
 class _Families(Collector):
-    """Collector of given families, the input of the library's exposition."""
+    """A collector that returns the given families to the library's renderer."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families

@@ -1,4 +1,4 @@
-"""Metrics that handlers report through `context.metrics`, by their declared type, within bounds."""
+"""Records the metrics that handlers report through `context.metrics`; their number is bounded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchere.serving.telemetry.torchserve import MODEL_LOGGER, MetricLog, is_lo
 
 logger = logging.getLogger(__name__)
 
-MAX_FAMILIES = 500  # names that all handlers together may invent, with auto-detection
-MAX_LABEL_SETS = 1000  # combinations of label values of one name
+MAX_FAMILIES = 500  # undeclared names of all handlers together, with auto-detection
+MAX_LABEL_SETS = 1000  # combinations of label values per name
 _UNDECLARED = "the metrics configuration does not declare it, and model_metrics_auto_detect is false"
 
 Dimensions = tuple[tuple[str, str], ...]
@@ -27,7 +27,7 @@ class HandlerSample(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the metric."""
+        """The name of the metric."""
 
     @property
     def value(self) -> float:
@@ -35,23 +35,23 @@ class HandlerSample(Protocol):
 
     @property
     def unit(self) -> str:
-        """Unit, for the help text of a metric that is not declared."""
+        """The unit, used for the help text of an undeclared metric."""
 
     @property
     def metric_type(self) -> str:
-        """One of `counter`, `gauge`, `histogram`; used only for a metric that is not declared."""
+        """One of `counter`, `gauge`, `histogram`; used for undeclared metrics only."""
 
     @property
     def dimensions(self) -> Dimensions:
-        """Names and values of the labels."""
+        """The names and values of the labels."""
 
     @property
     def request_ids(self) -> Sequence[str]:
-        """The requests the value belongs to, for the log line."""
+        """The ids of the requests that the value belongs to, for the log line."""
 
 
 class _OwnSample(NamedTuple):
-    """A `HandlerSample` that the server reports."""
+    """A `HandlerSample` for a value that the server itself measures."""
 
     name: str
     value: float
@@ -61,20 +61,20 @@ class _OwnSample(NamedTuple):
     request_ids: Sequence[str]
 
 
-Report: TypeAlias = Callable[[float, Sequence[str]], None]  # takes a value, and requests' ids for a log line
+Report: TypeAlias = Callable[[float, Sequence[str]], None]  # (value, request ids for the log line)
 
 
 class _Child(NamedTuple):
     """One combination of label values of a metric."""
 
     update: Callable[[HandlerSample], None]
-    show: Callable[[float], None] | None  # None: it is logged
-    values: tuple[str, ...]  # of all labels, in their order
-    model: str | None  # value of the dimension `ModelName`
+    show: Callable[[float], None] | None  # None: values are logged
+    values: tuple[str, ...]  # of all labels, in declared order
+    model: str | None  # the value of the dimension `ModelName`
 
 
 class _Known:
-    """A recorded metric and its known label values; `family` None: it is logged."""
+    """A recorded metric and its known label values. `family` None: its values are logged."""
 
     __slots__ = ("children", "declared", "family")
 
@@ -85,7 +85,7 @@ class _Known:
 
 
 class HandlerMetrics:
-    """Metrics of handlers: the declared ones, with `auto_detect` also all others. Thread-safe."""
+    """Records metrics of handlers: declared ones and, with `auto_detect`, undeclared ones. Thread-safe."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class HandlerMetrics:
             self._declare(metric)
 
     def record(self, samples: Iterable[HandlerSample]) -> None:
-        """Record the samples of one batch; drop invalid ones, with one log line for each metric name."""
+        """Record the samples of one batch; drop invalid samples, and log the first of each metric name."""
         with self._lock:
             for sample in samples:
                 try:
@@ -117,17 +117,17 @@ class HandlerMetrics:
                     self._refuse(sample.name, str(err))
 
     def needs_each(self, name: str) -> bool:
-        """Return whether every value of a metric is needed (logs, histograms), not only the last one."""
+        """Return whether every value of a metric is needed (for logs and histograms) or only the last one."""
         known = self._known.get(name)
         if known is None:
             return self._auto_detect and is_logged(name, self._mode)
         return known.family is None or known.declared.kind != "gauge"
 
     def bound(self, name: str, unit: str, dimensions: Dimensions) -> Report:
-        """Return a function that sets a gauge with given label values, for the server's own values.
+        """Return a function that reports values measured by the server to a gauge with these label values.
 
-        The function does nothing if the metric is not recorded. Do not use it after the model of `dimensions`
-        was forgotten.
+        The function does nothing if the metric is not recorded. Do not call it after `forget` for the model
+        in `dimensions`.
         """
         sample = _OwnSample(name, 0.0, unit, "gauge", dimensions, ())
         with self._lock:
@@ -195,14 +195,14 @@ class HandlerMetrics:
         return self._known[metric.name]
 
     def _refuse(self, name: str, cause: str) -> None:
-        # Bounded as well: a handler that makes up names must not fill the log or this set.
+        # Bounded as well: a handler that generates names must not fill the log or this set.
         if name not in self._refused and len(self._refused) < MAX_FAMILIES:
             self._refused.add(name)
             logger.warning("metric %.100r of a handler is dropped: %s", name, cause)
 
 
 def _ignore(value: float, ids: Sequence[str]) -> None:
-    """Discard the value: the metric is not recorded."""
+    """Ignore the value, because the metric is not recorded."""
 
 
 def _label_names(dimensions: Dimensions) -> list[str]:
@@ -210,7 +210,7 @@ def _label_names(dimensions: Dimensions) -> list[str]:
 
 
 def _label_values(labels: Sequence[str], dimensions: Dimensions) -> tuple[str, ...]:
-    """Return the values in label order: by name, or by position if the declaration renames them."""
+    """Return the values in label order: matched by name, or by position if the declaration renames them."""
     given = {name: str(value) for name, value in dimensions if name != HOSTNAME}
     if given.keys() == set(labels):
         return tuple(given[label] for label in labels)

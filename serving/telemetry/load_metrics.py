@@ -1,4 +1,4 @@
-"""Load of each version, sampled at each exposition, for autoscalers and dashboards."""
+"""The load of each version, sampled at each scrape, for autoscalers and dashboards."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class ExecutorLoad:
 
     executor_id: int
     state: str
-    pid: int = 0  # of a worker process; 0: another executor names it already
+    pid: int = 0  # of the worker process; 0: another executor of the process reports it
 
 
 @dataclass(frozen=True, slots=True)
 class VersionLoad:
-    """One version at one moment."""
+    """The load of one version at one point in time."""
 
-    queued: int = 0  # requests that wait
-    queue_room: int = 0  # how many more may wait
-    oldest_age_s: float = 0.0  # how long the oldest of them has waited
-    predicted_s: float = 0.0  # how long a batch is expected to take
+    queued: int = 0  # waiting requests
+    queue_room: int = 0  # further requests that may wait
+    oldest_age_s: float = 0.0  # waiting time of the oldest waiting request
+    predicted_s: float = 0.0  # expected duration of a batch
     executors: tuple[ExecutorLoad, ...] = ()
-    state: str = ""  # of the version; "": not known
-    response_timeout_s: float = 0.0  # how long a batch may take; 0: not known
-    weights_bytes: int = 0  # 0: not known
-    weight: float = 0.0  # share of the requests that name no version
+    state: str = ""  # of the version; "": unknown
+    response_timeout_s: float = 0.0  # limit on the duration of a batch; 0: unknown
+    weights_bytes: int = 0  # 0: unknown
+    weight: float = 0.0  # share of the requests without a version that it gets
     saturation: float = 0.0  # see `saturation.py`
 
 
@@ -55,7 +55,7 @@ class LoadMetrics:
         self._windows: dict[tuple[str, str], SaturationWindow] = {}
 
     def watch(self, version: VersionNumbers, load: Callable[[], VersionLoad]) -> None:
-        """Call `load` at each exposition, and `version.load` at each tick for the saturation."""
+        """Call `load` at each scrape, and `version.load` at each tick for the saturation."""
         key = version.model, version.version
         window = SaturationWindow(version.busy, version.load, version.requests)
         window.tick(self._now())
@@ -73,7 +73,7 @@ class LoadMetrics:
             window.tick(now_s)
 
     def executors_of(self, model: str, version: str) -> frozenset[int] | None:
-        """Return the ids of the executors that a version should have; None if it is not watched."""
+        """Return the ids of the executors that a version should have; None if the version is not watched."""
         load = self._loads.get((model, version))
         return None if load is None else executors_of(load())
 
@@ -152,5 +152,5 @@ def _add_executors(
 def _add_memory(family: Metric, labels: dict[str, str], pid: int) -> None:
     try:
         family.add_sample(family.name, labels, psutil.Process(pid).memory_info().rss)
-    except psutil.Error:  # it ended a moment ago
+    except psutil.Error:  # the process has just ended
         return

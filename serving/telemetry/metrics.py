@@ -1,8 +1,8 @@
-"""All metrics of the server, with a method for each event that changes them.
+"""All metrics of the server, with one method for each event that changes them.
 
-TorchServe's families keep their names, units and labels, so that dashboards and alerts built for it go on
-working. Metrics that it lacks (distributions, load, readiness, causes) begin with `torchere_`; they are in
-`catalogue.py`.
+TorchServe's metric families keep their names, units and labels, so that existing dashboards and alerts keep
+working. Metrics that TorchServe lacks (distributions, load, readiness, causes) begin with `torchere_`;
+`catalogue.py` lists them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ PREDICTION_TIME = "PredictionTime"
 
 
 class Metrics:
-    """All metrics of one server, on a separate registry.
+    """All metrics of one server, in a separate registry.
 
     Call it on the event loop, except for `Exposure.text`, `handler_metrics` and `system`, which may be used
-    from any thread. `show` makes a model and version label values, so show registered versions only: names
-    that clients make up must never become labels. `forget` removes them.
+    from any thread. `show` turns the names of model and version into label values, so call it for registered
+    versions only: invented names from clients must never become labels. `forget` removes them.
 
     Args:
-        hostname: label of most metrics; None: this machine's.
-        mode: which metrics are shown and which are logged (see `torchserve.is_logged`).
-        config: the declared metrics of TorchServe and of handlers; None: those of the built-in file.
+        hostname: the label value of most metrics; None: the name of this machine.
+        mode: decides which metrics are exposed and which are logged (see `torchserve.is_logged`).
+        config: the declared metrics of TorchServe and of handlers; None: the declarations of the built-in
+            file.
         auto_detect: whether metrics of handlers that `config` does not declare are recorded.
-        tracing: makes spans; None: no spans.
+        tracing: creates spans; None: no spans.
         now: monotonic seconds.
     """
 
@@ -59,7 +60,7 @@ class Metrics:
     ) -> None:
         self._host = hostname or socket.gethostname()
         config = built_in_config() if config is None else config
-        # For `context.metrics.get_metric` of handlers, which do not set the label of the host.
+        # For handlers' `context.metrics.get_metric`; handlers do not set the host label.
         self.declared = tuple(
             MetricDeclaration(metric.name, metric.unit, metric.labels[:-1], metric.kind)
             for metric in config.model.values()
@@ -84,12 +85,12 @@ class Metrics:
         self._executors: dict[tuple[str, str], dict[int, str]] = {}  # by version: id -> label
 
     def prediction_begins(self, prediction: Predicted) -> None:
-        """Start tracing a prediction whose head has arrived; until now its `trace` is the client's."""
+        """Start tracing a prediction whose head has arrived; replaces its `trace`, which was the client's."""
         if self.tracing is not None:
             self.tracing.begin(prediction)
 
     def prediction_ends(self, prediction: Predicted, code: str | int) -> None:
-        """Count a finished prediction once; `code` is the HTTP status, or the name of the gRPC code."""
+        """Count a finished prediction once; `code` is the HTTP status or the name of the gRPC status code."""
         if prediction.counted:
             return
         prediction.counted = True
@@ -100,7 +101,7 @@ class Metrics:
             self.tracing.end(prediction, code, now_s)
 
     def meter(self, model: str, version: str) -> VersionNumbers:
-        """Return numbers for a version, from 0; `show` them when it is registered."""
+        """Return new counters, at 0, for a version; call `show` when the version is registered."""
         return self._numbers.new(model, version, self._listeners(), self._now)
 
     def _listeners(self) -> list[Listener]:
@@ -114,7 +115,7 @@ class Metrics:
         return listeners
 
     def show(self, meter: VersionNumbers, load: Callable[[], VersionLoad] | None = None) -> None:
-        """Show the numbers of a version from now on; `load` is called at each exposition."""
+        """Expose the counters of a version from now on; `load` is called at each scrape."""
         self._numbers.show(meter)
         if load is not None:
             self._load.watch(meter, load)
@@ -130,9 +131,9 @@ class Metrics:
             await asyncio.sleep(TICK_S)
 
     def request_finished(self, status: int, *, is_probe: bool = False) -> None:
-        """Count a REST answer on any port; a status other than 2xx or 4xx counts as 5xx (contract).
+        """Count a REST response on any port; a status other than 2xx or 4xx counts as 5xx (contract).
 
-        A probe answered "not ready" is no error of the server, and is not counted.
+        A probe that reports "not ready" is not an error of the server, and is not counted.
         """
         if is_probe and status >= 400:
             return
@@ -141,11 +142,11 @@ class Metrics:
             self._updates.rest_answered(digit)
 
     def refused(self, error: ServingError) -> None:
-        """Count a request that was refused before it was known which model it is for."""
+        """Count a request that was rejected before its model was known."""
         self._numbers.refused[refusal_reason(error)] += 1
 
     def refused_body(self) -> None:
-        """Count a request that was refused because its body is too large."""
+        """Count a request that was rejected because its body is too large."""
         self._numbers.refused[TOO_LARGE] += 1
 
     def handler_metrics(self, samples: Iterable[HandlerSample]) -> None:
@@ -153,7 +154,7 @@ class Metrics:
         self._of_handlers.record(samples)
 
     def executor_loaded(self, meter: VersionNumbers, executor_id: int, load_s: float) -> None:
-        """Record that an executor of a version is up, `load_s` after it was started."""
+        """Record that an executor of a version is ready, `load_s` after it was started."""
         name = f"W-{executor_id}-{meter.model}_{meter.version}"
         known = self._load.executors_of(meter.model, meter.version)
         if known is not None:
@@ -167,12 +168,12 @@ class Metrics:
     def watch_server(
         self, ready: Callable[[], bool], inflight: Callable[[], int], dropped_lines: Callable[[], int]
     ) -> None:
-        """Read these values at each exposition.
+        """Call these functions at each scrape.
 
         Args:
             ready: returns whether the server is ready.
-            inflight: returns how many admitted predictions have no answer yet.
-            dropped_lines: returns how many log lines were dropped.
+            inflight: returns the number of admitted predictions without a response.
+            dropped_lines: returns the number of dropped log lines.
         """
         self._server_values |= {
             catalogue.READY: ready,
@@ -181,18 +182,18 @@ class Metrics:
         }
 
     def watch_budgets(self, held_bytes: Callable[[], int], refused: Mapping[str, int]) -> None:
-        """Show how many bytes of unfinished requests are held, and the refusals of each budget."""
+        """Expose the bytes held by unfinished requests, and the number of rejections by each budget."""
         self._server_values[catalogue.HELD] = held_bytes
         self._over_budget = refused
 
     def know_states(self, states: States) -> None:
-        """Set the states that executors and versions can be in."""
+        """Set all possible states of executors and versions."""
         self._states = states
 
     def forget(self, meter: VersionNumbers, *, was_last: bool) -> None:
-        """Drop the series of a removed version, and with the last version those of the whole model.
+        """Remove the series of a removed version; if it was the last one, also those of the whole model.
 
-        Call it after the last answer of the version.
+        Call it after the last response of the version.
         """
         model, version = meter.model, meter.version
         if not self._numbers.forget(meter, was_last=was_last):
@@ -206,7 +207,7 @@ class Metrics:
             self._of_handlers.forget(model)
 
     def _forget_stopped(self, version: tuple[str, str], running: Collection[int]) -> None:
-        """Drop the series of a version's executors that are not running."""
+        """Remove the series of those executors of a version that are not running."""
         names = self._executors.get(version, {})
         for executor_id in [known for known in names if known not in running]:
             self._server.drop("WorkerLoadTime", names.pop(executor_id), "Host")
@@ -232,14 +233,14 @@ class Metrics:
         )
 
     def exposition(self, names: Collection[str] = ()) -> str:
-        """Return all metrics as text; only the samples in `names` unless it is empty."""
+        """Return all metrics as text; if `names` is not empty, only the samples with these names."""
         return self.expose().text(names)
 
 
 class _PredictionTimes(Listener):
     """TorchServe's `PredictionTime`: the handler's time for each model's last batch that did not fail.
 
-    Used as a listener only if the configuration needs every value.
+    It is a listener only if the configuration needs every value.
     """
 
     wants_ids = True
@@ -250,7 +251,7 @@ class _PredictionTimes(Listener):
         self.needs_each = handlers.needs_each(PREDICTION_TIME)
 
     def report_last(self, numbers: ServerNumbers) -> None:
-        """Report the last value of each model, unless every value is reported."""
+        """Report the last value of each model, unless every value is reported already."""
         if self.needs_each:
             return
         for version in sorted(numbers.versions.values(), key=lambda version: version.last_batch_s):
@@ -282,7 +283,7 @@ class _PredictionTimes(Listener):
 
 
 class _BatchSpans(Listener):
-    """Makes a span of each batch."""
+    """Creates a span for each batch."""
 
     wants_ids = True
 

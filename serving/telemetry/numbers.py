@@ -1,11 +1,11 @@
 """Request and batch counters: each event is counted once, and all metrics formats read them.
 
-Three events change the numbers of a version: a request is accepted, a request is over, a batch is finished.
-Three renderers turn the same numbers into the server's own families (`scrape.py`), TorchServe's
-(`torchserve.py`), and the statistics of the Open Inference Protocol
+Three events change the counters of a version: a request is accepted, a request has ended, a batch has
+finished. Three modules render the same counters: as our own metric families (`scrape.py`), as TorchServe's
+(`torchserve.py`), and as the statistics of the Open Inference Protocol
 (`frontend/open_inference/metadata.py`).
 
-Everything here runs on the event loop, so there is no lock.
+All code here runs on the event loop, so there is no lock.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torchere.serving.telemetry.refusals import USUAL, refusal_reason
 from torchere.serving.telemetry.saturation import BusyTime, LoadSample
 from torchere.serving.telemetry.stages import COLUMNS, MARKS, Marks, row_of, rows_of
 
-WAITING_STAGES = ("queue", "executor")  # where a prediction was when it ended without an answer
-UNREAD = "unread"  # a streamed answer that was cancelled because its client read too slowly
+WAITING_STAGES = ("queue", "executor")  # the stage of a prediction that ended without a response
+UNREAD = "unread"  # a streamed response that was cancelled because its client read too slowly
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-QUEUE_FULL = "queue_full"  # the reason of refusals that more executors would have avoided
-# Answered requests that are buffered until their times are counted together. With fewer, each costs more;
-# more would take more than 26 KB for a version, and block the loop for longer.
+QUEUE_FULL = "queue_full"  # the rejection reason that more executors would have avoided
+# The number of answered requests whose times are buffered and counted together. A lower number makes each
+# request more expensive; a higher one needs more than 26 KB per version and blocks the event loop for longer.
 FOLD_ROWS = 256
-# HTTP codes with a label of their own. A handler may choose any number; others are counted by their class.
+# HTTP statuses with their own label value. A handler may return any status; others are counted by class.
 _OWN_LABEL = frozenset({200, 201, 202, 204, 206, 304, *range(400, 430), 431, 451, 499, *range(500, 512)})
 
 _write_marks = Struct(f"{len(MARKS)}d").pack_into
@@ -42,13 +42,13 @@ _NAMED = MARKS.index("named")
 
 
 class Dequeued(Protocol):
-    """A request with the time at which it was given to an executor."""
+    """A request with the time at which it was dispatched to an executor."""
 
-    dequeued_s: float  # 0: it never left the queue
+    dequeued_s: float  # 0: not dispatched
 
 
 class Tally:
-    """Sums over the requests with one version label of TorchServe: a version's name, or `default`."""
+    """Sums over the requests with the same version label in TorchServe's metrics: a version, or `default`."""
 
     __slots__ = ("queue_s", "requests", "total_s")
 
@@ -59,24 +59,24 @@ class Tally:
 
 
 class BatchSize:
-    """Sums over the batches of one size."""
+    """Sums over all batches of the same size."""
 
     __slots__ = ("around_s", "batches", "handler_s", "runs")
 
     def __init__(self) -> None:
-        self.runs = 0  # batches with so many requests
-        self.batches = 0  # batches in which so many requests ended
+        self.runs = 0  # batches with this many requests
+        self.batches = 0  # batches in which this many requests ended
         self.handler_s = 0.0  # handler time of `batches`
         self.around_s = 0.0  # executor time of `batches` outside the handler
 
 
 class Listener:
-    """Receives every event as it happens: for log lines, spans, and metrics declared with another type."""
+    """Receives every event immediately: for log lines, spans, and metrics declared with another type."""
 
     wants_ids = False  # whether `batch_finished` needs the ids of the batch's requests
 
     def accepted(self, version: VersionNumbers, named: bool) -> None:
-        """Handle a prediction that came in; `named`: its client named the version."""
+        """Handle a prediction that arrived; `named`: the client named the version."""
 
     def answered(self, version: VersionNumbers, named: bool, total_s: float, wait_s: float) -> None:
         """Record a finished prediction that the handler answered."""
@@ -93,15 +93,15 @@ class Listener:
 
 
 class VersionSnapshot(NamedTuple):
-    """The numbers of a version at one moment, for renderers in another thread."""
+    """A copy of the counters of a version, for renderers in other threads."""
 
-    codes: Mapping[tuple[str, str], int]  # by protocol and label of the code
+    codes: Mapping[tuple[str, str], int]  # by protocol and status label
     histograms: list[Histogram]  # by `COLUMNS`
     rejected: Mapping[str, int]  # by reason
     cancelled: Mapping[str, int]  # by stage
     expired: Mapping[str, int]  # by stage
     restarts: Mapping[str, int]  # by reason
-    sizes: list[int]  # batches by `SIZE_BUCKETS`, the last for larger ones
+    sizes: list[int]  # batches by `SIZE_BUCKETS`; the last entry counts larger ones
     requests_run: int
     busy_s: float
     in_flight: int
@@ -110,13 +110,13 @@ class VersionSnapshot(NamedTuple):
 
 
 class VersionNumbers:
-    """The numbers of one version.
+    """The counters of one version.
 
     Args:
-        model: its model.
-        version: its version.
-        unnamed: sums over the requests of the model that named no version, shared by its versions.
-        server: the numbers of the server.
+        model: the name of the model.
+        version: the name of the version.
+        unnamed: sums over the requests that named only the model, shared by all its versions.
+        server: the counters of the server.
         listeners: receive each event.
         now: monotonic seconds.
     """
@@ -147,36 +147,36 @@ class VersionNumbers:
         self.wants_ids = any(listener.wants_ids for listener in listeners)
         self._server = server or ServerNumbers()
         self._now = now
-        # Of requests.
+        # Counters of requests.
         self.offered = 0
         self.in_flight = 0
-        # Start at 0, so that a scraper sees the first event as an increase.
+        # These start at 0, so that a scraper sees the first event as an increase.
         self.rejected: Counter[str] = Counter(dict.fromkeys(USUAL, 0))
         self.cancelled: Counter[str] = Counter(dict.fromkeys((*WAITING_STAGES, UNREAD), 0))
         self.expired: Counter[str] = Counter(dict.fromkeys(WAITING_STAGES, 0))
         self._codes: dict[str | int, int] = {}
         self._durations = Distributions(len(COLUMNS))
-        self._marks = bytearray()  # of `FOLD_ROWS` requests, once there was one
+        self._marks = bytearray()  # space for `FOLD_ROWS` requests; allocated by the first
         self._marks_end = 0
-        # Of batches. A request counts once, however many rows it has.
+        # Counters of batches. A request counts once, regardless of its number of rows.
         self.requests_succeeded = 0
         self.succeeded_s = 0.0  # from admission to answer
         self.requests_failed = 0
         self.failed_s = 0.0
-        self.queue_s = 0.0  # waits of the requests that were run
-        self.handler_s = 0.0  # of requests that succeeded, each with the time of its whole batch
-        self.around_s = 0.0  # likewise: the executor's time without the handler's
+        self.queue_s = 0.0  # waiting times of the requests that were run
+        self.handler_s = 0.0  # of successful requests, each with the time of its whole batch
+        self.around_s = 0.0  # likewise: executor time outside the handler
         self.by_size: dict[int, BatchSize] = {}
-        self.last_batch_s = 0.0  # since the epoch; 0: no batch has come back yet
-        self.last_handler_s: float | None = None  # of the last batch that did not fail; None: none yet
-        # Of executors.
+        self.last_batch_s = 0.0  # since the epoch; 0: no batch has finished yet
+        self.last_handler_s: float | None = None  # of the last successful batch; None: none yet
+        # Counters of executors.
         self.busy = BusyTime()
         self.restarts: Counter[str] = Counter()
         self.load_s = 0.0
         self.load: Callable[[], LoadSample] = LoadSample
 
     def accepted(self, named: bool) -> None:
-        """Count a prediction that came in, before it is known whether it is admitted."""
+        """Count a prediction that arrived, before it is admitted or rejected."""
         self.offered += 1
         (self.named if named else self.unnamed).requests += 1
         for listener in self.listeners:
@@ -187,7 +187,7 @@ class VersionNumbers:
         self.rejected[refusal_reason(error)] += 1
 
     def failed(self, error: ServingError, request: Dequeued | None) -> None:
-        """Count an error of an admitted prediction; `request` None: it was not queued yet."""
+        """Count an error of an admitted prediction; `request` is None if it was not queued yet."""
         stage = WAITING_STAGES[request is not None and bool(request.dequeued_s)]
         if isinstance(error, Cancelled):
             self.cancelled[stage] += 1
@@ -195,7 +195,7 @@ class VersionNumbers:
             self.expired[stage] += 1
 
     def finished(self, request: Marks, code: str | int, now_s: float) -> None:
-        """Count a finished prediction; `code` is the HTTP status, or the name of the gRPC code."""
+        """Count a finished prediction; `code` is the HTTP status or the name of the gRPC status code."""
         codes = self._codes
         codes[code] = codes.get(code, 0) + 1
         if not request.answered_s:
@@ -227,7 +227,7 @@ class VersionNumbers:
             listener.answered(self, request.named, now_s - request.started_s, wait_s)
 
     def batches_running(self, batches: int, now_s: float) -> None:
-        """Set the number of dispatched batches that have no answer yet; call it whenever it changes."""
+        """Set the number of dispatched batches without an answer; call it whenever the number changes."""
         if not self.busy.executors:
             self.busy.scaled(self.load().executors, now_s)
         self.busy.changed(batches, now_s)
@@ -247,14 +247,16 @@ class VersionNumbers:
         """Count a batch.
 
         Args:
-            size: how many requests it had.
-            succeeded: requests with an answer; one that goes on in the next batch counts in neither number.
-            failed: requests with an error.
-            succeeded_wait_s: the waits of the former, added up, from admission until the batch began.
-            failed_wait_s: likewise of the latter.
+            size: the number of its requests.
+            succeeded: the number of answered requests; one that continues in the next batch is not counted
+                here or in `failed`.
+            failed: the number of requests with an error.
+            succeeded_wait_s: the summed waiting times of the answered requests, from admission to the start
+                of the batch.
+            failed_wait_s: the same sum for the failed requests.
             executor_s: seconds from the start to the end of its run.
             handler_s: the part of `executor_s` in the handler.
-            request_ids: ids of its requests; needed if `wants_ids`.
+            request_ids: the ids of its requests; required if `wants_ids`.
         """
         around_s = executor_s - handler_s
         if around_s < 0:
@@ -285,11 +287,11 @@ class VersionNumbers:
 
     @property
     def batches(self) -> int:
-        """How many batches were run."""
+        """The number of batches that were run."""
         return sum(of_size.runs for of_size in self.by_size.values())
 
     def requests(self) -> tuple[int, int]:
-        """Return how many predictions were refused as `QUEUE_FULL`, and how many came in."""
+        """Return the number of predictions rejected as `QUEUE_FULL`, and the number of all that arrived."""
         return self.rejected[QUEUE_FULL], self.offered
 
     def snapshot(self) -> VersionSnapshot:
@@ -325,7 +327,7 @@ class VersionNumbers:
         self._marks_end = 0
 
     def _room(self) -> int:
-        """Make room for the marks of one more request; return their offset in bytes."""
+        """Reserve space for the marks of one request; return its offset in bytes."""
         if self._marks:
             self.fold()
         else:
@@ -338,38 +340,38 @@ class VersionNumbers:
 
 
 class ServerNumbers:
-    """The numbers of the server, and of every version that is shown."""
+    """The counters of the server and of every exposed version."""
 
     def __init__(self) -> None:
-        self.answers = {2: 0, 4: 0, 5: 0}  # REST answers by the first digit of their status
+        self.answers = {2: 0, 4: 0, 5: 0}  # REST responses by the first digit of the status
         self.last_wait_s = 0.0  # of the last answered prediction
-        self.last_around_s = 0.0  # of the last batch: the executor's time without the handler's
-        self.refused: Counter[str] = Counter()  # requests whose model was not known yet, by reason
+        self.last_around_s = 0.0  # of the last batch: executor time outside the handler
+        self.refused: Counter[str] = Counter()  # rejections before the model was known, by reason
         self.unnamed: dict[str, Tally] = {}  # by model
-        self.versions: dict[tuple[str, str], VersionNumbers] = {}  # those that are shown
+        self.versions: dict[tuple[str, str], VersionNumbers] = {}  # the exposed versions
 
     def new(
         self, model: str, version: str, listeners: Sequence[Listener], now: Callable[[], float]
     ) -> VersionNumbers:
-        """Return numbers for a version; `show` them when it is registered."""
+        """Return new counters for a version; call `show` when the version is registered."""
         return VersionNumbers(
             model, version, unnamed=self.unnamed.get(model), server=self, listeners=listeners, now=now
         )
 
     def show(self, version: VersionNumbers) -> None:
-        """Show the numbers of a version from now on."""
+        """Expose the counters of a version from now on."""
         version.unnamed = self.unnamed.setdefault(version.model, version.unnamed)
         self.versions[version.model, version.version] = version
 
     def shows(self, version: VersionNumbers) -> bool:
-        """Return whether these numbers are shown: after `show`, until removed or replaced."""
+        """Return whether these counters are exposed: after `show`, until they are removed or replaced."""
         return self.versions.get((version.model, version.version)) is version
 
     def forget(self, version: VersionNumbers, *, was_last: bool) -> bool:
-        """Drop the numbers of a version, with the last one those of its model.
+        """Remove the counters of a version; if it was the last one, also those of its model.
 
         Returns:
-            Whether they were shown.
+            Whether the counters were exposed.
         """
         version.fold()
         if not self.shows(version):
@@ -380,7 +382,7 @@ class ServerNumbers:
         return True
 
     def rest_answered(self, status: int) -> int:
-        """Count a REST answer; return its class 2 or 4, or 5 for every other status (contract)."""
+        """Count a REST response; return its class: 2, 4, or 5 for every other status (contract)."""
         digit = status // 100
         if digit not in self.answers:
             digit = 5

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Predicted(Marks, Protocol):
-    """A prediction, as telemetry reads it (`batching/request.py` has the object)."""
+    """The parts of a prediction that telemetry reads; `batching/request.py` implements it."""
 
     request_id: str
     meter: VersionNumbers | None  # None: no version was found
-    counted: bool  # its end was counted
+    counted: bool  # whether its end has been counted
 
     @property
     def protocol(self) -> str:
@@ -24,10 +24,10 @@ class Predicted(Marks, Protocol):
 
 
 class Tracing(Protocol):
-    """Makes spans (`tracing.py`)."""
+    """Creates spans; `tracing.py` implements it."""
 
     def begin(self, prediction: Predicted) -> None:
-        """Start the span of a prediction that came in."""
+        """Start the span of a prediction that arrived."""
 
     def end(self, prediction: Predicted, code: str | int, now_s: float) -> None:
         """End the span of a prediction."""
@@ -35,10 +35,10 @@ class Tracing(Protocol):
     def batch(
         self, model: str, version: str, request_ids: Sequence[str], queue_depth: int, executor_s: float
     ) -> None:
-        """Make the span of a batch that came back."""
+        """Create the span of a finished batch."""
 
     def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:
-        """Make the span of an executor's load."""
+        """Create the span of the start of an executor."""
 
     def close(self) -> None:
         """Send the remaining spans. Blocks."""

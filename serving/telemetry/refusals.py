@@ -1,4 +1,4 @@
-"""The reason of a refused prediction as a label value: a pure function of the error."""
+"""The rejection reason of a prediction as a label value: a pure function of the error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchere.serving.errors import (
     Unavailable,
 )
 
-TOO_LARGE = "too_large"  # the body; no `ServingError` class stands for it
-# The first class that fits counts, so subclasses come before their bases.
+TOO_LARGE = "too_large"  # of a body; there is no `ServingError` class for it
+# The first matching class counts, so subclasses come before their base classes.
 _REASONS: tuple[tuple[type[ServingError], str], ...] = (
     (QueueFull, "queue_full"),
     (OverBudget, "budget"),
@@ -26,10 +26,10 @@ _REASONS: tuple[tuple[type[ServingError], str], ...] = (
     (Quarantined, "quarantined"),
     (InvalidRequest, "invalid"),
 )
-# Reasons that every version has a counter for from the beginning.
+# Every version starts with a counter for each of these reasons.
 USUAL = ("queue_full", "not_ready", "deadline")
 
 
 def refusal_reason(error: ServingError) -> str:
-    """Return the value of the label `reason`; for an error that is no refusal, its code."""
+    """Return the value of the label `reason`; for an error that is not a rejection, its code."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), error.code)

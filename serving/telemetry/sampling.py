@@ -27,19 +27,18 @@ from torchere.serving.telemetry.distributions import Distributions, add_histogra
 from torchere.serving.telemetry.torchserve import ServerMetrics
 
 # Utilisation of the GPUs, by `nvidia-smi`.
-#
-# Asking torch instead would create a CUDA context in the server process, which costs hundreds of
-# megabytes on every device and forbids forking workers.
+# torch could report it, too, but would create a CUDA context in the server process, which uses hundreds of
+# megabytes on every device and makes it impossible to fork workers.
 
 _FIELDS = "index,utilization.gpu,memory.used,memory.total"
-_TIMEOUT_S = 10.0  # nvidia-smi answers in under a second; with a hung driver, never
+_TIMEOUT_S = 10.0  # nvidia-smi ends within a second or, if the driver hangs, never
 
-_hung: list[subprocess.Popen[str]] = []  # killed after a timeout; with a hung driver, that has no effect
+_hung: list[subprocess.Popen[str]] = []  # killed after a timeout, without effect if the driver hangs
 _asked: list[subprocess.Popen[str]] = []  # still running
 
 
 class GpuSample(NamedTuple):
-    """One sample of a GPU; None if the device does not report the value (utilisation under MIG, say)."""
+    """One sample of a GPU; a value is None if the device does not report it (utilisation under MIG)."""
 
     device_id: int
     percent: float | None
@@ -48,7 +47,7 @@ class GpuSample(NamedTuple):
 
     @property
     def memory_percent(self) -> float | None:
-        """Share of the memory in use, from 0 to 100."""
+        """Percentage of the memory in use."""
         if self.memory_used_mib is None or not self.memory_total_mib:
             return None
         return 100 * self.memory_used_mib / self.memory_total_mib
@@ -57,7 +56,7 @@ class GpuSample(NamedTuple):
 def sample_gpus() -> tuple[GpuSample, ...]:
     """Return a sample of each GPU, by index. Blocks up to 10 s.
 
-    Empty if there is no driver, or if it fails, which is logged.
+    The result is empty if there is no driver, or if the driver fails, which is logged.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -71,7 +70,7 @@ def sample_gpus() -> tuple[GpuSample, ...]:
 
 
 def give_up() -> None:
-    """Kill the running `nvidia-smi`, whose output is not needed any more. Any thread may call it."""
+    """Kill the running `nvidia-smi`, whose output is no longer needed. Thread-safe."""
     while _asked:
         _asked.pop().kill()
 
@@ -101,7 +100,8 @@ def _ask(command: list[str]) -> tuple[GpuSample, ...]:
     if not is_wanted:
         return ()
     samples = tuple(parse_gpus(output))
-    # Warnings set the exit status, too (14: the infoROM of one GPU is corrupted), with complete output.
+    # The exit status may be a warning (14: the infoROM of one GPU is corrupted) although the output is
+    # complete.
     if process.returncode and not samples:
         raise subprocess.CalledProcessError(process.returncode, command)
     return samples
@@ -137,7 +137,7 @@ class GcPauses:
         self._started_s = 0.0
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
-        """Note the start or the end of a collection; called in the thread that runs it."""
+        """Record the start or the end of a collection; called in the thread that runs it."""
         now_s = time.perf_counter()
         if phase == "start":
             self._started_s = now_s
@@ -148,18 +148,18 @@ class GcPauses:
 class ProcessMetrics:
     """The families of `FAMILIES`, and the library's `process_` families. Collecting is thread-safe.
 
-    `watch_loop` runs on the event loop it watches.
+    Run `watch_loop` on the event loop to be measured.
     """
 
     def __init__(self) -> None:
         self._lags = Distributions(1)
-        self._lock = threading.Lock()  # guards _lags: the loop writes, a scrape reads
+        self._lock = threading.Lock()  # guards _lags: the event loop writes, a scrape reads
         self._pauses = GcPauses()
         self._certificate_expiry_s: Callable[[], float | None] = lambda: None
         self._library = ProcessCollector(registry=None)
 
     def watch_certificate(self, expires_at_s: Callable[[], float | None]) -> None:
-        """Show the expiry of the certificate in use, not of its file (seconds since the epoch)."""
+        """Set a function that returns the expiry, in seconds since the epoch, of the certificate in use."""
         self._certificate_expiry_s = expires_at_s
 
     async def watch_loop(self) -> None:
@@ -199,7 +199,7 @@ class ProcessMetrics:
 
 def build_labels() -> dict[str, str]:
     """Return the versions of torchere, PyTorch and Python, and whether the GIL is on, as labels."""
-    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)  # from Python 3.13 on
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)  # since Python 3.13
     return {
         "version": _version_of("torchere"),
         "torch": _version_of("torch"),
@@ -225,7 +225,7 @@ class SystemMetrics:
     """Samples the host.
 
     Args:
-        server: takes the values.
+        server: records the values.
         gpus: samples the GPUs; may block for a while.
     """
 
@@ -235,9 +235,9 @@ class SystemMetrics:
         self._cpu_times = psutil.cpu_times()
 
     async def sample_every(self, period_s: float, max_gpus: int | None = None) -> None:
-        """Sample at once and then every `period_s`, until cancelled.
+        """Sample immediately and then every `period_s`, until cancelled.
 
-        `max_gpus` 0 leaves the GPUs out. Each sample runs in a thread, one at a time.
+        `max_gpus` 0 skips the GPUs. Each sample is taken in a thread, one at a time.
         """
         try:
             while True:
@@ -269,15 +269,15 @@ class SystemMetrics:
                 self._take_gpu(gpu)
 
     def _cpu_percent(self) -> float:
-        """Return how busy the cores were since the last sample, in percent.
+        """Return the utilisation of the cores since the last sample, in percent.
 
-        `psutil.cpu_percent` compares with the last call in the same thread only.
+        `psutil.cpu_percent` can't be used: it compares with the last call in the same thread.
         """
         before, self._cpu_times = self._cpu_times, psutil.cpu_times()
         spent_s = {
             name: max(0.0, getattr(self._cpu_times, name) - getattr(before, name)) for name in before._fields
         }
-        # Linux counts the time of guests twice: it is part of `user` and `nice`, too.
+        # Linux counts the time of guests twice: `user` and `nice` include it.
         whole_s = sum(spent_s.values()) - spent_s.get("guest", 0.0) - spent_s.get("guest_nice", 0.0)
         idle_s = spent_s["idle"] + spent_s.get("iowait", 0.0)
         return round(100 * (whole_s - idle_s) / whole_s, 1) if whole_s > 0 else 0.0
@@ -294,7 +294,7 @@ class SystemMetrics:
 
 
 async def _beside(work: Callable[[], None]) -> None:
-    """Run in a daemon thread: a call into a hung driver may never return."""
+    """Run `work` in a daemon thread, because a call into a hung driver may never return."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -310,7 +310,7 @@ async def _beside(work: Callable[[], None]) -> None:
         failure: BaseException | None = None
         try:
             work()
-        except BaseException as err:  # the top of a thread: passed on to the awaiting task
+        except BaseException as err:  # passed to the awaiting task
             failure = err
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(tell, failure)

@@ -1,7 +1,7 @@
 """`torchere_saturation`: the share of a version's executors that its recent requests need.
 
-One number for autoscalers, alerts and dashboards: 0 idle, about 1 when every executor is busy all the time,
-up to 2 when the queue is full or requests are refused. It is a mean over `WINDOW_S`, no point sample.
+One number for autoscalers, alerts and dashboards: 0 if idle, about 1 if every executor is always busy, up to
+2 if the queue is full or requests are rejected. It is a mean over `WINDOW_S`, not a point sample.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 WINDOW_S = 5.0
-TICK_S = 0.5  # a sample of the queue; busy time and refusals are counted between two of them
+TICK_S = 0.5  # interval of queue samples; busy time and rejections are summed between two samples
 
 
 def saturation(*, busy_s: float, executor_s: float, queue_share: float, refused: int, offered: int) -> float:
@@ -20,11 +20,11 @@ def saturation(*, busy_s: float, executor_s: float, queue_share: float, refused:
         min(1, busy_s / executor_s) + min(1, max(queue_share, refused / offered))
 
     Args:
-        busy_s: seconds that executors had a batch, from dispatch to answer.
-        executor_s: seconds that executors were in service, all added up; 0: there were none.
-        queue_share: the mean of waiting requests / places in the queue.
-        refused: requests refused because the queue was full or their deadline too near.
-        offered: requests for the version, those refused included.
+        busy_s: the summed time that executors had a batch, from dispatch to answer.
+        executor_s: the summed time that executors were in service; 0: there were none.
+        queue_share: the mean of waiting requests / queue capacity.
+        refused: requests rejected because the queue was full or their deadline too near.
+        offered: all requests for the version, including the rejected ones.
     """
     busy_share = min(1.0, busy_s / executor_s) if executor_s > 0 else 0.0
     refused_share = refused / offered if offered else 0.0
@@ -32,25 +32,25 @@ def saturation(*, busy_s: float, executor_s: float, queue_share: float, refused:
 
 
 class LoadSample(NamedTuple):
-    """The load of a version at one moment."""
+    """The load of a version at one point in time."""
 
-    queued: int = 0  # requests that wait
-    queue_room: int = 0  # how many more may wait
+    queued: int = 0  # waiting requests
+    queue_room: int = 0  # further requests that may wait
     executors: int = 0  # in service
     wanted: int = 0  # executors that should be in service
 
     @property
     def queue_share(self) -> float:
-        """Waiting requests / places in the queue."""
+        """Waiting requests / queue capacity."""
         places = self.queued + self.queue_room
         return self.queued / places if places else 0.0
 
 
 class BusyTime:
-    """Adds up how long executors had a batch. Call it on the event loop only.
+    """Sums the time that executors had a batch. Call it on the event loop only.
 
-    Batches that were sent ahead wait in a worker for those in front of them, so no more batches count at a
-    time than there are executors.
+    A batch that was dispatched early waits in the worker for the batch before it. So at any time at most as
+    many batches are counted as there are executors.
     """
 
     __slots__ = ("_executors", "_running", "_since_s", "_total_s")
@@ -67,29 +67,29 @@ class BusyTime:
         return self._executors
 
     def changed(self, running: int, now_s: float) -> None:
-        """Take the number of dispatched batches that have no answer yet."""
+        """Set the number of dispatched batches without an answer."""
         busy = self._running if self._running < self._executors else self._executors
         self._total_s += busy * (now_s - self._since_s)
         self._since_s = now_s
         self._running = running
 
     def scaled(self, executors: int, now_s: float) -> None:
-        """Take the number of executors in service."""
+        """Set the number of executors in service."""
         self.changed(self._running, now_s)
         self._executors = executors
 
     def total_s(self, now_s: float) -> float:
-        """Return the busy seconds of all executors until now, those of running batches included."""
+        """Return the busy seconds of all executors until now, including the running batches."""
         return self._total_s + min(self._running, self._executors) * (now_s - self._since_s)
 
 
 class _Totals(NamedTuple):
-    """Sums over the life of a version at one moment; the difference of two describes the time between."""
+    """Sums since the registration of a version; the difference of two describes the time between them."""
 
     now_s: float
     busy_s: float
     executor_s: float
-    queue_share_s: float  # integral of the queue's share over time
+    queue_share_s: float  # integral of `queue_share` over time
     refused: int
     offered: int
 
@@ -97,12 +97,12 @@ class _Totals(NamedTuple):
 class SaturationWindow:
     """The saturation of one version over the last `WINDOW_S`. Call it on the event loop only.
 
-    While executors are wanted and none is in service, one counts as busy.
+    If executors are wanted but none is in service, one busy executor is assumed.
 
     Args:
-        busy: the busy time of its executors.
-        sample: returns its load now.
-        requests: returns how many requests were refused, and how many there were in all.
+        busy: the busy time of the version's executors.
+        sample: returns the current load of the version.
+        requests: returns the number of rejected requests and the number of all requests.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class SaturationWindow:
         self._busy = busy
         self._sample = sample
         self._requests = requests
-        self._absent_s = 0.0  # that executors were wanted and none was in service
-        self._last_share = 0.0  # of the queue
+        self._absent_s = 0.0  # time in which executors were wanted but none was in service
+        self._last_share = 0.0  # the latest `queue_share`
         self._window: deque[_Totals] = deque()
 
     def tick(self, now_s: float) -> None:
-        """Take a sample; call it every `TICK_S`."""
+        """Sample the load; call it every `TICK_S`."""
         window = self._window
         window.append(self._totals(now_s))
         while len(window) > 2 and window[1].now_s <= now_s - WINDOW_S:
             window.popleft()
 
     def value(self, now_s: float) -> float:
-        """Return the saturation now; takes a sample, too."""
+        """Sample the load and return the current saturation."""
         self.tick(now_s)
         before, after = self._window[0], self._window[-1]
         elapsed_s = after.now_s - before.now_s

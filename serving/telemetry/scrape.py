@@ -1,4 +1,4 @@
-"""Snapshot of all metrics and its text: taken on the event loop, rendered in any thread."""
+"""A snapshot of all metrics, taken on the event loop, which any thread can render as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchere.serving.telemetry.stages import COLUMNS, STAGES
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """All states, for metrics that are 1 for the current state and 0 for the others."""
+    """All possible states, for metrics that are 1 for the current state and 0 for the others."""
 
     executor: tuple[str, ...] = ()
     version: tuple[str, ...] = ()
@@ -28,20 +28,20 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """A copy of numbers that only the event loop may read; `families` and `process` are thread-safe."""
+    """A copy of the counters, for any thread; `families` and `process` are the thread-safe originals."""
 
     families: Families
-    plain: Callable[[], Iterable[Metric]]  # TorchServe's metrics that are kept as plain numbers
+    plain: Callable[[], Iterable[Metric]]  # TorchServe's metrics that are rendered from counters
     versions: Mapping[tuple[str, str], VersionSnapshot]  # by model and version
     loads: Mapping[tuple[str, str], VersionLoad]  # likewise
     states: States
-    refused: Mapping[str, int]  # requests turned away before their model was known, by reason
-    over_budget: Mapping[str, int]  # refusals, by budget
-    server: Mapping[str, float]  # by the name of a family without labels
+    refused: Mapping[str, int]  # rejections before the model was known, by reason
+    over_budget: Mapping[str, int]  # rejections by budget
+    server: Mapping[str, float]  # by the name of a metric family without labels
     process: ProcessMetrics
 
     def text(self, names: Collection[str] = (), *, openmetrics: bool = False) -> str:
-        """Return the text of a scrape; only the samples in `names` unless it is empty. Thread-safe."""
+        """Return the text of a scrape with the samples in `names`; empty means all samples. Thread-safe."""
         form = render_openmetrics if openmetrics else render
         declared = self.families.declared | catalogue.LIBRARY_COUNTERS
         return form(self._collect(), declared, names)
@@ -67,7 +67,7 @@ FAMILIES = (
     *(names.REJECTED, names.CANCELLED, names.EXPIRED, names.BATCH_SIZE, names.BUSY_SECONDS),
     *(names.RESTARTS, names.LAST_PROGRESS, names.LOAD_DURATION),
 )
-# Two thirds of a scrape's samples are of stages, so these have only every other bound of the durations.
+# Two thirds of all samples are those of stages, so their histograms have only every second bound.
 _STAGE_BOUNDS = 2
 
 
@@ -78,7 +78,7 @@ def version_families(
 
     Args:
         snapshots: by model and version.
-        refused: requests that were turned away before their model was known, by reason; their labels are "".
+        refused: rejections before the model was known, by reason; their labels for model and version are "".
     """
     families = names.families(FAMILIES)
     for reason, count in refused.items():
@@ -98,7 +98,7 @@ def _add_durations(families: dict[str, Metric], labels: dict[str, str], snapshot
     add_histogram(families[names.REQUEST_DURATION], labels, histograms["total"])
     add_histogram(families[names.QUEUE_DURATION], labels, histograms["wait"])
     for stage in STAGES:
-        if histograms[stage].total:  # a handler reports its three stages, or only its total
+        if histograms[stage].total:  # a handler reports either its three stages or only its total time
             values = histograms[stage]
             add_histogram(families[names.STAGE_DURATION], {**labels, "stage": stage}, values, _STAGE_BOUNDS)
 

@@ -1,4 +1,4 @@
-"""Split the time of a prediction into stages, from the marks that its request collects. Pure."""
+"""Splits the time of a prediction into stages, by the marks (times) in its request. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torchere.serving.logs.trace_context import TraceContext
 
-# In the order they happen. `handler` is the time of handlers that do not tell their three stages apart.
+# In order of time. `handler` is the time of handlers that do not report their three stages separately.
 STAGES = (
     *("receive", "decode", "queue", "batch_wait", "transfer"),
     *("preprocess", "inference", "postprocess", "handler", "encode", "send"),
 )
-# Times of a prediction in seconds: the whole time, the wait for an executor, and the stages, whose sum is the
-# whole time.
+# Times of a prediction in seconds: total time, waiting time for an executor, and the stages, which add up to
+# the total.
 COLUMNS = ("total", "wait", *STAGES)
-# The numbers of one row for `rows_of`, in this order; `named` is 1.0 when the client named a version.
+# The numbers of one row for `rows_of`, in this order; `named` is 1.0 if the client named a version.
 MARKS = (
     *("started", "read", "enqueued", "dequeued", "company", "preprocess", "inference", "postprocess"),
     *("handler", "answered", "sending", "now", "named"),
@@ -26,31 +26,29 @@ MARKS = (
 
 
 class Marks(Protocol):
-    """The marks of one prediction: monotonic seconds, 0.0 for a point that it did not reach."""
+    """The marks of one prediction: monotonic seconds; 0.0 for a point that was not reached."""
 
-    started_s: float  # the head arrived
+    started_s: float  # the request head arrived
     read_s: float  # the body was complete
     enqueued_s: float
     dequeued_s: float
-    company_s: float  # the part of its wait in which an executor was free and the batch not full
-    stages_s: tuple[
-        float, float, float, float
-    ]  # preprocess, inference, postprocess, the handler's other time
+    company_s: float  # the part of the waiting time in which an executor was free but the batch not full
+    stages_s: tuple[float, float, float, float]  # preprocess, inference, postprocess, other handler time
     answered_s: float  # the handler answered, or sent the first part
-    sending_s: float  # the first byte of the answer was written
+    sending_s: float  # the first byte of the response was written
     named: bool  # the client named a version
     trace: TraceContext | None
 
 
 def row_of(request: Marks, now_s: float) -> tuple[float, ...]:
-    """Return the `COLUMNS` of an answered prediction that ended at `now_s`."""
+    """Return the values of `COLUMNS` for an answered prediction that ended at `now_s`."""
     started_s, answered_s = request.started_s, request.answered_s
     enqueued_s, dequeued_s = request.enqueued_s, request.dequeued_s
     read_s = request.read_s or started_s
     sending_s = request.sending_s or now_s
     preprocess, inference, postprocess, handler = request.stages_s
     transfer = answered_s - dequeued_s - preprocess - inference - postprocess - handler
-    if transfer < 0:  # a stream began before its handler ended: the stages until then are not known
+    if transfer < 0:  # a stream started before its handler ended: the stages are unknown until then
         transfer, preprocess, inference, postprocess, handler = 0.0, 0.0, 0.0, 0.0, answered_s - dequeued_s
     wait = dequeued_s - enqueued_s
     return (
@@ -71,7 +69,7 @@ def row_of(request: Marks, now_s: float) -> tuple[float, ...]:
 
 
 def rows_of(marks: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return `row_of` for many predictions at once: rows of `MARKS` in, rows of `COLUMNS` out."""
+    """Return `row_of` for many predictions at once: maps rows of `MARKS` to rows of `COLUMNS`."""
     started, read, enqueued, dequeued, company, *_, answered, sending, now, _named = marks.T
     read = np.where(read == 0, started, read)
     sending = np.where(sending == 0, now, sending)

@@ -1,7 +1,7 @@
-"""TorchServe's metrics of requests and batches, rendered from the numbers or updated one by one.
+"""TorchServe's request and batch metrics, rendered from the counters or updated at each event.
 
-By default they are rendered from the numbers at a scrape (`families`). If a configuration declares one with
-another type, or `metrics_mode` asks for a log line for each update, `Updates` passes on every update.
+By default they are rendered from the counters at a scrape (`families`). If the configuration declares a
+metric with another type, or `metrics_mode` requires a log line per update, `Updates` forwards every update.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torchere.serving.telemetry.declared import DeclaredMetric
 from torchere.serving.telemetry.exposition import java_double
 from torchere.serving.telemetry.numbers import Listener, ServerNumbers, Tally, VersionNumbers
 
-DEFAULT_VERSION = "default"  # label of requests that named no version
+DEFAULT_VERSION = "default"  # label value of requests without a version
 REQUESTS = "ts_inference_requests_total"
 LATENCY = "ts_inference_latency_microseconds"
 QUEUE_LATENCY = "ts_queue_latency_microseconds"
 QUEUE_TIME = "QueueTime"
 THREAD_TIME = "WorkerThreadTime"
 ANSWERS = {2: "Requests2XX", 4: "Requests4XX", 5: "Requests5XX"}  # first digit of the status -> metric
-# The metrics that can be rendered from numbers, with the type they must be declared with.
+# The metrics that can be rendered from counters, if they are declared with this type.
 PLAIN = {
     **dict.fromkeys(ANSWERS.values(), "counter"),
     **dict.fromkeys((REQUESTS, LATENCY, QUEUE_LATENCY), "counter"),
     **dict.fromkeys((QUEUE_TIME, THREAD_TIME), "gauge"),
 }
 
-# Name -> label values without the host's, and number.
+# Name -> label values without the host, and value.
 Samples: TypeAlias = Mapping[str, list[tuple[tuple[str, ...], float]]]
 
 
 def samples_of(numbers: ServerNumbers) -> Samples:
-    """Return the samples of `PLAIN` as they are now."""
+    """Return the current samples of `PLAIN`."""
     samples: dict[str, list[tuple[tuple[str, ...], float]]] = {
         name: [(("Host",), numbers.answers[digit])] for digit, name in ANSWERS.items()
     }
@@ -60,7 +60,7 @@ def samples_of(numbers: ServerNumbers) -> Samples:
 
 
 def families(declared: Iterable[DeclaredMetric], samples: Samples, hostname: str) -> Iterable[Metric]:
-    """Render samples under the labels that their metrics are declared with. Pure."""
+    """Render samples with the declared labels of their metrics. Pure function."""
     for metric in declared:
         family = Metric(metric.name, help_text(metric.kind, metric.unit), metric.kind)
         for values, number in samples[metric.name]:
@@ -69,7 +69,7 @@ def families(declared: Iterable[DeclaredMetric], samples: Samples, hostname: str
 
 
 class Updates(Listener):
-    """Passes on each update of the metrics that `server` does not render from the numbers."""
+    """Forwards each update of the metrics that `server` does not render from the counters."""
 
     def __init__(self, numbers: ServerNumbers, server: ServerMetrics) -> None:
         self._numbers = numbers
@@ -77,7 +77,7 @@ class Updates(Listener):
         self.names = frozenset(name for name in PLAIN if server.takes(name))
 
     def rest_answered(self, digit: int) -> None:
-        """Count a REST answer whose status counts under this first digit."""
+        """Count a REST response in the class of this first status digit."""
         if ANSWERS[digit] in self.names:
             self._server.bind(ANSWERS[digit], "Host")(1)
 
@@ -88,7 +88,7 @@ class Updates(Listener):
     def answered(self, version: VersionNumbers, named: bool, total_s: float, wait_s: float) -> None:
         """See `Listener`."""
         if not self._numbers.shows(version):
-            return  # it was forgotten meanwhile, and its labels must not come back
+            return  # it has been removed, and its labels must not reappear
         labels = _labels(version, named)
         self._server.bind(LATENCY, *labels)(total_s * 1e6)
         self._server.bind(QUEUE_LATENCY, *labels)(wait_s * 1e6)
@@ -106,7 +106,7 @@ class Updates(Listener):
         self._server.bind(THREAD_TIME, "Host")(max(0, int((executor_s - handler_s) * 1000)))
 
     def forget(self, model: str, versions: Collection[str]) -> None:
-        """Drop the series of these version labels of a model."""
+        """Remove the series with these version labels of a model."""
         for name in self.names & {REQUESTS, LATENCY, QUEUE_LATENCY}:
             for version in versions:
                 self._server.drop(name, model, version)
@@ -116,7 +116,7 @@ def _labels(version: VersionNumbers, named: bool) -> tuple[str, str]:
     return version.model, version.version if named else DEFAULT_VERSION
 
 
-# All that `metrics_mode=legacy` shows; it logs the rest. `log` shows nothing and logs everything.
+# The metrics that `metrics_mode=legacy` exposes; it logs all others. `log` exposes none and logs all.
 LEGACY_METRICS = frozenset(
     {
         "ts_inference_requests_total",
@@ -128,19 +128,19 @@ Update = Callable[[float], None]
 
 
 def is_logged(name: str, mode: MetricsMode) -> bool:
-    """Return whether updates of a metric are logged; otherwise the metrics endpoint shows it."""
+    """Return whether updates of a metric are logged; otherwise the metrics endpoint exposes it."""
     return mode == "log" or (mode == "legacy" and name not in LEGACY_METRICS)
 
 
 class ServerMetrics:
-    """Makes functions that update one metric with given label values. Thread-safe.
+    """Creates functions that update one metric with given label values. Thread-safe.
 
     Args:
-        declared: by name; other metrics are not recorded.
-        families: where the shown metrics are declared.
+        declared: the declared metrics by name; others are not recorded.
+        families: declares the exposed metrics in the registry.
         hostname: the last label value of every metric.
-        mode: which metrics are shown, and which logged.
-        plain: metrics that are rendered from numbers, by name, if they are declared with this type.
+        mode: decides which metrics are exposed and which are logged.
+        plain: types by name; a metric declared with this type is rendered from counters.
     """
 
     def __init__(
@@ -171,22 +171,22 @@ class ServerMetrics:
         return name in self._declared and name not in self.plain
 
     def bind(self, name: str, *values: str) -> Update:
-        """Return a function that takes a value of a metric, or discards it when the metric is not declared.
+        """Return a function that records a value of a metric, or ignores it if the metric is not declared.
 
         Args:
-            name: of the metric.
-            values: of its labels, in the order of the built-in file, without the host.
+            name: the name of the metric.
+            values: the label values in the order of the built-in file, without the host.
         """
         if not self.takes(name):
             return _ignore
         metric, family = self._declared[name], self._families.get(name)
         if family is None:
-            labels = tuple(zip(metric.labels, values, strict=False))  # the host's is in the tail of the line
+            labels = tuple(zip(metric.labels, values, strict=False))  # the end of the line has the host
             return partial(self._write, metric, labels)
         return updater(family.labels(*values, self._hostname))
 
     def drop(self, name: str, *values: str) -> None:
-        """Stop showing these label values of a metric; it is no error if they were not shown."""
+        """Remove the series with these label values of a metric, if it exists."""
         family = self._families.get(name)
         if family is not None:
             family.remove(*values, self._hostname)
@@ -196,7 +196,7 @@ class ServerMetrics:
 
 
 def _ignore(value: float) -> None:
-    """Discard the value: the metric is not declared."""
+    """Ignore the value, because the metric is not declared."""
 
 
 logger = logging.getLogger(__name__)
@@ -207,11 +207,11 @@ FILES = {SERVER_LOGGER: "ts_metrics.log", MODEL_LOGGER: "model_metrics.log"}
 
 
 class _MetricFile(RotatingFile):
-    """A metric file, which `open_metric_files` replaces when it is called again."""
+    """A metric log file; calling `open_metric_files` again replaces it."""
 
 
 class MetricLog:
-    """Writes one line for each update, to one of the two loggers. Thread-safe."""
+    """Writes one line per update to one of the two loggers. Thread-safe."""
 
     def __init__(self, logger_name: str, hostname: str, now: Callable[[], float] = time.time) -> None:
         self._logger = logging.getLogger(logger_name)
@@ -226,7 +226,7 @@ class MetricLog:
         labels: Iterable[tuple[str, str]],
         request_ids: Sequence[str] = (),
     ) -> None:
-        """Log one update; `labels` are without the host's."""
+        """Log one update; `labels` do not include the host."""
         line = metric_line(
             name,
             unit,
@@ -249,7 +249,7 @@ def metric_line(
     timestamp_s: int,
     request_ids: Sequence[str] = (),
 ) -> str:
-    """`Name.Unit:value|#Label:value,...|#hostname:host,[requestID:id,...,]timestamp:seconds`."""
+    """Return `Name.Unit:value|#Label:value,...|#hostname:host,[requestID:id,...,]timestamp:seconds`."""
     dimensions = ",".join(f"{label}:{text}" for label, text in labels)
     requests = f"requestID:{','.join(request_ids)}," if request_ids else ""
     tail = f"hostname:{hostname},{requests}timestamp:{timestamp_s}"
@@ -257,10 +257,10 @@ def metric_line(
 
 
 def open_metric_files(directory: Path) -> bool:
-    """Open the files of both loggers in `directory`; they are written at any log level of the server.
+    """Open the files of both loggers in `directory`; the log level of the server does not affect them.
 
     Returns:
-        Whether the files could be opened; if not, there is a warning and the lines go to the console only.
+        Whether the files could be opened; if not, a warning is logged and the lines go to the console only.
     """
     close_metric_files()
     try:
@@ -276,7 +276,7 @@ def open_metric_files(directory: Path) -> bool:
 
 
 def close_metric_files() -> None:
-    """Close the files of the last `open_metric_files`."""
+    """Close the files that the last `open_metric_files` opened."""
     for name in FILES:
         metric_logger = logging.getLogger(name)
         for old in [old for old in metric_logger.handlers if isinstance(old, _MetricFile)]:

@@ -1,15 +1,15 @@
-"""Set-up of tracing: the only module that imports it, and only when tracing is on."""
+"""Sets up tracing: the only module that imports `tracing`, and only if tracing is enabled."""
 
 from __future__ import annotations
 
 from torchere.serving.errors import ServingError
 from torchere.serving.telemetry.predictions import Tracing
 
-SERVICE = "torchere"  # the name of the service, unless OTEL_SERVICE_NAME says another
+SERVICE = "torchere"  # the service name, unless OTEL_SERVICE_NAME is set
 
 
 def open_tracing(version: str) -> Tracing:
-    """Return a span maker that sends spans where OpenTelemetry's environment variables say.
+    """Return a span maker that exports spans as OpenTelemetry's environment variables configure.
 
     Raises:
         ServingError: OpenTelemetry's packages are not installed.

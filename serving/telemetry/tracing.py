@@ -1,8 +1,8 @@
-"""Spans by OpenTelemetry: one for each request with its stages, one for each batch and each load.
+"""OpenTelemetry spans: one for each request, with its stages, one for each batch and each executor start.
 
-The extra `otel` installs the packages that this module imports. While tracing is off, the module is not
-imported, and each place that could make a span only checks for None. A request's stages are measured anyway:
-their spans are made when it is over, and cost nothing before.
+The extra `otel` installs the packages that this module imports. If tracing is disabled, the module is not
+imported, and the code that would create a span only checks for None. The stages of a request are always
+measured; their spans are created when the request has ended, so they cost nothing before.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from torchere.serving.telemetry.predictions import Predicted
 from torchere.serving.telemetry.stages import COLUMNS, STAGES, row_of
 
 _FIRST_STAGE = COLUMNS.index(STAGES[0])
-MAX_REMEMBERED = 10_000  # contexts of requests whose batch is not reported yet
-# Limit if the collector does not answer: the SDK tries each batch for as long, one after the other.
+MAX_REMEMBERED = 10_000  # span contexts of requests whose batch has not been reported
+# Limit if the collector does not respond: the SDK retries every batch of spans for this long, one by one.
 CLOSE_S = 10.0
 
 
 class SpanMaker:
-    """`Tracing` of one server (see `predictions.py`). Call it on the event loop only.
+    """Implements `Tracing` (see `predictions.py`) for one server. Call it on the event loop only.
 
     Args:
-        provider: where spans go; `exporting_provider` makes one that sends them away.
+        provider: receives the spans; `exporting_provider` returns one that sends them to a collector.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("torchere")
-        self._open: dict[str, tuple[Span, int]] = {}  # by request id, with its start in ns since the epoch
-        self._ended: OrderedDict[str, SpanContext] = OrderedDict()  # likewise, for the links of batches
+        self._open: dict[str, tuple[Span, int]] = {}  # by request id; with the start in ns since the epoch
+        self._ended: OrderedDict[str, SpanContext] = OrderedDict()  # by request id, for the links of batches
 
     def begin(self, prediction: Predicted) -> None:
-        """Start the span of a prediction that came in, as a child of the span that its client named."""
+        """Start the span of a prediction that arrived, as a child of the span that its client named."""
         start_ns = time.time_ns() - _ns(time.monotonic() - prediction.started_s)
         span = self._tracer.start_span(
             "prediction",
@@ -63,7 +63,7 @@ class SpanMaker:
     def end(self, prediction: Predicted, code: str | int, now_s: float) -> None:
         """End the span of a prediction, and add the spans of its stages, one after the other.
 
-        All times count from its start, because the clock may have been adjusted meanwhile.
+        All times are relative to the start of the span, because the clock may have been adjusted since then.
         """
         opened = self._open.pop(prediction.request_id, None)
         if opened is None:
@@ -82,7 +82,7 @@ class SpanMaker:
     def batch(
         self, model: str, version: str, request_ids: Sequence[str], queue_depth: int, executor_s: float
     ) -> None:
-        """Make the span of a batch that came back after `executor_s`; `queue_depth` requests wait now."""
+        """Create the span of a batch that took `executor_s`; `queue_depth` requests are waiting now."""
         contexts = [self._ended.pop(request_id, None) for request_id in request_ids]
         links = [Link(context) for context in contexts if context is not None]
         if not links:
@@ -92,7 +92,7 @@ class SpanMaker:
         self._finished_span("batch", executor_s, labels, links)
 
     def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:
-        """Make the span of the load of an executor that was up `load_s` after its start."""
+        """Create the span of the start of an executor, which took `load_s`."""
         labels: dict[str, str | int] = {"model.name": model, "model.version": version}
         labels["executor.id"] = executor_id
         self._finished_span("load", load_s, labels)
@@ -130,7 +130,7 @@ def exporting_provider(service: str, version: str) -> TracerProvider:
     resource = Resource.create({SERVICE_VERSION: version})
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: service}))
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `SpanMaker.close` sees to it
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `SpanMaker.close` shuts it down
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 
@@ -147,7 +147,7 @@ def _describe(span: Span, prediction: Predicted, code: str | int) -> None:
 
 
 def _parent(trace: TraceContext | None) -> Context:
-    """Return the context that a span starts in: the caller's span, or an empty context."""
+    """Return the parent context of a span: the client's span, or an empty context."""
     if trace is None:
         return Context()
     context = SpanContext(
