@@ -1,9 +1,10 @@
-"""Python environment of one version, as requested by `install_py_dep_per_model` and `useVenv`.
+"""The Python environment of one version, requested by `install_py_dep_per_model` and `useVenv`.
 
-TorchServe installs an archive's requirements into the unpacked archive. Here they go into a folder beside it,
-or into a virtual environment of the version; the server's own environment is never changed. Either way the
-version runs in new worker processes, which import its packages first and the server's packages second. Both
-are deleted on unregister. Installing runs code of the packages, so it is disabled by default.
+TorchServe installs an archive's requirements into the unpacked archive. torchere installs them into a folder
+next to it, or into a virtual environment of the version; the server's own environment is never changed. In
+both cases the version runs in new worker processes, which search its packages before the server's. The folder
+or virtual environment is deleted on unregister. Installing packages runs their code, so it is disabled by
+default.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 2  # concurrent installations; each uses one core
 MAX_WAITING = 60
-SHOWN_OUTPUT_CHARACTERS = 2000  # the end of pip's output holds the error
+SHOWN_OUTPUT_CHARACTERS = 2000  # characters from the end of pip's output, where the error is
 _PIP_INSTALL = ("-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--upgrade")
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The Python environment of a version's workers, in place of the server's."""
+    """The Python environment of a version's workers, used instead of the server's."""
 
-    python: str | None = None  # interpreter of its virtual environment
-    packages: str | None = None  # folder that comes first on the import path
+    python: str | None = None  # interpreter of the virtual environment
+    packages: str | None = None  # folder that is first on the import path
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPlan:
-    """The environment to build for one archive; falsy when there is none."""
+    """The environment to build for one archive; falsy if none is needed."""
 
     venv: bool = False
-    requirements: str | None = None  # file in the archive to install
+    requirements: str | None = None  # requirements file in the archive
 
     def __bool__(self) -> bool:
         return self.venv or self.requirements is not None
@@ -58,8 +59,8 @@ def plan_environment(
 
     Args:
         install: `install_py_dep_per_model`.
-        manifest: The archive's manifest.
-        config: Its `model-config.yaml`.
+        manifest: the archive's manifest.
+        config: the archive's `model-config.yaml`.
     """
     requirements = (manifest.get("model") or {}).get("requirementsFile")
     return EnvironmentPlan(
@@ -72,8 +73,8 @@ class EnvironmentBuilder:
     """Builds environments for one server. Used on the event loop; cancelling a build kills its processes.
 
     Args:
-        variables: The environment variables for pip and the packages' own scripts.
-        timeout_s: Limit of each of the two steps (creating the environment, installing), in seconds.
+        variables: the environment variables for pip and the packages' own scripts.
+        timeout_s: limit of each of the two steps (creating the environment, installing), in seconds.
     """
 
     def __init__(self, variables: Mapping[str, str], timeout_s: float) -> None:
@@ -82,7 +83,7 @@ class EnvironmentBuilder:
         self._turns = Turns("installations of requirements", AT_ONCE, MAX_WAITING)
 
     async def build(self, model: str, directory: Path, plan: EnvironmentPlan) -> Environment | None:
-        """Build the planned environment beside `directory`, the unpacked archive; None for an empty plan.
+        """Build the planned environment next to `directory`, the unpacked archive; None for an empty plan.
 
         Raises:
             DependenciesFailed: with TorchServe's texts; the caller deletes a partly built environment.
@@ -104,7 +105,7 @@ class EnvironmentBuilder:
         return environment
 
     async def _make_venv(self, model: str, place: Path) -> Environment:
-        # The server's pip, if it has one, is visible in the environment; installing another takes seconds.
+        # The environment can use the server's pip, if there is one; installing another takes seconds.
         options = ["--without-pip"] if any(importlib.metadata.distributions(name="pip")) else []
         failure = await self._run([sys.executable, "-m", "venv", *options, str(place)], place.parent)
         if failure:
@@ -116,7 +117,7 @@ class EnvironmentBuilder:
     async def _install(self, model: str, directory: Path, file: str, environment: Environment) -> None:
         target = ["--target", environment.packages] if environment.packages else []
         python = environment.python or sys.executable
-        # Run in the archive's folder: requirements may name wheels in it.
+        # Run in the archive's folder, because requirements may name wheels in it.
         failure = await self._run([python, *_PIP_INSTALL, *target, "-r", str(directory / file)], directory)
         if failure:
             raise DependenciesFailed(f"Custom pip package installation failed for model {model}", failure)
@@ -142,7 +143,7 @@ class EnvironmentBuilder:
             return f"not done within install_timeout_s={self._timeout_s:g}"
         finally:
             if process.returncode is None:
-                with suppress(ProcessLookupError):  # it ended just now
+                with suppress(ProcessLookupError):  # the process has just ended
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.communicate()
         text = _errors_in(output.decode(errors="replace").strip())[-SHOWN_OUTPUT_CHARACTERS:]
@@ -150,9 +151,9 @@ class EnvironmentBuilder:
 
 
 def _errors_in(text: str) -> str:
-    """Return pip's output from its first error on, in one line.
+    """Return pip's output, starting at its first error, as one line.
 
-    Return all of it without an error line, or when a package build printed its own error.
+    Return the whole output if it has no error line, or if a package build printed its own error.
     """
     lines = [line.strip() for line in text.splitlines()]
     first = next((index for index, line in enumerate(lines) if line.startswith("ERROR: ")), None)
@@ -162,9 +163,9 @@ def _errors_in(text: str) -> str:
 
 def _show_server_packages(venv: Path) -> None:
     """Add the server's packages (torch, the worker's code) to a virtual environment, after its own."""
-    scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # "venv": from 3.11 on
+    scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # "venv": since Python 3.11
     packages = Path(sysconfig.get_path("purelib", scheme, {"base": str(venv), "platbase": str(venv)}))
     folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    # addsitedir also processes the folder's own .pth files, which editable installations need.
+    # Editable installations need addsitedir, which also processes the .pth files of a folder.
     lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
     (packages / "torchere_server.pth").write_text("".join(lines), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Downloads an archive from an allowed URL into the model store, with limits, atomically.
+"""Downloads an archive from an allowed URL into the model store, atomically and within limits.
 
-Proxies of the environment are not used: the connection goes to exactly the address that was checked.
+Proxies from environment variables are not used: the connection goes to exactly the checked address.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from torchere.serving.store.scratch import lock
 from torchere.serving.store.url_rules import Source, allow, is_public
 
 MAX_REDIRECTS = 5
-SILENCE_TIMEOUT_S = 30.0  # for one network operation; the whole download has its own limit
+SILENCE_TIMEOUT_S = 30.0  # limit of one network operation; the whole download has its own limit
 CHUNK_BYTES = 1 << 18
 GIVEN_UP = "it was given up before its end"
 TOOK_LONGER = "it took longer than download_timeout_s"
-PART_PREFIX = ".download-"  # hidden files in the store are not treated as archives
+PART_PREFIX = ".download-"  # hidden, because hidden files in the store are not archives
 
 Resolve = Callable[[str, int], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """An archive in the model store that came from a URL."""
+    """An archive in the model store that was downloaded from a URL."""
 
     path: Path
-    is_new: bool  # this download created it and may delete it; False: it existed before
+    is_new: bool  # this download created the file and may delete it; False: the file existed before
 
 
 class Interrupt:
-    """Cancellation of one running download; `stop` may be called from any thread."""
+    """Cancels one running download; `stop` may be called from any thread."""
 
     def __init__(self) -> None:
         self.asked = False
         self._connection: _PinnedConnection | None = None
 
     def stop(self) -> None:
-        """Abort the download now; its caller gets `DownloadFailed`."""
+        """Abort the download; its caller gets `DownloadFailed`."""
         self.asked = True
         if self._connection is not None:
             self._connection.cut()
@@ -74,13 +74,13 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 class Downloader:
-    """Downloads for one server. Thread-safe: it keeps no state.
+    """Downloads archives for one server. Thread-safe: it has no state.
 
     Args:
         patterns: `allowed_urls`.
-        max_bytes: The largest archive that is downloaded.
-        timeout_s: Limit of one download in seconds, redirects included.
-        resolver: Resolves a host name to addresses.
+        max_bytes: the maximum size of an archive.
+        timeout_s: limit of one download in seconds, including redirects.
+        resolver: resolves a host name to addresses.
     """
 
     def __init__(
@@ -94,20 +94,20 @@ class Downloader:
     def download(
         self, url: str, folder: Path, reuse: bool = False, interrupt: Interrupt | None = None
     ) -> Download:
-        """Download the file at a URL into the folder, under the file name of the URL. Blocks.
+        """Download the file at a URL into the folder, under the file name in the URL. Blocks.
 
         Args:
-            url: The URL of the archive.
-            folder: The model store.
-            reuse: Use an existing file of that name as the copy of an earlier start, unless it is empty: an
-                empty file is left by a server that was killed in `_give_name`.
-            interrupt: Aborts the download from another thread.
+            url: the URL of the archive.
+            folder: the model store.
+            reuse: use an existing file of that name, which an earlier start downloaded, unless it is empty: a
+                server that was killed in `_give_name` leaves an empty file.
+            interrupt: aborts the download from another thread.
 
         Raises:
             ModelNotFound: the URL is not allowed.
             DownloadFailed: the download failed; `detail` says why.
-            ServingError: a file of that name exists, or the file can't be written.
-                Nothing is left in the folder in all these cases.
+            ServingError: a file of that name exists, or the file can't be written. No error leaves a file in
+                the folder.
         """
         source = allow(url, self._patterns)
         target = folder / source.file_name
@@ -129,12 +129,12 @@ class Downloader:
                 lock(file)  # marks the part as in use for `sweep_parts` of other servers
                 file.writelines(chunks)
                 file.flush()
-                os.fsync(file.fileno())  # otherwise a power failure could leave a truncated file
+                os.fsync(file.fileno())  # otherwise a power failure could truncate the file
             _give_name(part, target)
         except FileExistsError as err:
             if not reuse:
                 raise _exists(target) from err
-            return Download(target, is_new=False)  # another server that starts at the same time was faster
+            return Download(target, is_new=False)  # another server that started at the same time was faster
         except OSError as err:
             raise ServingError(f"Failed to save model: {url}", f"{target}: {err.strerror}") from err
         finally:
@@ -142,13 +142,13 @@ class Downloader:
         return Download(target, is_new=True)
 
     def _chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
-        """Yield the bytes of a source; turn every I/O error into `DownloadFailed`."""
+        """Yield the bytes of a source; convert every I/O error to `DownloadFailed`."""
         received = 0
         if source.scheme == "s3":
             source = signed(source)
         fetched = _file_chunks(source) if source.scheme == "file" else self._http_chunks(source, interrupt)
         try:
-            with closing(fetched):  # close its connection at once, also on an error
+            with closing(fetched):  # close the connection immediately, also on an error
                 for chunk in fetched:
                     if interrupt.asked:
                         break
@@ -159,7 +159,7 @@ class Downloader:
         except (OSError, UnicodeError, http.client.HTTPException) as err:  # UnicodeError: invalid host name
             reason = GIVEN_UP if interrupt.asked else f"{type(err).__name__}: {err}"
             raise _failed(source, reason) from err
-        interrupt.check(source)  # a cut looks like the end of a body without a length
+        interrupt.check(source)  # a closed connection looks like the end of a body without a length
 
     def _http_chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
         deadline_s = time.monotonic() + self._timeout_s
@@ -179,7 +179,7 @@ class Downloader:
         try:
             target = allow(urljoin(source.url, location), self._patterns)
         except (ModelNotFound, ValueError) as err:  # ValueError: not a URL
-            shown = location.partition("?")[0][:200]  # without a signature
+            shown = location.partition("?")[0][:200]  # without the query, which may contain a signature
             raise _failed(asked, f"it redirects to {shown!r}, which allowed_urls does not match") from err
         if target.scheme in ("file", "s3") or (source.scheme, target.scheme) == ("https", "http"):
             raise _failed(asked, f"it redirects from {source.scheme} to {target.scheme}")
@@ -191,8 +191,8 @@ class Downloader:
     ) -> Iterator[http.client.HTTPResponse]:
         interrupt.check(source)  # before the DNS lookup, which can't be interrupted
         connection = _PinnedConnection(source, self._address(source))
-        # A server that sends a byte now and then never triggers the socket timeout: cut the connection
-        # instead.
+        # A server that sends a byte from time to time never triggers the socket timeout, so the connection is
+        # closed at the limit.
         cutter = threading.Timer(max(0.0, deadline_s - time.monotonic()), connection.cut)
         cutter.daemon = True
         cutter.start()
@@ -201,7 +201,7 @@ class Downloader:
             connection.request("GET", source.target, headers={"User-Agent": "torchere", "Accept": "*/*"})
             with connection.getresponse() as response:
                 yield response
-        except (OSError, http.client.HTTPException):  # a cut connection can raise any of these
+        except (OSError, http.client.HTTPException):  # a closed connection can raise any of these
             if time.monotonic() >= deadline_s:
                 raise TimeoutError(TOOK_LONGER) from None
             raise
@@ -221,15 +221,15 @@ class Downloader:
 
 
 class _PinnedConnection(http.client.HTTPConnection):
-    """A connection to the checked IP address; the host name is not resolved again."""
+    """A connection to the IP address that was checked; the host name is not resolved again."""
 
     def __init__(self, source: Source, address: str) -> None:
-        self.default_port = 443 if source.scheme == "https" else 80  # no port in Host for the default
+        self.default_port = 443 if source.scheme == "https" else 80  # not sent in Host
         super().__init__(source.host, source.port, timeout=SILENCE_TIMEOUT_S)
         self._address = address
         self._tls = source.scheme == "https"
         self._is_cut = False
-        self._line: socket.socket | None = None  # kept when http.client hands `sock` to the response
+        self._line: socket.socket | None = None  # kept because http.client moves `sock` to the response
 
     def connect(self) -> None:
         """Connect to the checked address; the TLS handshake verifies the host name."""
@@ -247,12 +247,13 @@ class _PinnedConnection(http.client.HTTPConnection):
         self._is_cut = True
         if self._line is not None:
             with suppress(OSError):  # already closed
-                # Not SSLSocket.shutdown: it removes the TLS object while the other thread reads from it.
+                # SSLSocket.shutdown can't be used: it removes the TLS object while the other thread reads
+                # from it.
                 socket.socket.shutdown(self._line, socket.SHUT_RDWR)
 
 
 def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) -> Iterator[bytes]:
-    expected = response.length  # None: chunked, or terminated by the end of the connection
+    expected = response.length  # None: chunked, or ended by closing the connection
     received = 0
     while chunk := response.read1(CHUNK_BYTES):
         received += len(chunk)
@@ -264,7 +265,7 @@ def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) 
 
 
 def _file_chunks(source: Source) -> Generator[bytes, None, None]:
-    descriptor = os.open(source.target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
+    descriptor = os.open(source.target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # pipes must not block
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise _failed(source, f"{source.target} is not a regular file")
@@ -273,13 +274,13 @@ def _file_chunks(source: Source) -> Generator[bytes, None, None]:
 
 
 def _give_name(part: str, target: Path) -> None:
-    """Move a finished download to its name atomically; raise FileExistsError when the name is taken."""
+    """Atomically rename a finished download; raise FileExistsError if the name exists."""
     os.chmod(part, 0o644)
     try:
         os.link(part, target)
     except FileExistsError:
         raise
-    except OSError:  # no hard links: reserve the name with an empty file, then replace it
+    except OSError:  # without hard links: reserve the name with an empty file, then replace it
         os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         os.replace(part, target)
 
@@ -293,20 +294,20 @@ def _exists(target: Path) -> ServingError:
     return ServingError(f"Model file already exists {target.name}", text)
 
 
-# Archives in S3: an `s3://bucket/key` becomes the signed HTTPS request that fetches it.
-#
-# The account decides on access: credentials, region and endpoint come from where AWS's own tools take
-# them (environment, shared files, web identity of a Kubernetes service account, role of the machine).
-# Needs `botocore`, which the extra `s3` brings; it signs, and the download stays ours, with its bounds.
+# Archives in S3: an `s3://bucket/key` URL is converted to a signed HTTPS request.
+# The AWS account controls access: credentials, region and endpoint are read from the same places as by AWS's
+# own tools (environment, shared files, web identity of a Kubernetes service account, role of the machine).
+# Needs `botocore`, which the extra `s3` installs. It only signs: the download uses the code above, with its
+# limits.
 
-SIGNATURE_LIFETIME_S = 900  # the request must begin within it
+SIGNATURE_LIFETIME_S = 900  # the request must start within this time
 
 
 def signed(source: Source) -> Source:
-    """Return the presigned HTTP(S) source of an `s3` source. Blocks: credentials may need the network.
+    """Return the presigned HTTP(S) source of an `s3` source. Blocks: getting credentials may use the network.
 
-    `url` stays the requested one, so that no message or log holds a signature. The endpoint may be a private
-    host, because only the operator can set it.
+    The field `url` is unchanged, so that no message or log line contains a signature. The endpoint may be a
+    private host, because only the operator can set it.
 
     Raises:
         DownloadFailed: botocore is not installed, or finds no credentials or region.
@@ -345,11 +346,11 @@ class Turns:
         self._what = what
         self._limit = at_once + waiting
         self._places = asyncio.Semaphore(at_once)
-        self._inside = 0  # running and waiting jobs
+        self._inside = 0  # number of running and waiting jobs
 
     @asynccontextmanager
     async def take(self) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it while the block runs.
+        """Wait for a slot and hold it until the block ends.
 
         Raises:
             Unavailable: the queue is full.

@@ -1,8 +1,8 @@
-"""The model store, one folder of archives: finds, downloads and unpacks an archive by its name.
+"""The model store, a folder of archives: finds, downloads and unpacks an archive by name.
 
 An archive from an allowed URL is first downloaded into the store. Archives are unpacked into a temporary
 folder of this server; an unpacked archive is deleted when its version is unregistered, or when the server
-stops. Everything here blocks on the disk: call it in a thread.
+stops. All calls block on the disk: make them in a thread.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from torchere.serving.store.url_rules import is_remote
 
 logger = logging.getLogger(__name__)
 
-_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # TorchServe's; our tensor signature is beside the weights
-_MAX_TEXT_BYTES = 16 << 20  # limit of a manifest or signature
+_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # TorchServe's; ours is next to the weights
+_MAX_TEXT_BYTES = 16 << 20  # limit for a manifest or a signature
 
 
 @dataclass(frozen=True, slots=True)
 class StoredArchive:
     """One archive, ready to load: unpacked under `directory`."""
 
-    url: str  # as the caller named it
+    url: str  # the URL or name that the caller gave
     directory: Path
-    manifest: dict[str, Any] = field(default_factory=dict)  # as written; {} when the archive has none
+    manifest: dict[str, Any] = field(default_factory=dict)  # unchanged; {} if the archive has none
     config: ModelConfig = field(default_factory=ModelConfig)
-    signature: str | None = None  # text of MAR-INF/signature.json
+    signature: str | None = None  # the text of MAR-INF/signature.json
     file_name: str = ""  # in the model store
-    outside_store: bool = False  # a folder that was named by its path and is not a direct entry of the store
-    downloaded: Path | None = None  # the copy in the model store that was downloaded from a URL
-    environment: Environment | None = None  # None: the server's
+    outside_store: bool = False  # a folder given by its path that is not a direct entry of the store
+    downloaded: Path | None = None  # the file in the model store that was downloaded from a URL
+    environment: Environment | None = None  # None: the environment of the server
     tensors: Signature | None = None  # the model's inputs and outputs from the archive's signature.json
 
 
@@ -85,7 +85,7 @@ class Store:
     def download(self, url: str, reuse: bool = False, interrupt: Interrupt | None = None) -> Download:
         """Download an archive into the store; see `Downloader.download`.
 
-        With `reuse` an existing file counts as downloaded, so that a restarted server can start.
+        With `reuse`, an existing file of this name is used, so that a restarted server can start.
 
         Raises:
             ModelNotFound: the URL is not allowed, or no store is configured.
@@ -104,7 +104,7 @@ class Store:
     def open(self, url: str, trusted: bool = False) -> Archive:
         """Find an archive and read its manifest and entries; unpacks nothing.
 
-        `url` and `trusted` as in `StoreFolder.find`.
+        For `url` and `trusted`, see `StoreFolder.find`.
 
         Raises:
             ModelNotFound: no archive of that name is in the store.
@@ -165,7 +165,7 @@ class Store:
         )
 
     def _extracted(self, archive: Archive) -> Path:
-        """Extract the archive into a new folder and return it; leave no files on failure."""
+        """Extract the archive into a new folder and return the folder; delete it on failure."""
         folder = Path(tempfile.mkdtemp(dir=self._unpacked.path))
         try:
             return archive.extract(folder / "model")
@@ -174,7 +174,7 @@ class Store:
             raise
 
     def share_weights(self, archive: Archive, stored: StoredArchive, handler: str | None) -> None:
-        """Share the memory of an archive's weights with equal ones; call it before the archive is loaded."""
+        """Share the memory of an archive's weights with equal weights; call it before the load."""
         weights = weights_file(archive, stored.directory, handler)
         if weights is not None:
             self._sharing.join(weights)
@@ -191,10 +191,10 @@ class Store:
         self._unpacked.release()
 
     def sweep(self) -> None:
-        """Delete files that killed servers left in the temporary folder and in the store."""
+        """Delete the files that killed servers left in the temporary folder and in the store."""
         swept = sweep_folders(self._temp_dir)
         if self._archives.path is not None:
-            # A part that is older than the download timeout is no longer being written.
+            # A partial download that is older than the download timeout is no longer being written.
             swept += sweep_parts(self._archives.path, PART_PREFIX, self._download_timeout_s)
         if swept:
             names = ", ".join(str(path) for path in swept)
@@ -222,9 +222,9 @@ def _manifest_as_written(archive: Archive) -> dict[str, Any]:
 
 
 def _check_sendable(what: str, values: dict[str, Any]) -> None:
-    """Reject values that can't be encoded for a worker, such as an integer over 64 bits.
+    """Reject values that can't be sent to a worker, such as an integer over 64 bits.
 
-    Checked here so that the registration fails, rather than the load.
+    The check is here so that the registration fails, not the load.
     """
     try:
         msgspec.msgpack.encode(values)
@@ -241,9 +241,8 @@ def _invalid(err: ArchiveError) -> InvalidArchive:
     return InvalidArchive(err.reason, str(err))
 
 
-# The model store: which of its files are archives, and which path a name means.
-#
-# A client's words never lead out of the folder; the operator may also name a folder that lies elsewhere.
+# The model store: which of its files are archives, and the path of a named archive.
+# A name from a client can never refer to a file outside the folder; the operator may name a folder elsewhere.
 
 _ARCHIVE_SUFFIXES = (".mar", ".model", ".tar.gz", ".tgz")
 
@@ -251,17 +250,17 @@ _ARCHIVE_SUFFIXES = (".mar", ".model", ".tar.gz", ".tgz")
 def is_archive(path: Path) -> bool:
     """Return whether `load_models=all` loads this store entry: an archive, packed or unpacked.
 
-    A folder without a manifest is not an archive: for example, a volume's `lost+found`.
+    A folder without a manifest is not an archive, for example `lost+found` on a volume.
     """
     packed = path.name.endswith(_ARCHIVE_SUFFIXES)
     return not path.name.startswith(".") and (packed or os.path.isfile(path / MANIFEST_NAME))
 
 
 class StoreFolder:
-    """The model store's folder. Every call reads the disk again, and blocks on it. Thread-safe.
+    """The folder of the model store. Every call reads the disk again and blocks. Thread-safe.
 
     Args:
-        path: The folder; None if the server has no model store.
+        path: the folder; None if the server has no model store.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -296,13 +295,14 @@ class StoreFolder:
         """Return the path of the archive that `url` names.
 
         Args:
-            url: The absolute path of a folder below the store; of any other text only the last component is
+            url: the absolute path of a folder inside the store. Of any other text only the last component is
                 used, as a name in the store.
-            trusted: The operator gave `url`, not a client: the absolute path may be outside the store.
+            trusted: `url` is from the operator, not from a client, so the absolute path may be outside the
+                store.
 
         Raises:
-            ModelNotFound: no archive of that name exists; with the contract's texts.
-            DownloadFailed: `url` is a URL, which must be downloaded first.
+            ModelNotFound: no archive of that name exists; the message is TorchServe's (contract).
+            DownloadFailed: `url` is a remote URL, which must be downloaded first.
         """
         if not url:
             raise ModelNotFound("empty url")

@@ -1,7 +1,7 @@
-"""Temporary files that survive a killed server: folders of unpacked models, and partial downloads.
+"""Removal of temporary files that a killed server leaves: folders of unpacked models, partial downloads.
 
-Each is locked through an open file; the kernel releases the lock when the process ends, for any reason. The
-next server that starts there deletes unlocked ones. Everything here blocks on the disk.
+Each one is locked through an open file; the kernel releases the lock when the process ends, for any reason.
+The next server that uses the same parent folder deletes the unlocked ones. All calls block on the disk.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class ClaimedFolder:
             try:
                 self._claim = draft.open("wb")
             except OSError:
-                self.path.rmdir()  # `sweep_folders` skips a folder without a claim
+                self.path.rmdir()  # still without a claim, so `sweep_folders` would skip it
                 raise
         except OSError as err:
             text = "set TEMP, or TMPDIR, to a folder that this user may write to."
             raise ServingError("Models can't be unpacked anywhere.", f"{err}; {text}") from err
         lock(self._claim)
-        draft.rename(self.path / _CLAIM)  # the claim appears only with its lock held
+        draft.rename(self.path / _CLAIM)  # when the claim appears, it is already locked
         self._itself = _locked_folder(self.path)
 
     def release(self) -> None:
@@ -66,7 +66,7 @@ class ClaimedFolder:
 def _locked_folder(folder: Path) -> int | None:
     try:
         itself = os.open(folder, os.O_RDONLY)
-    except OSError:  # the limit of open files is reached: go on without this lock
+    except OSError:  # the limit of open files is reached: continue without this lock
         return None
     lock(itself)
     return itself
@@ -84,7 +84,7 @@ def lock(file: IO[bytes] | int) -> bool:
 
 
 def sweep_folders(parent: Path | None) -> list[Path]:
-    """Delete the folders of servers that no longer run; return their paths.
+    """Delete the folders of servers that no longer run; return the paths of the folders.
 
     Only claimed folders of this user are deleted: the parent is usually the system's temporary folder, which
     every user can write to.

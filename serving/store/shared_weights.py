@@ -1,14 +1,15 @@
-"""Maps one file for all versions with equal weights, so that the weights are in memory once.
+"""Maps one file for all versions with equal weights, so that the weights are in memory only once.
 
-Each version has a hard link to that file. The file system counts the links, so removing a version needs no
-hand-over. A handler must never write to the shared file, because that would change another version:
+Each version has a hard link to that file. The file system counts the links, so a version can be removed
+without regard to the others. A handler must never write to the shared file, because that would change another
+version:
 
 * A built-in handler does not write to the archive's folder, so the weights file in the folder is the link.
-* A version with its own Python code has its own file in its folder, and the link beside the folder, where the
-  loaders look for it (`handlers/loading/weights.py`). The first such version has already mapped its weights
-  file when a second version is registered. The file that the first version has mapped therefore becomes the
-  shared file, and a copy takes its place in the first version's folder. The copy costs disk space, and
-  sharing is skipped where the file system is in memory.
+* A version with its own Python code has its own file in its folder, and the link next to the folder, where
+  the loaders look for it (`handlers/loading/weights.py`). The first such version has already mapped its
+  weights file when a second version is registered. The file that the first version has mapped therefore
+  becomes the shared file, and a copy takes its place in the first version's folder. The copy costs disk
+  space, and sharing is skipped where the file system is in memory.
 
 Only files that loaders map are considered, and a file is read only if another one has the same size and CRC.
 """
@@ -28,7 +29,7 @@ from torchere.handlers.resolve import BUILT_IN_HANDLERS
 
 logger = logging.getLogger(__name__)
 
-_COMPARE_BYTES = 256 << 10  # at a time: the GIL is held while two pieces are compared
+_COMPARE_BYTES = 256 << 10  # compared at a time, because the comparison holds the GIL
 _MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
@@ -37,24 +38,24 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 class WeightsFile:
     """The weights of one unpacked archive."""
 
-    path: Path  # in the folder of the archive
+    path: Path  # in the folder of the unpacked archive
     size: int  # bytes
-    crc: int | None  # CRC-32; None: the archive's format has none
+    crc: int | None  # CRC-32; None: the archive format has none
     own_code: bool  # the archive's own Python code runs, and may write to `path`
 
     @property
     def shared(self) -> Path:
-        """The path of the link, which exists only with `own_code` and shared weights."""
+        """The path of the link, which exists only if `own_code` is true and the weights are shared."""
         return Path(shared_file(str(self.path)))
 
     def may_equal(self, other: WeightsFile) -> bool:
-        """Return whether size and CRC allow equal contents, so that comparing the files is worth it."""
+        """Return whether size and CRC match, so that comparing the contents is worthwhile."""
         crcs = {self.crc, other.crc} - {None}
         return self.size == other.size and len(crcs) <= 1
 
 
 def weights_file(archive: Archive, directory: Path, handler: str | None) -> WeightsFile | None:
-    """Return the weights unpacked into `directory`; None when no loader maps them."""
+    """Return the weights that were unpacked into `directory`; None if no loader maps them."""
     name = archive.manifest.serialized_file or ""
     mapped = name.endswith(".pt") or archive.manifest.model_file  # a state dict
     entry = next((entry for entry in archive.entries if entry.name == name), None)
@@ -72,11 +73,11 @@ class WeightSharing:
 
     def __init__(self) -> None:
         self._known: dict[Path, WeightsFile] = {}
-        # Guards _known, and is held while files are compared, so that none is deleted meanwhile.
+        # Guards _known; held while files are compared, so that no file is deleted during the comparison.
         self._lock = threading.Lock()
 
     def join(self, weights: WeightsFile) -> None:
-        """Share the weights of a version that is not loaded yet with a version of equal weights."""
+        """Share the weights of a version that is not loaded yet with a version that has equal weights."""
         with self._lock:
             for other in self._known.values():
                 if other.may_equal(weights) and _share(other, weights):
@@ -100,7 +101,7 @@ def _share(held: WeightsFile, new: WeightsFile) -> bool:
         if shielded is None or shielded.stat().st_mtime_ns != changed_ns:  # modified during the comparison
             return False
         _adopt(new, shielded, changed_ns)
-    except OSError as err:  # the disk is full, or its file system has no hard links
+    except OSError as err:  # the disk is full, or the file system has no hard links
         logger.info("%s and %s are the same and not shared: %s", held.path, new.path, err)
         return False
     return True
@@ -117,8 +118,8 @@ def _same_bytes(one: Path, other: Path) -> bool:
 def _shielded(held: WeightsFile) -> Path | None:
     """Return the link to the file that `held` maps, outside its handler's folder, creating it if needed.
 
-    Return None when the copy for the handler would be kept in memory. Running executors keep their mapping;
-    new ones use the link.
+    Return None if the copy for the handler would be on an in-memory file system. Running executors keep their
+    mapping; new executors use the link.
     """
     link = held.shared
     if link.exists():
@@ -139,7 +140,7 @@ def _shielded(held: WeightsFile) -> Path | None:
 
 
 def _adopt(new: WeightsFile, shielded: Path, changed_ns: int) -> None:
-    """Link the file `shielded` to the place where the loader of `new` maps its weights."""
+    """Link the file `shielded` to the path from which the loader of `new` maps its weights."""
     link = new.shared
     link.parent.mkdir()
     os.link(shielded, link)
@@ -151,7 +152,7 @@ def _adopt(new: WeightsFile, shielded: Path, changed_ns: int) -> None:
 
 
 def is_in_memory(path: Path) -> bool:
-    """Return whether the file is on an in-memory file system; False where that is unknown."""
+    """Return whether the file is on an in-memory file system; False if unknown."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,4 +1,4 @@
-"""Rules for archive URLs: the operator's patterns (`allowed_urls`), and the accepted URL syntax.
+"""Rules for archive URLs: the operator's patterns (`allowed_urls`) and the accepted URL syntax.
 
 `allowed_urls` is empty by default, so that the model store is the only source. A pattern must match the whole
 URL, ignoring case, as in TorchServe. End the host in a pattern with a slash or a port:
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_URL_CHARACTERS = 2048
 MAX_PATTERN_CHARACTERS = 1024
-# A crafted URL can make a pattern backtrack without end, and Python's `re` can't be interrupted. So matching
+# A crafted URL can make a pattern backtrack endlessly, and Python's `re` can't be interrupted. So matching
 # runs in its own process, which usually takes 50 ms.
 MATCH_TIMEOUT_S = 5.0
 
@@ -39,23 +39,23 @@ print(json.dumps([bool(re.fullmatch(pattern, url, re.IGNORECASE)) for pattern in
 """
 _V4_INSIDE = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96")))
 _TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b:1::/48")))
-_SITE_LOCAL = ipaddress.IPv6Network("fec0::/10")  # deprecated, and Python calls it global
-# Of protocols; a cloud's metadata is at .192. Python calls most of it global before 3.11.10, 3.12.4 and 3.13.
+_SITE_LOCAL = ipaddress.IPv6Network("fec0::/10")  # deprecated, but `is_global` in Python
+# IETF protocol assignments; cloud metadata is at .192. Most is `is_global` before Python 3.11.10, 3.12.4 and 3.13.
 _PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One URL that may be fetched."""
+    """A URL that may be fetched."""
 
     url: str
     scheme: str  # "http" | "https" | "file" | "s3"
     host: str  # without brackets; "" for a file; the bucket of S3
     port: int
-    target: str  # path and query, as sent; of a file its path, and of S3 the key, decoded
+    target: str  # path and query as sent; for a file its decoded path, for S3 the decoded key
     file_name: str  # last component of the path
     may_be_private: (
-        bool  # the pattern names this very host (or bucket), so it may be in the operator's network
+        bool  # the pattern names exactly this host (or bucket), so it may be in the operator's network
     )
 
 
@@ -68,8 +68,8 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
     """Return the source of an allowed URL. Blocks on pattern matching, at most `MATCH_TIMEOUT_S`.
 
     Raises:
-        ModelNotFound: no pattern matches the URL, or its syntax could mislead a pattern; with TorchServe's
-            texts, and the reason in `detail`.
+        ModelNotFound: no pattern matches the URL, or its syntax could mislead a pattern. The message is
+            TorchServe's; `detail` has the reason.
     """
     if any(".." in text for text in _decodings(url)):
         raise ModelNotFound(f"Relative path is not allowed in url: {url}")
@@ -86,7 +86,7 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
     if not _FILE_NAME.fullmatch(source.file_name):
         raise _refused(url, f"its path ends in {source.file_name[:80]!r}, expected the name of an archive")
     if source.scheme == "s3" and not source.may_be_private:
-        # The server's own credentials open the bucket, so a broad pattern like ".*" is not enough.
+        # The server's credentials give access to the bucket, so a broad pattern like ".*" is not enough.
         raise _refused(url, f"no pattern of allowed_urls spells out the bucket {source.host}")
     return source
 
@@ -119,7 +119,7 @@ def names_host(pattern: str, host: str) -> bool:
 
 
 def _deceptive(url: str) -> str:
-    """Return the reason why the syntax of a URL could mislead a pattern; "" when it could not."""
+    """Return the reason why the syntax of a URL could mislead a pattern; "" if it can't."""
     if len(url) > MAX_URL_CHARACTERS:
         return f"it has {len(url)} characters, at most {MAX_URL_CHARACTERS} are read"
     if not url.isascii() or not url.isprintable() or set(url) & set(" \\#<>\"'`{}|^"):
@@ -155,7 +155,7 @@ def _matching(url: str, patterns: Sequence[str]) -> list[str]:
     if not usable:
         return []
     command = [sys.executable, "-I", "-S", "-c", _MATCHER]
-    told = json.dumps([url, *usable]).encode()  # not as arguments: all users see those; a URL may be signed
+    told = json.dumps([url, *usable]).encode()  # all users can see arguments; a URL may be signed
     try:
         found = subprocess.run(command, input=told, capture_output=True, timeout=MATCH_TIMEOUT_S, check=True)
     except (subprocess.SubprocessError, OSError) as err:
