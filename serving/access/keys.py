@@ -1,6 +1,7 @@
-"""Token authorization: three keys in a file, and the check of the `Authorization` header.
+"""Token authorization: keys in a file, and the check of the `Authorization` header.
 
-Independent of the protocol: a frontend passes the header (or the gRPC metadata value) and reports the error.
+The module is independent of the protocol: a frontend passes the header (or the gRPC metadata value) and
+reports the error.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from torchere.serving.errors import NotAllowed, ServingError, Unauthorized
 TokenKind = Literal["inference", "management", "api"]
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
-_KEY_BYTES = 6  # TorchServe's; 8 characters, and key_file.json readers may rely on it
+_KEY_BYTES = 6  # TorchServe's key length, 8 characters, on which readers of key_file.json may rely
 NAMES_IN_FILE: dict[TokenKind, str] = {"management": "management", "inference": "inference", "api": "API"}
 _RENEWABLE: tuple[TokenKind, ...] = ("management", "inference")
 _BEARER = re.compile(r"Bearer\s+(\S+)", re.ASCII)
 
-# The texts are TorchServe's; clients and its own tests compare them.
+# TorchServe's messages, which clients and TorchServe's own tests compare.
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 _NOT_RENEWED = "Token Authentication failed. Token either incorrect, expired, or not provided correctly"
 
 
 class KeyFileUnwritable(ServingError):
-    """The key file can't be written, so clients could not get the keys."""
+    """The key file can't be written, so clients can't get the keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +59,15 @@ class Key:
 class KeyRing:
     """The keys of one server run.
 
-    The constructor generates new keys and writes them to `path`, readable by the owner alone; keys of an
-    earlier run are void. Thread-safe: a check reads an immutable map that a renewal replaces as a whole;
-    `_writing` serializes renewals and is held while the file is written, so that file and memory differ only
-    briefly.
+    The constructor generates new keys and writes them to `path`, which only the owner can read; the keys of
+    an earlier run become invalid. Thread-safe: a check reads an immutable map, which a renewal replaces as a
+    whole. `_writing` serializes renewals and is held while the file is written, so that file and memory
+    differ only briefly.
 
     Args:
-        path: The key file; its directory must exist and be writable.
-        expiration_min: Minutes until an inference or management key expires; the API key never does.
-        clock: Seconds since the epoch. Wall time, because the file states when a key expires.
+        path: the key file; its directory must exist and be writable.
+        expiration_min: minutes until an inference or management key expires; the API key never expires.
+        clock: returns seconds since the epoch. Wall time, because the file contains the expiry times.
 
     Raises:
         KeyFileUnwritable: the file could not be written.
@@ -95,11 +96,11 @@ class KeyRing:
             raise Unauthorized(REFUSED)
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
-        """Replace the management or inference key (the token API); the old key is void at once.
+        """Replace the management or inference key (the token API); the old key becomes invalid immediately.
 
         Args:
-            wanted: "management" or "inference", as the client spelt it.
-            authorization: The `Authorization` header, which must contain the API key.
+            wanted: "management" or "inference", as sent by the client.
+            authorization: the `Authorization` header, which must contain the API key.
 
         Raises:
             Unauthorized: the API key is missing or wrong, or `wanted` has another value.
@@ -126,7 +127,7 @@ class KeyRing:
 
 
 def bearer_key(authorization: str | None) -> bytes:
-    """Return the key of a `Bearer` header; b"", which is never a key, for any other form.
+    """Return the key in a `Bearer` header; b"", which is never a key, for any other header.
 
     The result is bytes because `hmac.compare_digest` refuses text that is not ASCII.
     """
@@ -148,7 +149,7 @@ def _document(keys: Mapping[TokenKind, Key]) -> str:
 
 def _write_private(path: Path, text: str) -> None:
     """Write the text to `path` atomically; only the owner can read the file at any time."""
-    # A random name with O_EXCL: another user can't have prepared a link or an open file there.
+    # A random name and O_EXCL, so that another user can't have created a link or an open file there.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -168,14 +169,13 @@ def _write_private(path: Path, text: str) -> None:
         ) from err
 
 
-# Fixed keys for token authorisation: a file that every replica of a server reads.
-#
-# TorchServe's servers make keys of their own, so a client's key fits one server of many. A fixed file
-# makes them the same everywhere. It is read again when it changes, so that keys can be rotated without a
-# restart: put the new key beside the old one, move the clients over, take the old one away.
+# Fixed keys for token authorization: a file that every replica of a server reads.
+# Each TorchServe server generates its own keys, so a client's key is valid for one server only. With a fixed
+# file the keys are the same for all replicas. The file is reloaded when it changes, so that keys can be
+# rotated without a restart: add the new key to the file, update the clients, remove the old key.
 
 MAX_FILE_BYTES = 65_536
-_KEY = re.compile(r"[!-~]{8,}")  # characters valid in a header; TorchServe's own keys have 8
+_KEY = re.compile(r"[!-~]{8,}")  # characters valid in a header; TorchServe's keys have 8 of them
 _KINDS: dict[str, TokenKind] = {name: kind for kind, name in NAMES_IN_FILE.items()}
 _FORM = (
     'expected a JSON object like {"inference": "KEY", "management": "KEY"}; a list of keys, or '
@@ -191,14 +191,14 @@ _Keys = Mapping[TokenKind, tuple[Key, ...]]
 
 
 class FixedKeys:
-    """The keys of a file that the operator writes and this server only reads.
+    """The keys in a file that the operator writes and the server only reads.
 
-    Calls of a kind without a key in the file are always rejected. Thread-safe: a check reads an immutable map
-    that `refresh` replaces as a whole.
+    If the file has no key of a kind, calls of this kind are always rejected. Thread-safe: a check reads an
+    immutable map that `refresh` replaces as a whole.
 
     Args:
-        path: The file, readable by its owner and group alone; see `read_keys` for its format.
-        clock: Seconds since the epoch; wall time, because the file may state when a key expires.
+        path: the file, which only its owner and group may read; see `read_keys` for the format.
+        clock: returns seconds since the epoch. Wall time, because the file may contain expiry times.
 
     Raises:
         KeyFileUnusable: the file is unusable.
@@ -215,13 +215,13 @@ class FixedKeys:
             Unauthorized: the value is missing or malformed, or the key is wrong or expired.
         """
         offered, now_s = bearer_key(authorization), self._clock()
-        # A list, not a generator: how long the check takes must not tell which of the keys matched.
+        # Not a generator: the duration of the check must not reveal which key matched.
         accepted = [key.accepts(offered, now_s) for key in self._file.value[kind]]
         if not any(accepted):
             raise Unauthorized(REFUSED)
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
-        """Reject the renewal: the operator renews these keys by writing the file.
+        """Reject the renewal, because the operator renews these keys by writing the file.
 
         Raises:
             NotAllowed: always.
@@ -229,12 +229,12 @@ class FixedKeys:
         raise NotAllowed("The keys of this server come from a file that it does not write; renew them there.")
 
     def refresh(self) -> None:
-        """Reload the file if it changed; blocks. An unusable file leaves the keys unchanged."""
+        """Reload the file if it has changed. Blocks. An unusable file leaves the keys unchanged."""
         self._file.refresh()
 
 
 def keys_of(settings: ServerSettings) -> KeyRing | FixedKeys | None:
-    """Return the configured keys; None when token authorization is disabled.
+    """Return the configured keys; None if token authorization is disabled.
 
     Raises:
         KeyFileUnusable, KeyFileUnwritable: see `FixedKeys` and `KeyRing`.
@@ -250,8 +250,8 @@ def read_keys(path: Path) -> _Keys:
     """Read the keys of a file: a JSON object with `inference`, `management`, or both.
 
     Each value is a key, TorchServe's object with `key` and optionally `expiration time` (ISO 8601), or a list
-    of these. `API`, which TorchServe's file has too, is accepted and grants nothing. No error message holds a
-    key.
+    of these. `API`, which TorchServe's key file contains as well, is allowed but ignored. No error message
+    contains a key.
 
     Raises:
         KeyFileUnusable: the file is missing, accessible to other users, or malformed.
@@ -260,7 +260,7 @@ def read_keys(path: Path) -> _Keys:
         document = json.loads(_read_private(path))
     except UnicodeDecodeError as err:
         raise _unusable(path, "no UTF-8") from err
-    except (ValueError, RecursionError) as err:  # their texts hold a position, but no part of the document
+    except (ValueError, RecursionError) as err:  # the error text has a position, but no contents
         raise _unusable(path, f"no JSON: {err}") from err
     if not isinstance(document, dict):
         raise _unusable(path, "no JSON object")
@@ -332,7 +332,7 @@ class Keys(Protocol):
         """
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
-        """Replace the key of kind `wanted`, if the header contains the API key.
+        """Replace the key of the kind `wanted` if the header contains the API key.
 
         Raises:
             Unauthorized: the API key is missing or wrong, or the kind does not exist.

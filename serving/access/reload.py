@@ -1,7 +1,7 @@
 """Values that are read from files and reloaded when the files change while the server runs.
 
-An unusable change is logged once, and the previous value stays in effect: a mistake in a Secret must neither
-reject calls that were allowed nor allow calls that were rejected.
+If the new contents are unusable, this is logged once and the previous value stays in effect: a mistake in a
+Kubernetes Secret must neither reject calls that were allowed nor allow calls that were rejected.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torchere.serving.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 2.0  # between two checks; a stat of each file costs microseconds
-_ATTEMPTS = 3  # attempts to read files that change while they are read
+INTERVAL_S = 2.0  # time between two checks; a check takes microseconds per file
+_ATTEMPTS = 3  # maximum attempts to read files that change while being read
 
 T = TypeVar("T")
 _Signature = tuple[tuple[int, int, int, int, int] | None, ...]
@@ -29,16 +29,16 @@ class Reloadable(Protocol):
     """An object that `watch` refreshes periodically."""
 
     def refresh(self) -> None:
-        """Reload the files if they changed; may block, never raises for their contents."""
+        """Reload the files if they have changed. May block; never raises because of their contents."""
 
 
 class Reloaded(Generic[T]):
     """A value that `read` computes from files; `refresh` updates it when the files change.
 
-    The constructor reads once. A file counts as changed when another file is in its place (links are
-    followed, as Kubernetes replaces a link to update a Secret) or its size, times or mode differ. Thread-safe
-    for readers: `value` is replaced as a whole. `refresh` must be called by one caller at a time. The log
-    names the value `what`, such as "the token keys".
+    The constructor reads the files for the first time. A file counts as changed if it was replaced by another
+    file (links are followed, because Kubernetes updates a Secret by replacing a link) or if its size, times
+    or mode differ. Thread-safe for readers: `value` is replaced as a whole. Only one caller at a time may
+    call `refresh`. `what` is the name of the value in log lines, such as "the token keys".
 
     Args:
         paths: the files that the value is computed from.
@@ -55,20 +55,20 @@ class Reloaded(Generic[T]):
         self._seen, self.value = self._attempt()
 
     def refresh(self) -> None:
-        """Reload if a file changed; blocks. An unusable file is logged and leaves the value unchanged."""
+        """Reload if a file has changed. Blocks. An unusable file is logged and leaves the value unchanged."""
         now = _signature(self._paths)
         if now == self._seen:
             return
         try:
             self._seen, self.value = self._attempt()
         except ServingError as err:
-            self._seen = now  # logged once; the next change is tried again
+            self._seen = now  # log it once; try again after the next change
             logger.error("%s: %s %s Those from before stay in force.", self._what, err.message, err.detail)
             return
         logger.info("%s: read again from %s", self._what, ", ".join(map(str, self._paths)))
 
     def _attempt(self) -> tuple[_Signature, T]:
-        """Read the value, retrying while files change (the files of a pair are written one by one).
+        """Read the value; retry while files change, because the files of a pair are written one by one.
 
         The last attempt is used even if a file changed during it.
         """
@@ -99,7 +99,7 @@ async def watch(files: Sequence[Reloadable], interval_s: float = INTERVAL_S) -> 
         for each in files:
             try:
                 await asyncio.to_thread(each.refresh)
-            except Exception:  # for example, no thread is available: the next check may succeed
+            except Exception:  # for example, no thread is available; the next check may succeed
                 logger.exception("a look after replaced files failed")
 
 

@@ -1,7 +1,7 @@
 """TLS certificates of the listeners, reloaded from their files while the server runs.
 
-The handshake of every new connection uses the key pair that was read last; open connections keep theirs.
-Both frontends use the same `Certificates`, so they always present the same certificate.
+The handshake of a new connection uses the key pair that was read last; open connections keep their own. Both
+frontends use the same `Certificates`, so they always present the same certificate.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class KeyPair:
     """A certificate chain and its private key, which OpenSSL has checked to match."""
 
     context: ssl.SSLContext
-    http2_context: ssl.SSLContext  # offers HTTP/2 by ALPN, without which gRPC's clients do not connect
-    expires_at_s: float | None  # of the first certificate, since the epoch; None: unknown
+    http2_context: ssl.SSLContext  # offers HTTP/2 by ALPN, which gRPC clients require
+    expires_at_s: float | None  # of the first certificate, seconds since the epoch; None: unknown
 
 
 class Certificates:
@@ -61,11 +61,11 @@ class Certificates:
         return self._pair.value
 
     def refresh(self) -> None:
-        """Reload the files if they changed; blocks. An unusable pair leaves the current one in use."""
+        """Reload the files if they have changed. Blocks. An unusable pair leaves the current one in use."""
         self._pair.refresh()
 
     def server_context(self, *, http2: bool = False) -> ssl.SSLContext:
-        """Return a context for `loop.create_server`; each handshake uses the pair current at that time."""
+        """Return a context for `loop.create_server`; each handshake uses the current key pair."""
         context = _CurrentContext(ssl.PROTOCOL_TLS_SERVER)
         context.certificates = self
         context.http2 = http2
@@ -86,8 +86,8 @@ def certificates_of(settings: ServerSettings) -> Certificates | None:
 class _CurrentContext(ssl.SSLContext):
     """A context that delegates each new connection to the context of the current key pair.
 
-    A new pair is not loaded into a context in use: if its second file failed to load, the context would hold
-    a new certificate and an old key.
+    A new pair is never loaded into a context in use: if its second file could not be loaded, the context
+    would contain a new certificate and an old key.
     """
 
     certificates: Certificates
@@ -128,7 +128,7 @@ def _expires_at_s(files: TlsFiles) -> float | None:
 
 
 def _said(err: Exception) -> str:
-    """Return the error text of the system or OpenSSL, without errno and C source line."""
+    """Return the error text of the operating system or OpenSSL, without errno and C source line."""
     said: str = getattr(err, "strerror", None) or str(err)
     return said.partition(" (_ssl.c")[0]
 

@@ -1,1 +1,7 @@
-"""Settings: the configuration keys, their sources, and the precedence of the sources."""
+"""Settings: the configuration keys, their sources, and the precedence of the sources.
+
+key: one line name of a configuration file, such as `batch_size` (`keys.py`).
+kind: the type of a key's value (`kinds.py`).
+finding: the effect of one configured value, or the problem with it (`resolve.py`).
+model config: the file `model-config.yaml` of an archive (`model_settings.py`).
+"""

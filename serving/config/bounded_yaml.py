@@ -1,4 +1,4 @@
-"""Parser of untrusted YAML: limits size and depth, and creates plain data only."""
+"""Parser for untrusted YAML: limits size and depth, and creates plain data only."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 import yaml
 
 MAX_CHARACTERS = 1 << 20
-MAX_VALUES = 1 << 20  # aliases expanded, because the data may be serialized without aliases
+MAX_VALUES = 1 << 20  # with aliases expanded, because the data may be serialized without aliases
 MAX_DEPTH = 50
-MAX_NUMBER_CHARACTERS = 400  # Python converts longer ones slowly, or refuses to
+MAX_NUMBER_CHARACTERS = 400  # Python converts longer numbers slowly or rejects them
 
 
 def read_yaml(text: str) -> Any:
-    """Return the document in `text`, as PyYAML's safe loader parses it; None for an empty one.
+    """Return the document in `text`, as parsed by PyYAML's safe loader; None for an empty document.
 
     Raises:
-        ValueError: `text` is not YAML, exceeds a limit, or contains itself; the message is one line with the
-            reason.
+        ValueError: `text` is not YAML, exceeds a limit, or contains itself; the message is the reason, on one
+            line.
     """
     try:
         _check_shape(text)
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as err:  # ValueError: also for 30 February
+    except (yaml.YAMLError, RecursionError, ValueError) as err:  # ValueError: for example 30 February
         raise ValueError(_why(err)) from err
-    except (AttributeError, LookupError) as err:  # raised by PyYAML for a value that does not fit its tag
+    except (AttributeError, LookupError) as err:  # raised by PyYAML for a value that does not match its tag
         raise ValueError("a value does not have the type of its tag") from err
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with a limit on the length of numbers (such as base-60 `1:1:1:...`)."""
+    """PyYAML's safe loader, with a limit on the length of numbers (such as base-60 `1:1:1:...`)."""
 
 
 def _bounded_number(kind: str) -> Callable[[Any, Any], Any]:
@@ -53,8 +53,8 @@ def _check_shape(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{len(text)} characters, at most {MAX_CHARACTERS} are read")
     values = 0
-    sizes: dict[str | None, int] = {}  # by anchor: the number of values in its node
-    opened: list[tuple[str | None, int]] = []  # collections: the anchor, and the values before it
+    sizes: dict[str | None, int] = {}  # number of values in the node of each anchor
+    opened: list[tuple[str | None, int]] = []  # open collections: anchor, and number of values before it
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in opened):
@@ -74,6 +74,6 @@ def _check_shape(text: str) -> None:
 
 def _why(err: Exception) -> str:
     problem, mark = getattr(err, "problem", None), getattr(err, "problem_mark", None)
-    if problem and mark:  # a parser error, whose full text spans several lines
+    if problem and mark:  # a parser error, whose full text has several lines
         return f"{problem} in line {mark.line + 1}, column {mark.column + 1}"
     return " ".join(str(err).split())

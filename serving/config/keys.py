@@ -1,7 +1,8 @@
-"""Table of all configuration keys: the kind, the setting, or advice for a key without effect.
+"""Table of all configuration keys: kind and setting of each, or advice if the key has no effect.
 
-The names, kinds and defaults are TorchServe 0.12's; the last group is our own. A TorchServe key that has no
-effect here stays in the table with one sentence of advice, because existing files contain many of them.
+Names, kinds and defaults are those of TorchServe 0.12; the keys of the last group are our own. The table
+includes TorchServe's keys that have no effect here, each with one sentence of advice, because existing files
+contain many of them.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from torchere.serving.config.server_settings import MAX_EXECUTORS
 
 ENV_GATE = "enable_envvars_config"
 URLS_ENV_GATE = "use_env_allowed_urls"
-METRICS_API = "metrics_api_enabled"  # no field of the settings: false means `metrics_address` None
+METRICS_API = "metrics_api_enabled"  # not a field of the settings: false sets `metrics_address` to None
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
     """One key of the configuration file.
 
-    `setting` is the field of `ServerSettings` that it sets, dotted for a nested field; "" for a key without
-    effect, which has an `advice`, or none if it is only informational.
+    `setting` is the field of `ServerSettings` that the key sets, with a dot for a nested field. It is "" for
+    a key without effect; such a key has an `advice`, unless it is only informational.
     """
 
     name: str
     kind: Kind = kinds.TEXT
     setting: str = ""
     advice: str = ""
-    no_advice_for: str = ""  # the value (lower case) that requests nothing, so no advice is given
-    variable: str = ""  # its environment variable; "": only in the file
-    gates: tuple[str, ...] = (ENV_GATE,)  # keys that must be true in the file for `variable` to count
-    lenient: bool = False  # a bad value is a warning, and the default stays
-    secret: bool = False  # never shown
+    no_advice_for: str = ""  # a value (lower case) that requests no feature, so no advice is given
+    variable: str = ""  # environment variable; "": the key is allowed in the file only
+    gates: tuple[str, ...] = (ENV_GATE,)  # `variable` counts if these keys are true in the file
+    lenient: bool = False  # an invalid value is only a warning, and the default is used
+    secret: bool = False  # the value is never shown
 
 
 def _key(name: str, kind: Kind, setting: str, variable: str = "", lenient: bool = False) -> Key:
@@ -150,7 +151,7 @@ _WITHOUT_EFFECT = (
     Key(URLS_ENV_GATE, kinds.BOOLEAN),
     Key("version"),
     Key("tsConfigFile"),
-    Key("python"),  # TorchServe writes it into its snapshots
+    Key("python"),  # TorchServe writes it to its snapshots
     Key("NUM_WORKERS"),
     _advice("debug", "attach a debugger to the server process instead", "false"),
     _advice("workflow_store", "workflows are not supported; chain models in the client or in a handler"),

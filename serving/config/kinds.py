@@ -1,4 +1,4 @@
-"""The types of property values: how each is parsed, and the expected form for error messages."""
+"""The types of property values: the parser of each, and the expected form for error messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from torchere.serving.config.server_settings import ISOLATIONS, MAX_NUMBER, Address
 
 MAX_PORT = 65_535
-# 100 years is as good as never, and keeps the expiry date representable.
+# 100 years is practically forever, and the expiry date is still representable.
 MAX_EXPIRATION_MIN = 100 * 365 * 24 * 60
 
-WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone accepts underscores and non-ASCII digits
+WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() also accepts underscores and non-ASCII digits
 _NUMBER = re.compile(r"[0-9a-z+.-]+", re.IGNORECASE)  # likewise for float()
 _TCP = re.compile(r"(https?)://(\[[0-9a-f:.%]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 _UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
@@ -35,7 +35,7 @@ class Kind:
 
 
 def near(name: str, known: Collection[str]) -> str:
-    """Return a suggestion of the most similar known name; "" when none is similar."""
+    """Return a suggestion of the most similar known name; "" if none is similar."""
     found = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {found[0]}?" if found else ""
 
@@ -53,7 +53,7 @@ def _remark_boolean(text: str) -> str:
 BOOLEAN = Kind("true or false", _read_boolean, _remark_boolean)
 INVERTED_BOOLEAN = Kind("true or false", lambda text: not _read_boolean(text), _remark_boolean)
 
-# The environment variable of Open Inference Protocol says `oip` where the file says `true`.
+# In the environment variable of the Open Inference Protocol, `oip` means `true`.
 PROTOCOL_SWITCH = Kind(
     "true or false (in the environment: oip)", lambda text: text.lower() in ("true", "oip")
 )
@@ -86,7 +86,7 @@ def _finite(text: str, minimum: float, maximum: float) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise ValueError from None  # the kind's message is more helpful
+        raise ValueError from None  # the message of the kind is more helpful
     if not minimum <= number <= maximum:  # also false for NaN; infinity is out of range
         raise ValueError
     return number
@@ -125,7 +125,7 @@ def address(http_port: int, https_port: int) -> Kind:
 
 
 def _read_host(text: str) -> str:
-    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text) or text.count(":") == 1:  # never one in IPv6
+    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text) or text.count(":") == 1:  # IPv6: not one
         raise ValueError
     return text.strip("[]")
 
@@ -133,7 +133,7 @@ def _read_host(text: str) -> str:
 HOST = Kind("a host name or IP address, without scheme and port", _read_host)
 
 
-_NO_MODELS = ("standalone", "n/a")  # TorchServe's documentation uses these for no models
+_NO_MODELS = ("standalone", "n/a")  # "no models" in TorchServe's documentation
 
 
 def _read_models(text: str) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ def _items(text: str) -> tuple[str, ...]:
 
 
 def _names_nothing(item: str) -> bool:
-    return item.endswith("=") and "/" not in item  # the query of a URL may end in "="
+    return item.endswith("=") and "/" not in item  # but the query of a URL may end in "="
 
 
 def _remark_models(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Parsers of the JSON properties that describe models: `models` and `model_snapshot`."""
+"""Parsers for the JSON properties that describe models: `models` and `model_snapshot`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torchere.serving.config.kinds import WHOLE, Kind, near
 from torchere.serving.config.model_settings import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.config.server_settings import SnapshotModel, largest
 
-# Members of a model's entry in the property `models`.
+# Members of an entry of a model in the property `models`.
 _COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
 _SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
-# The last two are our extensions in snapshots.
+# The last two are our extensions to snapshots.
 _MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "runtimeType", "handler", "path"))
-_MOST_NAMED = 5  # unknown members in a message
+_MOST_NAMED = 5  # unknown members named in a message
 
 _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
 
@@ -39,7 +39,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _without_twins(members: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}  # json.loads silently keeps the last of two equal names
+    found: dict[str, object] = {}  # json.loads silently keeps the last of several members with the same name
     for name, value in members:
         if name in found:
             raise ValueError(f"{name[:80]!r} is there twice")
@@ -76,8 +76,8 @@ def _read_defaults(text: str) -> _Models:
 
 def _count(value: object, key: str, model: str, signed: bool = False) -> int:
     if isinstance(value, str) and WHOLE.fullmatch(value):
-        value = int(value)  # TorchServe accepts quoted numbers, and scripts write them
-    if isinstance(value, float) and value.is_integer():  # languages without integers write 4.0
+        value = int(value)  # TorchServe accepts quoted numbers, which scripts write
+    if isinstance(value, float) and value.is_integer():  # languages without integers write 4.0 for 4
         value = int(value)
     if type(value) is not int or (value < 0 and not signed):
         least = "" if signed else " of 0 or more"
@@ -97,7 +97,7 @@ def _read_snapshot(text: str) -> tuple[SnapshotModel, ...]:
 
 
 def _never_served(entry: object) -> SnapshotModel:
-    """Parse a member of the list `missing`, our extension that TorchServe ignores."""
+    """Parse an element of the list `missing`, our extension, which TorchServe ignores."""
     settings = _object(entry, "a member of missing")
     archive, name = settings.get("marName"), settings.get("modelName", "")
     if not (isinstance(archive, str) and archive and isinstance(name, str)):
@@ -113,12 +113,12 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
     archive, default = settings["marName"], settings["defaultVersion"]
     if not isinstance(archive, str) or not archive:
         raise ValueError(f"marName of {name} {version} is {_shown(archive)}, expected a file name")
-    if isinstance(default, str) and default.lower() in ("true", "false"):  # quoted, like numbers
+    if isinstance(default, str) and default.lower() in ("true", "false"):  # may be quoted, like numbers
         default = default.lower() == "true"
     if not isinstance(default, bool):
         raise ValueError(f"defaultVersion of {name} {version} is {_shown(default)}, expected true or false")
     rest = {key: value for key, value in settings.items() if key not in ("marName", "defaultVersion")}
-    # TorchServe's snapshots hold negative numbers for values that a registration left out.
+    # TorchServe's snapshots contain negative numbers for values that a registration omitted.
     rest |= {key: _count(rest[key], key, f"{name} {version}", signed=True) for key in _COUNTS if key in rest}
     return SnapshotModel(name, version, archive, default, rest)
 
@@ -126,7 +126,7 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
 def _remark_versions(models: dict[str, Any]) -> str:
     """Return one warning for each unsupported key that is set, and one for all unknown keys.
 
-    Each key is reported with the first model that has it.
+    A key is reported with the first model that sets it.
     """
     found: dict[str, str] = {}
     unknown: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Parser of `model-config.yaml`, strictly typed and bounded, and the settings of a version."""
+"""Parser for `model-config.yaml`, with strict types and limits, and the effective settings of a version."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ UNSUPPORTED_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The keys of a model config that the server uses (contract: TorchServe's names); None: not given.
+    """The keys of a model config that the server uses, with TorchServe's names; None: not given.
 
-    `raw` is the whole file, which handlers read as `context.model_yaml_config`.
+    `raw` is the whole document, which handlers read as `context.model_yaml_config`.
     """
 
     present: bool = False
     raw: dict[str, Any] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)  # keys of a wrong type, with a remark about each
+    ignored: dict[str, str] = field(default_factory=dict)  # key of a wrong type -> remark
     min_workers: int | None = None
     max_workers: int | None = None
     batch_size: int | None = None
@@ -68,10 +68,10 @@ class ModelConfig:
 
 
 def config_of(archive: Archive) -> ModelConfig:
-    """Return the model config of an archive, without unpacking it; an empty one when it has none.
+    """Return the model config of an archive, without unpacking it; an empty one if it has none.
 
     Raises:
-        ArchiveError: its file is missing, damaged, too long or not text.
+        ArchiveError: the file of the model config is missing, damaged, too long or not text.
         InvalidArchive: see `parse_model_config`.
     """
     name = archive.manifest.config_file
@@ -81,7 +81,7 @@ def config_of(archive: Archive) -> ModelConfig:
 def parse_model_config(text: str) -> ModelConfig:
     """Parse the text of a `model-config.yaml`.
 
-    A key of a wrong type is ignored, as in TorchServe, and listed in `ignored`.
+    A key with a value of the wrong type is ignored, as in TorchServe, and listed in `ignored`.
 
     Raises:
         InvalidArchive: the text is not YAML, not a mapping, contains itself or exceeds a `read_yaml` limit;
@@ -96,7 +96,7 @@ def parse_model_config(text: str) -> ModelConfig:
         min_workers=read.integer("minWorkers", 1),
         max_workers=read.integer("maxWorkers", 0),
         batch_size=read.integer("batchSize", 1),
-        max_batch_delay_ms=read.integer("maxBatchDelay", 1),  # 0 behaves as unset, as in TorchServe
+        max_batch_delay_ms=read.integer("maxBatchDelay", 1),  # 0 means unset, as in TorchServe
         response_timeout_s=read.integer("responseTimeout", 1),
         startup_timeout_s=read.integer("startupTimeout", 1),
         max_retry_timeout_s=read.integer("maxRetryTimeoutInSec", 0),
@@ -118,7 +118,7 @@ def parse_model_config(text: str) -> ModelConfig:
 
 def unsupported_keys(raw: dict[str, Any]) -> list[str]:
     """Return the keys that request a feature the server does not support."""
-    in_one = {"parallelLevel": 1}  # one process: no parallelism is requested
+    in_one = {"parallelLevel": 1}  # 1 process means that no parallelism is requested
     return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key] and raw[key] != in_one.get(key)]
 
 
@@ -137,7 +137,7 @@ def _load_yaml(text: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Extracts typed values from the mapping; records a value of a wrong type in `ignored`."""
+    """Extracts typed values from the mapping; adds values of the wrong type to `ignored`."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self._raw = raw
@@ -183,21 +183,21 @@ class _Reader:
         self.ignored[key] = f"is {self._raw[key]!r:.80}, expected {expected}; it is ignored"
 
 
-# TorchServe raises these to the minimum instead of ignoring them.
+# TorchServe replaces lower values by the minimum instead of ignoring them.
 _CLAMPED = ("minWorkers", "batchSize", "maxRetryTimeoutInSec")
 
 
 logger = logging.getLogger(__name__)
 
-# The precedence of sources of a setting: a pure function of all of them.
-#
-# TorchServe's precedence (contract, "Precedence of effective values"): the API, the archive's model
-# config, the `models={...}` property, the server's defaults; for time-outs the model config comes first.
-# The number of executors comes from the model config, then from the API call; for models of the start, which
-# have no call, from `models={...}`, then from the default.
+# The precedence of the sources of a setting: a pure function of all sources.
+# TorchServe's precedence (contract, "Precedence of effective values"): the registration request, the
+# archive's model config, the `models={...}` property, the server's defaults. For timeouts, the model config
+# comes first. The number of executors is that of the model config, else of the request; models loaded at
+# startup have no request, so it is that of `models={...}`, else the default.
 
-# An archive with a model config that sets no timeout gets TorchServe's own default, not the server's: in
-# TorchServe `default_response_timeout` does not apply to such a model, so it must not shorten it here.
+# An archive with a model config that sets no timeout gets TorchServe's built-in default, not the server's: in
+# TorchServe, `default_response_timeout` does not apply to such a model, so it must not shorten the timeout
+# here.
 TIMEOUT_WITH_CONFIG_S = 120.0
 
 
@@ -218,7 +218,7 @@ def effective_settings(
 ) -> ModelSettings:
     """Return the effective settings of one version.
 
-    `defaults` is its entry of the `models={...}` property, {} without one; `gpus` is the number of GPUs.
+    `defaults` is the version's entry of the `models={...}` property, or {}; `gpus` is the number of GPUs.
     """
     batch = BatchSettings(
         max_batch_size=_first(asked.batch_size, config.batch_size, defaults.get("batchSize"), fallback=1),
@@ -229,7 +229,7 @@ def effective_settings(
         dispatch=config.dispatch,
         use_tickets=config.use_job_ticket,
     )
-    if asked.max_batch_delay_ms == 0:  # from a client 0 means "never wait"; elsewhere "not set"
+    if asked.max_batch_delay_ms == 0:  # in a request 0 means "never wait", elsewhere "not set"
         batch = replace(batch, max_queue_delay_ms=0)
     device_ids = _device_ids(config, gpus)
     min_executors, max_executors = _executors(asked, config, defaults)
@@ -257,7 +257,7 @@ def effective_settings(
 
 
 def _device_ids(config: ModelConfig, gpus: int) -> tuple[int, ...]:
-    """Return the device ids; as in TorchServe, one id without a GPU discards all of them."""
+    """Return the device ids; as in TorchServe, one id without a GPU makes all ids ignored."""
     if max(config.device_ids, default=-1) < gpus:
         return config.device_ids
     if gpus:
@@ -289,7 +289,7 @@ def _executors(asked: Asked, config: ModelConfig, defaults: dict[str, object]) -
     low, high = (_first(defaults.get(key), fallback=0) for key in ("minWorkers", "maxWorkers"))
     if low > high > 0:
         return asked.executors, asked.executors
-    # With only one of them set, the other is `asked.executors`, limited to keep low <= high.
+    # If only one of them is set, the other is `asked.executors`, limited so that low <= high.
     return low or min(asked.executors, high or asked.executors), high or max(asked.executors, low)
 
 

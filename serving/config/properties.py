@@ -1,4 +1,4 @@
-"""Parser of Java properties files: bytes to entries with line numbers, without interpreting the keys.
+"""Parser for Java properties files: returns entries with line numbers; does not interpret the keys.
 
 The grammar is that of `java.util.Properties`, with two differences: the file is UTF-8, and errors that Java
 ignores (a line without a key, an unpaired surrogate) are reported with a line number.
@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-MAX_FILE_BYTES = 2**20  # a larger file is not a configuration but a mistake
+MAX_FILE_BYTES = 2**20  # a larger file is not a configuration file
 
-_LINE_END = re.compile(r"\r\n|\n|\r")  # not splitlines(): Java ends a line only at these three
+_LINE_END = re.compile(r"\r\n|\n|\r")  # Java has only these three line ends; splitlines() has more
 _BLANKS = " \t\f"
 _KEY = re.compile(r"(?:[^\\=: \t\f]|\\.)*", re.DOTALL)
 _SEPARATOR = re.compile(r"[ \t\f]*[=:]?[ \t\f]*")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
-_PLACEHOLDER = re.compile(r"\$\$(\w|[^$]{2,})\$\$", re.ASCII)  # a name may hold anything but $
+_PLACEHOLDER = re.compile(r"\$\$(\w|[^$]{2,})\$\$", re.ASCII)  # a name may contain any character but $
 
 
 class ConfigurationError(Exception):
-    """The configuration is unusable; the text names the place, the found and the expected value."""
+    """The configuration is unusable; the message has the place, the found value and the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Entry:
 
 
 def read_properties(path: Path) -> tuple[Entry, ...]:
-    """Return the entries of the file, in order, duplicates included (the last one counts).
+    """Return the entries of the file in order, including duplicates, of which the last one counts.
 
     Raises:
-        ConfigurationError: the file is unreadable, over `MAX_FILE_BYTES`, not UTF-8 or malformed.
+        ConfigurationError: the file is unreadable, larger than `MAX_FILE_BYTES`, not UTF-8 or malformed.
     """
     try:
         with path.open("rb") as file:
@@ -61,7 +61,7 @@ def read_properties(path: Path) -> tuple[Entry, ...]:
 
 
 def parse_properties(text: str) -> tuple[Entry, ...]:
-    r"""Return the entries of a properties text.
+    r"""Return the entries of the text of a properties file.
 
     >>> parse_properties("a = 1, \\\n    2")
     (Entry(key='a', value='1, 2', line=1),)
@@ -76,13 +76,13 @@ def substitute(entry: Entry, environ: Mapping[str, str]) -> Entry:
     """Return the entry with each `$$NAME$$` in its value replaced by that environment variable.
 
     Raises:
-        ConfigurationError: a variable is not set.
+        ConfigurationError: an environment variable is not set.
     """
 
     def value_of(match: re.Match[str]) -> str:
         name = match.group(1)
         if name not in environ:
-            # The first words are TorchServe's.
+            # The message begins with TorchServe's words.
             raise ConfigurationError(
                 f"line {entry.line}: Invalid Environment Variable {name}: "
                 f"{entry.key} needs it for $${name}$$, and it is not set"
@@ -101,7 +101,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     first = 0  # 0: no logical line is open
     for number, natural in enumerate(_LINE_END.split(text), start=1):
         line = natural.lstrip(_BLANKS)
-        if not any(parts):  # also true after a line that holds only a continuation backslash
+        if not any(parts):  # also true after a line that consists of a continuation backslash only
             if not line or line[0] in "#!":
                 continue
             first = number

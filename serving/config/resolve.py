@@ -1,7 +1,7 @@
-"""Merges properties, environment and command line into `ServerSettings`, with a finding per value.
+"""Merges properties, environment and command line into `ServerSettings`, with one finding per value.
 
-The first source that sets a key wins: environment, command line, file, default. The environment counts only
-where the file allows it (`enable_envvars_config=true`). All functions here are pure.
+The first source that sets a key takes precedence: environment, command line, file, default. The environment
+counts only if the file allows it (`enable_envvars_config=true`). All functions here are pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchere.serving.config.server_settings import ServerSettings
 Level = Literal["effect", "warning", "error"]
 COMMAND_LINE = "command line"
 _HIDDEN = "***"
-_SHOWN_CHARACTERS = 80  # of a value in a message; `models` may be long
+_SHOWN_CHARACTERS = 80  # longest value in a message; `models` may be long
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Finding:
     level: Level
     source: str  # "line 3", "environment variable TS_...", "command line"
     key: str
-    value: str  # as given, shortened; "***" for a secret and for an unknown key
+    value: str  # the given value, shortened; "***" for a secret or an unknown key
     message: str
-    line: int = 0  # of the file; 0: not from the file
+    line: int = 0  # line of the file; 0: another source
 
     def __str__(self) -> str:
         return f"{self.source}: {self.key}: {self.message}"
@@ -39,17 +39,17 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The settings, and every finding in the order of the file, then environment and command line.
+    """The settings and all findings: those of the file in order, then of environment and command line.
 
-    If a finding is an error, the settings hold the default in place of the invalid value.
+    If a finding is an error, the settings contain the default instead of the invalid value.
     """
 
     settings: ServerSettings
     findings: tuple[Finding, ...]
-    effective: tuple[tuple[str, str], ...] = ()  # key and text of each value in effect, for snapshots
+    effective: tuple[tuple[str, str], ...] = ()  # key and text of each effective value, for snapshots
 
     def of_level(self, level: Level) -> tuple[Finding, ...]:
-        """Return the findings of one level."""
+        """Return the findings of this level."""
         return tuple(finding for finding in self.findings if finding.level == level)
 
     def checked(self, origin: str = "configuration") -> ServerSettings:
@@ -65,7 +65,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value that one source sets for a known key."""
+    """A value for a known key, from one source."""
 
     key: Key
     text: str
@@ -90,14 +90,14 @@ def configure(
     environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> Configuration:
-    """Merge the sources; `overrides` is the command line, as keys of the file.
+    """Merge the sources; `overrides` are the command line options, by the file's key names.
 
-    Never raises for an invalid value: that is a finding of level "error" (see `Configuration.checked`).
+    An invalid value is not raised, but is a finding of level "error" (see `Configuration.checked`).
     """
     environ = environ or {}
     outcome = _Outcome()
     from_file = list(_known(entries, environ, outcome.findings))
-    texts = {given.key.name: given.text for given in from_file}  # of duplicates the last one counts
+    texts = {given.key.name: given.text for given in from_file}  # the last duplicate counts
     open_gates = {name for name, text in texts.items() if text.lower() == "true"}
     sources = (
         _from_environment(environ, open_gates, outcome.findings),
@@ -108,7 +108,7 @@ def configure(
     for given in (given for source in sources for given in source):
         winner = winners.setdefault(given.key.name, given)
         if winner is not given:
-            # Two lines of one file are a mistake; overriding one source by another is normal.
+            # A key twice in one file is a mistake; in two sources it is normal.
             level: Level = "warning" if given.line and winner.line else "effect"
             outcome.findings.append(given.finding(level, f"not used: {winner.source} counts"))
     for given in winners.values():
@@ -119,7 +119,7 @@ def configure(
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
 
 
-# Keys given again at each start. A snapshot must not keep access open that one command line opened.
+# Keys that must be given at each start. A snapshot must not keep access that one command line granted.
 _NOT_KEPT = ("load_models", "model_snapshot", "tsConfigFile")
 _NOT_KEPT_FROM_COMMAND_LINE = ("disable_token_authorization", "enable_model_api")
 
@@ -134,7 +134,7 @@ def _effective(winners: Iterable[_Given]) -> Iterator[tuple[str, str]]:
 
 
 def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[Finding]) -> Iterator[_Given]:
-    """Yield the entries with a known key, placeholders replaced; report the others as findings."""
+    """Yield the entries with a known key, with placeholders replaced; report unknown keys as findings."""
     for entry in entries:
         source = f"line {entry.line}"
         key = KEYS.get(entry.key)
@@ -152,7 +152,7 @@ def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[
 
 
 def _stripped(given: _Given, findings: list[Finding]) -> _Given:
-    """Return the value without surrounding blanks; report a switch that TorchServe would read as false."""
+    """Strip surrounding blanks; report a boolean that TorchServe would read as false because of them."""
     stripped = replace(given, text=given.text.strip())
     is_switch = given.key.kind in (BOOLEAN, INVERTED_BOOLEAN)
     if is_switch and stripped.text.lower() == "true" and stripped.text != given.text:
@@ -181,7 +181,7 @@ def _from_environment(
 
 
 def _take(given: _Given, outcome: _Outcome) -> None:
-    """Parse the winning value of a key into the outcome."""
+    """Parse the value of a key that takes precedence and add it to the outcome."""
     key = given.key
     try:
         value = key.kind.read(given.text)
@@ -201,7 +201,7 @@ def _take(given: _Given, outcome: _Outcome) -> None:
 
 def _unreadable(given: _Given, err: ValueError) -> Finding:
     message = str(err) or f"found {_shown(given.text)!r}"
-    if ", expected " not in message:  # otherwise the message is about a member of the value and more exact
+    if ", expected " not in message:  # otherwise the message is about a member of the value, and more precise
         message = f"{message}, expected {given.key.kind.expected}"
     if given.key.lenient:
         return given.finding("warning", f"{message}; the default stays")
@@ -209,7 +209,7 @@ def _unreadable(given: _Given, err: ValueError) -> Finding:
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings about keys that require or exclude each other."""
+    """Yield findings on keys that require or exclude each other."""
     if "snapshot_models" in values and values.get("load_models"):
         message = "not used: model_snapshot is there, and lists the models to load"
         yield Finding("warning", "configuration", "load_models", _shown_value(values["load_models"]), message)
@@ -246,7 +246,7 @@ _REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")
 
 
 def _build(values: Mapping[str, Any]) -> ServerSettings:
-    """Return the default settings with these values replaced; a dotted name is a nested field."""
+    """Return the default settings with these values; a name with a dot is a nested field."""
     settings = ServerSettings()
     fields = dict(values)
     if fields.pop(METRICS_API, True) is False:
@@ -261,12 +261,12 @@ def _build(values: Mapping[str, Any]) -> ServerSettings:
 
 
 def _shown(text: str) -> str:
-    """Return the text, escaped and cut to `_SHOWN_CHARACTERS`."""
+    """Return the text, escaped and shortened to `_SHOWN_CHARACTERS`."""
     return _printable(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}...")
 
 
 def _printable(text: str) -> str:
-    """Return the text with unprintable characters escaped, so that it can't forge a log line."""
+    """Return the text with unprintable characters escaped, so that it can't forge log lines."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
         for character in text
@@ -280,7 +280,7 @@ def _shown_value(value: object) -> str:
 
 
 def report(path: Path, configuration: Configuration) -> str:
-    """Return the findings as text, in the order of the file, with the counts of errors and warnings."""
+    """Return the findings as text, in the order of the file, and the counts of errors and warnings."""
     lines = [str(path)]
     lines += [_line(finding) for finding in configuration.findings]
     errors, warnings = (len(configuration.of_level(level)) for level in ("error", "warning"))

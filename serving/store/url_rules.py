@@ -40,7 +40,8 @@ print(json.dumps([bool(re.fullmatch(pattern, url, re.IGNORECASE)) for pattern in
 _V4_INSIDE = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96")))
 _TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b:1::/48")))
 _SITE_LOCAL = ipaddress.IPv6Network("fec0::/10")  # deprecated, but `is_global` in Python
-# IETF protocol assignments; cloud metadata is at .192. Most is `is_global` before Python 3.11.10, 3.12.4 and 3.13.
+# IETF protocol assignments; cloud metadata is at .192. Most of it is `is_global` before Python 3.11.10,
+# 3.12.4 and 3.13.
 _PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")
 
 
