@@ -1,7 +1,7 @@
-"""`torchere bench`: puts load on a model of a running server and reports throughput and latencies.
+"""`torchere bench`: load-tests a model on a running server and reports throughput and latencies.
 
-A small closed-loop client in Python for a first measurement of a deployment. It uses CPU time itself: on the
-server's machine, or for maximum throughput, use wrk or k6.
+A small closed-loop client in Python, for a first measurement of a deployment. It uses much CPU time itself,
+so use wrk or k6 on the machine of the server, or to measure maximum throughput.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torchere.archiver.errors import plainly
 from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
 
 _REFRESH_S = 0.2
-_LAST_ANSWERS_S = 300.0  # to wait for pending responses; a model may take TorchServe's 120 s, twice
-_PAUSE_S = 0.05  # after a lost connection, to limit reconnects to a server that is down
+_LAST_ANSWERS_S = 300.0  # wait for pending responses; more than twice TorchServe's response timeout of 120 s
+_PAUSE_S = 0.05  # after a lost connection, to limit the rate of reconnects
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One measurement: each of `clients` sends `request` repeatedly for `seconds`."""
+    """One load test: each of `clients` clients sends `request` repeatedly for `seconds`."""
 
     target: Target
     request: bytes
@@ -70,10 +70,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run the measurement and print the report; return the exit status.
+    """Run the load test and print the report; return the exit status.
 
-    The status is 1 when a request did not get a 2xx response, or when no request could be sent. Ctrl+C prints
-    the results so far.
+    The status is 1 if a request did not get a 2xx response, or if no request could be sent. Ctrl+C prints the
+    results so far.
     """
     try:
         run = plan(options)
@@ -92,7 +92,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> Run:
-    """Build the measurement from the arguments.
+    """Create the load test that the arguments describe.
 
     Raises:
         ValueError: the address or a header is malformed.
@@ -108,7 +108,7 @@ def plan(options: argparse.Namespace) -> Run:
 async def measure(run: Run, tally: Tally, *, show: bool) -> float:
     """Run all clients and fill `tally`; return the seconds until the last response.
 
-    Requests without a response five minutes after the end count as lost.
+    Requests that have no response five minutes after the end count as lost.
     """
     started_s = time.perf_counter()
     stop_s = started_s + run.seconds
@@ -178,15 +178,15 @@ def _duration(text: str) -> float:
 PERCENTS = (50.0, 90.0, 99.0)
 LOST = 0  # status of a request without a complete response
 _BAR = 24  # characters
-_MOST_TEXTS = 3  # shown for each status
-_MOST_TEXTS_KEPT = 100  # in total; a text may name its request, so that each one differs
-_MOST_CHARACTERS = 300  # of one text
+_MOST_TEXTS = 3  # texts shown per status
+_MOST_TEXTS_KEPT = 100  # in total, because every text may be different
+_MOST_CHARACTERS = 300  # per text
 _OTHERS = "other texts"
 
 
 @dataclass(slots=True)
 class Tally:
-    """The results of one run. Filled by one event loop.
+    """The results of one load test. Not thread-safe.
 
     `latencies_s` holds latencies of 2xx responses only, in seconds: fast errors must not make a server look
     fast. `errors` counts all other requests by status and text.
@@ -196,7 +196,7 @@ class Tally:
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def add(self, status: int, latency_s: float, body: bytes = b"") -> None:
-        """Count one request; without a response the status is `LOST` and the body is the cause."""
+        """Count one request. If it got no response, `status` is `LOST` and `body` the cause."""
         if 200 <= status < 300:
             self.latencies_s.append(latency_s)
             return
@@ -206,7 +206,7 @@ class Tally:
 
 
 def refusal_text(body: bytes) -> str:
-    """Return the error text of a failed request in one line: from a JSON object, or the raw body."""
+    """Return the error text of a failed request as one line, from the JSON object or the raw body."""
     text = body.decode("utf-8", "backslashreplace")
     try:
         parsed = json.loads(text)
@@ -222,10 +222,10 @@ def refusal_text(body: bytes) -> str:
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """Return a percentile of ascending values by the nearest-rank method.
 
-    It is the smallest value that at least `percent` % of the values do not exceed.
+    The result is the smallest value that at least `percent` % of the values do not exceed.
 
     Raises:
-        ValueError: there are no values, or `percent` is not above 0 and at most 100.
+        ValueError: there are no values, or `percent` is not in the range above 0 up to 100.
     """
     if not ordered or not 0 < percent <= 100:
         raise ValueError(
@@ -251,7 +251,7 @@ def report(tally: Tally, elapsed_s: float, clients: int) -> str:
 
 
 def progress(elapsed_s: float, total_s: float, tally: Tally) -> str:
-    """Return a line that overwrites the previous one: progress bar, rate and errors so far."""
+    """Return a line that overwrites the previous one, with progress bar, rate and errors so far."""
     done = min(1.0, elapsed_s / total_s)
     filled = round(done * _BAR)
     rate = len(tally.latencies_s) / elapsed_s if elapsed_s else 0.0
@@ -260,7 +260,7 @@ def progress(elapsed_s: float, total_s: float, tally: Tally) -> str:
 
 
 def _foremost(texts: Counter[str]) -> list[tuple[str, int]]:
-    """Return the most frequent texts with their counts, and the rest merged into one."""
+    """Return the most frequent texts with their counts; the others are merged into one entry."""
     others = texts.pop(_OTHERS, 0)
     ordered = texts.most_common()
     others += sum(count for _, count in ordered[_MOST_TEXTS:])

@@ -1,7 +1,7 @@
-"""Entry points of the commands `torchere` and `torchserve`; reads arguments and environment.
+"""Entry points of the commands `torchere` and `torchserve`; read the arguments and the environment.
 
-Each command imports its modules only when it is run, because every import slows down the start of a server
-and `--help`. The arguments of the commands are in `serve.py` and `tools.py`.
+A command imports its modules only when it is run, because every import slows down `--help` and the start of a
+server. `serve.py` and `tools.py` define the arguments of the commands.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `torchere`; return the exit status: 0, or 1 (refused or failed).
+    """Run `torchere`; return the exit status: 0, or 1 if the command was rejected or failed.
 
-    argparse exits with 2 for wrong usage; Ctrl+C returns 130, as in shells. Some commands return other codes.
+    argparse exits with 2 for wrong usage; Ctrl+C returns 130, as in shells. Some commands have other codes.
     """
     arguments = sys.argv[1:] if argv is None else argv
 
@@ -74,7 +74,7 @@ def _to_the_end(command: Callable[[], int]) -> int:
         try:
             return command()
         finally:
-            sys.stdout.flush()  # here, so that an error is handled; argparse ends by SystemExit
+            sys.stdout.flush()  # flush here, so that an error is handled; argparse raises SystemExit
     except BrokenPipeError:
         drop_standard_output()
         return 1
@@ -87,7 +87,7 @@ def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Name
     try:
         return action(options)
     except LaunchRefused as refusal:
-        print(refusal)  # standard output, as TorchServe's launcher does
+        print(refusal)  # to standard output, as TorchServe's launcher does
     except ConfigurationError as err:
         print(err, file=sys.stderr)
     except ServingError as err:
@@ -101,8 +101,8 @@ def _start(options: argparse.Namespace) -> int:
     pid_file = launcher.pid_file(os.environ)
     if not launcher.may_start(pid_file):
         return 1
-    plan_from(options, os.environ)  # the server repeats it; here a mistake still sets the exit status
-    options.log_files = True  # log collectors for TorchServe read its log files
+    plan_from(options, os.environ)  # the server repeats this; only here an error sets the exit status
+    options.log_files = True  # log collectors made for TorchServe read its log files
     command = launcher.server_command(serve_arguments(options))
     if options.foreground:
         launcher.become(command, pid_file)
@@ -119,7 +119,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of `torchere`, with full arguments only for the command in `arguments`."""
+    """Return the parser of `torchere`; only the command in `arguments` has all its arguments."""
     parser = described(
         argparse.ArgumentParser(prog="torchere"),
         "Pack PyTorch models into archives and serve them over REST and gRPC.",
@@ -155,21 +155,21 @@ def _torchserve_parser() -> argparse.ArgumentParser:
 def open_standard_streams() -> None:
     """Open missing standard streams on the null device, and make standard output accept any text.
 
-    A closed descriptor would be reused by the next opened file or socket, which would then receive the
-    standard output. Call this before anything is opened.
+    The next opened file or socket would reuse a closed descriptor and then receive the standard output, so
+    call this before opening any file.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
+            opened = os.open(os.devnull, os.O_RDWR)  # uses the lowest free descriptor, which is this one
             os.set_inheritable(opened, True)
             setattr(sys, name, os.fdopen(opened, "w" if descriptor else "r", closefd=False))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Half a surrogate pair in JSON, or an undecodable file name, must not abort the command.
+        # An unpaired surrogate in JSON, or an undecodable file name, must not abort the command.
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def drop_standard_output() -> None:
-    """Redirect standard output to the null device, so that the final flush at exit does not fail."""
+    """Redirect standard output to the null device, so that the flush at exit does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,6 +1,6 @@
-"""`torchere compare A.mar B.mar --data DIR`: compares two archives on the same inputs, and draws a chart.
+"""`torchere compare A.mar B.mar --data DIR`: compares two archives on the same inputs; can draw a chart.
 
-The models are loaded as the server loads them, without a server, and without the archives' own handlers.
+The models are loaded as by the server, but without a server and without the archives' own handlers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _PICTURES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp"})
 
 @dataclass(frozen=True)
 class Contender:
-    """One of the two archives, loaded."""
+    """One of the two archives, with its loaded model."""
 
     name: str
     run: Callable[..., Any]
-    file: Path | None  # of the weights, in the unpacked archive
+    file: Path | None  # the weights file in the unpacked archive
     load: TorchScriptOptions
     config: dict[str, Any]  # model-config.yaml
-    inputs: tuple[str, ...] | None  # their names in signature.json; None without one
-    batched: bool  # its inputs and outputs have a batch dimension
+    inputs: tuple[str, ...] | None  # input names in signature.json; None without this file
+    batched: bool  # whether inputs and outputs have a batch dimension
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +75,8 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Print the report; return 0 when B's outputs are close enough to A's, 2 otherwise or on an error."""
-    # Hide the warnings of handlers, such as those about class names: they are irrelevant to a comparison.
+    """Print the report; return 0 if B's outputs are close enough to A's, 2 otherwise or on an error."""
+    # Hide warnings of handlers (such as on class names), which are irrelevant to a comparison.
     logging.getLogger("torchere.handlers").setLevel(logging.ERROR)
     try:
         report = _compared(options)
@@ -185,7 +185,7 @@ def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..
     from torchere.handlers.version import __version__  # noqa: PLC0415
 
     handler = BaseHandler()
-    with refusing(f"loading the model of {archive.path}"):  # a model file of the archive may raise anything
+    with refusing(f"loading the model of {archive.path}"):  # a model file may raise any exception
         handler.initialize(
             Context(
                 model_name=archive.manifest.model_name or root.name,
@@ -228,13 +228,13 @@ def _signature(archive: Archive) -> Signature | None:
 
 _COLOURS = ("#1f77b4", "#ff7f0e")
 _WIDTH, _LEFT, _BAR, _GAP, _TOP = 640, 110, 16, 14, 64  # pixels
-_FULL = _WIDTH - _LEFT - 110  # width of the longer bar of a pair
+_FULL = _WIDTH - _LEFT - 110  # width of the longer bar in a pair
 _SMALL = 'font-size="12"'
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One resource or latency of both models; shorter is better."""
+    """The values of one resource or latency for both models; lower is better."""
 
     label: str
     values: tuple[float, float]
@@ -242,7 +242,7 @@ class _Pair:
 
 
 def picture(report: Report) -> str:
-    """Return the SVG text: paired bars of file, memory and latencies, and the similarity of outputs."""
+    """Return the SVG text: pairs of bars for file size, memory and latencies, and output similarity."""
     pairs = _pairs(report)
     height = _TOP + len(pairs) * (2 * _BAR + _GAP) + 40
     parts = [

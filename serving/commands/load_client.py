@@ -1,4 +1,4 @@
-"""HTTP/1.1 client of `torchere bench`: sends raw request bytes, returns status and body."""
+"""The HTTP/1.1 client of `torchere bench`: sends raw request bytes, returns status and body."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ConnectionLost(Exception):
 
 
 def _why(err: Exception) -> str:
-    """Return the system's error text; asyncio's text repeats the address as a Python tuple."""
+    """Return the operating system's error text; asyncio's text repeats the address as a Python tuple."""
     refused = isinstance(err, (ConnectionError, TimeoutError)) and err.errno
     return os.strerror(refused) if refused else getattr(err, "strerror", None) or str(err)
 
@@ -44,13 +44,13 @@ class Target:
         """Parse a URL.
 
         Raises:
-            ValueError: `url` is not an HTTP URL; the text quotes it.
+            ValueError: `url` is not an HTTP URL; the message contains it.
         """
         refusal = f"the address is {url!r}; expected http://host:port or https://host:port"
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
-        except ValueError as err:  # its text lacks the address
+        except ValueError as err:  # its text does not contain the address
             raise ValueError(refusal) from err
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(refusal)
@@ -93,7 +93,7 @@ class Client:
             self._connection = await self._connect()
         try:
             return await self._connection.exchange(request)
-        except BaseException:  # also cancellation: the next request must not get the rest of this response
+        except BaseException:  # also cancellation: the next request must not get parts of this response
             self.close()
             raise
 

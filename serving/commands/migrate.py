@@ -1,4 +1,4 @@
-"""Checks a TorchServe deployment and its archives for migration: reads their files, runs no code."""
+"""Checks whether a TorchServe deployment can be migrated: reads its files and archives, runs no code."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def check_migration(
     """Read the given files and the configured model store, and return the findings.
 
     Args:
-        config: A `config.properties`; None for no file.
-        model_store: A folder of archives; None for the store of the configuration.
-        snapshots: The folder of snapshots; the newest one is read, as it is restored at a start.
-        environ: The environment in which the server would be started.
+        config: a `config.properties`, or None.
+        model_store: a folder of archives; None: the model store of the configuration.
+        snapshots: the folder of snapshots; the newest one is read, because a start restores it.
+        environ: the environment variables with which the server would be started.
 
     Raises:
         ConfigurationError: a given file or folder can't be read, or all three arguments are None.
@@ -114,7 +114,7 @@ def _store(store: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
             yield from archive_findings(path, settings)
 
 
-# Keys without effect that clients or operators would notice; other keys without effect are only for tuning.
+# Keys without effect here, whose absence clients or operators would notice; all others are for tuning only.
 MISSED_KEYS = frozenset(
     {
         "keystore",
@@ -124,7 +124,7 @@ MISSED_KEYS = frozenset(
         "ts_header_key_sequence_end",
     }
 )
-# Keys whose default differs from TorchServe's; reported when the file does not set them.
+# Keys whose default differs from TorchServe's; reported if the file does not set them.
 OTHER_DEFAULTS = {
     "allowed_urls": "TorchServe fetches archives from any URL unless told otherwise; here only from URLs "
     "that match allowed_urls, and from none without it",
@@ -139,7 +139,7 @@ OTHER_MEANING = {
 
 
 def config_findings(path: Path, environ: Mapping[str, str]) -> tuple[ServerSettings, list[MigrationFinding]]:
-    """Return the settings that a file yields, and a finding for each of its lines.
+    """Return the settings of a file, and a finding for each of its lines.
 
     Raises:
         ConfigurationError: the file can't be read, or is not a properties file.
@@ -158,7 +158,7 @@ def config_findings(path: Path, environ: Mapping[str, str]) -> tuple[ServerSetti
 def snapshot_findings(
     path: Path, store: Path | None, environ: Mapping[str, str]
 ) -> Sequence[MigrationFinding]:
-    """Return the findings about restoring a snapshot; `store` None means the snapshot's own store.
+    """Return the findings on restoring a snapshot; `store` None means the model store of the snapshot.
 
     Raises:
         ConfigurationError: the file can't be read, or is not a properties file.
@@ -173,10 +173,10 @@ def _problems(path: Path, configuration: Configuration) -> Iterator[MigrationFin
 
 
 def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> Iterator[MigrationFinding]:
-    """Yield findings about the archives that a start would load; `store` None means the settings' own."""
+    """Yield findings on the archives that a start would load; `store` None: the store of the settings."""
     folder = store or settings.model_store
     never_served = tuple(model for model in settings.snapshot_models if not model.version)
-    origin = "missing" if never_served else "load_models"  # a snapshot replaces load_models
+    origin = "missing" if never_served else "load_models"  # a snapshot takes precedence over load_models
     for wanted in startup_models(replace(settings, snapshot_models=never_served), tuple):
         if folder is None or is_remote(wanted.url) or (folder / wanted.url.rstrip("/")).exists():
             continue
@@ -216,16 +216,16 @@ class MigrationFinding:
     """The verdict on one item of one file."""
 
     subject: str  # the file
-    item: str  # the key, or the part of the archive
+    item: str  # the key, or a part of the archive
     verdict: Verdict
     text: str
 
 
-_Found = tuple[str, Verdict, str]  # the fields of a `MigrationFinding` but its subject
+_Found = tuple[str, Verdict, str]  # the fields of a `MigrationFinding` except `subject`
 
 
 def archive_findings(path: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
-    """Yield the findings about the archive file or folder at `path`; reads every file of it once."""
+    """Yield the findings on the archive file or folder at `path`; reads every file in it once."""
     try:
         archive = open_archive(path)
         archive.verify()
@@ -344,7 +344,7 @@ MAX_SOURCE_BYTES = 4 * 2**20
 
 
 def missing_imports(source: str) -> list[str]:
-    """Return one sentence for each `ts` name that the source imports and torchere does not provide.
+    """Return one sentence for each name in `ts` that the source imports but torchere does not provide.
 
     >>> missing_imports("from ts.torch_handler.base_handler import BaseHandler")
     []

@@ -26,11 +26,11 @@ REST_ADDRESS = "http://127.0.0.1:8080"
 GRPC_ADDRESS = "127.0.0.1:7070"
 _LONGEST_S = 86_400.0  # maximum that the server accepts
 NPY_TYPE = "application/x-npy"
-_UNNAMED = "input"  # name of the single input of a model whose metadata names none
+_UNNAMED = "input"  # name of the single input if the model's metadata declares none
 
 
 class UsageError(Exception):
-    """The arguments do not form a valid request; the text says why."""
+    """The arguments do not describe a valid request; the message has the reason."""
 
 
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
 def run_predict(options: argparse.Namespace) -> int:
     """Send the request and print the response; return the exit status.
 
-    The status is 1 for an error response or none, and 2 when no request could be sent.
+    The status is 1 for an error response or no response, and 2 if no request could be sent.
     """
     try:
         from torchere.client import ClientError  # noqa: PLC0415 - not needed for --help
@@ -138,7 +138,7 @@ def _body(options: argparse.Namespace) -> tuple[str, bytes]:
 
 
 def _arrays(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the input arrays of the arguments by input name; "" for an unnamed one."""
+    """Return the input arrays in the arguments by input name; "" is the name of an unnamed input."""
     if options.json is not None:
         value = _parsed(options.json)
         return value if isinstance(value, dict) else {"": value}
@@ -150,7 +150,7 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
     for text in options.npy:
         name, separator, file = text.rpartition("=")
         try:
-            with Path(file).open("rb") as opened:  # not np.load, which also reads .npz and pickles
+            with Path(file).open("rb") as opened:  # np.load would also read .npz and pickles
                 array = np.lib.format.read_array(opened, allow_pickle=False)
         except (EOFError, ValueError) as err:
             found = f"no .npy file of numbers or texts ({err})"
@@ -182,11 +182,11 @@ def _parsed(text: str) -> Any:
         raise UsageError(f"--json is no JSON: {err}") from err
 
 
-_MOST_ROWS = 100  # of a table; longer results are printed as JSON
+_MOST_ROWS = 100  # rows of a table; a longer result is printed as JSON
 
 
 def body_text(body: bytes, content_type: str) -> str:
-    """Format the response of a handler: labels and scores as a table, JSON indented, text unchanged."""
+    """Format a handler's response: labels and scores as a table, other JSON indented, text unchanged."""
     try:
         text = body.decode()
     except UnicodeDecodeError:
@@ -201,7 +201,7 @@ def body_text(body: bytes, content_type: str) -> str:
 
 
 def tensors_text(tensors: Sequence[Tensor]) -> str:
-    """Format each output: a line with its name, datatype and shape, then its values."""
+    """Format each output: a line with name, datatype and shape, then the values."""
     blocks = []
     for one in tensors:
         values: Any = one.numpy()  # NumPy abbreviates long arrays

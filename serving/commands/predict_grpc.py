@@ -1,4 +1,4 @@
-"""The gRPC calls of `torchere predict`; gRPC errors are converted to those of the REST client."""
+"""The gRPC calls of `torchere predict`; converts gRPC errors to those of the REST client."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_
 
 _PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
 _OPEN_INFERENCE = "/inference.GRPCInferenceService"
-_UNBOUNDED = -1  # no limit: the server enforces its own
+_UNBOUNDED = -1  # no limit in the client: the server enforces its own
 
 
 class Connection:
-    """One channel to a server. Use it in a `with` statement; every call raises a `ClientError`.
+    """A channel to a server. Use it in a `with` statement. Failed calls raise a `ClientError`.
 
     Args:
-        address: host:port; the prefix https:// selects TLS, which trusts OpenSSL's certificates or those of
+        address: host:port. The prefix https:// selects TLS; trusted certificates are OpenSSL's or those in
             `SSL_CERT_FILE`, as over REST.
-        token: The inference key; None sends none.
-        timeout_s: The timeout of each call, in seconds.
+        token: the inference key; None: no key is sent.
+        timeout_s: the timeout of each call, in seconds.
     """
 
     def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
@@ -48,7 +48,7 @@ class Connection:
         self._channel.close()
 
     def predict(self, model: str, version: str | None, body: bytes) -> bytes:
-        """Call TorchServe's `Predictions`; the handler gets the body as `data`."""
+        """Call TorchServe's `Predictions`; the handler receives the body as `data`."""
         request = inference_pb2.PredictionsRequest(
             model_name=model, model_version=version or "", input={"data": body}
         )
@@ -57,7 +57,7 @@ class Connection:
         return prediction
 
     def inputs(self, model: str, version: str | None) -> tuple[TensorMetadata, ...]:
-        """Return the metadata of a model's inputs, as far as its archive declares them."""
+        """Return the metadata of those inputs of a model that its archive declares."""
         request = open_inference_pb2.ModelMetadataRequest(name=model, version=version or "")
         read = open_inference_pb2.ModelMetadataResponse.FromString
         told = self._call(f"{_OPEN_INFERENCE}/ModelMetadata", request, read)
@@ -96,7 +96,7 @@ class Connection:
             return DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
         if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
             return ConnectionFailed(f"no connection to {self._address}: {details}", refused=True)
-        # The second line of TorchServe's details is the name of a Java class.
+        # The second line of TorchServe's error details is the name of a Java class.
         return AnswerError(details.partition("\n")[0], code.value[0], kind=code.name)
 
 

@@ -1,6 +1,6 @@
-"""`torchere serve`: its arguments, and the steps to a running server.
+"""`torchere serve`: its arguments, and the steps of a server start.
 
-Modules are imported only when needed; `workers/preparation.py` explains the first steps of a start.
+Modules are imported only when needed. `workers/preparation.py` explains the first steps of a start.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    # Imports create hundreds of thousands of permanent objects; garbage collections over them take a tenth of
-    # the start. The server freezes them and enables the collector again once it has started.
+    # Imports create hundreds of thousands of permanent objects, and garbage collections of them take a tenth
+    # of the start time. The server freezes the objects and enables the collector again once it has started.
     gc.disable()
     try:
         return _planned_and_served(options)
@@ -64,7 +64,7 @@ def _planned_and_served(options: argparse.Namespace) -> int:
     as_json = not sys.stdout.isatty() if wanted == "auto" else wanted == "json"
     from torchere.serving.process.allocator import keep_freed_memory  # noqa: PLC0415 - not needed for --help
 
-    keep_freed_memory(os.environ)  # before the first thread, which logging starts
+    keep_freed_memory(os.environ)  # before logging starts the first thread
     _log_as_asked(plan, options, wanted == "torchserve", as_json)
     return _prepared_and_served(plan)
 
@@ -85,7 +85,7 @@ def _prepared_and_served(plan: Plan) -> int:
 
 
 def _log_as_asked(plan: Plan, options: argparse.Namespace, as_torchserve: bool, as_json: bool) -> None:
-    """Configure logging, and log the sources of the settings."""
+    """Configure logging as the options require, and log the sources of the settings."""
     lines = None
     if as_torchserve or plan.settings.log_files:
         from torchere.serving.logs import files as log_files  # noqa: PLC0415 - rarely needed

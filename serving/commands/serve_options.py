@@ -1,7 +1,7 @@
-"""The options of `torchere serve` and `torchserve`, and their conversion to settings.
+"""The options of `torchere serve` and `torchserve`, and their conversion to server settings.
 
-The flags, the order of the configuration files and the texts of `LaunchRefused` are TorchServe 0.12's.
-The modules that build the settings are not imported for `--help`.
+The flags, the order of the configuration files and the messages of `LaunchRefused` are those of TorchServe
+0.12. For `--help`, the modules that build the settings are not imported.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
 
 
 class LaunchRefused(Exception):
-    """The server can't start with these options; the text is that of TorchServe's launcher."""
+    """The server can't start with these options; the message is that of TorchServe's launcher."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The settings of a start, and the findings about their sources."""
+    """The settings for a server start, and the findings on their sources."""
 
     settings: ServerSettings
     configuration: Configuration
@@ -41,7 +41,7 @@ class Plan:
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a server start to `parser`; `serve_arguments` turns them back into flags."""
+    """Add the options of a server start to `parser`; `serve_arguments` converts them back to flags."""
     add = parser.add_argument
     add(
         "--ts-config",
@@ -96,7 +96,7 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
         "plugins_path",
     ):
         if value := getattr(options, name):
-            arguments.append(f"--{name.replace('_', '-')}={value}")  # one word: a value may begin with "-"
+            arguments.append(f"--{name.replace('_', '-')}={value}")  # one word: the value may begin with "-"
     for name in ("no_config_snapshots", "disable_token_auth", "enable_model_api", "log_files", "supervise"):
         if getattr(options, name):
             arguments.append(f"--{name.replace('_', '-')}")
@@ -174,7 +174,7 @@ def log_directory(environ: Mapping[str, str]) -> Path:
 
 
 def log_format(environ: Mapping[str, str]) -> str:
-    """Return the log format set in the environment; `torchserve` has no flag for it.
+    """Return the log format that the environment variable sets; `torchserve` has no flag for it.
 
     Raises:
         LaunchRefused: the value is not one of `LOG_FORMATS`.
@@ -186,7 +186,7 @@ def log_format(environ: Mapping[str, str]) -> str:
 
 
 def newest_snapshot(directory: Path) -> Path | None:
-    """Return the snapshot with the latest time in its name; file times do not survive a copy."""
+    """Return the snapshot with the latest time in its name, because copying may change file times."""
     if not directory.is_dir():
         return None
     names = [path.name for path in directory.iterdir() if _SNAPSHOT_NAME.fullmatch(path.name)]
@@ -194,13 +194,13 @@ def newest_snapshot(directory: Path) -> Path | None:
 
 
 def _cut_off(path: Path, entries: Sequence[Entry]) -> str:
-    """Return the reason why a snapshot is truncated; "" when it is complete.
+    """Return the reason why a snapshot counts as truncated; "" if it is complete.
 
     TorchServe does not write snapshots atomically: a full disk leaves a truncated or empty file.
     """
     if all(one.key != "model_snapshot" for one in entries):
         return "it names no models"
-    # A truncated value may still be valid (an address), except for the models, whose JSON would not parse.
+    # A truncated value may still be valid (for example an address), except the models, which are JSON.
     whole = entries[-1].key == "model_snapshot" or path.read_bytes().endswith((b"\n", b"\r"))
     return "" if whole else f"its last line, {entries[-1].key}, has no end"
 

@@ -1,4 +1,4 @@
-"""Layout of the help texts of all commands."""
+"""The layout of the help texts of all commands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 
 
 def described(parser: argparse.ArgumentParser, description: str, example: str) -> argparse.ArgumentParser:
-    """Set a description above the arguments and an example below them; return the parser."""
+    """Set the description above the arguments and the example below them; return the parser."""
     return explained(parser, description, f"example: {example}")
 
 
 def explained(parser: argparse.ArgumentParser, description: str, examples: str) -> argparse.ArgumentParser:
-    """Set a description above the arguments and a custom text below them; return the parser."""
+    """Set the description above the arguments and the text below them; return the parser."""
     parser.description, parser.epilog = description, examples
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps examples on one line
     return parser

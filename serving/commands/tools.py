@@ -1,8 +1,8 @@
 """The `torchere` commands other than `serve`: their arguments and run functions.
 
-Each `add_...` function imports the modules of its command, and is called only for the given command.
+Each `add_...` function imports the modules of its command, and is called for that command only.
 """
-# ruff: noqa: PLC0415 - see above
+# ruff: noqa: PLC0415 - the docstring has the reason
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _as_served(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Wrap a command that times models, to use the allocator settings of the server."""
+    """Wrap a command that measures models, so that it uses the allocator settings of the server."""
 
     def settled(options: argparse.Namespace) -> int:
         from torchere.serving.process.allocator import keep_freed_memory

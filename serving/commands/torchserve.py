@@ -1,7 +1,7 @@
-"""Starts and stops the server from another process, through its pid file.
+"""Starts and stops the server from another process, by its pid file.
 
-The pid file is valid only if the command line of that process is a server's: pids are reused, and an
-unrelated process must not get the SIGTERM.
+A pid file is valid only if the process with this pid has the command line of a server: pids are reused, and
+an unrelated process must not receive the SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import psutil
 
 from torchere.serving.config.properties import ConfigurationError
 
-# Tools find a running TorchServe by this text in a command line. SageMaker's toolkit requires it as a
-# separate argument, in exactly one process.
+# Tools detect a running TorchServe by this text in a command line. SageMaker's toolkit requires it as a
+# separate argument of exactly one process.
 PROCESS_NAME = "org.pytorch.serve.ModelServer"
 STOP_WAIT_S = 60.0  # TorchServe's
-_LOOK_S = 0.05  # poll interval for its exit: it may not be a child process, so wait() is not possible
+_LOOK_S = 0.05  # poll interval: the server may not be a child process, for which wait() would work
 
 ALREADY_RUNNING = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
 ORPHAN = "Removing orphan pid file."
@@ -40,17 +40,17 @@ def pid_file(environ: Mapping[str, str]) -> Path:
 
 def server_command(arguments: Sequence[str]) -> list[str]:
     """Return the command line of `torchere serve` with these arguments, marked with `PROCESS_NAME`."""
-    # -P keeps the current directory off the import path: a stray torch.py there must not be imported.
+    # -P removes the current directory from the import path: a torch.py there must not be imported.
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
     module = ["-m", "torchere.serving", "serve", "--process-name", PROCESS_NAME]
     return [sys.executable, *safe_path, *module, *arguments]
 
 
 def may_start(file: Path, say: Callable[[str], None] = print) -> bool:
-    """Return whether no server is running; remove an orphan pid file and say so.
+    """Return whether no server is running; remove an orphaned pid file and print a line about it.
 
     Raises:
-        ConfigurationError: the orphan pid file can't be removed.
+        ConfigurationError: the orphaned pid file can't be removed.
     """
     if not file.exists():
         return True
@@ -65,20 +65,20 @@ def _remove_orphan(file: Path, say: Callable[[str], None]) -> None:
     say(ORPHAN)
     try:
         file.unlink(missing_ok=True)
-    except OSError as err:  # a file of another user in the shared temporary directory
+    except OSError as err:  # another user's file in the shared temporary directory
         raise _not_ours(file, err) from err
 
 
 def start_in_background(command: Sequence[str], file: Path) -> subprocess.Popen[bytes]:
-    """Start the server in its own session, with this standard output, and write its pid file."""
-    write_pid(file, 0)  # fail before the start if the pid of the server could not be recorded
+    """Start the server in a new session, with this process's standard output, and write its pid file."""
+    write_pid(file, 0)  # fail before the start if the pid file can't be written
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     write_pid(file, process.pid)
     return process
 
 
 def become(command: Sequence[str], file: Path) -> None:
-    """Replace this process by the server, so that it gets signals and sets the status. Never returns."""
+    """Replace this process by the server, which then gets signals and sets the status. Never returns."""
     write_pid(file, os.getpid())
     sys.stdout.flush()
     sys.stderr.flush()
@@ -86,18 +86,18 @@ def become(command: Sequence[str], file: Path) -> None:
 
 
 def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) -> int:
-    """Send SIGTERM to the server of the pid file; delete the pid file and `key_file.json` here.
+    """Send SIGTERM to the server in the pid file; delete that file and `key_file.json` in this directory.
 
     Args:
-        file: The pid file.
-        wait_s: Seconds to wait for its exit; 0 does not wait.
-        say: Prints a line.
+        file: the pid file.
+        wait_s: seconds to wait for the exit of the server; 0 does not wait.
+        say: prints a line.
 
     Returns:
-        The exit status: 0, or 1 when the server belongs to another user.
+        The exit status: 0, or 1 if the server belongs to another user.
 
     Raises:
-        ConfigurationError: the pid file is an orphan and can't be removed.
+        ConfigurationError: the pid file is orphaned and can't be removed.
     """
     pid = read_pid(file)
     if pid is None or not running(pid):
@@ -130,7 +130,7 @@ def _terminate(pid: int, wait_s: float) -> str:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Return whether the process has exited or is a zombie: its ports are free in both cases."""
+    """Return whether the process has exited or is a zombie; its ports are free in both cases."""
     try:
         return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -138,19 +138,19 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def running(pid: int | None) -> bool:
-    """Return whether that process exists and is a server."""
+    """Return whether a process with this pid exists and is a server."""
     if pid is None:
         return False
     try:
         return any(PROCESS_NAME in word for word in psutil.Process(pid).cmdline())
     except psutil.AccessDenied:
-        return True  # exists but is not readable: assume a server, rather than start a second one
+        return True  # unreadable: assume a server, so as not to start a second one
     except psutil.Error:
         return False
 
 
 def read_pid(file: Path) -> int | None:
-    """Return the pid in the file; None without a file or a valid pid."""
+    """Return the pid in the file; None if there is no file or no valid pid."""
     try:
         pid = int(file.read_text(encoding="ascii").split("\n")[0])
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""All settings of the server, fixed at the start.
+"""All settings of the server, which are fixed when it starts.
 
-Units are in the names. The defaults are TorchServe 0.12's unless `docs/differences.md` says otherwise.
-Nothing here reads a file or the environment: `resolve.py` builds these records.
+Names contain the units. The defaults are those of TorchServe 0.12 unless `docs/differences.md` lists another.
+This module reads no file and no environment variable: `resolve.py` builds these records.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 Dispatch = Literal["torchserve", "eager"]
 MetricsMode = Literal["log", "prometheus", "legacy"]
 
-MAX_EXECUTORS = 1024  # of one version; a typo must not start a million processes
+MAX_EXECUTORS = 1024  # per version; a typo must not start a million processes
 MAX_BATCH_SIZE = 65_536
-MAX_NUMBER = 2**31 - 1  # of all other numbers, which are Java ints in TorchServe; 68 years in seconds
+MAX_NUMBER = 2**31 - 1  # for all other numbers, which are Java ints in TorchServe; 68 years in seconds
 _BOUNDS = {"minWorkers": MAX_EXECUTORS, "maxWorkers": MAX_EXECUTORS, "batchSize": MAX_BATCH_SIZE}
 
 
 def largest(key: str) -> int:
-    """Return the largest allowed value of a model setting; `key` is TorchServe's name of it."""
+    """Return the largest allowed value of a model setting; `key` is TorchServe's name of the setting."""
     return _BOUNDS.get(key, MAX_NUMBER)
 
 
@@ -31,7 +31,7 @@ class Address:
     """The address of a REST listener: a TCP host and port, or a Unix socket path."""
 
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free port, printed at the start
+    port: int = 0  # 0: any free port, which is printed at startup
     unix_path: str | None = None
     tls: bool = False
 
@@ -51,13 +51,14 @@ class Address:
 class BatchSettings:
     """Batching of the requests of one version.
 
-    `torchserve` dispatch waits up to `max_queue_delay_ms` for a batch to fill, counted from its oldest
-    request; `eager` never waits while an executor is idle. `max_batch_size` 1 never waits either way.
+    With dispatch `torchserve`, a batch waits for more requests until its oldest request has waited
+    `max_queue_delay_ms`; with `eager`, it never waits while an executor is idle. With a `max_batch_size` of 1
+    no batch waits.
     """
 
     max_batch_size: int = 1
     max_queue_delay_ms: int = 100
-    max_queue_size: int = 100  # queued requests; one more is rejected at once
+    max_queue_size: int = 100  # queued requests; any further request is rejected immediately
     dispatch: Dispatch = "torchserve"
     use_tickets: bool = False  # admit a request only while an executor is idle
 
@@ -66,10 +67,10 @@ class BatchSettings:
 class SequenceSettings:
     """Limits of stateful sequences: their number, queue and lifetime."""
 
-    max_idle_s: float  # a sequence ends after this time without a request
-    timeout_s: float = 0.0  # of its whole lifetime; 0: no limit
+    max_idle_s: float  # a sequence ends after this long without a request
+    timeout_s: float = 0.0  # limit on the lifetime of a sequence; 0: no limit
     max_sequences: int = 1
-    max_queue_size: int = 1  # queued requests of one sequence
+    max_queue_size: int = 1  # queued requests per sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +80,16 @@ class ModelSettings:
     batch: BatchSettings = field(default_factory=BatchSettings)
     min_executors: int = 1
     max_executors: int = 1
-    response_timeout_s: float = 120.0  # of one batch; an executor that takes longer is treated as hung
-    startup_timeout_s: float = 120.0  # of one executor, from its start until it is loaded and warm
-    client_timeout_ms: int = 0  # default deadline of a request; 0: none
-    max_retry_timeout_s: float = 300.0  # an executor that keeps dying for longer is not restarted
+    response_timeout_s: float = 120.0  # limit for a batch; a slower executor is treated as hung
+    startup_timeout_s: float = 120.0  # limit for an executor, from its start to the end of its warm-up
+    client_timeout_ms: int = 0  # default deadline of a request; 0: no deadline
+    max_retry_timeout_s: float = 300.0  # after crashing for this long, an executor is not restarted
     isolation: Isolation = "auto"
     sequences: SequenceSettings | None = None  # None: requests are independent
-    sequences_unbounded: bool = False  # no idle time is set: no request is admitted (contract)
+    sequences_unbounded: bool = False  # no idle time is set, so no request is admitted (contract)
     continuous: bool = False  # continuous batching: a request may rejoin the next batch
-    device_ids: tuple[int, ...] = ()  # GPUs that the model requests, all of them available
-    gpu_ids: tuple[int, ...] = ()  # GPUs assigned to executors in turn; empty: CPU
+    device_ids: tuple[int, ...] = ()  # GPUs that the model requests; all are available
+    gpu_ids: tuple[int, ...] = ()  # GPUs assigned to executors in rotation; empty: CPU
 
     def scaled(self, min_executors: int, max_executors: int) -> ModelSettings:
         """Return the settings with other executor counts."""
@@ -97,11 +98,11 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Size limits of external input; exceeding one is an error without other effects."""
+    """Size limits on external input; exceeding one is an error without side effects."""
 
     max_request_bytes: int = 6_553_500
     max_response_bytes: int = 6_553_500
-    max_held_bytes: int = 0  # of unfinished requests; 0: a quarter of the container's memory
+    max_held_bytes: int = 0  # of all unfinished requests; 0: a quarter of the container's memory
     max_archive_entries: int = 10_000
     max_archive_bytes: int = 64 * 2**30  # after unpacking
     max_download_bytes: int = 16 * 2**30  # of an archive downloaded from a URL
@@ -109,13 +110,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotModel:
-    """One version of a `model_snapshot`, to be loaded at startup with these settings."""
+    """One version in a `model_snapshot`, to be loaded at startup with these settings."""
 
     name: str
     version: str
     archive: str  # file name in the model store
     default_version: bool
-    settings: dict[str, object]  # the snapshot's own names: minWorkers, maxWorkers, batchSize, ...
+    settings: dict[str, object]  # by their names in the snapshot: minWorkers, maxWorkers, batchSize, ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,82 +125,82 @@ class SnapshotSettings:
 
     directory: Path
     properties: tuple[tuple[str, str], ...] = ()  # the configuration to write, as key and text
-    keep: int = 20  # older snapshots of our own are deleted
+    keep: int = 20  # older snapshots that torchere wrote are deleted
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineSettings:
-    """Directory and limits of saved requests that crashed executors."""
+    """Directory and limits for saved requests that crashed executors."""
 
     directory: Path
     max_files: int = 100
-    max_bytes: int = 64 * 2**20  # of all files together; 0: nothing is saved
+    max_bytes: int = 64 * 2**20  # of all files together; 0: no request is saved
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """The settings of one server. Built by `resolve.py`, read by `server.py`; tests build it directly."""
+    """The settings of one server. `resolve.py` builds it, `server.py` reads it."""
 
     model_store: Path | None = None
     load_models: tuple[str, ...] = ()  # items of `[name=]file`; ("all",) loads the whole store
-    snapshot_models: tuple[SnapshotModel, ...] = ()  # from `model_snapshot`; load_models is () beside it
+    snapshot_models: tuple[SnapshotModel, ...] = ()  # from `model_snapshot`; then load_models is ()
     inference_address: Address = Address(port=8080)
     management_address: Address = Address(port=8081)
     metrics_address: Address | None = Address(port=8082)  # None: no metrics listener
     grpc_inference_address: Address | None = Address(port=7070)
     grpc_management_address: Address | None = Address(port=7071)
-    grpc_tls_enabled: bool = False  # for both gRPC listeners, with the two files below
-    grpc_inference_max_connection_age_ms: int | None = None  # None: unlimited, in all four
+    grpc_tls_enabled: bool = False  # for both gRPC listeners; uses the two files below
+    grpc_inference_max_connection_age_ms: int | None = None  # None in these four: unlimited
     grpc_inference_max_connection_age_grace_ms: int | None = None
     grpc_management_max_connection_age_ms: int | None = None
     grpc_management_max_connection_age_grace_ms: int | None = None
-    certificate_file: Path | None = None  # PEM, chain included; for every listener with TLS
-    private_key_file: Path | None = None  # PEM, without a pass phrase; both are reloaded when they change
-    cors_allowed_origin: str = ""  # the three are sent verbatim in every REST response; "": no header
+    certificate_file: Path | None = None  # PEM, including the chain; for every TLS listener
+    private_key_file: Path | None = None  # PEM, without pass phrase; both files are reloaded when they change
+    cors_allowed_origin: str = ""  # these three are sent verbatim in every REST response; "": no header
     cors_allowed_methods: str = ""
     cors_allowed_headers: str = ""
-    open_inference_protocol: bool = True  # the /v2 routes and their gRPC service; TorchServe's default is off
-    # TorchServe's default is "log", which leaves its metrics endpoint empty.
+    open_inference_protocol: bool = True  # the /v2 routes and gRPC service; TorchServe's default is False
+    # TorchServe's default is "log", with which the metrics endpoint is empty.
     metrics_mode: MetricsMode = "prometheus"
-    metrics_config: Path | None = None  # a metrics.yaml; None: the built-in set
+    metrics_config: Path | None = None  # a metrics.yaml; None: the built-in file
     metrics_directory: Path = Path("logs")  # of ts_metrics.log and model_metrics.log; unused in "prometheus"
-    metrics_auto_detect: bool = False  # accept handler metrics that no metrics.yaml declares
-    tracing_enabled: bool = False  # export spans to the endpoint in the OTEL_... variables
+    metrics_auto_detect: bool = False  # accept undeclared handler metrics
+    tracing_enabled: bool = False  # export spans to the endpoint of the OTEL_... variables
     system_metrics_enabled: bool = True
     system_metrics_interval_s: float = 60.0
-    default_executors: int = 0  # 0: at startup one per GPU, or per CPU core; in the register API none
+    default_executors: int = 0  # 0: at startup one per GPU or CPU core; in the register API none
     default_response_timeout_s: float = 120.0
     default_startup_timeout_s: float = 120.0
     unregister_timeout_s: float = 120.0
     max_gpus: int | None = None  # upper limit; None: all available GPUs
     hidden_env_vars: str | None = None  # regex; matching environment variables are hidden from handlers
     max_queue_size: int = 100
-    default_isolation: Isolation = "auto"  # of models whose config sets none
+    default_isolation: Isolation = "auto"  # for models whose config sets none
     default_handler: str | None = None
     service_envelope: str | None = None
     decode_input: bool = True
     limit_max_image_pixels: bool = True
     allowed_urls: tuple[str, ...] = ()  # regexes; empty: the model store is the only source
-    download_timeout_s: float = 600.0  # for one archive from a URL
-    install_dependencies: bool = False  # of archives with a requirements file
+    download_timeout_s: float = 600.0  # per archive
+    install_dependencies: bool = False  # install the requirements file of an archive
     install_timeout_s: float = 600.0  # for one archive
     snapshots: SnapshotSettings | None = None  # None: none are written
     log_files: bool = False  # also write TorchServe's three log files
-    model_api_enabled: bool = False  # register and unregister over the network
+    model_api_enabled: bool = False  # allow registering and unregistering over the network
     token_auth_enabled: bool = True
     token_expiration_min: float = 60.0
     key_file: Path = Path("key_file.json")
-    token_keys_file: Path | None = None  # keys set by the operator, for all replicas; key_file is unused
+    token_keys_file: Path | None = None  # keys of the operator, for all replicas; replaces key_file
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)
-    temp_dir: Path | None = None  # None: the system's
-    drain_delay_s: float = 0.0  # after SIGTERM: keep serving for this time, but not ready
-    drain_timeout_s: float = 30.0  # then finish accepted requests within this time
+    temp_dir: Path | None = None  # None: the default of the system
+    drain_delay_s: float = 0.0  # after SIGTERM: keep serving for this time, while reporting not ready
+    drain_timeout_s: float = 30.0  # then limit for finishing the accepted requests
     install_signal_handlers: bool = True
-    quarantine_directory: Path | None = None  # of requests that crash executors; None: they are not saved
+    quarantine_directory: Path | None = None  # for requests that crash executors; None: they are not saved
     quarantine_max_files: int = 100
     quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved
 
     def startup_executors(self, gpus: int, cores: int) -> int:
-        """Return the executor count of a model that is loaded at startup and sets none itself."""
+        """Return the number of executors for a model that is loaded at startup and does not set it."""
         return self.default_executors or gpus or cores
