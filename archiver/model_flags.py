@@ -68,6 +68,26 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         action="store_true",
         help="TorchScript by compiling the source; keeps data-dependent control flow",
     )
+    _add_example_arguments(group, is_convert)
+    add("--isa", choices=ISAS, help="instruction set that aoti may use (default: this machine's)")
+    add(
+        "--allow-pickle",
+        action="store_true",
+        help="trust the input files: allow full unpickling, and running compiled code, to read the "
+        "model (can execute arbitrary code)",
+    )
+    add("--quantize", metavar="METHOD", help=_quantize_help(format_flag))
+    add(
+        "--samples",
+        type=Path,
+        metavar="PATH",
+        help="file or folder of examples to calibrate on and verify with",
+    )
+    _add_verification_arguments(group)
+
+
+def _add_example_arguments(group: argparse._ArgumentGroup, is_convert: bool) -> None:
+    add = group.add_argument
     add(
         "--example",
         type=Path,
@@ -93,21 +113,6 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         help="let another dimension vary; it has the same size in all named inputs, for example "
         "ids,mask:1=2:512",
     )
-    add("--isa", choices=ISAS, help="instruction set that aoti may use (default: this machine's)")
-    add(
-        "--allow-pickle",
-        action="store_true",
-        help="trust the input files: allow full unpickling, and running compiled code, to read the "
-        "model (can execute arbitrary code)",
-    )
-    add("--quantize", metavar="METHOD", help=_quantize_help(format_flag))
-    add(
-        "--samples",
-        type=Path,
-        metavar="PATH",
-        help="file or folder of examples to calibrate on and verify with",
-    )
-    _add_verification_arguments(group)
 
 
 def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
