@@ -22,6 +22,7 @@ import torch
 
 from torchere.archiver.models.load.exported_program import keyword_inputs
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
+from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled import library as aot_abi
 from torchere.handlers.compiled.gil import fits_c_abi
 from torchere.handlers.compiled.library import AotModel
@@ -162,12 +163,11 @@ def _library_file(package: Package, model_dir: str) -> Path:
 
 
 def _runs_at_once() -> int:
-    """Return the number of concurrent runs: one per usable CPU core, at least 2.
+    """Return the number of concurrent runs: one per core of this process, at least 2.
 
     Further executors wait inside the library.
     """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return max(2, len(cores))
+    return max(2, available_cores())
 
 
 def _load_by_binding(path: str) -> CompiledModel:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from torchere.handlers.base import BaseHandler
+from torchere.handlers.cgroup import CgroupSample
 from torchere.handlers.compiled import gil as aot_gil
 from torchere.handlers.compiled import library as aot_abi
 from torchere.handlers.compiled import library as aot_model
@@ -56,6 +57,13 @@ def test_results_have_the_modules_structure_and_equal_the_official_bindings(
         assert torch.equal(found["pair"][0], plus_one)
         assert torch.equal(found["pair"][1], sums)
         assert not found["y"].requires_grad
+
+
+def test_as_many_runs_at_once_as_the_container_has_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("torchere.handlers.cgroup.sample_cgroup", lambda _: CgroupSample(cpu_limit_cores=2.5))
+    monkeypatch.setattr("torchere.handlers.compiled.load.AotModel", lambda _, runs: runs)
+    assert aot.load_shared_object("model.so", "cpu") == 3
 
 
 def test_other_threads_go_on_while_it_runs(probe_archive: Path) -> None:
