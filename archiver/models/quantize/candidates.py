@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +15,16 @@ from torch import nn
 from torchere.archiver.models.fold.attention import Opened
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.engines import (
+from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
+from torchere.archiver.models.measure.cost import medians_ms, one_thread
+from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
+from torchere.archiver.models.quantize.engines import (
     Measured,
     NoUsableEngine,
     choose,
     measured,
-    rebuilt,
-    saved,
-    supported,
-    using,
 )
-from torchere.archiver.models.measure.cost import medians_ms, one_thread
-from torchere.archiver.models.measure.difference import difference, flattened
-from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
 from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.models.quantize.traced import Compile, plain_attention
 
@@ -90,7 +88,7 @@ class Maker:
         def drift_with(kept: frozenset[str]) -> float:
             made[kept] = self._packed(best.method, kept)
             with torch.inference_mode():
-                return judge(rebuilt(made[kept][0], best.engine))
+                return judge(load_script(io.BytesIO(made[kept][0]), check=False, engine=best.engine))
 
         kept = search(*self._layers(best.method), best.drift, wanted, drift_with)
         if not kept:

@@ -7,20 +7,16 @@ archive, loaded as the server loads them.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.torchscript import load_script, supported
 
-# Guards `torch.backends.quantized.engine`, which is process-wide.
-_LOCK = threading.RLock()
 # A multiple of the least drift of all engines. Some engines use one bit less of activations, which doubles
 # the drift; an engine whose sums overflow is further off.
 _AGREES_WITHIN = 3.0
@@ -67,53 +63,6 @@ def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
     return min((one for one in sound if one.drift <= limit), key=lambda one: one.latency_ms)
 
 
-def supported() -> tuple[str, ...]:
-    """Return the int8 engines of this build of torch."""
-    return tuple(name for name in torch.backends.quantized.supported_engines if name != "none")
-
-
-@contextlib.contextmanager
-def using(engine: str) -> Iterator[None]:
-    """Set the process-wide engine while weights are packed or loaded. Thread-safe: one block at a time."""
-    with _LOCK:
-        before = torch.backends.quantized.engine
-        torch.backends.quantized.engine = engine
-        try:
-            yield
-        finally:
-            torch.backends.quantized.engine = before
-
-
-def rebuilt(saved: bytes, engine: str) -> torch.jit.ScriptModule:
-    """Load TorchScript with its int8 weights packed for the engine, as a server does.
-
-    Raises:
-        RuntimeError: the engine can't hold these weights.
-    """
-    with using(engine):
-        return _loaded(io.BytesIO(saved))
-
-
-def rebuilt_file(file: Path, engine: str | None) -> torch.jit.ScriptModule:
-    """Load a TorchScript file for the engine, or for the process's own if None. Raises as `rebuilt` does."""
-    with using(engine or torch.backends.quantized.engine):
-        return _loaded(str(file))
-
-
-def _loaded(source: str | io.BytesIO) -> torch.jit.ScriptModule:
-    loaded: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
-        source, map_location="cpu"
-    )
-    return loaded
-
-
-def saved(module: torch.jit.ScriptModule) -> bytes:
-    """Return the bytes of the file that goes into an archive."""
-    buffer = io.BytesIO()
-    torch.jit.save(module, buffer)
-    return buffer.getvalue()
-
-
 def measured(
     method: str,
     packed: bytes,
@@ -141,7 +90,7 @@ def _measured(
     time_ms: Callable[[Callable[..., Any]], float],
 ) -> Measured:
     try:
-        module = rebuilt(packed, blank.engine)
+        module = load_script(io.BytesIO(packed), check=False, engine=blank.engine)
         with torch.inference_mode():
             return replace(blank, drift=judge(module), latency_ms=time_ms(module))
     except RuntimeError as error:  # torch's error when an engine lacks an operator
