@@ -43,7 +43,6 @@ from torchere.archiver.request import (
     Built,
     check_examples,
 )
-from torchere.archiver.scan.weights import ONNX
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
@@ -75,8 +74,9 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
         source = dataclasses.replace(source, names=tuple(spec.name for spec in signed))
     example = _example(source, options, signed)
     if options.model_format == KEEP:
-        if source.kind == ONNX:
-            source = dataclasses.replace(source, signature=tried_signature(source.path, example, say))
+        if source.onnx is not None:
+            signature = tried_signature(source.path, source.onnx, example, say)
+            source = dataclasses.replace(source, signature=signature)
         kept = keep(source, example, options, work, say)
         return _finished(kept.built, kept.signature, say)
     return _Compilation(source, options, work, say).built(example)

@@ -76,8 +76,8 @@ def _built(source: Source, options: BuildOptions, work: Path) -> Built:
         isa = aoti_metadata(source.path).get("AOTI_CPU_ISA", "").lower()
         write_build(beside, {"format": AOTI, "isa": isa})
     if source.kind in (TORCHSCRIPT, EXPORTED_PROGRAM, AOTINDUCTOR, ONNX):
-        file = _with_suffix(source, work)
-        return Built(file, None, options.config_file, beside, source.beside)
+        file, weights = _with_suffix(source, work), source.onnx.beside if source.onnx else ()
+        return Built(file, None, options.config_file, beside, weights)
     raise ModelRefused(
         f"{source.path}: {source.kind} is not a form that a server loads by itself; expected --format "
         "torchscript, export or aoti"

@@ -25,7 +25,7 @@ from torchere.archiver.models.load import module as huggingface
 from torchere.archiver.models.load.checkpoint import Weights, read_weights
 from torchere.archiver.models.load.exported_program import take_by_position
 from torchere.archiver.models.load.module import load_into, module_from_factory, module_from_file
-from torchere.archiver.models.load.onnx import external_files_of_onnx, signature_of_onnx
+from torchere.archiver.models.load.onnx import OnnxForm, read_onnx
 from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.steps import refusing
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
@@ -52,7 +52,7 @@ class Source:
     example: Tensors | None = None
     names: tuple[str, ...] | None = None
     signature: Signature | None = None
-    beside: tuple[Path, ...] = ()  # files that belong to it: ONNX's external data
+    onnx: OnnxForm | None = None
 
     def names_of_inputs(self, count: int) -> tuple[str, ...]:
         """Return the names of the first `count` inputs."""
@@ -154,8 +154,8 @@ def _torchscript(path: Path, allow_pickle: bool) -> Source:
 
 
 def _onnx(path: Path) -> Source:
-    signature, beside = signature_of_onnx(path), external_files_of_onnx(path)
-    return Source(ONNX, path, signature=signature, beside=beside)
+    form = read_onnx(path)
+    return Source(ONNX, path, signature=form.signature_by_names(), onnx=form)
 
 
 def _program(path: Path, allow_pickle: bool) -> Source:

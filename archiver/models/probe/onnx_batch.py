@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.examples import check_against, example_of
 from torchere.archiver.models.inputs.run import Run
 from torchere.archiver.models.inputs.sizes import Tensors
-from torchere.archiver.models.load.onnx import OnnxForm, form_of_onnx
+from torchere.archiver.models.load.onnx import OnnxForm
 from torchere.archiver.models.probe.derive import batch_refusal
 from torchere.archiver.models.probe.precision import FINE, SHARED
 from torchere.archiver.models.steps import Say, refusing
 from torchere.archiver.signature import Signature
 
 
-def tried_signature(path: Path, example: Tensors | None, say: Say) -> Signature:
+def tried_signature(path: Path, form: OnnxForm, example: Tensors | None, say: Say) -> Signature:
     """Return the signature of an ONNX model after trying whether it has a batch.
 
     Where all first dimensions are free, they are the batch if the rows of an example do not affect one
@@ -28,24 +30,25 @@ def tried_signature(path: Path, example: Tensors | None, say: Say) -> Signature:
     batch if they share a name.
 
     Args:
-        path: checked by `external_files_of_onnx`.
+        path: the file.
+        form: as `read_onnx` read it from the file.
         example: None makes one of the graph's types.
         say: takes a line when the model is packed without batches, or when nothing could be tried.
 
     Raises:
-        ModelRefused: the model is damaged, or the example does not fit it; or it does not say how many
-            dimensions an input or output has, and can't be run to find out.
+        ModelRefused: the example does not fit the model; or the model does not say how many dimensions an
+            input or output has, and can't be run to find out.
     """
-    form = form_of_onnx(path)
+    load = functools.cache(functools.partial(_loaded, path))  # at most one session
     if form.unshaped:
-        form = _ranked(path, form, example)
+        form = _ranked(path, form, example, load)
     if example is not None:
         check_against(example, form.signature)
     if not form.signature.batched:
         return form.signature
     rows = example[0].shape[0] if example is not None else 1
     try:
-        refusal = _refusal(path, form, example)
+        refusal = _refusal(form, example, load)
     except ModelRefused as reason:
         return _by_names(form, rows, f"rows were not tried together: {reason}", say)
     if refusal is None:
@@ -53,7 +56,7 @@ def tried_signature(path: Path, example: Tensors | None, say: Say) -> Signature:
     return _fixed(form, rows, str(refusal), say)
 
 
-def _ranked(path: Path, form: OnnxForm, example: Tensors | None) -> OnnxForm:
+def _ranked(path: Path, form: OnnxForm, example: Tensors | None, load: Callable[[], Run]) -> OnnxForm:
     """Return the form with the number of dimensions that each unshaped input and output has in a run."""
     inputs = [spec.name for spec in form.signature.inputs]
     outputs = [spec.name for spec in form.signature.outputs]
@@ -62,7 +65,7 @@ def _ranked(path: Path, form: OnnxForm, example: Tensors | None) -> OnnxForm:
         raise ModelRefused(f"{path}: it does not say which dimensions {silent!r} has; give --example")
     try:
         given = _made_up(form.signature) if example is None else example
-        run = _loaded(path)
+        run = load()
         with refusing("running the model on the example"):
             found = run(*given)
     except ModelRefused as reason:
@@ -73,10 +76,10 @@ def _ranked(path: Path, form: OnnxForm, example: Tensors | None) -> OnnxForm:
     return form.with_ranks({name: rank for name, rank in ranks.items() if name in form.unshaped})
 
 
-def _refusal(path: Path, form: OnnxForm, example: Tensors | None) -> ModelRefused | None:
+def _refusal(form: OnnxForm, example: Tensors | None, load: Callable[[], Run]) -> ModelRefused | None:
     """Return why the model takes no batches, or None; raise ModelRefused when that can't be tried."""
     given = _made_up(form.signature) if example is None else example
-    run = _loaded(path)
+    run = load()
     with refusing("running the model on the example"):
         run(*given)
     return batch_refusal(run, given, SHARED if form.is_quantised else FINE)
