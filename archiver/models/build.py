@@ -149,6 +149,7 @@ class _Compilation:
             options=self.options,
             work=self.work,
             say=self.say,
+            script=quantised.script if quantised else None,
         )
         probe = self.options.model_format == TORCHSCRIPT
         # Run the packed model, not the source: compiling fixes every size that no option lets vary.

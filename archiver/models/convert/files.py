@@ -43,6 +43,7 @@ def write_model(
     options: BuildOptions,
     work: Path,
     say: Say,
+    script: bytes | None = None,
 ) -> Packed:
     """Compile the module to `options.model_format` and write it.
 
@@ -55,6 +56,7 @@ def write_model(
         options: `model_format` is TORCHSCRIPT, EXPORT or AOTI.
         work: a folder; files are written to `work/model` and `work/beside`.
         say: receives progress lines.
+        script: the file of the module, which is TorchScript; it is written as it is.
 
     Raises:
         ModelRefused: a compiler rejects the model (the message has the first line of its error), or the disk
@@ -64,6 +66,11 @@ def write_model(
     target = work / "model" / _FILES[str(options.model_format)]
     target.parent.mkdir()
     refuse_full_disk(module, work, copies=2 if options.model_format == AOTI else 1)
+    if script is not None:
+        with step(say, "writing the measured model"):
+            target.write_bytes(script)
+        write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
+        return Packed(target, module, beside)
     if options.model_format == TORCHSCRIPT:
         with step(say, "scripting and freezing" if options.script else "tracing and freezing"):
             frozen = to_torchscript(module, example, script=options.script, say=say)

@@ -45,6 +45,7 @@ class Quantised:
     measured: tuple[Measured, ...]  # every engine that was tried
     notes: tuple[str, ...]  # lines for the user
     kept: tuple[str, ...] = ()  # layers left in fp32, because they cause the most drift in int8
+    script: bytes | None = None  # the TorchScript file that was measured, with int8 layers
 
 
 def quantise(
@@ -149,7 +150,7 @@ def _by_engine(
     module = load_script(io.BytesIO(taken.packed), check=False, engine=chosen.engine)
     refused = [f"not taken: {one}" for one in refusals if samples]  # without samples int8-static always fails
     notes = (*refused, *_notes(candidates, chosen, maker.fp32_ms()))
-    return Quantised(module, chosen.method, chosen.engine, tried, notes, taken.kept)
+    return Quantised(module, chosen.method, chosen.engine, tried, notes, taken.kept, taken.packed)
 
 
 def _candidates(method: str, maker: Maker) -> tuple[dict[str, Candidate], list[ModelRefused]]:
