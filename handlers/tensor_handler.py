@@ -16,6 +16,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading import onnx
 from torchere.handlers.loading.devices import CPU, to_device
+from torchere.handlers.metrics import timed
 from torchere.handlers.rows import refusal
 from torchere.handlers.signature import read_signature
 from torchere.handlers.tensors import DATATYPES, TensorError, torch_dtype
@@ -33,7 +34,6 @@ from torchere.handlers.tensors.request import (
     tensors_of,
     whole_group,
 )
-from torchere.handlers.timer import timed
 
 logger = logging.getLogger(__name__)
 

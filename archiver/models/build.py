@@ -16,8 +16,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes
-from torchere.archiver.models.convert.files import Packed, config_with, may_say, members_of, write_model
-from torchere.archiver.models.convert.keep import keep
+from torchere.archiver.models.convert.files import Packed, config_with, keep, may_say, members_of, write_model
 from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, measured_gain
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import folded_paddings
@@ -25,8 +24,7 @@ from torchere.archiver.models.inputs.examples import example_of, inputs_of, read
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import Tensors, sizes_of
 from torchere.archiver.models.load.source import Source, inputs_up_to, read_source
-from torchere.archiver.models.probe.derive import signature_of
-from torchere.archiver.models.probe.onnx_batch import tried_signature
+from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.quantize.methods import Quantised, check_method, quantise, shared_scale
 from torchere.archiver.models.steps import Say, step

@@ -2,7 +2,7 @@
 
 | archive contents | execution |
 | --- | --- |
-| a package or bare library for the CPU | through the C ABI (`aot_abi.py`), without the GIL |
+| a package or bare library for the CPU | through the C ABI (`library.py`), without the GIL |
 | the same for a GPU, with weights in separate files, or with operators outside of torch | torch's binding |
 | a package that does not fit this machine, with a fallback; an exported program | torch's interpreter |
 """
@@ -24,12 +24,12 @@ from torchere.archiver.models.load.exported_program import keyword_inputs
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled import library as aot_abi
-from torchere.handlers.compiled.gil import fits_c_abi
 from torchere.handlers.compiled.library import AotModel
 from torchere.handlers.compiled.package import (
     Misfit,
     Package,
     extracted_library,
+    fits_c_abi,
     misfit,
     read_build,
     read_cpu_flags,

@@ -15,7 +15,7 @@ from typing import Literal
 
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.cgroup import available_cores
-from torchere.handlers.compiled.gil import holds_gil
+from torchere.handlers.compiled.package import holds_gil
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine

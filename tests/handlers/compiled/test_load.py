@@ -15,13 +15,12 @@ import torch
 
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.cgroup import CgroupSample
-from torchere.handlers.compiled import gil as aot_gil
 from torchere.handlers.compiled import library as aot_abi
 from torchere.handlers.compiled import library as aot_model
 from torchere.handlers.compiled import load as aot
-from torchere.handlers.compiled.gil import holds_gil
+from torchere.handlers.compiled import package as aot_gil
 from torchere.handlers.compiled.library import AotModel
-from torchere.handlers.compiled.package import extracted_library, read_package
+from torchere.handlers.compiled.package import extracted_library, holds_gil, read_package
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.shared_models import SharedModels
 

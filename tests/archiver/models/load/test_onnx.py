@@ -13,7 +13,7 @@ import torch
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.onnx import read_onnx
-from torchere.archiver.models.probe.onnx_batch import tried_signature
+from torchere.archiver.models.probe.derive import tried_signature
 from torchere.archiver.scan.weights import ONNX, classify_file
 from torchere.archiver.signature import Signature, parse
 
