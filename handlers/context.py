@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchere.handlers.encode import encode_answer
 
 if TYPE_CHECKING:
-    from torchere.handlers.loading.shared_models import SharedModels
+    from torchere.handlers.loading.weights import SharedModels
     from torchere.handlers.metrics import MetricsCache
 
 SendPartial = Callable[[int, bytes], None]

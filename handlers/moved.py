@@ -14,7 +14,7 @@ from types import ModuleType
 
 _PACKAGE = "torchere.handlers."
 
-# Old name below `torchere.handlers` -> name of today.
+# Old name below `torchere.handlers` -> name of today below it, or in full.
 NEW_PATHS = {
     "aot": "compiled.load",
     "aot_abi": "compiled.library",
@@ -50,8 +50,9 @@ NEW_PATHS = {
     "profiling": "base",
     "request_signatures": "resolve",
     "row_value": "rows",
-    "shared_models": "loading.shared_models",
+    "shared_models": "loading.weights",
     "shared_weights": "loading.weights",
+    "signature": "torchere.archiver.signature",
     "speech_segments": "audio.voice_activity",
     "streaming": "context",
     "tensors_answer": "tensors.answer",
@@ -87,7 +88,9 @@ class _MovedFinder:
     ) -> ModuleSpec | None:
         """Return a spec that loads the module of today, or None; the parameters are the import system's."""
         new = NEW_PATHS.get(fullname.removeprefix(_PACKAGE)) if fullname.startswith(_PACKAGE) else None
-        return None if new is None else ModuleSpec(fullname, _MovedLoader(_PACKAGE + new))
+        if new is None:
+            return None
+        return ModuleSpec(fullname, _MovedLoader(new if new.startswith("torchere.") else _PACKAGE + new))
 
 
 class _MovedLoader(Loader):

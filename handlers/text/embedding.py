@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchere.archiver.signature import archive_signature
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading import onnx
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of
-from torchere.handlers.signature import archive_signature
 from torchere.handlers.tensors import DATATYPES, torch_dtype
 from torchere.handlers.tensors.request import flattened
 

@@ -15,10 +15,13 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened, open_attention
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
 from torchere.archiver.models.load.torchscript import load_script
-from torchere.archiver.models.quantize.candidates import Candidate, Maker, Samples, some_of
-from torchere.archiver.models.quantize.engines import (
+from torchere.archiver.models.quantize.candidates import (
+    Candidate,
+    Maker,
     Measured,
+    Samples,
     choose,
+    some_of,
 )
 from torchere.archiver.models.quantize.pt2e import quantised_program
 from torchere.archiver.models.quantize.traced import Compile, quiet, traced

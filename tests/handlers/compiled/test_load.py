@@ -22,7 +22,7 @@ from torchere.handlers.compiled import package as aot_gil
 from torchere.handlers.compiled.library import AotModel
 from torchere.handlers.compiled.package import extracted_library, holds_gil, read_package
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.loading.weights import SharedModels
 
 SCALE = torch.tensor(2.0)
 LONG_BATCH = 12_000  # rows: a tenth of a second

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchere.archiver.models.load.torchscript import load_script, supported, using
-from torchere.archiver.models.quantize.engines import Measured, NoUsableEngine, choose
+from torchere.archiver.models.quantize.candidates import Measured, NoUsableEngine, choose
 from torchere.handlers.loading.torchscript import load_torchscript
 
 
