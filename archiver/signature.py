@@ -13,9 +13,13 @@ flattened. Datatypes are those of the Open Inference Protocol.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
 
 SIGNATURE_NAME = "signature.json"
 FORMAT = 1
@@ -153,3 +157,34 @@ def _refuse(field: str, found: Any, expected: str) -> NoReturn:
     shown = ascii(found)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     raise SignatureError(f"{SIGNATURE_NAME}: {field} is {shown}; expected {expected}")
+
+
+def read_signature(model_dir: str | Path) -> Signature | None:
+    """Return the signature of an archive; None when it has none.
+
+    Raises:
+        SignatureError: the file exists and is invalid.
+    """
+    path = Path(model_dir, SIGNATURE_NAME)
+    if not path.is_file():
+        return None
+    if path.stat().st_size > MAX_TEXT_BYTES:
+        raise SignatureError(
+            f"{SIGNATURE_NAME} has {path.stat().st_size} bytes; expected at most {MAX_TEXT_BYTES}"
+        )
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as err:
+        raise SignatureError(f"{SIGNATURE_NAME} is no UTF-8 text: {err}") from err
+
+
+def archive_signature(model_dir: str | Path) -> Signature | None:
+    """Return the signature like `read_signature`, but None for an invalid file, with a warning.
+
+    An archive may use a file of that name for a purpose of its own.
+    """
+    try:
+        return read_signature(model_dir)
+    except SignatureError as err:
+        logger.warning("%s is not used: %s", Path(model_dir, SIGNATURE_NAME), err)
+        return None

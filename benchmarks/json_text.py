@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from torchere.handlers.encode import encode_answer
-from torchere.handlers.json_text import one_line_json, parse_json
+from torchere.handlers.encode import encode_answer, one_line_json, parse_json
 from torchere.handlers.tensors import DATATYPES
 from torchere.handlers.tensors.codec import json_from_tensor
 

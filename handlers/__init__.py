@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchere.handlers.context import Context, RequestProcessor, send_intermediate_predict_response
     from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
     from torchere.handlers.micro_batching import MicroBatching
-    from torchere.handlers.text.classifier import TextClassifier
+    from torchere.handlers.text import TextClassifier
     from torchere.handlers.text.embedding import TextEmbedding
     from torchere.handlers.vision import VisionHandler
     from torchere.handlers.vision.tasks import ImageClassifier, ImageSegmenter, ObjectDetector
@@ -32,7 +32,7 @@ _HOMES = {
     "ObjectDetector": "vision.tasks",
     "PredictionException": "errors",
     "RequestProcessor": "context",
-    "TextClassifier": "text.classifier",
+    "TextClassifier": "text",
     "TextEmbedding": "text.embedding",
     "UnsupportedOutput": "errors",
     "VisionHandler": "vision",

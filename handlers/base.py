@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -12,10 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchere.archiver.torchscript_options import TorchScriptOptions
-from torchere.handlers import profiling
 from torchere.handlers.archive_import import archive_at
 from torchere.handlers.compiled import load as aot
 from torchere.handlers.context import Context
@@ -27,8 +29,8 @@ from torchere.handlers.loading.devices import CPU, choose_device, module_on, to_
 from torchere.handlers.loading.eager import in_eval_mode, load_eager
 from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
 from torchere.handlers.loading.weights import WeightsKind, weights_kind
+from torchere.handlers.metrics import timed
 from torchere.handlers.rows import value_of
-from torchere.handlers.timer import timed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -262,7 +264,7 @@ class BaseHandler:
 
         # As in TorchServe, the folder has the name the archive was packed with, not the registered name.
         packed_as = (self.context.manifest or {}).get("model", {}).get("modelName")
-        return profiling.run_profiled(stages, packed_as or self.context.model_name, self.profiler_args)
+        return run_profiled(stages, packed_as or self.context.model_name, self.profiler_args)
 
     def explain_handle(self, data_preprocess: Any, raw_data: Any) -> Any:
         """Explain the answer to the first request with `get_insights(model input, raw input, target)`.
@@ -357,3 +359,38 @@ def refusal_of(run: Callable[[], object]) -> Exception | None:
     except Exception as err:  # the model's own code may raise anything
         return err
     return None
+
+
+# torch has one profiler per process: a second one at the same time breaks both, and may end the process.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def run_profiled(
+    stages: Callable[[], Any], model_name: str, profiler_args: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Run one batch under the profiler and write its trace.
+
+    Thread-safe: the process profiles one batch at a time.
+
+    Args:
+        stages: runs the batch; names its parts with `torch.profiler.record_function`.
+        model_name: names the folder of the traces, `<temporary folder>/pytorch_profiler/<model_name>`.
+        profiler_args: arguments for `torch.profiler.profile`. If empty, activities and shapes get defaults;
+            without `on_trace_ready`, the traces go to that folder.
+
+    Returns:
+        The result of `stages`, and the profiler.
+    """
+    args = dict(profiler_args)
+    if not args:
+        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        args = {"activities": [ProfilerActivity.CPU, *cuda], "record_shapes": True}
+    if "on_trace_ready" not in args:
+        safe_name = re.sub(r"[^\w.-]", "_", model_name).lstrip(".")
+        folder = str(Path(tempfile.gettempdir(), "pytorch_profiler", safe_name))
+        args["on_trace_ready"] = torch.profiler.tensorboard_trace_handler(folder)
+        logger.info("Saving chrome trace to : %s", folder)
+    with _ONE_AT_A_TIME, profile(**args) as profiler:
+        output = stages()
+    logger.info("%s", profiler.key_averages().table(sort_by="cpu_time_total", row_limit=10))
+    return output, profiler

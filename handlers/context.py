@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchere.handlers.encode import encode_answer
 
 if TYPE_CHECKING:
-    from torchere.handlers.loading.shared_models import SharedModels
+    from torchere.handlers.loading.weights import SharedModels
     from torchere.handlers.metrics import MetricsCache
-    from torchere.handlers.tensors.answer import AnswerEncoder
 
 SendPartial = Callable[[int, bytes], None]
 StoppingCriterion = Callable[[Any], bool | None]
@@ -85,6 +84,13 @@ class RequestProcessor:
         return self.reason_phrase
 
 
+class Encoder(Protocol):
+    """Encodes the answers of one handler (`tensors/answer.py`)."""
+
+    def encode(self, answer: object, processor: RequestProcessor) -> bytes:
+        """Encode one answer in the form that the request wants; may set status and headers of it."""
+
+
 class Context:
     """One handler instance's interface to the server: facts about the model, and the current batch.
 
@@ -125,7 +131,7 @@ class Context:
         self.stopping_criteria: Sequence[StoppingCriterion] | Mapping[int, StoppingCriterion] | None = None
         # Seconds of preprocess, inference, postprocess, for the metrics; set by handlers that measure them.
         self.stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
-        self.encoder: AnswerEncoder | None = None  # the executor's
+        self.encoder: Encoder | None = None  # the executor's
         self.cl_socket: None = None  # TorchServe's worker socket, which handlers do not get here
         # The names of the variables are the ones TorchServe's Python worker reads.
         self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from torchere.handlers.encode import one_line_json, parse_json
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.json_text import one_line_json, parse_json
 from torchere.handlers.rows import fields_of
 from torchere.handlers.tensors import Array, datatype_of_array, shown
 

@@ -6,10 +6,12 @@ Names, units, defaults and automatic dimensions are those of TorchServe's `conte
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
 from torchere.handlers.metric_types import Dimension, MetricDeclaration, MetricSample, MetricTypes, Units
@@ -334,3 +336,36 @@ class MetricsCache:
             self.cache[name, metric_type] = metric
             self._plain.clear()
         return metric
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def timed(stage: F) -> F:
+    """Decorate a handler's method so that its wall time is reported as a gauge.
+
+    The metric is `ts_handler_<method>` in milliseconds, when the handler has a context with metrics and the
+    archive's `model-config.yaml` sets `handler: {profile: true}`; otherwise the method just runs.
+    """
+
+    @functools.wraps(stage)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metrics = _metrics_of(self)
+        if metrics is None:
+            return stage(self, *args, **kwargs)
+        started = time.perf_counter()
+        result = stage(self, *args, **kwargs)
+        metrics.add_time(f"ts_handler_{stage.__name__}", (time.perf_counter() - started) * 1000)
+        return result
+
+    return wrapper  # type: ignore[return-value]  # wraps() keeps the signature, the checker can't see it
+
+
+def _metrics_of(handler: Any) -> Any:
+    context: Any = getattr(handler, "context", None)
+    config = getattr(context, "model_yaml_config", None)
+    if not isinstance(config, dict) or "handler" not in config:  # nearly always
+        return None
+    handler_config = config["handler"]
+    is_wanted = isinstance(handler_config, dict) and handler_config.get("profile")
+    return context.metrics if is_wanted else None

@@ -14,12 +14,12 @@ from types import ModuleType
 
 _PACKAGE = "torchere.handlers."
 
-# Old name below `torchere.handlers` -> name of today.
+# Old name below `torchere.handlers` -> name of today below it, or in full.
 NEW_PATHS = {
     "aot": "compiled.load",
     "aot_abi": "compiled.library",
     "aot_build": "compiled.package",
-    "aot_gil": "compiled.gil",
+    "aot_gil": "compiled.package",
     "aot_keywords": "compiled.load",
     "aot_model": "compiled.library",
     "aot_package": "compiled.package",
@@ -27,9 +27,9 @@ NEW_PATHS = {
     "archive_plain_names": "archive_import",
     "autocast": "loading.autocast",
     "caching_metric": "metrics",
-    "class_import": "ts_compat.class_import",
+    "class_import": "ts_compat.legacy",
     "compile_options": "loading.compile",
-    "contractions": "text.contractions",
+    "contractions": "text",
     "devices": "loading.devices",
     "eager": "loading.eager",
     "entry_point": "resolve",
@@ -39,17 +39,20 @@ NEW_PATHS = {
     "image_classifier": "vision.tasks",
     "image_segmenter": "vision.tasks",
     "image_transform": "vision.transform",
-    "insights": "vision.insights",
+    "insights": "vision",
+    "json_text": "encode",
     "metrics_legacy": "ts_compat.legacy",
     "mock_context": "ts_compat.legacy",
     "nested_lists": "base",
     "object_detector": "vision.tasks",
     "onnx": "loading.onnx",
     "per_request": "rows",
+    "profiling": "base",
     "request_signatures": "resolve",
     "row_value": "rows",
-    "shared_models": "loading.shared_models",
+    "shared_models": "loading.weights",
     "shared_weights": "loading.weights",
+    "signature": "torchere.archiver.signature",
     "speech_segments": "audio.voice_activity",
     "streaming": "context",
     "tensors_answer": "tensors.answer",
@@ -60,14 +63,16 @@ NEW_PATHS = {
     "tensors_npy": "tensors.npy",
     "tensors_outputs": "tensors.answer",
     "tensors_rows": "tensors.request",
-    "text_classifier": "text.classifier",
+    "text_classifier": "text",
     "text_embedding": "text.embedding",
     "text_streamer": "text.streamer",
-    "text_tokens": "text.tokens",
+    "text_tokens": "text.embedding",
+    "timer": "metrics",
     "torchscript": "loading.torchscript",
     "torchscript_mapped": "loading.torchscript",
     "torchscript_state": "loading.torchscript",
     "ts_alias": "ts_compat.alias",
+    "version": "ts_compat.alias",
     "voice_activity": "audio.voice_activity",
     "warm_up": "base",
     "wav": "audio.wav",
@@ -83,7 +88,9 @@ class _MovedFinder:
     ) -> ModuleSpec | None:
         """Return a spec that loads the module of today, or None; the parameters are the import system's."""
         new = NEW_PATHS.get(fullname.removeprefix(_PACKAGE)) if fullname.startswith(_PACKAGE) else None
-        return None if new is None else ModuleSpec(fullname, _MovedLoader(_PACKAGE + new))
+        if new is None:
+            return None
+        return ModuleSpec(fullname, _MovedLoader(new if new.startswith("torchere.") else _PACKAGE + new))
 
 
 class _MovedLoader(Loader):

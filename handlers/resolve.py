@@ -157,7 +157,7 @@ BUILT_IN_HANDLERS = {
     "image_segmenter": "torchere.handlers.vision.tasks:ImageSegmenter",
     "object_detector": "torchere.handlers.vision.tasks:ObjectDetector",
     "tensor": "torchere.handlers.tensor_handler:TensorHandler",
-    "text_classifier": "torchere.handlers.text.classifier:TextClassifier",
+    "text_classifier": "torchere.handlers.text:TextClassifier",
     "text_embedding": "torchere.handlers.text.embedding:TextEmbedding",
     "voice_activity": "torchere.handlers.audio.voice_activity:VoiceActivity",
 }

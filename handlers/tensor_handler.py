@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature
+from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, read_signature
 from torchere.handlers.base import BaseHandler, refusal_of
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading import onnx
 from torchere.handlers.loading.devices import CPU, to_device
+from torchere.handlers.metrics import timed
 from torchere.handlers.rows import refusal
-from torchere.handlers.signature import read_signature
 from torchere.handlers.tensors import DATATYPES, TensorError, torch_dtype
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
 from torchere.handlers.tensors.npy import NPY_TYPE, write_npy
@@ -33,7 +33,6 @@ from torchere.handlers.tensors.request import (
     tensors_of,
     whole_group,
 )
-from torchere.handlers.timer import timed
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes
-from torchere.archiver.models.convert.files import Packed, config_with, may_say, members_of, write_model
-from torchere.archiver.models.convert.keep import keep
+from torchere.archiver.models.convert.files import Packed, config_with, keep, may_say, members_of, write_model
 from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, measured_gain
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import folded_paddings
@@ -25,8 +24,7 @@ from torchere.archiver.models.inputs.examples import example_of, inputs_of, read
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import Tensors, sizes_of
 from torchere.archiver.models.load.source import Source, inputs_up_to, read_source
-from torchere.archiver.models.probe.derive import signature_of
-from torchere.archiver.models.probe.onnx_batch import tried_signature
+from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.quantize.methods import Quantised, check_method, quantise, shared_scale
 from torchere.archiver.models.steps import Say, step
@@ -43,7 +41,6 @@ from torchere.archiver.request import (
     Built,
     check_examples,
 )
-from torchere.archiver.scan.weights import ONNX
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
@@ -75,8 +72,9 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
         source = dataclasses.replace(source, names=tuple(spec.name for spec in signed))
     example = _example(source, options, signed)
     if options.model_format == KEEP:
-        if source.kind == ONNX:
-            source = dataclasses.replace(source, signature=tried_signature(source.path, example, say))
+        if source.onnx is not None:
+            signature = tried_signature(source.path, source.onnx, example, say)
+            source = dataclasses.replace(source, signature=signature)
         kept = keep(source, example, options, work, say)
         return _finished(kept.built, kept.signature, say)
     return _Compilation(source, options, work, say).built(example)
@@ -149,6 +147,7 @@ class _Compilation:
             options=self.options,
             work=self.work,
             say=self.say,
+            script=quantised.script if quantised else None,
         )
         probe = self.options.model_format == TORCHSCRIPT
         # Run the packed model, not the source: compiling fixes every size that no option lets vary.

@@ -11,7 +11,7 @@ import torch
 
 from quantised.zoo import Ready, Sample, Subject
 from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.engines import saved
+from torchere.archiver.models.load.torchscript import saved
 from torchere.archiver.models.measure.cost import batch_of, quick_ms
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize.methods import quantise

@@ -18,8 +18,8 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.devices import to_device
 from torchere.handlers.loading.torchscript import load_torchscript
+from torchere.handlers.metrics import timed
 from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of
-from torchere.handlers.timer import timed
 
 # Find speech segments from the probability of speech over time. Pure; no clock, no model.
 #

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchere.handlers.compiled.gil import HANDLE_FUNCTIONS
+from torchere.handlers.compiled.package import HANDLE_FUNCTIONS
 from torchere.handlers.errors import PredictionException
 
 _REQUIRED = (

@@ -2,7 +2,7 @@
 
 | archive contents | execution |
 | --- | --- |
-| a package or bare library for the CPU | through the C ABI (`aot_abi.py`), without the GIL |
+| a package or bare library for the CPU | through the C ABI (`library.py`), without the GIL |
 | the same for a GPU, with weights in separate files, or with operators outside of torch | torch's binding |
 | a package that does not fit this machine, with a fallback; an exported program | torch's interpreter |
 """
@@ -22,13 +22,14 @@ import torch
 
 from torchere.archiver.models.load.exported_program import keyword_inputs
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
+from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled import library as aot_abi
-from torchere.handlers.compiled.gil import fits_c_abi
 from torchere.handlers.compiled.library import AotModel
 from torchere.handlers.compiled.package import (
     Misfit,
     Package,
     extracted_library,
+    fits_c_abi,
     misfit,
     read_build,
     read_cpu_flags,
@@ -162,12 +163,11 @@ def _library_file(package: Package, model_dir: str) -> Path:
 
 
 def _runs_at_once() -> int:
-    """Return the number of concurrent runs: one per usable CPU core, at least 2.
+    """Return the number of concurrent runs: one per core of this process, at least 2.
 
     Further executors wait inside the library.
     """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return max(2, len(cores))
+    return max(2, available_cores())
 
 
 def _load_by_binding(path: str) -> CompiledModel:

@@ -7,8 +7,9 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
+
+from torchere.handlers.cgroup import available_cores
 
 
 def load_onnx(path: str, device: torch.device) -> Any:
@@ -24,7 +25,7 @@ def load_onnx(path: str, device: torch.device) -> Any:
         )
     runtime = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
-    options.intra_op_num_threads = psutil.cpu_count(logical=True) or 1
+    options.intra_op_num_threads = available_cores()
     wanted = [("CUDAExecutionProvider", {"device_id": device.index or 0})] if device.type == "cuda" else []
     return runtime.InferenceSession(path, sess_options=options, providers=[*wanted, "CPUExecutionProvider"])
 

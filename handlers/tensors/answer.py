@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from torchere.archiver.signature import TensorSpec
+from torchere.archiver.signature import TensorSpec, archive_signature
 from torchere.handlers.context import RequestProcessor
 from torchere.handlers.encode import encode_answer
 from torchere.handlers.errors import UnsupportedOutput
-from torchere.handlers.signature import archive_signature
 from torchere.handlers.tensors import (
     BF16,
     BYTES,

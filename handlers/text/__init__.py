@@ -1,4 +1,4 @@
-"""Shared parts of the text handlers: the vocabulary, tokenization and text clean-up as in training."""
+"""Text classification, and what text handlers share: vocabulary, tokenization, clean-up as in training."""
 
 from __future__ import annotations
 
@@ -10,11 +10,87 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
-from torchere.handlers.text.contractions import expand_contractions
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.labels import map_class_to_label
+from torchere.handlers.metrics import timed
+from torchere.handlers.rows import sole_element, value_of
+
+# English contractions and their long forms.
+#
+# Pronouns and question words take regular endings; `'s` and `'d` are read as "is" and "would".
+_PRONOUNS = ("i", "you", "he", "she", "it", "we", "they")
+_POINTERS = ("that", "there", "this", "who", "what", "when", "where", "why", "how")
+_ENDINGS = {"'ll": "will", "'ve": "have", "'d": "would", "'d've": "would have", "'ll've": "will have"}
+_WITH_IS = ("he", "she", "it", "here", *_POINTERS)
+_WITH_ARE = ("you", "we", "they", "what", "who", "there")
+_AUXILIARIES = ("are", "is", "was", "were", "do", "does", "did", "have", "has", "had", "may", "might", "must")
+_NEGATED = (*_AUXILIARIES, "could", "should", "would", "need", "ought", "dare")
+
+_IRREGULAR = {
+    "ain't": "is not",
+    "can't": "cannot",
+    "can't've": "cannot have",
+    "shan't": "shall not",
+    "won't": "will not",
+    "won't've": "will not have",
+    "i'm": "i am",
+    "let's": "let us",
+    "ma'am": "madam",
+    "o'clock": "of the clock",
+    "y'all": "you all",
+    "y'all're": "you all are",
+    "'cause": "because",
+    "so's": "so as",
+    "so've": "so have",
+    "to've": "to have",
+    "could've": "could have",
+    "might've": "might have",
+    "must've": "must have",
+    "should've": "should have",
+    "would've": "would have",
+    "will've": "will have",
+    "how'd'y": "how do you",
+    "how'd": "how did",
+}
+
+
+def _table() -> dict[str, str]:
+    table = {
+        subject + ending: f"{subject} {words}"
+        for subject in (*_PRONOUNS, *_POINTERS)
+        for ending, words in _ENDINGS.items()
+    }
+    table |= {f"{subject}'s": f"{subject} is" for subject in _WITH_IS}
+    table |= {f"{subject}'re": f"{subject} are" for subject in _WITH_ARE}
+    table |= {f"{verb}n't": f"{verb} not" for verb in _NEGATED}
+    table |= {
+        f"{verb}n't've": f"{verb} not have" for verb in ("could", "might", "must", "should", "would", "had")
+    }
+    return table | _IRREGULAR
+
+
+CONTRACTIONS = _table()
+# Longest first: "can't've" must not end as "cannot've".
+_PATTERN = re.compile(
+    r"(?<!\w)(?:" + "|".join(map(re.escape, sorted(CONTRACTIONS, key=len, reverse=True))) + r")(?!\w)",
+    re.IGNORECASE,
+)
+
+
+def expand_contractions(text: str) -> str:
+    """Write contractions out ("Don't" as "Do not") in the case of their first letter; drop apostrophes."""
+
+    def written_out(match: re.Match[str]) -> str:
+        expanded = CONTRACTIONS[match.group().lower()]
+        return expanded.capitalize() if match.group()[0].isupper() else expanded
+
+    return _PATTERN.sub(written_out, text).replace("'", "")
+
 
 CLEANUP_REGEX = re.compile(r"<.*?>|&([a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 UNKNOWN = "<unk>"  # torchtext's name for words that a vocabulary does not have
@@ -123,3 +199,61 @@ class _WithUnknown(dict[str, int]):
 
     def __missing__(self, token: str) -> int:
         return self[UNKNOWN]
+
+
+class TextClassifier(TextHandler):
+    """Answers a text with the probability of every class, `{name: probability}`, in class order.
+
+    The model takes (token indices [n], offsets [1]), like `torch.nn.EmbeddingBag`, and returns scores
+    [1, classes] before softmax. Only the first request of a batch is read, so the model needs batchSize 1.
+    """
+
+    ngrams = 2
+
+    @timed
+    def preprocess(self, data: Any) -> Any:
+        """Clean the text up and look its words and word pairs up in the vocabulary.
+
+        Returns:
+            Their indices [n], int64 on the handler's device, and the words.
+
+        Raises:
+            PredictionException: 400, the request has no text, or it is not UTF-8.
+            KeyError: a word is unknown, and the vocabulary has no `<unk>`.
+        """
+        text = _text_of(data[0])
+        text = self._expand_contractions(self._remove_html_tags(text).lower())
+        text = self._remove_punctuation(self._remove_accented_characters(text))
+        words = self._tokenize(text)
+        indices = [self.source_vocab[token] for token in ngrams(words, self.ngrams)]
+        return torch.as_tensor(indices, dtype=torch.int64, device=self.device), words
+
+    @timed
+    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on all tokens as one text."""
+        indices, _ = data
+        with torch.inference_mode():
+            return self.model(indices, torch.zeros(1, dtype=torch.int64, device=self.device), *args, **kwargs)
+
+    @timed
+    def postprocess(self, data: Any) -> Any:
+        """Apply softmax and map class indices to names."""
+        return map_class_to_label(torch.softmax(data, dim=1).tolist(), self.mapping)
+
+
+def _text_of(row: Any) -> str:
+    value = value_of(row)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = sole_element(value, "a text")
+    if isinstance(value, (bytes, bytearray)):
+        try:
+            return bytes(value).decode()
+        except UnicodeDecodeError as err:
+            raise PredictionException(f"The request body is not UTF-8 text: {err}", 400) from err
+    if not isinstance(value, str):
+        raise PredictionException(
+            f"The request has no text: found a {type(value).__name__}; expected text under 'data' or 'body', "
+            "or a tensor of BYTES (curl -H 'Content-Type: text/plain' --data-binary @story.txt URL)",
+            400,
+        )
+    return value

@@ -14,13 +14,14 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+__version__ = "0.12.0"  # the TorchServe version whose contract the aliases keep, not torchere's own
 _HANDLERS = "torchere.handlers."
 
 # Module path under `ts` -> the source of its names: "module" (all its public names), "module:Name", or
 # "module:Name=Alias". An empty tuple is a package that only holds other modules.
 ALIASES: dict[str, tuple[str, ...]] = {
-    "ts": ("version:__version__",),
-    "ts.version": ("version:__version__",),
+    "ts": ("ts_compat.alias:__version__",),
+    "ts.version": ("ts_compat.alias:__version__",),
     "ts.context": ("context:Context", "context:RequestProcessor"),
     "ts.service": ("ts_compat.legacy:emit_metrics",),
     "ts.torch_handler": (),
@@ -30,8 +31,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.torch_handler.image_segmenter": ("vision.tasks",),
     "ts.torch_handler.object_detector": ("vision.tasks",),
     "ts.torch_handler.text_handler": ("text",),
-    "ts.torch_handler.text_classifier": ("text.classifier",),
-    "ts.torch_handler.contractions": ("text.contractions:CONTRACTIONS=CONTRACTION_MAP",),
+    "ts.torch_handler.text_classifier": ("text",),
+    "ts.torch_handler.contractions": ("text:CONTRACTIONS=CONTRACTION_MAP",),
     "ts.torch_handler.unit_tests": (),
     "ts.torch_handler.unit_tests.test_utils": (),
     "ts.torch_handler.unit_tests.test_utils.mock_context": ("ts_compat.legacy:MockContext",),
@@ -44,10 +45,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.handler_utils": (),
     "ts.handler_utils.utils": (
         "context:send_intermediate_predict_response",
-        "ts_compat.class_import:import_class",
+        "ts_compat.legacy:import_class",
     ),
     "ts.handler_utils.micro_batching": ("micro_batching:MicroBatching",),
-    "ts.handler_utils.timer": ("timer:timed",),
+    "ts.handler_utils.timer": ("metrics:timed",),
     "ts.handler_utils.hf_batch_streamer": ("text.streamer:TextIteratorStreamerBatch",),
     "ts.protocol": (),
     "ts.protocol.otf_message_handler": ("context:send_intermediate_predict_response",),

@@ -15,9 +15,9 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.devices import to_device
+from torchere.handlers.metrics import timed
 from torchere.handlers.rows import fields_of, value_of
 from torchere.handlers.tensors import shown
-from torchere.handlers.timer import timed
 from torchere.handlers.vision.decode import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_PIXELS,
@@ -25,7 +25,6 @@ from torchere.handlers.vision.decode import (
     decode_image,
     picture_of_tensor,
 )
-from torchere.handlers.vision.insights import integrated_gradients
 from torchere.handlers.vision.transform import ImageTransform
 
 
@@ -144,3 +143,34 @@ def _numbers(value: object) -> torch.Tensor:
             "an image file, base64 text, or nested lists of numbers in the shape of the model's input",
             400,
         ) from err
+
+
+def integrated_gradients(
+    model: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, target: Any = 0, n_steps: int = 15
+) -> torch.Tensor:
+    """Return how much each input element adds to the score of `target`, against an all-zero input.
+
+    The integral along the straight line from zero is taken by Gauss-Legendre quadrature, as captum does by
+    default. Parameters of the model get no gradients, so it may be shared between threads.
+
+    Args:
+        model: gives [batch, classes], differentiable in its input.
+        inputs: [batch, ...], float.
+        target: index of the class, or one per element of the batch.
+        n_steps: points on the line; TorchServe takes 15.
+
+    Returns:
+        A tensor of the shape of `inputs`.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(n_steps)
+    total = torch.zeros_like(inputs)
+    for node, weight in zip(nodes, weights, strict=True):
+        # Nodes and weights are for -1 ... 1; the line is 0 ... 1.
+        point = (inputs.detach() * ((1.0 + node) / 2.0)).requires_grad_()
+        with torch.enable_grad():
+            scores = model(point)
+            rows = torch.arange(len(inputs), device=scores.device)
+            picked = scores[rows, torch.as_tensor(target, device=scores.device)].sum()
+        (gradient,) = torch.autograd.grad(picked, point)
+        total += gradient * (weight / 2.0)
+    return total * inputs

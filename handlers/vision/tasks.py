@@ -13,7 +13,7 @@ from torchere.handlers.base import refusal_of
 from torchere.handlers.context import Context
 from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.loading.devices import to_device
-from torchere.handlers.timer import timed
+from torchere.handlers.metrics import timed
 from torchere.handlers.vision import VisionHandler
 from torchere.handlers.vision.transform import ImageTransform
 

@@ -182,7 +182,7 @@ def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..
     from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
     from torchere.handlers.base import BaseHandler  # noqa: PLC0415 - imports torch
     from torchere.handlers.context import Context  # noqa: PLC0415
-    from torchere.handlers.version import __version__  # noqa: PLC0415
+    from torchere.handlers.ts_compat.alias import __version__  # noqa: PLC0415
 
     handler = BaseHandler()
     with refusing(f"loading the model of {archive.path}"):  # a model file may raise any exception

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from torchere.handlers.json_text import indented_json
+from torchere.handlers.encode import indented_json
 from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.frontend.control import ModelPage, VersionDescription

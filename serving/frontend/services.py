@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from torchere.handlers.cgroup import sample_cgroup
 from torchere.serving.access.keys import Keys
 from torchere.serving.access.tls import Certificates
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES, Budgets
-from torchere.serving.process.cgroup import sample_cgroup
 from torchere.serving.telemetry.metrics import Metrics
 
 MEMORY_SHARE = 4  # unfinished requests may hold at most 1/MEMORY_SHARE of the memory

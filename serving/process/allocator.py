@@ -11,7 +11,7 @@ import ctypes
 import platform
 from collections.abc import Mapping
 
-from torchere.serving.process.cgroup import available_cores
+from torchere.handlers.cgroup import available_cores
 
 # malloc.h of glibc; the parameters of mallopt(3)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8

@@ -14,7 +14,8 @@ import time
 from typing import Literal
 
 from torchere.archiver.torchscript_options import TorchScriptOptions
-from torchere.handlers.compiled.gil import holds_gil
+from torchere.handlers.cgroup import available_cores
+from torchere.handlers.compiled.package import holds_gil
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine
@@ -24,7 +25,6 @@ from torchere.serving.batching.unread_parts import limit_bytes
 from torchere.serving.config.model_settings import Asked, effective_settings
 from torchere.serving.config.server_settings import ModelSettings, QuarantineSettings, ServerSettings
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.process.cgroup import available_cores
 from torchere.serving.registry.names import check_runtime
 from torchere.serving.registry.version import Origin, RegistryObserver, Version, VersionObserver
 from torchere.serving.store.package import StoredArchive

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from torchere.handlers.cgroup import available_cores
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import ServerSettings, SnapshotModel
 from torchere.serving.errors import InvalidSnapshot
-from torchere.serving.process.cgroup import available_cores
 from torchere.serving.registry.names import default_model_name
 from torchere.serving.types import ModelKey
 

@@ -22,8 +22,7 @@ import msgspec
 from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
-from torchere.archiver.signature import Signature
-from torchere.handlers.signature import archive_signature
+from torchere.archiver.signature import Signature, archive_signature
 from torchere.serving.config.model_settings import (
     UNSUPPORTED_KEYS,
     ModelConfig,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 from prometheus_client import Metric, ProcessCollector
 
-from torchere.serving.process.cgroup import sample_cgroup
+from torchere.handlers.cgroup import sample_cgroup
 from torchere.serving.telemetry import catalogue as names
 from torchere.serving.telemetry.distributions import Distributions, add_histogram
 from torchere.serving.telemetry.torchserve import ServerMetrics

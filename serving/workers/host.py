@@ -18,8 +18,8 @@ from torchere.handlers.context import Context, RequestProcessor, Unwanted
 from torchere.handlers.encode import Lent, decode_input
 from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
 from torchere.handlers.loading.devices import gpu_is_usable, own_stream
-from torchere.handlers.loading.shared_models import SharedModels
 from torchere.handlers.loading.torchscript import spare_memory
+from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import EntryPoint, load_entry_point
 from torchere.handlers.tensors import TensorError, shown

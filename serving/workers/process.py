@@ -31,7 +31,7 @@ from typing import NoReturn
 
 import torch
 
-from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import WorkerFormatter

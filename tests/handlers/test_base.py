@@ -11,7 +11,7 @@ import torch
 
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.loading.devices import DeviceChoice, choose_device, own_stream
-from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
 

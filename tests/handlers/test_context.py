@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.loading.weights import SharedModels
 
 
 def test_system_properties_are_those_of_the_contract(make_context: Any, tmp_path: Path) -> None:

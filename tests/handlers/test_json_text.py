@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchere.handlers.json_text import indented_json, one_line_json, parse_json
+from torchere.handlers.encode import indented_json, one_line_json, parse_json
 
 _magnitudes = st.floats(1e-4, 1e16, exclude_max=True)
 _ordinary = st.just(0.0) | st.just(-0.0) | _magnitudes | _magnitudes.map(lambda number: -number)

@@ -24,8 +24,9 @@ for old, new in NEW_PATHS.items():
             sys.exit(f"torchere.handlers.{old}: see above")
         continue
     module = importlib.import_module(f"torchere.handlers.{old}")
-    assert module is importlib.import_module(f"torchere.handlers.{new}"), old
-    assert module.__spec__.name == module.__name__ == f"torchere.handlers.{new}", module.__spec__
+    name = new if new.startswith("torchere.") else f"torchere.handlers.{new}"
+    assert module is importlib.import_module(name), old
+    assert module.__spec__.name == module.__name__ == name, module.__spec__
     os._exit(0)
 print(len(NEW_PATHS))
 """

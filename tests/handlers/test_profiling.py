@@ -9,7 +9,7 @@ from pathlib import Path
 THREADS = """
 import threading
 import torch
-from torchere.handlers.profiling import run_profiled
+from torchere.handlers.base import run_profiled
 
 results = []
 

@@ -1,4 +1,4 @@
-"""The last build step: write the model file and the metadata that the server needs to load it."""
+"""The last build step: write the model file, or keep it, and the metadata that a server needs to load it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,26 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.aotinductor import compile_aoti, load_aoti
-from torchere.archiver.models.convert.exported_program import save_program, to_program
+from torchere.archiver.models.convert.exported_program import free_sizes, save_program, to_program
 from torchere.archiver.models.convert.torchscript import to_torchscript
+from torchere.archiver.models.inputs.examples import check_against
 from torchere.archiver.models.inputs.run import Run
-from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
-from torchere.archiver.models.steps import Say, step
-from torchere.archiver.request import AOTI, BUILD_NAME, EXPORT, FALLBACK_NAME, TORCHSCRIPT, BuildOptions
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
+from torchere.archiver.models.load.module import take_along
+from torchere.archiver.models.load.source import EAGER, Source, aoti_metadata
+from torchere.archiver.models.probe.derive import signature_of
+from torchere.archiver.models.steps import Say, refusing, step
+from torchere.archiver.request import (
+    AOTI,
+    BUILD_NAME,
+    EXPORT,
+    FALLBACK_NAME,
+    TORCHSCRIPT,
+    BuildOptions,
+    Built,
+)
+from torchere.archiver.scan import weights as kinds
+from torchere.archiver.signature import Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _FILES = {TORCHSCRIPT: "model.pt", EXPORT: "model.pt2", AOTI: "model.pt2"}
@@ -43,6 +57,7 @@ def write_model(
     options: BuildOptions,
     work: Path,
     say: Say,
+    script: bytes | None = None,
 ) -> Packed:
     """Compile the module to `options.model_format` and write it.
 
@@ -55,6 +70,7 @@ def write_model(
         options: `model_format` is TORCHSCRIPT, EXPORT or AOTI.
         work: a folder; files are written to `work/model` and `work/beside`.
         say: receives progress lines.
+        script: the file of the module, which is TorchScript; it is written as it is.
 
     Raises:
         ModelRefused: a compiler rejects the model (the message has the first line of its error), or the disk
@@ -64,6 +80,11 @@ def write_model(
     target = work / "model" / _FILES[str(options.model_format)]
     target.parent.mkdir()
     refuse_full_disk(module, work, copies=2 if options.model_format == AOTI else 1)
+    if script is not None:
+        with step(say, "writing the measured model"):
+            target.write_bytes(script)
+        write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
+        return Packed(target, module, beside)
     if options.model_format == TORCHSCRIPT:
         with step(say, "scripting and freezing" if options.script else "tracing and freezing"):
             frozen = to_torchscript(module, example, script=options.script, say=say)
@@ -175,3 +196,112 @@ def _text(config: Path | None) -> str:
         return config.read_text(encoding="utf-8") if config else ""
     except UnicodeDecodeError as error:
         raise ModelRefused(f"{config} is not UTF-8: {error}") from error
+
+
+# `--format keep`: the model is packed in its original format.
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The files to pack, and the signature if it is known."""
+
+    built: Built
+    signature: Signature | None
+
+
+def keep(source: Source, example: Tensors | None, options: BuildOptions, work: Path, say: Say) -> Kept:
+    """Prepare the source to be packed unchanged, and determine its signature.
+
+    Args:
+        source: the loaded source model.
+        example: example inputs to derive a signature from; ONNX has a signature of its own.
+        options: `needs_signature` rejects a model without a signature.
+        work: new files are written to `work/beside`.
+        say: receives a line if the model does not accept batches.
+
+    Raises:
+        ModelRefused: the server could not load the model, or it needs a signature and there is no example.
+    """
+    built = _built(source, options, work)
+    if source.signature is not None:
+        if example is not None:
+            check_against(example, source.signature)
+        return Kept(built, source.signature)
+    if example is None:
+        if options.needs_signature:
+            raise ModelRefused(
+                "without --handler the server must know the model's inputs and outputs: give --example with "
+                "inputs (.json, .pt, .npy or a picture), or name a handler"
+            )
+        return Kept(built, None)
+    return Kept(built, _signature(source, example, options, say))
+
+
+def _built(source: Source, options: BuildOptions, work: Path) -> Built:
+    beside = work / "beside"
+    if source.kind == EAGER and options.model_file is not None:
+        take_along(options.model_file, beside)
+        return Built(_state_file(source, options, work), options.model_file, options.config_file, beside)
+    if source.kind == kinds.AOTINDUCTOR:
+        isa = aoti_metadata(source.path).get("AOTI_CPU_ISA", "").lower()
+        write_build(beside, {"format": AOTI, "isa": isa})
+    if source.kind in (kinds.TORCHSCRIPT, kinds.EXPORTED_PROGRAM, kinds.AOTINDUCTOR, kinds.ONNX):
+        data = source.onnx.beside if source.onnx else ()
+        return Built(_with_suffix(source, work), None, options.config_file, beside, data)
+    raise ModelRefused(
+        f"{source.path}: {source.kind} is not a form that a server loads by itself; expected --format "
+        "torchscript, export or aoti"
+    )
+
+
+def _with_suffix(source: Source, work: Path) -> Path:
+    """Return the file, or a link to it with the suffix of its format: the server selects the loader by it."""
+    wanted = {kinds.TORCHSCRIPT: ".pt", kinds.ONNX: ".onnx"}.get(source.kind, ".pt2")
+    if source.path.suffix == wanted:
+        return source.path
+    link = work / f"{source.path.stem}{wanted}"
+    link.symlink_to(source.path.resolve())
+    return link
+
+
+def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | None:
+    """Return a file with the weights as a plain state dict, or None if the source has no weights file.
+
+    A server loads a state dict if the archive has a model file.
+    """
+    path = options.serialized_file
+    module: Any = source.module
+    if path is None:
+        return None
+    given = kinds.classify_file(path) if path.is_file() else None
+    if given is not None and given.kind == kinds.TORCH_SAVE and not given.foreign:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(found, dict) and found.keys() == module.state_dict().keys():
+            return path
+    made = work / "model.pth"
+    refuse_full_disk(module, work)
+    torch.save(module.state_dict(), made)
+    return made
+
+
+def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say) -> Signature:
+    run = _run(source, options)
+    names = source.names_of_inputs(len(example))
+    sizes = sizes_of(options, names, example)
+    if not sizes and source.program is not None:
+        sizes = free_sizes(source.program, example)
+    with step(say, "trying sizes and batches"):
+        return signature_of(run, example, names, sizes, probe_batch=source.program is None, say=say)
+
+
+def _run(source: Source, options: BuildOptions) -> Run:
+    if source.module is not None:
+        return source.program.module() if source.program is not None else source.module
+    if not options.allow_pickle:
+        raise ModelRefused(
+            f"{source.path}: to derive a signature its machine code would have to run; trust it with "
+            "--allow-pickle, or name a --handler and leave --example out"
+        )
+    with refusing(f"{source.path}: loading the AOTInductor package"):
+        run: Run = load_aoti(source.path)
+    return run

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import torch
 
-from torchere.archiver.models.load.engines import rebuilt_file
-from torchere.archiver.models.load.torchscript import has_convolutions, has_linear_layers, optimized
+from torchere.archiver.models.load.torchscript import (
+    has_convolutions,
+    has_linear_layers,
+    load_script,
+    optimized,
+)
 from torchere.archiver.models.measure.cost import Samples, batches_of, medians_ms, one_thread
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.signature import ANY, Signature
@@ -51,8 +55,8 @@ class Gain:
 
 
 def loaded(file: Path, options: TorchScriptOptions) -> torch.jit.ScriptModule:
-    """Load a file onto the CPU as a server does; raise RuntimeError if the engine or the optimiser fails."""
-    module = rebuilt_file(file, options.quantized_engine)
+    """Load a file that packing wrote or checked; raise RuntimeError if the engine or the optimiser fails."""
+    module = load_script(str(file), check=False, engine=options.quantized_engine)
     return optimized(module.eval()) if options.optimize_for_inference else module
 
 

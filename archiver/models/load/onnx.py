@@ -47,12 +47,17 @@ class _Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class OnnxForm:
-    """Inputs and outputs of a graph; in `signature`, a dimension with a name or without a size is free."""
+    """An ONNX file; in `signature`, a dimension with a name or without a size is free."""
 
     signature: Signature
     names_batch: bool  # the first dimensions of all inputs and outputs share one name
     is_quantised: bool
     unshaped: frozenset[str] = frozenset()  # inputs and outputs of any rank; `signature` has () for them
+    beside: tuple[Path, ...] = ()  # files in the same folder that hold its weights
+
+    def signature_by_names(self) -> Signature:
+        """Return the signature, with a batch only if `names_batch`."""
+        return self.signature if self.names_batch or not self.signature.batched else self.with_rows(1)
 
     def with_ranks(self, ranks: Mapping[str, int]) -> OnnxForm:
         """Return the form with these numbers of dimensions, of any size, for some inputs and outputs."""
@@ -75,14 +80,16 @@ class OnnxForm:
         return dataclasses.replace(self.signature, inputs=tuple(inputs))
 
 
-def form_of_onnx(path: Path) -> OnnxForm:
-    """Read the inputs and outputs of the graph.
+def read_onnx(path: Path) -> OnnxForm:
+    """Read the inputs and outputs of the graph, and which files beside the model hold its weights.
 
     Raises:
-        ModelRefused: it is damaged, or takes or gives something other than tensors.
+        ModelRefused: it is damaged, takes or gives something other than tensors, or a file of weights is
+            missing or lies elsewhere.
     """
     graph = _graph(path)
-    constants = {_text(tensor, 8) for tensor in _messages(graph, _INITIALIZER)}
+    initializers = list(_messages(graph, _INITIALIZER))
+    constants = {_text(tensor, 8) for tensor in initializers}
     inputs = [item for item in _messages(graph, _INPUT) if _text(item, 1) not in constants]
     outputs = list(_messages(graph, _OUTPUT))
     signature = Signature(
@@ -90,29 +97,18 @@ def form_of_onnx(path: Path) -> OnnxForm:
     )
     first = {_first_name(item) for item in (*inputs, *outputs)}
     operators = [_text(node, 4) for node in _messages(graph, _NODE)]
-    is_quantised = any("Quantize" in name or "Integer" in name for name in operators)
-    unshaped = frozenset(_text(item, 1) for item in (*inputs, *outputs) if not _is_shaped(item))
-    return OnnxForm(signature, len(first) == 1 and "" not in first, is_quantised, unshaped)
+    return OnnxForm(
+        signature,
+        names_batch=len(first) == 1 and "" not in first,
+        is_quantised=any("Quantize" in name or "Integer" in name for name in operators),
+        unshaped=frozenset(_text(item, 1) for item in (*inputs, *outputs) if not _is_shaped(item)),
+        beside=_external_files(path, initializers),
+    )
 
 
-def signature_of_onnx(path: Path) -> Signature:
-    """Return the signature; the dimension names decide about the batch, see `OnnxForm.names_batch`.
-
-    Raises:
-        ModelRefused: it is damaged, or takes or gives something other than tensors.
-    """
-    form = form_of_onnx(path)
-    return form.signature if form.names_batch or not form.signature.batched else form.with_rows(1)
-
-
-def external_files_of_onnx(path: Path) -> tuple[Path, ...]:
-    """Return the files beside the model that hold its weights.
-
-    Raises:
-        ModelRefused: a file lies elsewhere, or is missing.
-    """
+def _external_files(path: Path, initializers: list[dict[int, list[Any]]]) -> tuple[Path, ...]:
     names = set()
-    for tensor in _messages(_graph(path), _INITIALIZER):
+    for tensor in initializers:
         for entry in _messages(tensor, 13):  # external_data: key and value
             if _text(entry, 1) == "location":
                 names.add(_text(entry, 2))

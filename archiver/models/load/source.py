@@ -25,10 +25,11 @@ from torchere.archiver.models.load import module as huggingface
 from torchere.archiver.models.load.checkpoint import Weights, read_weights
 from torchere.archiver.models.load.exported_program import take_by_position
 from torchere.archiver.models.load.module import load_into, module_from_factory, module_from_file
-from torchere.archiver.models.load.onnx import external_files_of_onnx, signature_of_onnx
+from torchere.archiver.models.load.onnx import OnnxForm, read_onnx
+from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.steps import refusing
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
-from torchere.archiver.scan.torchscript import UnsafeScript, check_script
+from torchere.archiver.scan.torchscript import UnsafeScript
 from torchere.archiver.scan.weights import AOTINDUCTOR, EXPORTED_PROGRAM, ONNX, TORCHSCRIPT, classify_file
 from torchere.archiver.signature import Signature
 
@@ -51,7 +52,7 @@ class Source:
     example: Tensors | None = None
     names: tuple[str, ...] | None = None
     signature: Signature | None = None
-    beside: tuple[Path, ...] = ()  # files that belong to it: ONNX's external data
+    onnx: OnnxForm | None = None
 
     def names_of_inputs(self, count: int) -> tuple[str, ...]:
         """Return the names of the first `count` inputs."""
@@ -142,24 +143,19 @@ def _without_class(path: Path, weights: Weights) -> Source:
 
 
 def _torchscript(path: Path, allow_pickle: bool) -> Source:
-    try:
-        with open_regular(path) as file:
-            if not allow_pickle:
-                check_script(file, path.stat().st_size)
-    except UnsafeScript as error:
-        raise ModelRefused(
-            f"{path}: not loaded, because its code could read or write any file: {error}; take that out, or "
-            "trust the file with --allow-pickle"
-        ) from error
-    # Not by the loader for serving: that is in handlers, on which packing must not depend.
     with refusing(f"{path}: loading TorchScript"):
-        module: Any = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
-    return Source(TORCHSCRIPT, path, module)
+        try:
+            return Source(TORCHSCRIPT, path, load_script(str(path), check=not allow_pickle))
+        except UnsafeScript as error:
+            raise ModelRefused(
+                f"{path}: not loaded, because its code could read or write any file: {error}; take that out, "
+                "or trust the file with --allow-pickle"
+            ) from error
 
 
 def _onnx(path: Path) -> Source:
-    signature, beside = signature_of_onnx(path), external_files_of_onnx(path)
-    return Source(ONNX, path, signature=signature, beside=beside)
+    form = read_onnx(path)
+    return Source(ONNX, path, signature=form.signature_by_names(), onnx=form)
 
 
 def _program(path: Path, allow_pickle: bool) -> Source:

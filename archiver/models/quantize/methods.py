@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import platform
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,15 @@ from torch import nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened, open_attention
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
-from torchere.archiver.models.load.engines import (
+from torchere.archiver.models.load.torchscript import load_script
+from torchere.archiver.models.quantize.candidates import (
+    Candidate,
+    Maker,
     Measured,
+    Samples,
     choose,
-    rebuilt,
+    some_of,
 )
-from torchere.archiver.models.quantize.candidates import Candidate, Maker, Samples, some_of
 from torchere.archiver.models.quantize.pt2e import quantised_program
 from torchere.archiver.models.quantize.traced import Compile, quiet, traced
 from torchere.archiver.models.steps import refusing
@@ -44,6 +48,7 @@ class Quantised:
     measured: tuple[Measured, ...]  # every engine that was tried
     notes: tuple[str, ...]  # lines for the user
     kept: tuple[str, ...] = ()  # layers left in fp32, because they cause the most drift in int8
+    script: bytes | None = None  # the TorchScript file that was measured, with int8 layers
 
 
 def quantise(
@@ -145,10 +150,10 @@ def _by_engine(
     tried = tuple(one for candidate in candidates.values() for one in candidate.measured)
     chosen = choose(tried, max_drift)
     taken = candidates[chosen.method]
-    module = rebuilt(taken.packed, chosen.engine)
+    module = load_script(io.BytesIO(taken.packed), check=False, engine=chosen.engine)
     refused = [f"not taken: {one}" for one in refusals if samples]  # without samples int8-static always fails
     notes = (*refused, *_notes(candidates, chosen, maker.fp32_ms()))
-    return Quantised(module, chosen.method, chosen.engine, tried, notes, taken.kept)
+    return Quantised(module, chosen.method, chosen.engine, tried, notes, taken.kept, taken.packed)
 
 
 def _candidates(method: str, maker: Maker) -> tuple[dict[str, Candidate], list[ModelRefused]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +87,25 @@ def test_the_archive_says_which_engine_and_how_well_and_the_handler_answers_as_r
     rows = torch.rand(3, 3, 12, 12)
     assert "quantized::" in str(handler.model.inlined_graph)
     assert handler.model(rows).shape == (3, 10)
+
+
+def test_the_archive_holds_the_bytes_that_were_measured(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = []
+    real_load = torch.jit.load
+
+    def spy(source: str | io.BytesIO, **options: Any) -> Any:
+        if isinstance(source, io.BytesIO):
+            measured.append(source.getvalue())
+        return real_load(source, **options)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(torch.jit, "load", spy)
+    assert main(command) == 0
+
+    folder = open_archive(tmp_path / "net.mar").extract(tmp_path / "unpacked")
+    assert (folder / "model.pt").read_bytes() in measured
+    assert "tracing and freezing" not in capsys.readouterr().err
 
 
 def test_a_model_that_drifts_is_not_packed_and_the_status_is_2(

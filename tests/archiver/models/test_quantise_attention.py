@@ -11,7 +11,7 @@ from torch import nn
 
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.engines import saved, supported
+from torchere.archiver.models.load.torchscript import saved, supported
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize import candidates as module_under_test
 from torchere.archiver.models.quantize.methods import Quantised, quantise

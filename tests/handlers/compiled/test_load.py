@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from torchere.handlers.base import BaseHandler
-from torchere.handlers.compiled import gil as aot_gil
+from torchere.handlers.cgroup import CgroupSample
 from torchere.handlers.compiled import library as aot_abi
 from torchere.handlers.compiled import library as aot_model
 from torchere.handlers.compiled import load as aot
-from torchere.handlers.compiled.gil import holds_gil
+from torchere.handlers.compiled import package as aot_gil
 from torchere.handlers.compiled.library import AotModel
-from torchere.handlers.compiled.package import extracted_library, read_package
+from torchere.handlers.compiled.package import extracted_library, holds_gil, read_package
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.loading.weights import SharedModels
 
 SCALE = torch.tensor(2.0)
 LONG_BATCH = 12_000  # rows: a tenth of a second
@@ -56,6 +56,13 @@ def test_results_have_the_modules_structure_and_equal_the_official_bindings(
         assert torch.equal(found["pair"][0], plus_one)
         assert torch.equal(found["pair"][1], sums)
         assert not found["y"].requires_grad
+
+
+def test_as_many_runs_at_once_as_the_container_has_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("torchere.handlers.cgroup.sample_cgroup", lambda _: CgroupSample(cpu_limit_cores=2.5))
+    monkeypatch.setattr("torchere.handlers.compiled.load.AotModel", lambda _, runs: runs)
+    assert aot.load_shared_object("model.so", "cpu") == 3
 
 
 def test_other_threads_go_on_while_it_runs(probe_archive: Path) -> None:

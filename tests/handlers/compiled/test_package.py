@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchere.handlers.compiled.gil import holds_gil
-from torchere.handlers.compiled.package import extracted_library, read_package
+from torchere.handlers.compiled.package import extracted_library, holds_gil, read_package
 
 FOLDER = "net/data/aotinductor/model/"
 METADATA = json.dumps({"AOTI_DEVICE_KEY": "cpu", "AOTI_CPU_ISA": "AVX2"})

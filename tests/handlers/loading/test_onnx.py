@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchere.archiver.signature import Signature, TensorSpec
+from torchere.handlers.cgroup import CgroupSample
 from torchere.handlers.context import Context
 from torchere.handlers.loading.devices import DeviceChoice
 from torchere.handlers.loading.onnx import load_onnx
@@ -22,6 +23,7 @@ class Session:
 
     def __init__(self, path: str, *, sess_options: Any, providers: list[Any]) -> None:
         self.providers = providers
+        self.threads = sess_options.intra_op_num_threads
 
     def get_inputs(self) -> list[Any]:
         return [types.SimpleNamespace(name="input")]
@@ -48,6 +50,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_session_runs_on_the_gpu_of_its_executor(device: str, providers: list[Any]) -> None:
     assert load_onnx("m.onnx", torch.device(device)).providers == providers
+
+
+def test_a_session_has_a_thread_for_each_core_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("torchere.handlers.cgroup.sample_cgroup", lambda _: CgroupSample(cpu_limit_cores=2.5))
+    assert load_onnx("m.onnx", torch.device("cpu")).threads == 3
 
 
 def test_tensors_for_a_session_on_a_gpu_stay_where_it_takes_them_from(

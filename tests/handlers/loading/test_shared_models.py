@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.loading.weights import SharedModels
 
 
 def test_many_threads_at_once_load_a_model_once() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.resolve import load_entry_point
-from torchere.handlers.text.classifier import TextClassifier
+from torchere.handlers.text import TextClassifier
 
 VOCABULARY = {"it": 0, "is": 1, "good": 2, "it is": 3, "is good": 4}
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchere.handlers.text.contractions import CONTRACTIONS, expand_contractions
+from torchere.handlers.text import CONTRACTIONS, expand_contractions
 
 
 @pytest.mark.parametrize(

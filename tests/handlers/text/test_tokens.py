@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchere.handlers.text.tokens import TextTokens
+from torchere.handlers.text.embedding import TextTokens
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchere.handlers.resolve import load_entry_point
-from torchere.handlers.ts_compat.class_import import import_class
+from torchere.handlers.ts_compat.legacy import import_class
 
 
 def test_a_class_is_found_with_and_without_a_prefix() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchere.handlers.vision.insights import integrated_gradients
+from torchere.handlers.vision import integrated_gradients
 
 
 def test_a_curved_score_is_integrated_exactly() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.tensors import BYTES, DATATYPES, tensor_type
 from torchere.serving.errors import HandlerFailed, InvalidRequest, LoadFailed, OutOfResources
 from torchere.serving.logs.worker_lines import WorkerFormatter

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.config.bounded_yaml import read_yaml
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers.executor import LoadSpec, Unfinished

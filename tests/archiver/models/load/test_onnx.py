@@ -12,8 +12,8 @@ import torch
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.onnx import external_files_of_onnx, form_of_onnx, signature_of_onnx
-from torchere.archiver.models.probe.onnx_batch import tried_signature
+from torchere.archiver.models.load.onnx import read_onnx
+from torchere.archiver.models.probe.derive import tried_signature
 from torchere.archiver.scan.weights import ONNX, classify_file
 from torchere.archiver.signature import Signature, parse
 
@@ -65,7 +65,7 @@ def test_it_is_known_by_its_bytes(onnx_file: Path) -> None:
 
 
 def test_names_types_and_shapes_are_read(onnx_file: Path) -> None:
-    signature = signature_of_onnx(onnx_file)
+    signature = read_onnx(onnx_file).signature_by_names()
     (one,), (other,) = signature.inputs, signature.outputs
     assert (one.name, one.datatype, one.shape) == ("x", "FP32", (-1, 8))
     assert (other.name, other.datatype, other.shape) == ("y", "FP32", (-1, 8))
@@ -79,7 +79,7 @@ def test_packed_as_it_is_it_answers_through_onnxruntime(
     archive = pack(serialized_file=onnx_file)
     opened = open_archive(archive)
     assert opened.manifest.serialized_file == "relu.onnx"
-    assert parse(opened.read_text("signature.json")) == signature_of_onnx(onnx_file)
+    assert parse(opened.read_text("signature.json")) == read_onnx(onnx_file).signature_by_names()
     rows = torch.randn(2, 8)
     answers = serve(archive, [{"body": row.tolist()} for row in rows])
     torch.testing.assert_close(torch.tensor(answers), rows.relu())
@@ -89,7 +89,7 @@ def test_an_initializer_that_is_also_listed_as_an_input_is_no_input(tmp_path: Pa
     path = tmp_path / "old.onnx"
     weight = part(5, number(1, 1) + number(2, 1) + part(8, "w"))
     path.write_bytes(relu(weight, part(11, tensor_info("w", 1, 1))))
-    assert [spec.name for spec in signature_of_onnx(path).inputs] == ["x"]
+    assert [spec.name for spec in read_onnx(path).signature_by_names().inputs] == ["x"]
 
 
 @pytest.mark.parametrize("place", ["../secret.bin", "/etc/passwd", "sub/w.bin", "gone.bin"])
@@ -98,7 +98,7 @@ def test_weights_that_lie_elsewhere_are_refused(tmp_path: Path, place: str) -> N
     entry = part(1, "location") + part(2, place)
     path.write_bytes(relu(part(5, part(8, "w") + part(13, entry))))
     with pytest.raises(ModelRefused, match=r"its weights (are said to|should) lie"):
-        external_files_of_onnx(path)
+        read_onnx(path)
 
 
 def test_weights_beside_the_model_go_along(tmp_path: Path, pack: Callable[..., Path]) -> None:
@@ -124,7 +124,7 @@ def test_damaged_ones_are_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(data)
     with pytest.raises(ModelRefused, match=r"ONNX|no tensor"):
-        signature_of_onnx(path)
+        read_onnx(path)
 
 
 def test_it_can_not_become_another_format(onnx_file: Path, pack: Callable[..., Path]) -> None:
@@ -142,7 +142,8 @@ def softmax(first: str, other: str, *, axis: int) -> bytes:
 
 def tried(path: Path, example: torch.Tensor | None = None) -> tuple[Signature, list[str]]:
     said: list[str] = []
-    return tried_signature(path, None if example is None else (example,), said.append), said
+    examples = None if example is None else (example,)
+    return tried_signature(path, read_onnx(path), examples, said.append), said
 
 
 @pytest.mark.parametrize(("other", "size"), [("n", -1), ("m", 1), ("", 1)], ids=["shared", "two", "none"])
@@ -151,7 +152,7 @@ def test_by_its_names_a_first_dimension_is_the_batch_if_all_share_one(
 ) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(softmax("n" if other else "", other, axis=1))
-    signature = signature_of_onnx(path)
+    signature = read_onnx(path).signature_by_names()
     assert (signature.inputs[0].shape, signature.batched) == ((size, 3), size == -1)
 
 
@@ -236,7 +237,7 @@ def test_a_size_of_minus_one_is_a_free_one(tmp_path: Path) -> None:
     node = part(1, "x") + part(2, "y") + part(4, "Relu")
     infos = part(11, tensor_info("x", 1, 2**64 - 1, 3)) + part(12, tensor_info("y", 1, 2**64 - 1, 3))
     path.write_bytes(model(part(1, node) + part(2, "relu") + infos))
-    assert form_of_onnx(path).signature.inputs[0].shape == (-1, 3)
+    assert read_onnx(path).signature.inputs[0].shape == (-1, 3)
 
 
 def unshaped_relu(path: Path, *inputs: int | str) -> Path:
@@ -258,6 +259,38 @@ def test_what_has_no_shape_has_the_dimensions_of_a_run(tmp_path: Path) -> None:
     assert (signature.inputs[0].shape, signature.outputs[0].shape) == ((-1, -1), (-1, -1))
     with pytest.raises(ModelRefused, match="does not say which dimensions 'x' has; give --example"):
         tried(path)
+
+
+def test_packing_parses_the_file_once(
+    tmp_path: Path, pack: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(softmax("n", "n", axis=1))
+    read = []
+    real_read = Path.read_bytes
+
+    def spy(self: Path) -> bytes:
+        read.append(self)
+        return real_read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", spy)
+    pack(serialized_file=path)
+    assert read.count(path) == 1
+
+
+def test_onnxruntime_loads_the_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("onnxruntime", reason=NEEDS_RUNTIME)
+    loads = []
+    real_session = runtime.InferenceSession
+
+    def spy(path: str, **options: Any) -> Any:
+        loads.append(path)
+        return real_session(path, **options)
+
+    monkeypatch.setattr(runtime, "InferenceSession", spy)
+    path = unshaped_relu(tmp_path / "m.onnx", "n", 3)
+    assert tried(path)[0].batched
+    assert loads == [str(path)]
 
 
 def test_what_has_no_shape_is_refused_where_it_can_not_be_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchere.archiver.models.load.torchscript import has_convolutions, has_linear_layers, optimized
+from torchere.archiver.models.load.torchscript import (
+    has_convolutions,
+    has_linear_layers,
+    load_script,
+    optimized,
+    saved,
+)
+from torchere.archiver.scan.torchscript import UnsafeScript
 
 PACKED, PLAIN = "mkldnn::_linear_pointwise", "aten::linear"
 
@@ -280,3 +288,22 @@ def test_a_torch_with_other_layers_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", missing)
     with pytest.raises(RuntimeError, match="this build of torch has other linear layers of oneDNN"):
         optimized(loaded(nn.Linear(4, 4)))
+
+
+class Writer(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.save(x, "never-written")
+        return x
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_code_that_writes_files_is_loaded_only_unchecked(tmp_path: Path, as_bytes: bool) -> None:
+    written = saved(torch.jit.script(Writer()))
+    (tmp_path / "net.pt").write_bytes(written)
+    for check in (True, False):
+        source = io.BytesIO(written) if as_bytes else str(tmp_path / "net.pt")
+        if check:
+            with pytest.raises(UnsafeScript, match=r"torch\.save"):
+                load_script(source, check=check)
+        else:
+            assert load_script(source, check=check).original_name == "Writer"

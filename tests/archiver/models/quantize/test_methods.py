@@ -14,7 +14,7 @@ from torch.ao.quantization.quantize_fx import convert_fx, prepare_qat_fx
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.engines import supported, using
+from torchere.archiver.models.load.torchscript import supported, using
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize import candidates as module_under_test
 from torchere.archiver.models.quantize.dynamic import dynamic

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.engines import supported
+from torchere.archiver.models.load.torchscript import supported
 from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize.methods import quantise

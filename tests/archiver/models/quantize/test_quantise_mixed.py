@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.engines import supported
+from torchere.archiver.models.load.torchscript import supported
 from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize.candidates import Sensitive, search, sensitivities, to_give_back

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from torchere.archiver.models.load.engines import Measured, NoUsableEngine, choose, rebuilt, supported, using
+from torchere.archiver.models.load.torchscript import load_script, supported, using
+from torchere.archiver.models.quantize.candidates import Measured, NoUsableEngine, choose
+from torchere.handlers.loading.torchscript import load_torchscript
 
 
 def found(
@@ -59,10 +63,34 @@ def test_the_process_keeps_its_engine_after_another_was_used() -> None:
     assert torch.backends.quantized.engine == before
 
 
+def test_serving_waits_until_packing_has_put_the_engine_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.backends.quantized.engine
+    other = next(name for name in supported() if name != before)
+    path = str(tmp_path / "net.pt")
+    torch.jit.script(torch.nn.Linear(2, 2)).save(path)
+    seen = []
+    real_load = torch.jit.load
+
+    def spy(*args: object, **kwargs: object) -> object:
+        seen.append(torch.backends.quantized.engine)
+        return real_load(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(torch.jit, "load", spy)
+    server = threading.Thread(target=load_torchscript, args=(path, "cpu"))
+    with using(other):
+        server.start()
+        server.join(0.2)  # longer than the load takes
+    server.join()
+
+    assert seen == [before]
+
+
 def test_a_file_that_is_no_torchscript_is_an_error_and_the_engine_is_put_back() -> None:
     before = torch.backends.quantized.engine
 
     with pytest.raises(RuntimeError):
-        rebuilt(io.BytesIO(b"not a model").getvalue(), supported()[0])
+        load_script(io.BytesIO(b"not a model"), check=False, engine=supported()[0])
 
     assert torch.backends.quantized.engine == before

@@ -1,6 +1,6 @@
 import pytest
 
-from torchere.serving.process.cgroup import CgroupSample, available_cores, sample_cgroup
+from torchere.handlers.cgroup import CgroupSample, available_cores, sample_cgroup
 
 
 def write(root, files):
