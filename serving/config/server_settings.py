@@ -199,6 +199,7 @@ class ServerSettings:
     quarantine_directory: Path | None = None  # of requests that crash executors; None: they are not saved
     quarantine_max_files: int = 100
     quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved
+    quarantine_expiry_s: float = 86_400.0  # a convicted request is run again after this; 0: never
 
     def startup_executors(self, gpus: int, cores: int) -> int:
         """Return the executor count of a model that is loaded at startup and sets none itself."""

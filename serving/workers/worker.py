@@ -24,7 +24,7 @@ from torchere.serving.workers.executor import (
 )
 from torchere.serving.workers.heartbeat import Heartbeat, HeartbeatSettings
 from torchere.serving.workers.launch import Launcher
-from torchere.serving.workers.loss import Loss, LossKind, restart_delay_s
+from torchere.serving.workers.loss import Loss, LossKind, LossRow
 from torchere.serving.workers.messages import Done
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
@@ -65,9 +65,8 @@ class Worker:
         self._settings = settings
         self._mean_run_s = QUICK_S
         self._inside_a_lane = 1
-        self._losses = 0
-        self._first_loss_s = 0.0
-        self._ready_s = 0.0  # monotonic, when the process entered service
+        self._row = LossRow(settings.max_retry_timeout_s)
+        self._ready_s: float | None = None  # monotonic, when the process entered service
         self._lanes = 0  # lanes in service
         self._exclusive: Run | None = None  # the exclusive run inside: no other may be sent
         self._supervisor: asyncio.Task[None] | None = None
@@ -281,10 +280,10 @@ class Worker:
         self._heartbeat.heard()
         settings = self._settings
         # With several lanes, reports of the others must not hide that one lane hangs repeatedly.
-        if self._losses and (
-            len(self._statuses) == 1 or settings.now() - self._ready_s > settings.response_timeout_s
+        if self._row.losses and (
+            len(self._statuses) == 1 or settings.now() - (self._ready_s or 0.0) > settings.response_timeout_s
         ):
-            self._losses = 0
+            self._row.end()
         if 0 <= message.handler_s < math.inf:  # the value from the worker is not trusted
             self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
         self._inside_a_lane = inside_a_lane(self._mean_run_s, self._lanes)
@@ -356,9 +355,7 @@ class Worker:
     async def _restart(self) -> bool:
         settings = self._settings
         while True:
-            delay_s = restart_delay_s(
-                self._losses, self._first_loss_s, settings.now(), settings.max_retry_timeout_s
-            )
+            delay_s = self._row.restart_delay_s(settings.now())
             if delay_s is None:
                 return False
             logger.info("Retry worker: %d in %g seconds.", self.first_id, delay_s)
@@ -381,9 +378,8 @@ class Worker:
             return True
 
     def _note_loss(self, loss: Loss) -> None:
-        if self._losses == 0:
-            self._first_loss_s = self._settings.now()
-        self._losses += 1
+        self._row.add(loss, self._healthy_s(loss), self._settings.now())
+        self._ready_s = None
         self._lanes = 0
         self._change(
             state=ExecutorState.RESTARTING,
@@ -394,6 +390,18 @@ class Worker:
         self._log(logging.ERROR, f"was lost: {loss.cause}", cause=loss.kind.value)
         self._settings.on_lost(loss.kind.value)
         self._answer_lost(loss)
+
+    def _healthy_s(self, loss: Loss) -> float:
+        """Return how long the lost process was in service, without the silence before it was given up."""
+        if self._ready_s is None:
+            return 0.0
+        settings = self._settings
+        silent_s = 0.0
+        if loss.kind is LossKind.TIMEOUT:
+            silent_s = settings.response_timeout_s
+        elif loss.kind is LossKind.HANG:
+            silent_s = settings.heartbeat.dead_after_s
+        return max(0.0, settings.now() - self._ready_s - silent_s)
 
     def _log(self, level: int, words: str, **extra: str) -> None:
         spec = self._settings.spec

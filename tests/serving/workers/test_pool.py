@@ -209,6 +209,20 @@ def test_a_worker_that_served_since_its_last_loss_begins_to_count_anew(
     asyncio.run(main())
 
 
+def test_an_idle_worker_in_good_health_comes_back_however_often_it_is_lost(make_spec: Any) -> None:
+    now_s = [0.0]
+
+    async def main() -> None:
+        async with pool_in_service(make_spec(), now=lambda: now_s[0]) as pool:
+            for _ in range(2):
+                pid = pool.statuses()[0].pid
+                os.kill(pid, signal.SIGSEGV)
+                await until(lambda pid=pid: pool.in_service and pool.statuses()[0].pid != pid)
+                now_s[0] += 3600.0  # far more than `max_retry_timeout_s`, without a single request
+
+    asyncio.run(main())
+
+
 def test_nothing_is_sent_ahead_where_all_that_waits_is_counted(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
@@ -553,7 +567,7 @@ def test_a_kill_of_the_kernel_for_memory_is_told_from_others(
             lost.submit(pool, [make_request("kill")])
             outcome = await lost.outcome()
             assert outcome.out_of_memory
-            assert outcome.crashed
+            assert not outcome.crashed  # a neighbour may have taken the memory
             assert "out-of-memory killer" in outcome.detail
             await until_free(pool)
 
