@@ -20,6 +20,7 @@ from torchere.serving.workers.executor import (
     LoadedCallback,
     LoadSpec,
     LostCallback,
+    Outage,
     age_s,
 )
 from torchere.serving.workers.heartbeat import Heartbeat, HeartbeatSettings
@@ -89,6 +90,7 @@ class Worker:
             now=settings.now,
         )
         self.in_service = 0  # lanes that are loaded, warm and alive
+        self.outage: Outage | None = None  # since its last lane left service; None: before the first one, too
         self._process = self._new_process()
 
     def _new_process(self) -> WorkerProcess:
@@ -139,7 +141,12 @@ class Worker:
     def _look_whether_in_service(self) -> None:
         # The state alone is late: a loss may be known only seconds after the connection ends.
         in_service = self.state is ExecutorState.READY and self._process.reachable
-        self.in_service = self._lanes if in_service else 0
+        lanes = self._lanes if in_service else 0
+        if lanes:
+            self.outage = None
+        elif self.in_service:
+            self.outage = Outage(self._settings.now(), self._settings.now())
+        self.in_service = lanes
 
     @property
     def load(self) -> int:
@@ -358,6 +365,8 @@ class Worker:
             delay_s = self._row.restart_delay_s(settings.now())
             if delay_s is None:
                 return False
+            if self.outage is not None:
+                self.outage = self.outage._replace(restart_s=settings.now() + delay_s)
             logger.info("Retry worker: %d in %g seconds.", self.first_id, delay_s)
             await asyncio.sleep(delay_s)
             self._process = self._new_process()

@@ -223,6 +223,27 @@ def test_an_idle_worker_in_good_health_comes_back_however_often_it_is_lost(make_
     asyncio.run(main())
 
 
+def test_an_outage_lasts_from_the_loss_of_the_last_worker_until_one_is_back(make_spec: Any) -> None:
+    now_s = [100.0]
+
+    async def main() -> None:
+        async with pool_in_service(make_spec(), count=2, now=lambda: now_s[0]) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            await until(lambda: pool.in_service == 1)
+            assert pool.outage() is None
+            await until(lambda: pool.in_service == 2)
+            now_s[0] = 101.0
+            for status in pool.statuses():
+                os.kill(status.pid, signal.SIGKILL)
+            await until(lambda: pool.in_service == 0)
+            outage = pool.outage()
+            assert outage is not None and outage.since_s == 101.0
+            await until(lambda: pool.in_service == 2)
+            assert pool.outage() is None
+
+    asyncio.run(main())
+
+
 def test_nothing_is_sent_ahead_where_all_that_waits_is_counted(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
