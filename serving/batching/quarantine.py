@@ -3,8 +3,8 @@
 A request that was running when an executor crashed is *suspect*. It is identified by its content, so it stays
 suspect if any client sends it again. A suspect request runs alone. If its executor crashes again, the request
 is *convicted*: it is answered with `Quarantined`, now and each time it is sent, until the conviction
-expires. On any other outcome it is acquitted, so that requests which only shared a batch or a machine with
-the crash are not blamed.
+expires or is lifted. On any other outcome it is acquitted, so that requests which only shared a batch or a
+machine with the crash are not blamed.
 
 A kill from outside is no evidence. One by the out-of-memory killer makes a request suspect, so that it runs
 alone, but never convicts it: the kernel may have chosen this worker for the memory that a neighbour took.
@@ -57,6 +57,17 @@ class Conviction:
     request: Request
     digest: str
     causes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvictedRequest:
+    """A convicted request as an operator sees it; `expires_in_s` None: never."""
+
+    digest: str
+    causes: tuple[str, ...]
+    size: int  # of its parameters, in bytes
+    convicted_for_s: float
+    expires_in_s: float | None
 
 
 class Quarantine:
@@ -114,6 +125,29 @@ class Quarantine:
         ]
         for digest in over:
             self._forget(digest)
+
+    def convicts(self) -> list[ConvictedRequest]:
+        """Return the convicted requests, the least recently seen first."""
+        self._expire()
+        now_s = self._now()
+        return [
+            ConvictedRequest(
+                digest,
+                record.causes,
+                record.size,
+                now_s - record.convicted_s,
+                record.convicted_s + self._expiry_s - now_s if self._expiry_s else None,
+            )
+            for digest, record in self._records.items()
+            if record.convicted_s is not None
+        ]
+
+    def lift(self, digest: str | None = None) -> int:
+        """Forget the conviction of `digest` (None: every conviction); return how many were lifted."""
+        lifted = [convict.digest for convict in self.convicts() if digest in (None, convict.digest)]
+        for name in lifted:
+            self._forget(name)
+        return len(lifted)
 
     def concerns(self, report: BatchReport) -> bool:
         """Whether `judge` must see a report: cheap, and False as long as no executor crashes."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.batching.request import alone
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import (
@@ -22,6 +23,7 @@ from torchere.serving.errors import (
     HandlerFailed,
     InvalidRequest,
     NotAllowed,
+    NotFound,
     Unavailable,
     UnregisterTimeout,
 )
@@ -214,6 +216,25 @@ class ControlPlane:
             return [_describe(self._registry.find(model, version))]
         self._registry.find(model, None)
         return [_describe(one) for one in self._registry.served()[model].versions.values()]
+
+    def quarantined(self, model: str, version: str) -> list[ConvictedRequest]:
+        """Return the requests that a version does not run, because they crash its executors.
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+        """
+        return self._registry.find(model, version).batcher.quarantine.convicts()
+
+    def lift_quarantine(self, model: str, version: str, digest: str | None = None) -> int:
+        """Run a quarantined request again when it is sent (None: all of them); return how many there were.
+
+        Raises:
+            ModelNotFound, VersionNotFound; NotFound: no request of that digest is quarantined.
+        """
+        lifted = self._registry.find(model, version).batcher.quarantine.lift(digest)
+        if digest is not None and not lifted:
+            raise NotFound(f"No request of digest {digest} is quarantined.")
+        return lifted
 
     async def describe_customized(
         self, model: str, version: str | None, request: InferRequest

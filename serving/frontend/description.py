@@ -16,6 +16,7 @@ import psutil
 
 from torchere.handlers.json_text import indented_json
 from torchere.handlers.tensors.codec import NO_JSON
+from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.frontend.control import ModelPage, VersionDescription
 from torchere.serving.types import InferResponse
@@ -65,6 +66,23 @@ def customized_text(version: VersionDescription, response: InferResponse) -> str
     if response.body:
         described["customizedMetadata"] = said if isinstance(said, dict) else {}
     return pretty([described])
+
+
+def quarantine_text(convicts: Sequence[ConvictedRequest]) -> str:
+    """Return the quarantined requests of a version as JSON; times are whole seconds."""
+    return pretty({"quarantinedRequests": [_convict_json(convict) for convict in convicts]})
+
+
+def _convict_json(convict: ConvictedRequest) -> dict[str, Any]:
+    described = {
+        "digest": convict.digest,
+        "bytes": convict.size,
+        "causes": list(convict.causes),
+        "quarantinedForSec": round(convict.convicted_for_s),
+    }
+    if convict.expires_in_s is not None:
+        described["expiresInSec"] = round(convict.expires_in_s)
+    return described
 
 
 def page_text(page: ModelPage) -> str:

@@ -254,3 +254,22 @@ def test_a_conviction_expires() -> None:
     court.now_s += 1.0
     assert (court.quarantine.convicted, court.quarantine.active) == (0, False)
     assert court.verdict("bad") is Verdict.CLEAN
+
+
+def test_convictions_are_lifted_one_by_one_or_all_at_once() -> None:
+    court = Court()
+    court.quarantine = Quarantine(now=lambda: court.now_s, expiry_s=3600.0)
+    for name in ("a", "b", "c"):
+        court.run(name)
+        court.run(name)
+    court.run("suspect")
+    convicts = court.quarantine.convicts()
+    assert [convict.size for convict in convicts] == [1, 1, 1]
+    assert len(convicts[0].causes) == 2
+    assert convicts[0].convicted_for_s + (convicts[0].expires_in_s or 0.0) == 3600.0
+    assert court.quarantine.lift("unknown") == 0
+    assert court.quarantine.lift(convicts[0].digest) == 1
+    assert [court.verdict(name) for name in ("a", "b")] == [Verdict.CLEAN, Verdict.CONVICTED]
+    assert court.quarantine.lift() == 2
+    assert court.quarantine.convicted == 0
+    assert court.verdict("suspect") is Verdict.SUSPECT
