@@ -223,6 +223,22 @@ def test_an_idle_worker_in_good_health_comes_back_however_often_it_is_lost(make_
     asyncio.run(main())
 
 
+def test_a_worker_that_is_interrupted_ends_by_the_signal(make_spec: Any) -> None:
+    # It would inherit it from a shell that runs the tests in the background, where SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    async def main() -> None:
+        async with pool_in_service(make_spec()) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGINT)
+            await until(lambda: pool.statuses()[0].losses and pool.in_service)
+            assert pool.statuses()[0].last_failure == "killed by signal 2 (SIGINT)"
+
+    try:
+        asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_outage_lasts_from_the_loss_of_the_last_worker_until_one_is_back(make_spec: Any) -> None:
     now_s = [100.0]
 
