@@ -27,7 +27,7 @@ from torchere.serving.errors import (
     Unavailable,
     UnregisterTimeout,
 )
-from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.dataplane import DataPlane, condition
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse
@@ -83,6 +83,7 @@ class VersionDescription:
     settings: ModelSettings
     isolation: str  # "thread" | "process" | "shared": how `auto` or `shared` was resolved
     state: VersionState
+    condition: str  # the state, or what the executors of a ready version do while none is in service
     failure: str  # cause of FAILED, or of the last lost executor; "" when all is well
     loaded_at_startup: bool
     executors: tuple[ExecutorStatus, ...]
@@ -313,6 +314,7 @@ def _describe(version: Version) -> VersionDescription:
         settings=version.settings,
         isolation="thread" if isolation == "shared" and version.pool.has_own_process else isolation,
         state=version.state,
+        condition=condition(version),
         failure=version.failure_text,
         loaded_at_startup=version.origin.loaded_at_startup,
         uses_venv=environment is not None and environment.python is not None,

@@ -32,12 +32,32 @@ class Readiness:
     reasons: tuple[str, ...] = ()
 
 
+# What a version does whose executors are all out of service: the first state that one of them has.
+_OUT_OF_SERVICE = (
+    ExecutorState.RESTARTING,
+    ExecutorState.STARTING,
+    ExecutorState.SUSPECT,
+    ExecutorState.FAILED,
+)
+
+
+def condition(version: Version) -> str:
+    """Return the state of a version; while a READY one has no executor in service, what they do instead.
+
+    Probes and describe use it, so that they agree.
+    """
+    if version.state is not VersionState.READY or version.ready:
+        return version.state.value
+    states = {status.state for status in version.pool.statuses()}
+    # A lost executor may still be called ready for a moment, until it is known how it ended.
+    return next((state for state in _OUT_OF_SERVICE if state in states), ExecutorState.RESTARTING).value
+
+
 def unready_because(version: Version) -> str:
     """Return the reason why a version is not ready, as text."""
     if version.state is not VersionState.READY:
-        return f"{version.key} is {version.state.value}"
-    states = sorted({status.state.value for status in version.pool.statuses()} - {ExecutorState.READY.value})
-    return f"{version.key} has no executor in service ({', '.join(states) or 'all hang'})"
+        return f"{version.key} is {condition(version)}"
+    return f"{version.key} has no executor in service ({condition(version)})"
 
 
 def living(version: Version) -> int:

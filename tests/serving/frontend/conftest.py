@@ -142,6 +142,7 @@ class FakeControlPlane:
             settings=ModelSettings(),
             isolation="thread",
             state=VersionState.READY,
+            condition="ready",
             failure="",
             loaded_at_startup=False,
             executors=(

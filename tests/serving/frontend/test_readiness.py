@@ -1,12 +1,13 @@
-"""What counts for `/ping`."""
+"""What counts for `/ping`, and what is told of a version without an executor in service."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from torchere.serving.frontend.dataplane import living
+from torchere.serving.frontend.dataplane import condition, living, unready_because
 from torchere.serving.registry.version import VersionState
+from torchere.serving.workers.executor import ExecutorState
 
 
 def version(state: VersionState, *, target: int, size: int, gave_up: int = 0) -> Any:
@@ -31,3 +32,29 @@ def version(state: VersionState, *, target: int, size: int, gave_up: int = 0) ->
 )
 def test_executors_that_are_on_their_way_count_and_those_that_gave_up_do_not(one: Any, count: int) -> None:
     assert living(one) == count
+
+
+@pytest.mark.parametrize(
+    ("state", "executors", "told"),
+    [
+        (VersionState.LOADING, ["starting"], "loading"),
+        (VersionState.FAILED, [], "failed"),
+        (VersionState.READY, ["restarting", "failed"], "restarting"),
+        (VersionState.READY, ["ready"], "restarting"),  # the connection ended, and not yet the process
+        (VersionState.READY, ["suspect", "failed"], "suspect"),
+        (VersionState.READY, ["failed", "failed"], "failed"),
+    ],
+)
+def test_describe_and_probes_say_the_same_of_a_version_without_an_executor_in_service(
+    state: VersionState, executors: list[str], told: str
+) -> None:
+    statuses = tuple(SimpleNamespace(state=ExecutorState(each)) for each in executors)
+    pool = SimpleNamespace(statuses=lambda: statuses)
+    one: Any = SimpleNamespace(key="m:1", state=state, ready=False, pool=pool)
+    assert condition(one) == told
+    assert told in unready_because(one)
+
+
+def test_a_version_with_an_executor_in_service_is_ready() -> None:
+    one: Any = SimpleNamespace(state=VersionState.READY, ready=True)
+    assert condition(one) == "ready"
