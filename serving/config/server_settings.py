@@ -196,6 +196,7 @@ class ServerSettings:
     drain_delay_s: float = 0.0  # after SIGTERM: keep serving for this time, but not ready
     drain_timeout_s: float = 30.0  # then finish accepted requests within this time
     install_signal_handlers: bool = True
+    readiness_of_all_models: bool = False  # also of those registered after the start
     restart_wait_s: float = 10.0  # for a worker, while all of a version restart; then requests get 503
     quarantine_directory: Path | None = None  # of requests that crash executors; None: they are not saved
     quarantine_max_files: int = 100

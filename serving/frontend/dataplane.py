@@ -101,10 +101,16 @@ class _Awaited(Request):
 
 
 class DataPlane:
-    """Answers requests. All methods run on the event loop and never block it."""
+    """Answers requests. All methods run on the event loop and never block it.
 
-    def __init__(self, registry: Registry, metrics: Metrics) -> None:
+    `readiness_of_all_models`: whether a model that was registered after the start can make it unready.
+    """
+
+    def __init__(
+        self, registry: Registry, metrics: Metrics, *, readiness_of_all_models: bool = False
+    ) -> None:
         self._registry = registry
+        self._readiness_of_all_models = readiness_of_all_models
         self._metrics = metrics
         self._ledger = Ledger()
         self._started = False
@@ -264,7 +270,8 @@ class DataPlane:
     def readiness(self) -> Readiness:
         """Apply the rule of `/readyz`: started, not draining, no model missing, every version ready.
 
-        Versions scaled to 0 executors do not count.
+        Versions scaled to 0 executors do not count; those that were registered after the start do only with
+        `readiness_of_all_models`, so that one of them can't take the server out of service for the others.
         """
         reasons = [
             f"model {name} could not be registered; the log says why" for name in self._registry.missing()
@@ -274,7 +281,8 @@ class DataPlane:
         if self._draining:
             reasons.append("the server is shutting down")
         for version in self._registry.versions():
-            if version.target > 0 and not version.ready:
+            counts = self._readiness_of_all_models or version.origin.loaded_at_startup
+            if counts and version.target > 0 and not version.ready:
                 reasons.append(unready_because(version))
         return Readiness(not reasons, tuple(reasons))
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.frontend.dataplane import condition, living, unready_because
+from torchere.serving.frontend.dataplane import DataPlane, condition, living, unready_because
 from torchere.serving.registry.version import VersionState
+from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.workers.executor import ExecutorState
 
 
@@ -58,3 +59,22 @@ def test_describe_and_probes_say_the_same_of_a_version_without_an_executor_in_se
 def test_a_version_with_an_executor_in_service_is_ready() -> None:
     one: Any = SimpleNamespace(state=VersionState.READY, ready=True)
     assert condition(one) == "ready"
+
+
+@pytest.mark.parametrize("at_startup", [True, False])
+@pytest.mark.parametrize("of_all", [True, False])
+def test_a_model_that_was_registered_after_the_start_makes_the_server_unready_only_if_set(
+    at_startup: bool, of_all: bool
+) -> None:
+    one = SimpleNamespace(
+        key="m:1",
+        state=VersionState.LOADING,
+        target=1,
+        ready=False,
+        origin=SimpleNamespace(loaded_at_startup=at_startup),
+    )
+    registry: Any = SimpleNamespace(missing=list, versions=lambda: [one], find=lambda model, version: one)
+    plane = DataPlane(registry, Metrics(), readiness_of_all_models=of_all)
+    plane.opened()
+    assert plane.readiness().ready is not (at_startup or of_all)
+    assert not plane.model_readiness("m", None).ready
