@@ -281,7 +281,7 @@ class DataPlane:
         if self._draining:
             reasons.append("the server is shutting down")
         for version in self._registry.versions():
-            counts = self._readiness_of_all_models or version.origin.loaded_at_startup
+            counts = self._readiness_of_all_models or self._registry.of_the_start(version)
             if counts and version.target > 0 and not version.ready:
                 reasons.append(unready_because(version))
         return Readiness(not reasons, tuple(reasons))

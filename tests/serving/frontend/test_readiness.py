@@ -66,14 +66,13 @@ def test_a_version_with_an_executor_in_service_is_ready() -> None:
 def test_a_model_that_was_registered_after_the_start_makes_the_server_unready_only_if_set(
     at_startup: bool, of_all: bool
 ) -> None:
-    one = SimpleNamespace(
-        key="m:1",
-        state=VersionState.LOADING,
-        target=1,
-        ready=False,
-        origin=SimpleNamespace(loaded_at_startup=at_startup),
+    one = SimpleNamespace(key="m:1", state=VersionState.LOADING, target=1, ready=False)
+    registry: Any = SimpleNamespace(
+        missing=list,
+        versions=lambda: [one],
+        find=lambda model, version: one,
+        of_the_start=lambda version: at_startup,
     )
-    registry: Any = SimpleNamespace(missing=list, versions=lambda: [one], find=lambda model, version: one)
     plane = DataPlane(registry, Metrics(), readiness_of_all_models=of_all)
     plane.opened()
     assert plane.readiness().ready is not (at_startup or of_all)
