@@ -83,7 +83,7 @@ class VersionDescription:
     settings: ModelSettings
     isolation: str  # "thread" | "process" | "shared": how `auto` or `shared` was resolved
     state: VersionState
-    condition: str  # the state, or what the executors of a ready version do while none is in service
+    condition: str  # the state, or that of its executors while a ready version has none in service
     failure: str  # cause of FAILED, or of the last lost executor; "" when all is well
     loaded_at_startup: bool
     executors: tuple[ExecutorStatus, ...]

@@ -32,7 +32,7 @@ class Readiness:
     reasons: tuple[str, ...] = ()
 
 
-# What a version does whose executors are all out of service: the first state that one of them has.
+# The order in which the states of executors name the state of a version that has none in service.
 _OUT_OF_SERVICE = (
     ExecutorState.RESTARTING,
     ExecutorState.STARTING,
@@ -42,7 +42,7 @@ _OUT_OF_SERVICE = (
 
 
 def condition(version: Version) -> str:
-    """Return the state of a version; while a READY one has no executor in service, what they do instead.
+    """Return the state of a version; while a READY one has no executor in service, that of its executors.
 
     Probes and describe use it, so that they agree.
     """

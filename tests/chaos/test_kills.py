@@ -64,6 +64,8 @@ class Client(threading.Thread):
             text = reply.body.decode()
             assert reply.status != 200 or text == content
             self.outcomes[number] = (reply.status, text)
+            if reply.status == 503:
+                self._over.wait(0.1)  # else the ledger would hold refusals only
 
 
 def workers_of(server: Any, model: str) -> list[dict[str, Any]]:
