@@ -13,6 +13,7 @@ class ServingError(Exception):
     """Base of all errors that reach a client; `code` is stable and names the class on the wire."""
 
     code = "internal"
+    retry_after_s: float | None = None  # the suggested delay before a retry
 
     def __init__(self, message: str, detail: str = "") -> None:
         super().__init__(message)
@@ -112,9 +113,20 @@ class QueueFull(Unavailable):
     """The bounded queue of the version is full; `retry_after_s` is the suggested delay before a retry."""
 
     code = "queue_full"
+    retry_after_s: float
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Restarting(Unavailable):
+    """Every executor of the version was lost and restarts; `retry_after_s` is the delay before a retry."""
+
+    code = "restarting"
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("All workers of this model are restarting. Try again later.")
         self.retry_after_s = retry_after_s
 
 

@@ -85,7 +85,9 @@ class Server:
         keys = keys_of(settings)
         certificates = certificates_of(settings)
         self._registry = Registry(settings, RegistryMetrics(self._metrics), self._fork_server)
-        self._dataplane = DataPlane(self._registry, self._metrics)
+        self._dataplane = DataPlane(
+            self._registry, self._metrics, readiness_of_all_models=settings.readiness_of_all_models
+        )
         self._observe()
         if certificates is not None:
             self._metrics.process.watch_certificate(lambda: certificates.pair.expires_at_s)

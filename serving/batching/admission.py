@@ -22,13 +22,15 @@ from torchere.serving.errors import (
     HandlerFailed,
     LeftUnread,
     Quarantined,
+    Restarting,
     ServingError,
     Unavailable,
 )
 from torchere.serving.types import NO_DEADLINE, InferResponse
-from torchere.serving.workers.executor import BatchReport, ExecutorState, ExecutorStatus
+from torchere.serving.workers.executor import BatchReport, ExecutorState, ExecutorStatus, Outage
 from torchere.serving.workers.run import Run
 
+MIN_RETRY_S = 1.0  # as for a full queue
 LATE = "The deadline of the request passed before there was an answer."
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,9 @@ class Pool(Protocol):
 
     def submit(self, run: Run) -> None:
         """Run a batch; the caller has checked that there is room for it."""
+
+    def outage(self) -> Outage | None:
+        """Return the current outage; None while an executor is in service, or loads for the first time."""
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         """Return a snapshot of every executor, oldest first."""
@@ -122,6 +127,7 @@ class Admission(ABC):
     """
 
     isolates_suspects = True  # whether a suspect request runs alone in its process
+    restart_wait_s = 10.0  # a request waits at most this long in an outage, counted from its beginning
     unread_limit_bytes = LEAST_LIMIT_BYTES  # of one streamed answer; see `unread_parts.py`
 
     def __init__(
@@ -136,6 +142,7 @@ class Admission(ABC):
         self._service_time = ServiceTime()
         self._deadlines = Deadlines(self._expired, now)
         self._pumping_soon = False
+        self._outage_timer: asyncio.TimerHandle | None = None
         self._runs: dict[Run, None] = {}  # inside executors, in the order they were dispatched
         self._closed = self._closed_for_good = False
         self._idle: asyncio.Event | None = None  # set when no request waits or runs
@@ -374,9 +381,22 @@ class Admission(ABC):
         return True
 
     def _end_if_given_up(self) -> None:
-        """Fail the waiting requests if every executor has failed for good: none restarts by itself."""
+        """Fail the waiting requests if every executor failed for good, or restarts for too long already."""
         if {status.state for status in self._pool.statuses()} == {ExecutorState.FAILED}:
             self.fail_queued(Unavailable(self.refusal))
+        outage = self._pool.outage()
+        if outage is None or not self._waiting():
+            return
+        now_s = self._now()
+        rest_s = outage.since_s + self.restart_wait_s - now_s
+        if rest_s <= 0:
+            self.fail_queued(Restarting(retry_after_s=max(MIN_RETRY_S, outage.restart_s - now_s)))
+        elif self._outage_timer is None:
+            self._outage_timer = self._loop.call_later(rest_s, self._look_at_outage)
+
+    def _look_at_outage(self) -> None:
+        self._outage_timer = None
+        self.pump()
 
     def fail_queued(self, reason: ServingError) -> None:
         """Answer all waiting requests with `reason`: no executor is left to run them."""

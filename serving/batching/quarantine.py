@@ -2,13 +2,18 @@
 
 A request that was running when an executor crashed is *suspect*. It is identified by its content, so it stays
 suspect if any client sends it again. A suspect request runs alone. If its executor crashes again, the request
-is *convicted*: it is answered with `Quarantined`, now and each time it is sent. On any other outcome it is
-acquitted, so that requests which only shared a batch or a machine with the crash are not blamed.
+is *convicted*: it is answered with `Quarantined`, now and each time it is sent, until the conviction
+expires or is lifted. On any other outcome it is acquitted, so that requests which only shared a batch or a
+machine with the crash are not blamed.
+
+A kill from outside is no evidence. One by the out-of-memory killer makes a request suspect, so that it runs
+alone, but never convicts it: the kernel may have chosen this worker for the memory that a neighbour took.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -35,10 +40,14 @@ class Verdict(Enum):
 
 @dataclass(slots=True)
 class _Record:
-    since_s: float  # the first crash, monotonic
-    causes: tuple[str, ...]
+    since_s: float  # the first crash, or the first kill for memory; monotonic
+    causes: tuple[str, ...]  # of crashes; a kill for memory is none
     size: int
-    convicted: bool = False
+    convicted_s: float | None = None  # monotonic; None: suspect
+
+    @property
+    def convicted(self) -> bool:
+        return self.convicted_s is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,17 @@ class Conviction:
     causes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ConvictedRequest:
+    """A convicted request as an operator sees it; `expires_in_s` None: never."""
+
+    digest: str
+    causes: tuple[str, ...]
+    size: int  # of its parameters, in bytes
+    convicted_for_s: float
+    expires_in_s: float | None
+
+
 class Quarantine:
     """The suspect and convicted requests of one version. Lives on the event loop.
 
@@ -58,13 +78,16 @@ class Quarantine:
     Args:
         on_conviction: Called once for each conviction; must not block.
         now: Monotonic seconds.
+        expiry_s: Seconds after which a conviction is forgotten; 0: never.
     """
 
     def __init__(
         self,
         on_conviction: Callable[[Conviction], None] | None = None,
         now: Callable[[], float] = time.monotonic,
+        expiry_s: float = 0.0,
     ) -> None:
+        self._expiry_s = expiry_s
         self._on_conviction = on_conviction
         self._now = now
         self._records: OrderedDict[str, _Record] = OrderedDict()  # by digest, the most recently seen last
@@ -74,10 +97,12 @@ class Quarantine:
     @property
     def convicted(self) -> int:
         """The number of convicted requests."""
+        self._expire()
         return sum(record.convicted for record in self._records.values())
 
     def verdict(self, request: Request) -> Verdict:
         """Return the verdict on a request."""
+        self._expire()
         size = _size(request)
         if size not in self._sizes:
             return Verdict.CLEAN
@@ -86,12 +111,43 @@ class Quarantine:
         if record is None:
             return Verdict.CLEAN
         self._records.move_to_end(digest)
-        if record.convicted:
-            return Verdict.CONVICTED
-        if self._now() - record.since_s >= SUSPECT_FOR_S:
+        return Verdict.CONVICTED if record.convicted else Verdict.SUSPECT
+
+    def _expire(self) -> None:
+        """Forget suspects and convictions that are over; the table has at most `MAX_KNOWN` of them."""
+        now_s = self._now()
+        expiry_s = self._expiry_s or math.inf
+        over = [
+            digest
+            for digest, record in self._records.items()
+            if (record.convicted_s is None and now_s - record.since_s >= SUSPECT_FOR_S)
+            or (record.convicted_s is not None and now_s - record.convicted_s >= expiry_s)
+        ]
+        for digest in over:
             self._forget(digest)
-            return Verdict.CLEAN
-        return Verdict.SUSPECT
+
+    def convicts(self) -> list[ConvictedRequest]:
+        """Return the convicted requests, the least recently seen first."""
+        self._expire()
+        now_s = self._now()
+        return [
+            ConvictedRequest(
+                digest,
+                record.causes,
+                record.size,
+                now_s - record.convicted_s,
+                record.convicted_s + self._expiry_s - now_s if self._expiry_s else None,
+            )
+            for digest, record in self._records.items()
+            if record.convicted_s is not None
+        ]
+
+    def lift(self, digest: str | None = None) -> int:
+        """Forget the conviction of `digest` (None: every conviction); return how many were lifted."""
+        lifted = [convict.digest for convict in self.convicts() if digest in (None, convict.digest)]
+        for name in lifted:
+            self._forget(name)
+        return len(lifted)
 
     def concerns(self, report: BatchReport) -> bool:
         """Whether `judge` must see a report: cheap, and False as long as no executor crashes."""
@@ -121,6 +177,10 @@ class Quarantine:
     def _learn(self, request: Request, outcome: Outcome, began_s: float, alone: bool) -> Outcome:
         if isinstance(outcome, ExecutorDied) and outcome.crashed:
             return self._crashed(request, outcome, began_s, alone)
+        if isinstance(outcome, ExecutorDied) and outcome.out_of_memory and _size(request):
+            digest = digest_of(request)
+            if digest not in self._records:
+                self._add(digest, _Record(self._now(), (), _size(request)))
         # A hung run acquits no request; nor does an executor that was stopped.
         if not isinstance(outcome, (DeadlineExceeded, ExecutorDied)):
             self._acquit(request)
@@ -138,10 +198,13 @@ class Quarantine:
         self._records.move_to_end(digest)
         if record.convicted:
             return Quarantined(died.detail)
+        if not record.causes:  # so far only the out-of-memory killer ended executors that ran it
+            record.since_s, record.causes = self._now(), (died.detail,)
+            return died
         # A run that began before the first crash proves nothing: both crashes may have one outside cause.
         if not alone or began_s < record.since_s:
             return died
-        record.convicted = True
+        record.convicted_s = self._now()
         record.causes += (died.detail,)
         if self._on_conviction is not None:
             self._on_conviction(Conviction(request, digest, record.causes))

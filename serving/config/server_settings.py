@@ -197,9 +197,12 @@ class ServerSettings:
     drain_delay_s: float = 0.0  # after SIGTERM: keep serving for this time, while reporting not ready
     drain_timeout_s: float = 30.0  # then limit for finishing the accepted requests
     install_signal_handlers: bool = True
+    readiness_of_all_models: bool = False  # also of those registered after the start
+    restart_wait_s: float = 10.0  # for a worker, while all of a version restart; then requests get 503
     quarantine_directory: Path | None = None  # for requests that crash executors; None: they are not saved
     quarantine_max_files: int = 100
     quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved
+    quarantine_expiry_s: float = 86_400.0  # a convicted request is run again after this; 0: never
 
     def startup_executors(self, gpus: int, cores: int) -> int:
         """Return the number of executors for a model that is loaded at startup and does not set it."""

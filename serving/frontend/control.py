@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.batching.request import alone
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import (
@@ -22,10 +23,11 @@ from torchere.serving.errors import (
     HandlerFailed,
     InvalidRequest,
     NotAllowed,
+    NotFound,
     Unavailable,
     UnregisterTimeout,
 )
-from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.dataplane import DataPlane, condition
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse
@@ -81,6 +83,7 @@ class VersionDescription:
     settings: ModelSettings
     isolation: str  # "thread" | "process" | "shared": how `auto` or `shared` was resolved
     state: VersionState
+    condition: str  # the state, or that of its executors while a ready version has none in service
     failure: str  # cause of FAILED, or of the last lost executor; "" when all is well
     loaded_at_startup: bool
     executors: tuple[ExecutorStatus, ...]
@@ -215,6 +218,25 @@ class ControlPlane:
         self._registry.find(model, None)
         return [_describe(one) for one in self._registry.served()[model].versions.values()]
 
+    def quarantined(self, model: str, version: str) -> list[ConvictedRequest]:
+        """Return the requests that a version does not run, because they crash its executors.
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+        """
+        return self._registry.find(model, version).batcher.quarantine.convicts()
+
+    def lift_quarantine(self, model: str, version: str, digest: str | None = None) -> int:
+        """Run a quarantined request again when it is sent (None: all of them); return how many there were.
+
+        Raises:
+            ModelNotFound, VersionNotFound; NotFound: no request of that digest is quarantined.
+        """
+        lifted = self._registry.find(model, version).batcher.quarantine.lift(digest)
+        if digest is not None and not lifted:
+            raise NotFound(f"No request of digest {digest} is quarantined.")
+        return lifted
+
     async def describe_customized(
         self, model: str, version: str | None, request: InferRequest
     ) -> tuple[VersionDescription, InferResponse]:
@@ -292,6 +314,7 @@ def _describe(version: Version) -> VersionDescription:
         settings=version.settings,
         isolation="thread" if isolation == "shared" and version.pool.has_own_process else isolation,
         state=version.state,
+        condition=condition(version),
         failure=version.failure_text,
         loaded_at_startup=version.origin.loaded_at_startup,
         uses_venv=environment is not None and environment.python is not None,

@@ -32,12 +32,32 @@ class Readiness:
     reasons: tuple[str, ...] = ()
 
 
+# The order in which the states of executors name the state of a version that has none in service.
+_OUT_OF_SERVICE = (
+    ExecutorState.RESTARTING,
+    ExecutorState.STARTING,
+    ExecutorState.SUSPECT,
+    ExecutorState.FAILED,
+)
+
+
+def condition(version: Version) -> str:
+    """Return the state of a version; while a READY one has no executor in service, that of its executors.
+
+    Probes and describe use it, so that they agree.
+    """
+    if version.state is not VersionState.READY or version.ready:
+        return version.state.value
+    states = {status.state for status in version.pool.statuses()}
+    # A lost executor may still be called ready for a moment, until it is known how it ended.
+    return next((state for state in _OUT_OF_SERVICE if state in states), ExecutorState.RESTARTING).value
+
+
 def unready_because(version: Version) -> str:
     """Return the reason why a version is not ready, as text."""
     if version.state is not VersionState.READY:
-        return f"{version.key} is {version.state.value}"
-    states = sorted({status.state.value for status in version.pool.statuses()} - {ExecutorState.READY.value})
-    return f"{version.key} has no executor in service ({', '.join(states) or 'all hang'})"
+        return f"{version.key} is {condition(version)}"
+    return f"{version.key} has no executor in service ({condition(version)})"
 
 
 def living(version: Version) -> int:
@@ -81,10 +101,16 @@ class _Awaited(Request):
 
 
 class DataPlane:
-    """Answers requests. All methods run on the event loop and never block it."""
+    """Answers requests. All methods run on the event loop and never block it.
 
-    def __init__(self, registry: Registry, metrics: Metrics) -> None:
+    `readiness_of_all_models`: whether a model that was registered after the start can make it unready.
+    """
+
+    def __init__(
+        self, registry: Registry, metrics: Metrics, *, readiness_of_all_models: bool = False
+    ) -> None:
         self._registry = registry
+        self._readiness_of_all_models = readiness_of_all_models
         self._metrics = metrics
         self._ledger = Ledger()
         self._started = False
@@ -244,7 +270,8 @@ class DataPlane:
     def readiness(self) -> Readiness:
         """Apply the rule of `/readyz`: started, not draining, no model missing, every version ready.
 
-        Versions scaled to 0 executors do not count.
+        Versions scaled to 0 executors do not count; those that were registered after the start do only with
+        `readiness_of_all_models`, so that one of them can't take the server out of service for the others.
         """
         reasons = [
             f"model {name} could not be registered; the log says why" for name in self._registry.missing()
@@ -254,7 +281,8 @@ class DataPlane:
         if self._draining:
             reasons.append("the server is shutting down")
         for version in self._registry.versions():
-            if version.target > 0 and not version.ready:
+            counts = self._readiness_of_all_models or self._registry.of_the_start(version)
+            if counts and version.target > 0 and not version.ready:
                 reasons.append(unready_because(version))
         return Readiness(not reasons, tuple(reasons))
 

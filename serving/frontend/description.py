@@ -16,6 +16,7 @@ import psutil
 
 from torchere.handlers.encode import indented_json
 from torchere.handlers.tensors.codec import NO_JSON
+from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.frontend.control import ModelPage, VersionDescription
 from torchere.serving.types import InferResponse
@@ -67,6 +68,23 @@ def customized_text(version: VersionDescription, response: InferResponse) -> str
     return pretty([described])
 
 
+def quarantine_text(convicts: Sequence[ConvictedRequest]) -> str:
+    """Return the quarantined requests of a version as JSON; times are whole seconds."""
+    return pretty({"quarantinedRequests": [_convict_json(convict) for convict in convicts]})
+
+
+def _convict_json(convict: ConvictedRequest) -> dict[str, Any]:
+    described = {
+        "digest": convict.digest,
+        "bytes": convict.size,
+        "causes": list(convict.causes),
+        "quarantinedForSec": round(convict.convicted_for_s),
+    }
+    if convict.expires_in_s is not None:
+        described["expiresInSec"] = round(convict.expires_in_s)
+    return described
+
+
 def page_text(page: ModelPage) -> str:
     """Return one page of `list` as JSON."""
     token = {} if page.next_page_token is None else {"nextPageToken": page.next_page_token}
@@ -109,7 +127,7 @@ def _sequence_json(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _own_json(version: VersionDescription) -> dict[str, Any]:
-    own: dict[str, Any] = {"state": version.state.value, "isolation": version.isolation}
+    own: dict[str, Any] = {"state": version.condition, "isolation": version.isolation}
     if version.failure:
         own["failure"] = version.failure
     if lost := [_loss_json(executor) for executor in version.executors if executor.losses]:

@@ -44,6 +44,11 @@ def unregistered(model: str) -> str:
     return f'Model "{model}" unregistered'
 
 
+def quarantine_lifted(key: ModelKey, lifted: int) -> str:
+    """Return the response text after quarantined requests may run again."""
+    return f'Quarantine of model "{key.name}" version "{key.version}" lifted for requests: {lifted}'
+
+
 def default_set(key: ModelKey) -> str:
     """Return the response text after the default version changed."""
     return f'Default version successfully updated for model "{key.name}" to "{key.version}"'

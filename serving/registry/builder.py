@@ -120,7 +120,11 @@ class Loader:
         batcher = _batcher(key, settings, pool, observer)
         pump.batcher = batcher
         batcher.unread_limit_bytes = limit_bytes(self._server.limits.max_response_bytes)
-        batcher.quarantine = Quarantine(QuarantineFiles(key, _quarantine_settings(self._server)))
+        batcher.restart_wait_s = self._server.restart_wait_s
+        batcher.quarantine = Quarantine(
+            QuarantineFiles(key, _quarantine_settings(self._server)),
+            expiry_s=self._server.quarantine_expiry_s,
+        )
         return Version(key, origin, settings, pool, batcher, observer=observer)
 
     def _pool(

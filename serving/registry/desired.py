@@ -179,6 +179,10 @@ class Missing:
         for one in [one for one in named if is_it(one)] or named:
             one.instead = key
 
+    def is_replaced_by(self, key: ModelKey) -> bool:
+        """Whether an operator registered `key` instead of a missing model."""
+        return any(one.instead == key for one in self._absent)
+
     def taken_back(self, key: ModelKey) -> None:
         """Record that the replacement `key` failed to load: the models it replaced are missing again."""
         for one in self._absent:

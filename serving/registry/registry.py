@@ -88,6 +88,10 @@ class Registry:
         """Return the names of startup models that are not registered."""
         return self._missing.names()
 
+    def of_the_start(self, version: Version) -> bool:
+        """Whether a version is a model of the start, or was registered instead of a missing one."""
+        return version.origin.loaded_at_startup or self._missing.is_replaced_by(version.key)
+
     async def register(self, wanted: Wanted) -> Version:
         """Register an archive; its load has started, not finished, when this returns.
 

@@ -204,12 +204,15 @@ def _is_ours(file: Path) -> bool:
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)  # after failed writes in a row; the last one repeats
+
 
 class SnapshotKeeper:
     """Writes the snapshots of one registry; writes none if snapshots are not configured.
 
     Used on the event loop; files are written in a thread, one after the other. Changes that wait while a file
-    is written share the next one, as each file holds all models. A failed write is a warning, never an error.
+    is written share the next one, as each file holds all models. A failed write is a warning, never an error;
+    it is tried again until one succeeds, for the disk may have room later.
 
     `lacking` returns the startup models that this server could not register: the next start retries them.
     """
@@ -230,6 +233,8 @@ class SnapshotKeeper:
         self._noted: ServingMap = EMPTY  # the map in the snapshot begun last
         self._begun = 0  # number of snapshots begun
         self._newest = 0  # number of the last snapshot written to disk
+        self._failures = 0  # writes in a row
+        self._retry: asyncio.TimerHandle | None = None
 
     async def started(self) -> None:
         """Write the startup snapshot, and one for each change from now on."""
@@ -261,6 +266,7 @@ class SnapshotKeeper:
         if not self._started:
             return
         self._started = False
+        self._cancel_retry()
         for task in self._waiting:
             task.cancel()  # the shutdown snapshot holds the change, too; a running write continues
         await asyncio.gather(*self._changes, return_exceptions=True)
@@ -298,10 +304,26 @@ class SnapshotKeeper:
                 await asyncio.to_thread(
                     write_snapshot, settings.directory, kind, settings.properties, content, settings.keep
                 )
-                self._newest = number
             except OSError as err:
                 text = "no snapshot in %s: %s; the next start will not know this state (off: --ncs)"
                 logger.warning(text, settings.directory, err)
+                self._try_later()
+            else:
+                self._newest = number
+                self._failures = 0
+                self._cancel_retry()
+
+    def _try_later(self) -> None:
+        self._cancel_retry()
+        if self._started:
+            delay_s = RETRY_S[min(self._failures, len(RETRY_S) - 1)]
+            self._failures += 1
+            self._retry = asyncio.get_running_loop().call_later(delay_s, self.changed)
+
+    def _cancel_retry(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
 
 
 def _holds(serving: ServingMap, version: Version) -> bool:

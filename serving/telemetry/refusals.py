@@ -9,6 +9,7 @@ from torchere.serving.errors import (
     OverBudget,
     Quarantined,
     QueueFull,
+    Restarting,
     ServingError,
     Unauthorized,
     Unavailable,
@@ -19,6 +20,7 @@ TOO_LARGE = "too_large"  # of a body; there is no `ServingError` class for it
 _REASONS: tuple[tuple[type[ServingError], str], ...] = (
     (QueueFull, "queue_full"),
     (OverBudget, "budget"),
+    (Restarting, "restarting"),
     (Unavailable, "not_ready"),
     (DeadlineExceeded, "deadline"),
     (Unauthorized, "auth"),

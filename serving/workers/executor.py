@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -56,6 +56,13 @@ class ExecutorStatus:
     last_failure_at: datetime | None = None  # UTC
     losses: int = 0  # how often it was lost, failed restarts included
     started_s: float = field(default_factory=time.monotonic)  # as `started_at`, monotonic, for durations
+
+
+class Outage(NamedTuple):
+    """A time in which no executor is in service, because each was lost; both times are monotonic seconds."""
+
+    since_s: float  # when the last executor left service
+    restart_s: float  # when the next process starts, or started
 
 
 def age_s(status: ExecutorStatus) -> float:

@@ -111,6 +111,8 @@ class ForkServer:
             code = 0
         except SystemExit as err:
             code = err.code if isinstance(err.code, int) else 1
+        except KeyboardInterrupt:  # an exit code would count as the worker's own fault
+            code = -signal.SIGINT
         except BaseException:  # the top of a process
             traceback.print_exc()
         finally:

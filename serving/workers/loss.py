@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +13,7 @@ class LossKind(Enum):
 
     EXIT = "exit"  # it ended by itself, with an exit code
     SIGNAL = "signal"  # a signal ended it: a crash in native code, or a kill command
-    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed it
+    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed it, for its own memory use or a neighbour's
     TIMEOUT = "timeout"  # it had a batch, and sent nothing for longer than the response time-out
     HANG = "hang"  # it was idle, and missed its heartbeats
     PROTOCOL = "protocol"  # it sent an invalid message
@@ -22,18 +23,31 @@ class LossKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of one worker: its kind, and its cause as text."""
+    """The loss of one worker: its kind, its cause as text, and the number of the signal that ended it."""
 
     kind: LossKind
     cause: str
+    signal_number: int = 0  # 0: no signal
 
     @property
     def crashed(self) -> bool:
-        """Whether the worker ended by itself, so that a request it ran may be the cause."""
-        return self.kind in _CRASHES
+        """Whether the worker ended by itself, which is evidence against a request that it ran."""
+        return self.kind in _CRASHES or (self.kind is LossKind.SIGNAL and self.signal_number in _FAULTS)
+
+    @property
+    def came_from_outside(self) -> bool:
+        """Whether the worker was killed from outside, so that the model itself may be in order."""
+        return self.kind is LossKind.OUT_OF_MEMORY or (self.kind is LossKind.SIGNAL and not self.crashed)
 
 
-_CRASHES = frozenset({LossKind.EXIT, LossKind.SIGNAL, LossKind.OUT_OF_MEMORY, LossKind.PROTOCOL})
+_CRASHES = frozenset({LossKind.EXIT, LossKind.PROTOCOL})
+# The kernel raises these in a process for its own fault, or the process itself (abort). Any other signal has
+# a sender, and usually another one: an operator, a supervisor, or the out-of-memory killer, which ends the
+# largest process of a control group and not the one that asked for the last page.
+_FAULTS = frozenset(
+    {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
+    | {signal.SIGSYS}
+)
 OOM_WORDS = "the kernel's out-of-memory killer ended it"
 
 
@@ -47,8 +61,8 @@ def loss_of_exit(code: int, killed_for_memory: bool = False) -> Loss:
     """
     words = describe_exit(code)
     if killed_for_memory:
-        return Loss(LossKind.OUT_OF_MEMORY, f"{words}: {OOM_WORDS}")
-    return Loss(LossKind.EXIT if code >= 0 else LossKind.SIGNAL, words)
+        return Loss(LossKind.OUT_OF_MEMORY, f"{words}: {OOM_WORDS}", -code)
+    return Loss(LossKind.EXIT, words) if code >= 0 else Loss(LossKind.SIGNAL, words, -code)
 
 
 def describe_exit(code: int) -> str:
@@ -68,17 +82,64 @@ def describe_exit(code: int) -> str:
 
 
 BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0, 89.0, 144.0)
+# A worker that was in service for this long is in good health. An idle one that hangs is replaced after 10 s
+# (`heartbeat.py`), and that silence does not count.
+HEALTHY_S = 10.0
 
 
-def restart_delay_s(
-    losses: int, first_loss_s: float, now_s: float, max_retry_timeout_s: float
-) -> float | None:
+def restart_delay_s(losses: int, down_s: float, max_retry_timeout_s: float) -> float | None:
     """Return the seconds to wait before a restart after `losses` losses in a row; None: give up.
 
-    `losses` counts from the last time an executor answered a batch. The first restart is immediate; later
-    ones use TorchServe's Fibonacci backoff. Once `max_retry_timeout_s` have passed since the first loss,
-    there is no restart.
+    The first restart is immediate; later ones use TorchServe's Fibonacci backoff. After more than
+    `max_retry_timeout_s` out of service there is no restart.
     """
-    if now_s - first_loss_s > max_retry_timeout_s:
+    if down_s > max_retry_timeout_s:
         return None
     return BACKOFF_S[min(losses, len(BACKOFF_S)) - 1]
+
+
+class LossRow:
+    """The losses of a worker in a row, which decide about its next restart.
+
+    A row ends when the worker answers a batch, or when it was in good health for `HEALTHY_S`. A shorter time
+    in service is not held against it either: the window in which it is restarted counts time out of service.
+
+    Args:
+        max_retry_timeout_s: seconds out of service after which it is not restarted.
+    """
+
+    def __init__(self, max_retry_timeout_s: float) -> None:
+        self._max_retry_timeout_s = max_retry_timeout_s
+        self._first_s = 0.0  # monotonic, of the first loss, moved by the time in service since then
+        self._from_outside = False  # the last loss
+        self.losses = 0
+
+    def add(self, loss: Loss, healthy_s: float, now_s: float) -> None:
+        """Count a loss.
+
+        Args:
+            loss: the loss.
+            healthy_s: seconds in which the lost process was in service and gave signs of life.
+            now_s: monotonic seconds.
+        """
+        if healthy_s >= HEALTHY_S:
+            self.end()
+        if not self.losses:
+            self._first_s = now_s
+        else:
+            self._first_s += healthy_s
+        self.losses += 1
+        self._from_outside = loss.came_from_outside
+
+    def end(self) -> None:
+        """Forget the losses: the worker does its work."""
+        self.losses = 0
+
+    def restart_delay_s(self, now_s: float) -> float | None:
+        """Return the seconds until the next restart; None: give up.
+
+        A worker that was killed from outside is always restarted: its model may be in order, and a neighbour
+        that drives the machine out of memory must not take it down for good.
+        """
+        timeout_s = math.inf if self._from_outside else self._max_retry_timeout_s
+        return restart_delay_s(self.losses, now_s - self._first_s, timeout_s)

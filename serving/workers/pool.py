@@ -18,6 +18,7 @@ from torchere.serving.workers.executor import (
     LoadedCallback,
     LoadSpec,
     LostCallback,
+    Outage,
     those_that_stay,
 )
 from torchere.serving.workers.heartbeat import HeartbeatSettings
@@ -86,6 +87,14 @@ class WorkerPool:
         for worker in self._workers:  # read for every request: a generator costs more than the loop
             count += worker.in_service
         return count
+
+    def outage(self) -> Outage | None:
+        """Return the current outage; None while an executor is in service, or loads for the first time."""
+        outages = [worker.outage for worker in self._workers if worker.state is not ExecutorState.FAILED]
+        down = [outage for outage in outages if outage is not None]
+        if not down or len(down) < len(outages):
+            return None
+        return Outage(max(each.since_s for each in down), min(each.restart_s for each in down))
 
     @property
     def free(self) -> int:

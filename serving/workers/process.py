@@ -20,6 +20,7 @@ import multiprocessing.process
 import os
 import queue
 import select
+import signal
 import socket
 import sys
 import threading
@@ -467,11 +468,18 @@ def main() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process now, after running exit functions and flushing its output."""
+    """End the process now, after running exit functions and flushing its output.
+
+    A negative code is the number of the signal to end by, as `subprocess` has it.
+    """
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)  # a second one ends it at once
     with contextlib.suppress(Exception):  # exit functions may be user code
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+    if code < 0:
+        signal.raise_signal(-code)
     os._exit(code)
 
 

@@ -18,7 +18,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.types import ModelKey
@@ -193,7 +193,7 @@ class Room:
         """Return why the process ended; determined by the first call and kept for the other tenants."""
         if self._reason is None:
             loss = loss_of_exit(code, code == -signal.SIGKILL and oom.claim())
-            self._reason = Loss(loss.kind, f"{loss.cause} (its process is a shared one)")
+            self._reason = replace(loss, cause=f"{loss.cause} (its process is a shared one)")
         return self._reason
 
     def close_to_newcomers(self) -> None:

@@ -20,11 +20,12 @@ from torchere.serving.workers.executor import (
     LoadedCallback,
     LoadSpec,
     LostCallback,
+    Outage,
     age_s,
 )
 from torchere.serving.workers.heartbeat import Heartbeat, HeartbeatSettings
 from torchere.serving.workers.launch import Launcher
-from torchere.serving.workers.loss import Loss, LossKind, restart_delay_s
+from torchere.serving.workers.loss import Loss, LossKind, LossRow
 from torchere.serving.workers.messages import Done
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
@@ -65,9 +66,8 @@ class Worker:
         self._settings = settings
         self._mean_run_s = QUICK_S
         self._inside_a_lane = 1
-        self._losses = 0
-        self._first_loss_s = 0.0
-        self._ready_s = 0.0  # monotonic, when the process entered service
+        self._row = LossRow(settings.max_retry_timeout_s)
+        self._ready_s: float | None = None  # monotonic, when the process entered service
         self._lanes = 0  # lanes in service
         self._exclusive: Run | None = None  # the exclusive run inside: no other may be sent
         self._supervisor: asyncio.Task[None] | None = None
@@ -90,6 +90,7 @@ class Worker:
             now=settings.now,
         )
         self.in_service = 0  # lanes that are loaded, warm and alive
+        self.outage: Outage | None = None  # since its last lane left service; None: before the first one, too
         self._process = self._new_process()
 
     def _new_process(self) -> WorkerProcess:
@@ -140,7 +141,12 @@ class Worker:
     def _look_whether_in_service(self) -> None:
         # The state alone is late: a loss may be known only seconds after the connection ends.
         in_service = self.state is ExecutorState.READY and self._process.reachable
-        self.in_service = self._lanes if in_service else 0
+        lanes = self._lanes if in_service else 0
+        if lanes:
+            self.outage = None
+        elif self.in_service:
+            self.outage = Outage(self._settings.now(), self._settings.now())
+        self.in_service = lanes
 
     @property
     def load(self) -> int:
@@ -281,10 +287,10 @@ class Worker:
         self._heartbeat.heard()
         settings = self._settings
         # With several lanes, reports of the others must not hide that one lane hangs repeatedly.
-        if self._losses and (
-            len(self._statuses) == 1 or settings.now() - self._ready_s > settings.response_timeout_s
+        if self._row.losses and (
+            len(self._statuses) == 1 or settings.now() - (self._ready_s or 0.0) > settings.response_timeout_s
         ):
-            self._losses = 0
+            self._row.end()
         if 0 <= message.handler_s < math.inf:  # the value from the worker is not trusted
             self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
         self._inside_a_lane = inside_a_lane(self._mean_run_s, self._lanes)
@@ -356,11 +362,11 @@ class Worker:
     async def _restart(self) -> bool:
         settings = self._settings
         while True:
-            delay_s = restart_delay_s(
-                self._losses, self._first_loss_s, settings.now(), settings.max_retry_timeout_s
-            )
+            delay_s = self._row.restart_delay_s(settings.now())
             if delay_s is None:
                 return False
+            if self.outage is not None:
+                self.outage = self.outage._replace(restart_s=settings.now() + delay_s)
             logger.info("Retry worker: %d in %g seconds.", self.first_id, delay_s)
             await asyncio.sleep(delay_s)
             self._process = self._new_process()
@@ -381,9 +387,8 @@ class Worker:
             return True
 
     def _note_loss(self, loss: Loss) -> None:
-        if self._losses == 0:
-            self._first_loss_s = self._settings.now()
-        self._losses += 1
+        self._row.add(loss, self._healthy_s(loss), self._settings.now())
+        self._ready_s = None
         self._lanes = 0
         self._change(
             state=ExecutorState.RESTARTING,
@@ -394,6 +399,18 @@ class Worker:
         self._log(logging.ERROR, f"was lost: {loss.cause}", cause=loss.kind.value)
         self._settings.on_lost(loss.kind.value)
         self._answer_lost(loss)
+
+    def _healthy_s(self, loss: Loss) -> float:
+        """Return how long the lost process was in service, without the silence before it was given up."""
+        if self._ready_s is None:
+            return 0.0
+        settings = self._settings
+        silent_s = 0.0
+        if loss.kind is LossKind.TIMEOUT:
+            silent_s = settings.response_timeout_s
+        elif loss.kind is LossKind.HANG:
+            silent_s = settings.heartbeat.dead_after_s
+        return max(0.0, settings.now() - self._ready_s - silent_s)
 
     def _log(self, level: int, words: str, **extra: str) -> None:
         spec = self._settings.spec

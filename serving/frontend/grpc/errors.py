@@ -96,6 +96,8 @@ INFERENCE: Table = {
     e.ModelNotFound: (StatusCode.INTERNAL, f"{_MODEL}ModelNotFoundException"),
     e.VersionNotFound: (StatusCode.INTERNAL, f"{_MODEL}ModelVersionNotFoundException"),
     e.Unavailable: (StatusCode.INTERNAL, "InternalServerException.()"),
+    # TorchServe has no such answer; proxies and clients retry at UNAVAILABLE.
+    e.Restarting: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
 }
 # The Open Inference Protocol has no Java class names: the status text is the message alone.
 OPEN_INFERENCE: Table = {error: (code, "") for error, (code, _) in MANAGEMENT.items()}
@@ -121,8 +123,7 @@ def failure(error: e.ServingError, table: Table) -> Failure:
         return Failure(of_http(error.status), error.message, table[e.ServingError][1], error.code)
     code, reason = next(table[cls] for cls in type(error).__mro__ if cls in table)
     message = "Model API disabled" if isinstance(error, e.NotAllowed) else error.message
-    retry_after_s = error.retry_after_s if isinstance(error, e.QueueFull) else None
-    return Failure(code, message, reason, error.code, retry_after_s)
+    return Failure(code, message, reason, error.code, error.retry_after_s)
 
 
 def unauthorized() -> Failure:

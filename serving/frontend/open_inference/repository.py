@@ -102,5 +102,7 @@ class Repository:
 
 def _entry(described: VersionDescription) -> IndexEntry:
     state = _STATES[described.state]
-    reason = "" if state == "READY" else described.failure or described.state.value
+    if described.condition != described.state.value:  # ready, but no executor is in service
+        state = "UNAVAILABLE"
+    reason = "" if state == "READY" else described.failure or described.condition
     return IndexEntry(*described.key, state, reason)

@@ -50,13 +50,18 @@ class ModelRoutes:
         router.add_api_route("/models", self.list_models, methods=["GET"])
         router.add_api_route("/models", self.register, methods=["POST"])
         router.add_api_route("/models/{model}/{version}/set-default", self.set_default, methods=["PUT"])
+        quarantine = "/models/{model}/{version}/quarantine"  # three levels: a version may be called so
+        router.add_api_route(quarantine, self.quarantined, methods=["GET"])
+        router.add_api_route(quarantine, self.lift_quarantine, methods=["DELETE"])
+        router.add_api_route(f"{quarantine}/{{digest}}", self.lift_one, methods=["DELETE"])
         for path in ("/models/{model}", "/models/{model}/{version}"):
             router.add_api_route(path, self.describe, methods=["GET"])
             router.add_api_route(path, self.scale, methods=["PUT"])
             router.add_api_route(path, self.unregister, methods=["DELETE"])
             router.add_api_route(path, self.describe_api, methods=["OPTIONS"])
         router.add_api_route("/v1/models/{model}", self.kserve_ready, methods=["GET"])
-        for path in ("/models", "/models/{model}", "/models/{model}/{version}", "/v1/models/{model}"):
+        paths = ("/models", "/models/{model}", "/models/{model}/{version}", "/v1/models/{model}")
+        for path in (*paths, quarantine, f"{quarantine}/{{digest}}"):
             router.add_api_route(path, no_such_method, methods=ANY_METHOD)
         return router
 
@@ -128,6 +133,20 @@ class ModelRoutes:
         """Make a version the default version."""
         await self._controlplane.set_default(model, version)
         return status_answer(wording.default_set(ModelKey(model, version)))
+
+    async def quarantined(self, model: str, version: str) -> Response:
+        """List the requests that a version does not run, because they crash its executors."""
+        return json_answer(description.quarantine_text(self._controlplane.quarantined(model, version)))
+
+    async def lift_quarantine(self, model: str, version: str) -> Response:
+        """Lift the quarantine of all requests of a version."""
+        lifted = self._controlplane.lift_quarantine(model, version)
+        return status_answer(wording.quarantine_lifted(ModelKey(model, version), lifted))
+
+    async def lift_one(self, model: str, version: str, digest: str) -> Response:
+        """Lift the quarantine of one request."""
+        lifted = self._controlplane.lift_quarantine(model, version, digest)
+        return status_answer(wording.quarantine_lifted(ModelKey(model, version), lifted))
 
     async def describe_api(self, request: Request, model: str) -> Response:
         """Return the OpenAPI document of the management operations on a model."""

@@ -96,10 +96,25 @@ _MODEL_OPERATIONS = (
     Operation(_VERSION, "delete", "version_unregisterModel", "Unregister a version", _UNREGISTERED),
     Operation(f"{_VERSION}/set-default", "put", "setDefault", "Make a version the default one", (200, 404)),
 )
+_QUARANTINE_PATH = f"{_VERSION}/quarantine"
+_QUARANTINE = (
+    Operation(
+        _QUARANTINE_PATH, "get", "quarantine", "List the quarantined requests of a version", (200, 404)
+    ),
+    Operation(_QUARANTINE_PATH, "delete", "liftQuarantine", "Lift the quarantine of them all", (200, 404)),
+    Operation(
+        f"{_QUARANTINE_PATH}/{{digest}}",
+        "delete",
+        "liftQuarantineOfRequest",
+        "Lift the quarantine of one request",
+        (200, 404),
+    ),
+)
 MANAGEMENT = (
     Operation("/models", "get", "listModels", "List the models", (200,), _LIST_QUERY),
     Operation("/models", "post", "registerModel", "Register a model", _REGISTERED, _REGISTER),
     *_MODEL_OPERATIONS,
+    *_QUARANTINE,
 )
 
 
@@ -118,7 +133,7 @@ def listener_document(surfaces: Surfaces, server_version: str, more: Sequence[Op
 
 def management_document(model: str) -> Document:
     """Return the document of the management operations on one model."""
-    return _document(f"RESTful Management API for: {model}", "1.0.0", _MODEL_OPERATIONS)
+    return _document(f"RESTful Management API for: {model}", "1.0.0", _MODEL_OPERATIONS + _QUARANTINE)
 
 
 def prediction_document(model: str, signature_text: str | None) -> Document:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from torchere.serving.errors import HandlerFailed, InvalidRequest, QueueFull, ServingError
+from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding, error_body, status_and_type
 from torchere.serving.frontend.services import CorsHeaders
@@ -58,7 +58,7 @@ _kept: dict[Sequence[tuple[str, str]], bytes] = {}
 def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHeaders, bytes]:
     """Return status, headers and body of an error; with its details if `show_detail`."""
     headers = [_JSON]
-    if isinstance(error, QueueFull):
+    if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     body = pretty(error_body(error, show_detail)).encode() + b"\n"
     return status_and_type(error)[0], headers, body

@@ -23,6 +23,7 @@ from torchere.serving.errors import (
     LeftUnread,
     Quarantined,
     QueueFull,
+    Restarting,
     Unavailable,
 )
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
@@ -30,6 +31,7 @@ from torchere.serving.workers.executor import (
     BatchReport,
     ExecutorState,
     ExecutorStatus,
+    Outage,
     Outcome,
 )
 from torchere.serving.workers.run import Run
@@ -56,6 +58,10 @@ class PuppetPool:
         self.cancelled: list[tuple[int, int]] = []
         self.let_go: list[int] = []
         self.state = ExecutorState.READY
+        self.down: Outage | None = None
+
+    def outage(self) -> Outage | None:
+        return self.down
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         return (ExecutorStatus(9000, self.state, datetime.now(timezone.utc), 1),)
@@ -818,6 +824,61 @@ async def test_requests_that_wait_are_answered_when_every_executor_gave_up() -> 
     with pytest.raises(Unavailable):
         waiting.future.result()
     assert await stage.batcher.drain(0.0)
+
+
+def all_restart(stage: Stage, since_s: float, restart_s: float) -> None:
+    stage.pool.executors, stage.pool.state = 0, ExecutorState.RESTARTING
+    stage.pool.down = Outage(since_s, restart_s)
+
+
+@run
+async def test_requests_wait_for_executors_that_restart_until_the_outage_is_too_long() -> None:
+    stage = Stage(BatchSettings())
+    stage.batcher.restart_wait_s = 0.05
+    all_restart(stage, since_s=99.99, restart_s=107.5)
+    first, second = stage.submit("a"), stage.submit("b")
+    assert stage.batcher.queue_length == 2
+    stage.now_s = 100.5
+    for request in (first, second):
+        with pytest.raises(Restarting) as caught:
+            await asyncio.wait_for(request.future, 10.0)
+        assert caught.value.retry_after_s == 7.0
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_a_request_in_an_outage_that_is_too_long_already_is_answered_at_once() -> None:
+    stage = Stage(BatchSettings())
+    all_restart(stage, since_s=89.0, restart_s=95.0)  # the new process loads
+    with pytest.raises(Restarting) as caught:
+        stage.submit("a").future.result()
+    assert caught.value.retry_after_s == 1.0
+
+
+@run
+async def test_requests_run_when_an_executor_is_back_before_the_outage_is_too_long() -> None:
+    stage = Stage(BatchSettings())
+    stage.batcher.restart_wait_s = 0.05
+    all_restart(stage, since_s=100.0, restart_s=100.0)
+    request = stage.submit("a")
+    stage.pool.executors, stage.pool.down, stage.pool.state = 1, None, ExecutorState.READY
+    stage.batcher.pump()
+    assert stage.running == [["a"]]
+    stage.now_s = 200.0
+    stage.batcher.pump()
+    assert not request.future.done()
+    stage.pool.finish()
+    assert (await request.future).body == b"a"
+
+
+@run
+async def test_requests_wait_for_a_first_load_however_long_it_takes() -> None:
+    stage = Stage(BatchSettings(), executors=0)
+    stage.batcher.restart_wait_s = 0.0
+    stage.pool.state = ExecutorState.STARTING
+    request = stage.submit("a")
+    stage.batcher.pump()
+    assert not request.future.done()
 
 
 CRASH = ExecutorDied("killed by signal 11 (SIGSEGV)", crashed=True)

@@ -221,3 +221,55 @@ def test_the_identity_is_the_content_and_not_who_sends_it() -> None:
         asked("1", Parameter("body", b""), Parameter("body", b"x"), headers=first.headers),
     ]
     assert len({digest_of(each) for each in [first, *others]}) == 5
+
+
+KILLED = ExecutorDied("killed by signal 9 (SIGKILL)")
+OUT_OF_MEMORY = ExecutorDied("killed by signal 9 (SIGKILL): out of memory", out_of_memory=True)
+
+
+def test_kills_from_outside_are_no_evidence() -> None:
+    court = Court()
+    for _ in range(3):
+        assert court.run("harmless", outcome=KILLED) == [KILLED]
+    assert court.verdict("harmless") is Verdict.CLEAN
+
+
+def test_a_kill_for_memory_has_the_request_run_alone_and_never_convicts_it() -> None:
+    court = Court()
+    for _ in range(3):
+        assert court.run("large", outcome=OUT_OF_MEMORY) == [OUT_OF_MEMORY]
+        assert court.verdict("large") is Verdict.SUSPECT
+    assert court.run("large") == [CRASH]  # its first crash
+    (second,) = court.run("large")
+    assert isinstance(second, Quarantined)
+
+
+def test_a_conviction_expires() -> None:
+    court = Court()
+    court.quarantine = Quarantine(now=lambda: court.now_s, expiry_s=3600.0)
+    court.run("bad")
+    court.run("bad")
+    court.now_s += 3599.0
+    assert court.verdict("bad") is Verdict.CONVICTED
+    court.now_s += 1.0
+    assert (court.quarantine.convicted, court.quarantine.active) == (0, False)
+    assert court.verdict("bad") is Verdict.CLEAN
+
+
+def test_convictions_are_lifted_one_by_one_or_all_at_once() -> None:
+    court = Court()
+    court.quarantine = Quarantine(now=lambda: court.now_s, expiry_s=3600.0)
+    for name in ("a", "b", "c"):
+        court.run(name)
+        court.run(name)
+    court.run("suspect")
+    convicts = court.quarantine.convicts()
+    assert [convict.size for convict in convicts] == [1, 1, 1]
+    assert len(convicts[0].causes) == 2
+    assert convicts[0].convicted_for_s + (convicts[0].expires_in_s or 0.0) == 3600.0
+    assert court.quarantine.lift("unknown") == 0
+    assert court.quarantine.lift(convicts[0].digest) == 1
+    assert [court.verdict(name) for name in ("a", "b")] == [Verdict.CLEAN, Verdict.CONVICTED]
+    assert court.quarantine.lift() == 2
+    assert court.quarantine.convicted == 0
+    assert court.verdict("suspect") is Verdict.SUSPECT

@@ -24,6 +24,7 @@ from torchere.serving.workers.executor import (
     BatchReport,
     ExecutorState,
     ExecutorStatus,
+    Outage,
     Outcome,
     Unfinished,
 )
@@ -36,11 +37,15 @@ class PuppetPool:
     def __init__(self, *executor_ids: int) -> None:
         self.ids = executor_ids
         self.failed: tuple[int, ...] = ()  # those that gave up
+        self.down: Outage | None = None
         self.inside: dict[int, Run] = {}
         self.cancelled: list[tuple[int, int]] = []  # the executor and the index in its run
 
     def idle_ids(self) -> tuple[int, ...]:
         return tuple(name for name in self.ids if name not in self.inside)
+
+    def outage(self) -> Outage | None:
+        return self.down
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         began = datetime.now(timezone.utc)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Limits, ModelSettings, ServerSettings
 from torchere.serving.errors import ModelNotFound, NotAllowed, ServingError, Unauthorized, VersionNotFound
@@ -141,6 +142,7 @@ class FakeControlPlane:
             settings=ModelSettings(),
             isolation="thread",
             state=VersionState.READY,
+            condition="ready",
             failure="",
             loaded_at_startup=False,
             executors=(
@@ -178,6 +180,14 @@ class FakeControlPlane:
     def describe(self, model: str, version: str | None) -> list[VersionDescription]:
         self._called("describe", model, version)
         return [self.description]
+
+    def quarantined(self, model: str, version: str) -> list[ConvictedRequest]:
+        self._called("quarantined", model, version)
+        return [ConvictedRequest("d1", ("one", "two"), 6, 60.0, None)]
+
+    def lift_quarantine(self, model: str, version: str, digest: str | None = None) -> int:
+        self._called("lift_quarantine", model, version, digest)
+        return 3 if digest is None else 1
 
     async def describe_customized(self, model: str, version: str | None, request: InferRequest) -> Any:
         self._called("describe_customized", model, version, request)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from torchere.serving.batching.quarantine import Quarantine
 from torchere.serving.config.server_settings import ModelSettings, ServerSettings
-from torchere.serving.errors import Conflict, InvalidRequest, LoadFailed
+from torchere.serving.errors import Conflict, InvalidRequest, LoadFailed, NotFound
 from torchere.serving.frontend.control import ControlPlane, Progress, Registration
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.version import Version
@@ -248,3 +249,16 @@ def test_what_another_call_makes_of_a_version_while_a_change_is_written_is_not_i
 
     _, registry = change_being_written(change, fail)
     assert registry.discarded == []
+
+
+def test_the_quarantine_of_a_request_that_is_not_quarantined_is_not_found() -> None:
+    async def main() -> None:
+        registry = LoadingRegistry()
+        registry.version.batcher = SimpleNamespace(quarantine=Quarantine())
+        plane = ControlPlane(registry, None, ServerSettings())  # type: ignore[arg-type]
+        assert plane.quarantined("slow", "1.0") == []
+        assert plane.lift_quarantine("slow", "1.0") == 0
+        with pytest.raises(NotFound):
+            plane.lift_quarantine("slow", "1.0", "unknown")
+
+    asyncio.run(main())

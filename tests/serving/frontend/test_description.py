@@ -82,6 +82,10 @@ def test_the_cause_of_a_failure_is_told(planes):
     assert found["torchere"] == {"state": "ready", "isolation": "thread", "failure": "exit code 7"}
 
 
+def test_a_ready_version_without_an_executor_in_service_tells_what_they_do(planes):
+    assert described(planes, condition="restarting")["torchere"]["state"] == "restarting"
+
+
 def test_a_handler_that_describes_itself_with_an_object_is_quoted(planes):
     text = customized_text(planes.control.description, InferResponse(b'{"a": 1}'))
     assert json.loads(text)[0]["customizedMetadata"] == {"a": 1}

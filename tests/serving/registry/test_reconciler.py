@@ -46,6 +46,9 @@ class PuppetPool:
     def statuses(self) -> tuple[Any, ...]:
         return ()
 
+    def outage(self) -> None:
+        return None
+
     def submit(self, run: Run) -> None:
         self.free -= 1
         self.run = run

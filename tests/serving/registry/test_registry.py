@@ -202,8 +202,10 @@ def test_a_model_of_the_start_from_another_archive_is_missing_no_more(tmp_path: 
             await registry.opened()
             assert registry.missing() == ("n",)
             pack(tmp_path / "store" / "other.mar")
-            await registry.register(Wanted("other.mar", Asked(), name="n"))
+            stands_in = await registry.register(Wanted("other.mar", Asked(), name="n"))
             assert registry.missing() == ()
+            additional = await registry.register(Wanted("other.mar", Asked(), name="additional"))
+            assert (registry.of_the_start(stands_in), registry.of_the_start(additional)) == (True, False)
 
     asyncio.run(main())
 

@@ -192,3 +192,40 @@ def test_a_change_is_written_before_it_is_called_done(tmp_path: Path) -> None:
         await keeper.stopping()
 
     asyncio.run(life())
+
+
+def test_a_snapshot_that_failed_is_tried_again_until_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def write(directory: Path, kind: str, properties: object, content: Any, keep: int) -> None:
+        tries.append(kind)
+        if len(tries) < 4:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torchere.serving.registry.snapshot.write_snapshot", write)
+    monkeypatch.setattr("torchere.serving.registry.snapshot.RETRY_S", (0.0,))
+
+    async def life() -> None:
+        keeper = keeper_of(tmp_path, {})
+        await keeper.started()
+        await until(lambda: len(tries) == 4)
+        await settle(keeper)
+        assert keeper._retry is None
+
+    asyncio.run(life())
+    assert tries == ["startup", "snapshot", "snapshot", "snapshot"]
+
+
+def test_the_end_does_not_wait_for_another_try(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    async def life() -> None:
+        keeper = keeper_of(tmp_path / "file" / "config", {})
+        await keeper.started()
+        await keeper.written()
+        await keeper.stopping()
+        assert keeper._retry is None
+
+    asyncio.run(life())

@@ -16,6 +16,7 @@ from torchere.serving.errors import (
     ModelNotFound,
     Quarantined,
     QueueFull,
+    Restarting,
     Unauthorized,
     Unavailable,
 )
@@ -131,13 +132,14 @@ def test_what_does_not_end_well_is_counted_by_reason_or_stage(metrics, shown):
     meter.failed(Cancelled("gone"), Request(dequeued_s=11.0))
     meter.failed(DeadlineExceeded("late"), Request(dequeued_s=11.0))
     meter.failed(DeadlineExceeded("too late to begin"), None)
+    meter.failed(Restarting(1.0), Request())
     meter.failed(HandlerFailed(), Request(dequeued_s=11.0))
     meter.restarts["signal"] += 1
     metrics.refused(Unauthorized("who"))
     metrics.refused(ModelNotFound.named("made-up"))
     metrics.refused_body()
     text = metrics.exposition()
-    for reason in ("queue_full", "not_ready", "deadline", "quarantined"):
+    for reason in ("queue_full", "not_ready", "deadline", "quarantined", "restarting"):
         assert f'requests_rejected_total{{model="m",version="1.0",reason="{reason}",}} 1.0' in text
     for reason in ("auth", "not_found", "too_large"):
         assert f'requests_rejected_total{{model="",version="",reason="{reason}",}} 1.0' in text

@@ -27,7 +27,26 @@ def test_a_kill_for_memory_is_told_from_any_other() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "crashed"),
-    [(kind, kind.value in ("exit", "signal", "out_of_memory", "protocol")) for kind in LossKind],
+    [(kind, kind.value in ("exit", "protocol")) for kind in LossKind],
 )
 def test_only_a_worker_that_went_down_by_itself_crashed(kind: LossKind, crashed: bool) -> None:
     assert Loss(kind, "").crashed is crashed
+
+
+@pytest.mark.parametrize(
+    ("code", "crashed"),
+    [
+        *[(0, True), (7, True), (-11, True), (-6, True), (-7, True), (-8, True), (-4, True)],
+        *[(-9, False), (-15, False), (-2, False), (-1, False), (-10, False)],
+    ],
+)
+def test_a_fault_of_the_worker_is_evidence_and_a_signal_from_outside_is_none(
+    code: int, crashed: bool
+) -> None:
+    loss = loss_of_exit(code)
+    assert (loss.crashed, loss.came_from_outside) == (crashed, not crashed)
+
+
+def test_a_kill_for_memory_may_be_a_neighbours_fault() -> None:
+    killed = loss_of_exit(-9, killed_for_memory=True)
+    assert (killed.crashed, killed.came_from_outside) == (False, True)

@@ -209,6 +209,57 @@ def test_a_worker_that_served_since_its_last_loss_begins_to_count_anew(
     asyncio.run(main())
 
 
+def test_an_idle_worker_in_good_health_comes_back_however_often_it_is_lost(make_spec: Any) -> None:
+    now_s = [0.0]
+
+    async def main() -> None:
+        async with pool_in_service(make_spec(), now=lambda: now_s[0]) as pool:
+            for _ in range(2):
+                pid = pool.statuses()[0].pid
+                os.kill(pid, signal.SIGSEGV)
+                await until(lambda pid=pid: pool.in_service and pool.statuses()[0].pid != pid)
+                now_s[0] += 3600.0  # far more than `max_retry_timeout_s`, without a single request
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_interrupted_ends_by_the_signal(make_spec: Any) -> None:
+    # It would inherit it from a shell that runs the tests in the background, where SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    async def main() -> None:
+        async with pool_in_service(make_spec()) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGINT)
+            await until(lambda: pool.statuses()[0].losses and pool.in_service)
+            assert pool.statuses()[0].last_failure == "killed by signal 2 (SIGINT)"
+
+    try:
+        asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_outage_lasts_from_the_loss_of_the_last_worker_until_one_is_back(make_spec: Any) -> None:
+    now_s = [100.0]
+
+    async def main() -> None:
+        async with pool_in_service(make_spec(), count=2, now=lambda: now_s[0]) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            await until(lambda: pool.in_service == 1)
+            assert pool.outage() is None
+            await until(lambda: pool.in_service == 2)
+            now_s[0] = 101.0
+            for status in pool.statuses():
+                os.kill(status.pid, signal.SIGKILL)
+            await until(lambda: pool.in_service == 0)
+            outage = pool.outage()
+            assert outage is not None and outage.since_s == 101.0
+            await until(lambda: pool.in_service == 2)
+            assert pool.outage() is None
+
+    asyncio.run(main())
+
+
 def test_nothing_is_sent_ahead_where_all_that_waits_is_counted(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
@@ -553,7 +604,7 @@ def test_a_kill_of_the_kernel_for_memory_is_told_from_others(
             lost.submit(pool, [make_request("kill")])
             outcome = await lost.outcome()
             assert outcome.out_of_memory
-            assert outcome.crashed
+            assert not outcome.crashed  # a neighbour may have taken the memory
             assert "out-of-memory killer" in outcome.detail
             await until_free(pool)
 

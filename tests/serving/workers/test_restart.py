@@ -2,24 +2,60 @@
 
 import pytest
 
-from torchere.serving.workers.loss import BACKOFF_S, restart_delay_s
+from torchere.serving.workers.loss import (
+    BACKOFF_S,
+    HEALTHY_S,
+    Loss,
+    LossKind,
+    LossRow,
+    loss_of_exit,
+    restart_delay_s,
+)
+
+CRASH = loss_of_exit(-11)
 
 
 @pytest.mark.parametrize(
     ("losses", "expected"), list(enumerate((0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144), start=1))
 )
 def test_the_first_restart_is_immediate_and_the_next_ones_back_off(losses: int, expected: int) -> None:
-    assert restart_delay_s(losses, first_loss_s=0.0, now_s=1.0, max_retry_timeout_s=300.0) == expected
+    assert restart_delay_s(losses, down_s=1.0, max_retry_timeout_s=300.0) == expected
 
 
 def test_the_back_off_stops_growing() -> None:
-    assert restart_delay_s(1000, 0.0, 1.0, 300.0) == BACKOFF_S[-1]
+    assert restart_delay_s(1000, 1.0, 300.0) == BACKOFF_S[-1]
 
 
 def test_it_gives_up_when_the_recovery_window_is_over() -> None:
-    assert restart_delay_s(9, 100.0, 400.0, 300.0) == BACKOFF_S[8]
-    assert restart_delay_s(9, 100.0, 400.1, 300.0) is None
+    assert restart_delay_s(9, 300.0, 300.0) == BACKOFF_S[8]
+    assert restart_delay_s(9, 300.1, 300.0) is None
 
 
 def test_a_window_of_zero_means_never_again() -> None:
-    assert restart_delay_s(1, 5.0, 5.1, 0.0) is None
+    assert restart_delay_s(1, 0.1, 0.0) is None
+
+
+def test_time_in_good_health_ends_a_row_of_losses() -> None:
+    row = LossRow(max_retry_timeout_s=5.0)
+    for loss_s in (0.0, 3600.0, 7200.0):
+        row.add(CRASH, HEALTHY_S, loss_s)
+        assert (row.losses, row.restart_delay_s(loss_s)) == (1, 0.0)
+
+
+def test_a_short_time_in_service_is_no_part_of_the_recovery_window() -> None:
+    row = LossRow(max_retry_timeout_s=5.0)
+    row.add(CRASH, 0.0, 0.0)
+    row.add(CRASH, 8.0, 8.5)  # longer in service than the window
+    assert (row.losses, row.restart_delay_s(8.5)) == (2, 1.0)
+    row.add(CRASH, 0.0, 13.1)
+    assert row.restart_delay_s(13.1) is None
+
+
+@pytest.mark.parametrize("loss", [loss_of_exit(-9), loss_of_exit(-15), loss_of_exit(-9, True)])
+def test_a_worker_that_is_killed_from_outside_is_always_restarted(loss: Loss) -> None:
+    row = LossRow(max_retry_timeout_s=5.0)
+    for loss_s in (0.0, 100.0, 200.0):
+        row.add(loss, 0.0, loss_s)
+    assert row.restart_delay_s(200.0) == 1.0
+    row.add(Loss(LossKind.LOAD, "broken"), 0.0, 300.0)
+    assert row.restart_delay_s(300.0) is None

@@ -7,7 +7,7 @@ import pytest
 from google.protobuf import empty_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from torchere.serving.errors import HandlerFailed, QueueFull
+from torchere.serving.errors import HandlerFailed, QueueFull, Restarting
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
 
 
@@ -58,6 +58,13 @@ def test_a_full_queue_says_when_to_try_again(rich_failure):
     assert code is grpc.StatusCode.INTERNAL  # as in TorchServe
     assert unpacked(status, error_details_pb2.ErrorInfo).reason == "QUEUE_FULL"
     assert unpacked(status, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1300
+
+
+def test_an_outage_is_unavailable_and_says_when_to_try_again(rich_failure):
+    code, text, status = rich_failure(Restarting(retry_after_s=2.5))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert text.splitlines()[1] == "org.pytorch.serve.http.ServiceUnavailableException"
+    assert unpacked(status, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 2500
 
 
 def test_a_bug_tells_no_more_than_its_text(rich_failure, planes, monkeypatch):

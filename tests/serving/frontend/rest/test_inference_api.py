@@ -4,7 +4,7 @@ import uuid
 
 import pytest
 
-from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
+from torchere.serving.errors import HandlerFailed, QueueFull, Restarting, Unavailable
 from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
@@ -181,6 +181,13 @@ def test_what_became_of_a_prediction_is_told(ask, planes, error, status, type_na
 def test_a_full_queue_says_when_to_try_again(ask, planes):
     planes.data.behave = answering(QueueFull("full", retry_after_s=0.2))
     assert ask("inference", "POST", "/predictions/echo").headers["retry-after"] == "1"
+
+
+def test_an_outage_is_a_503_that_says_when_to_try_again(ask, planes):
+    planes.data.behave = answering(Restarting(retry_after_s=2.5))
+    answer = ask("inference", "POST", "/predictions/echo")
+    assert (answer.status, answer.headers["retry-after"]) == (503, "3")
+    assert answer.json["type"] == "ServiceUnavailableException"
 
 
 def test_details_are_not_for_inference_clients(ask, planes):

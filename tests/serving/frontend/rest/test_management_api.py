@@ -220,6 +220,40 @@ def test_the_default_version_is_set(ask, planes):
     assert answer.json == {"status": 'Default version successfully updated for model "echo" to "1.0"'}
 
 
+def test_the_quarantined_requests_of_a_version_are_listed(ask, planes):
+    answer = ask("management", "GET", "/models/echo/1.0/quarantine")
+    assert planes.control.calls == [("quarantined", "echo", "1.0")]
+    convict = {"digest": "d1", "bytes": 6, "causes": ["one", "two"], "quarantinedForSec": 60}
+    assert answer.json == {"quarantinedRequests": [convict]}
+
+
+@pytest.mark.parametrize(("digest", "lifted"), [(None, 3), ("d1", 1)])
+def test_the_quarantine_is_lifted_for_one_request_or_for_all(ask, planes, digest, lifted):
+    answer = ask("management", "DELETE", f"/models/echo/1.0/quarantine{'' if digest is None else '/d1'}")
+    assert planes.control.calls == [("lift_quarantine", "echo", "1.0", digest)]
+    text = f'Quarantine of model "echo" version "1.0" lifted for requests: {lifted}'
+    assert answer.json == {"status": text}
+
+
+def test_a_version_may_be_called_quarantine(ask, planes):
+    ask("management", "DELETE", "/models/echo/quarantine")
+    ask("management", "GET", "/models/echo/quarantine/quarantine")
+    assert planes.control.calls == [
+        ("unregister", "echo", "quarantine"),
+        ("quarantined", "echo", "quarantine"),
+    ]
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+@pytest.mark.parametrize("end", ["", "/d1"])
+def test_the_quarantine_needs_the_management_key(ask, planes, method, end):
+    target = f"/models/echo/1.0/quarantine{end}"
+    for authorization in ({}, {"authorization": "Bearer inference"}):
+        answer = ask("management", method, target, keys=planes.keys, **authorization)
+        assert (answer.status, answer.json["type"]) == (400, "InvalidKeyException")
+    assert planes.control.calls == []
+
+
 @pytest.mark.parametrize(
     ("method", "target"),
     [
@@ -228,6 +262,8 @@ def test_the_default_version_is_set(ask, planes):
             ("DELETE", "/models"),
             ("POST", "/models/echo"),
             ("PATCH", "/models/echo/1.0"),
+            ("PUT", "/models/echo/1.0/quarantine"),
+            ("GET", "/models/echo/1.0/quarantine/d1"),
         ],
         *[("POST", "/v1/models/echo"), ("PATCH", "/workflows"), ("PUT", "/workflows/w"), ("GET", "/")],
         *[("GET", "/models/echo/1.0/set-default"), ("DELETE", "/models/echo/1.0/set-default")],

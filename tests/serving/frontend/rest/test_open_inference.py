@@ -129,11 +129,17 @@ def test_the_index_lists_every_version(ask_v2, planes):
     entry = {"name": "echo", "version": "1.0", "state": "READY"}
     assert ask_v2("/v2/repository/index", method="POST").json == [entry]
     planes.control.description = replace(
-        planes.control.description, state=VersionState.FAILED, failure="no such file"
+        planes.control.description, state=VersionState.FAILED, condition="failed", failure="no such file"
     )
     told = ask_v2("/v2/repository/index", b"{}", method="POST").json
     assert told == [{**entry, "state": "UNAVAILABLE", "reason": "no such file"}]
     assert ask_v2("/v2/repository/index", b'{"ready": true}', method="POST").json == []
+
+
+def test_a_version_without_an_executor_in_service_is_unavailable_in_the_index(ask_v2, planes):
+    planes.control.description = replace(planes.control.description, condition="restarting")
+    (entry,) = ask_v2("/v2/repository/index", method="POST").json
+    assert (entry["state"], entry["reason"]) == ("UNAVAILABLE", "restarting")
 
 
 def test_load_registers_an_archive_of_the_store(ask_v2, planes):

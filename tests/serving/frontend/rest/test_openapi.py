@@ -42,6 +42,7 @@ def test_the_management_document_has_the_known_operations():
             "setAutoScale",
             "unregisterModel",
         ),
+        *("quarantine", "liftQuarantine", "liftQuarantineOfRequest"),
         *("version_describeModel", "version_setAutoScale", "version_unregisterModel", "setDefault"),
         *("api-description", "metrics"),
     }
