@@ -158,12 +158,16 @@ class Lease:
         self._budget.end_lease(size)
 
 
+MIN_PAUSE_S = 0.001  # after shorter functions the event loop needs no pause
+
+
 class Turns:
     """Runs functions in a thread one at a time, in the order of `ask`.
 
     Decoding a body of JSON takes up to 24 times its bytes (`[],` becomes a list of 56 bytes and a pointer),
     and a fifth of a second with the GIL held for the default `max_request_size`. Threads of several such
-    bodies would only take the GIL from each other and from the event loop.
+    bodies would only take the GIL from each other and from the event loop. After a long one the next waits
+    for a tenth of its time, in which the event loop answers the requests that waited for the GIL.
     """
 
     __slots__ = ("_is_running", "_waiting")
@@ -187,11 +191,17 @@ class Turns:
             work, turn.work = turn.work, None
             if work is not None:
                 self._is_running = True
-                running = asyncio.get_running_loop().run_in_executor(None, work)
-                running.add_done_callback(partial(self._end, turn))
+                loop = asyncio.get_running_loop()
+                running = loop.run_in_executor(None, work)
+                running.add_done_callback(partial(self._end, turn, loop.time()))
 
-    def _end(self, turn: Turn, running: asyncio.Future[Any]) -> None:
-        self._run_next()
+    def _end(self, turn: Turn, began_s: float, running: asyncio.Future[Any]) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = (loop.time() - began_s) / 10
+        if pause_s < MIN_PAUSE_S:
+            self._run_next()
+        else:
+            loop.call_later(pause_s, self._run_next)
         then, turn.then = turn.then, None
         if then is not None and not running.cancelled():
             then(running)
