@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +121,7 @@ class TensorHandler(BaseHandler):
         return None
 
     def _refusal(self, row: dict[str, object]) -> Exception | None:
-        (group,) = self._groups([example_of(row, self.layout, "")])
+        (group,) = self._groups([example_of(row, self.layout, lambda _: "")])
 
         def run() -> None:
             with torch.inference_mode():
@@ -138,7 +139,7 @@ class TensorHandler(BaseHandler):
         examples: list[Example | TensorError] = []
         for index, row in enumerate(data):
             try:
-                examples.append(example_of(row, self.layout, self._content_type(index)))
+                examples.append(example_of(row, self.layout, partial(self._content_type, index)))
             except TensorError as err:
                 examples.append(err)
         group = self._all_at_once(examples)
@@ -233,8 +234,9 @@ class TensorHandler(BaseHandler):
         self.context.set_response_content_type(place, NPY_TYPE)
         return write_npy((result[0] if example.single else result).numpy())
 
-    def _content_type(self, index: int) -> str:
-        described = self.context.get_request_header(index, "body")
+    def _content_type(self, index: int, name: str) -> str:
+        """Return the content type of one value of a request; "" if the client named none."""
+        described = self.context.get_request_header(index, name)
         return str(described.get("content-type", "")) if isinstance(described, dict) else ""
 
     def _form(self, index: int) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from torchere.handlers.tensors.npy import is_npy, read_npy
 _ROWS = ("inputs", "instances")
 _OCTETS = "application/octet-stream"
 _JSON_BEGINS = (b"[", b"{", b" ", b"\t", b"\r", b"\n")
+_PRINTABLE = bytes(range(32, 127)) + b"\t\r\n"
 _MAX_DEPTH = 64  # of lists in lists: torch has no more dimensions
 
 
@@ -69,25 +70,31 @@ def layout_of(signature: Signature) -> Layout:
     return Layout(signature.inputs, signature.batched, names, ranks, single)
 
 
-def example_of(row: Mapping[str, Any], layout: Layout, content_type: str) -> Example:
+def example_of(row: Mapping[str, Any], layout: Layout, type_of: Callable[[str], str]) -> Example:
     """Return the example in one row.
 
     Args:
         row: the row as the executor decoded it.
         layout: the layout of the model's inputs.
-        content_type: the content type of the row's `body`, if it has one.
+        type_of: returns the content type of the value of that name; "" if the client named none.
 
     Raises:
         TensorError: the row holds no example for this model; the text names the field.
     """
     if layout.names[0] in row and all(name in row for name in layout.names):
-        return _example([_value(row[spec.name], spec, "") for spec in layout.specs], layout)
-    body = row.get("data")
-    if body is None:
-        body = row.get("body")
+        values = [_value(row[spec.name], spec, _said(spec.name, type_of)) for spec in layout.specs]
+        return _example(values, layout)
+    name = "data" if row.get("data") is not None else "body"
+    body = row.get(name)
     if body is None:
         raise TensorError("the request", fields_of(row), f"{_names(layout)}, or a body")
-    return _of_body(_value(body, layout.specs[0], content_type), layout)
+    return _of_body(_value(body, layout.specs[0], _said(name, type_of)), layout)
+
+
+def _said(name: str, type_of: Callable[[str], str]) -> str:
+    """Return the content type of a value, except the one that clients give to any file in a form."""
+    said = type_of(name)
+    return "" if said == _OCTETS and name != "body" else said
 
 
 def tensors_of(example: Example, layout: Layout) -> list[Any]:
@@ -167,21 +174,37 @@ def _value(value: Any, spec: TensorSpec, content_type: str) -> Any:
         raise TensorError(spec.name, "an empty body", "JSON, a .npy file or raw bytes")
     if is_npy(value):
         return read_npy(value, spec.name)
+    if _is_json(content_type):
+        return _parsed(bytes(value), spec.name, f"JSON, or raw bytes with the content type {_OCTETS}")
     if content_type == _OCTETS or value[:1] not in _JSON_BEGINS:
         return _of_raw(value, spec)
+    return _of_json_or_raw(value, spec)
+
+
+def _of_json_or_raw(value: bytes | bytearray, spec: TensorSpec) -> Any:
+    """Parse bytes that begin like JSON; return them as a tensor if they can't be JSON."""
     try:
         return _parsed(bytes(value), spec.name)
     except TensorError:
-        with contextlib.suppress(TensorError):  # the first raw byte may equal a bracket
+        # The first raw byte may equal a bracket; but numbers of several bytes are not all printable.
+        if DATATYPES[spec.datatype].item_bytes > 1 and not bytes(value).translate(None, _PRINTABLE):
+            raise
+        with contextlib.suppress(TensorError):
             return _of_raw(value, spec)
         raise
 
 
-def _parsed(text: bytes, field: str) -> Any:
+def _is_json(content_type: str) -> bool:
+    """Tell whether a content type, without parameters, is that of JSON."""
+    lowered = content_type.lower()
+    return lowered == "application/json" or lowered.endswith("+json")
+
+
+def _parsed(text: bytes, field: str, expected: str = "JSON, a .npy file or raw bytes") -> Any:
     try:
         return msgspec.json.decode(text)
     except NO_JSON as err:
-        raise TensorError(field, f"text that is no JSON ({err})", "JSON, a .npy file or raw bytes") from err
+        raise TensorError(field, f"text that is no JSON ({err})", expected) from err
 
 
 def _of_raw(value: bytes | bytearray, spec: TensorSpec) -> Any:

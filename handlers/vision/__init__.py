@@ -20,6 +20,7 @@ from torchere.handlers.rows import fields_of, value_of
 from torchere.handlers.tensors import shown
 from torchere.handlers.vision.decode import (
     DEFAULT_MAX_BYTES,
+    DEFAULT_MAX_DECODED_BYTES,
     DEFAULT_MAX_PIXELS,
     ImageLimits,
     decode_image,
@@ -33,7 +34,7 @@ class VisionHandler(BaseHandler):
 
     A subclass sets `image_processing`, any callable from a PIL image to a float tensor; the tensors of a
     batch must have one size. `handler.image` in model-config.yaml changes the default transform (`resize`,
-    `crop`, `mean`, `std`) and the limits (`max_pixels`, `max_bytes`).
+    `crop`, `mean`, `std`) and the limits (`max_pixels`, `max_bytes`, `max_decoded_bytes`).
     """
 
     image_processing: Callable[[Image.Image], Any] = ImageTransform()
@@ -50,7 +51,11 @@ class VisionHandler(BaseHandler):
         limited = bool(context.system_properties.get("limit_max_image_pixels", True))
         if not limited:
             Image.MAX_IMAGE_PIXELS = None  # process-wide; `image_limits` guards the other models
-        most = {"max_pixels": DEFAULT_MAX_PIXELS if limited else None, "max_bytes": DEFAULT_MAX_BYTES}
+        most = {
+            "max_pixels": DEFAULT_MAX_PIXELS if limited else None,
+            "max_bytes": DEFAULT_MAX_BYTES,
+            "max_decoded_bytes": DEFAULT_MAX_DECODED_BYTES if limited else None,
+        }
         self.image_limits = ImageLimits(**{key: _limit(key, config.get(key, most[key])) for key in most})
         if isinstance(self.image_processing, ImageTransform):
             self.image_processing = self.image_processing.replaced_by(config)

@@ -1,6 +1,7 @@
 """Decode images: from the bytes of a request to a PIL image.
 
-Decoding is bounded: the size that the header claims is checked before a pixel is read. Data that is not an
+Decoding is bounded: the size that the header claims, and the memory that its pixels take while they are
+decoded, are checked before a pixel is read. Data that is not an
 image is answered with 400 and a text that names the data found, the data expected, and how to send it.
 """
 
@@ -11,7 +12,10 @@ import binascii
 import functools
 import io
 import struct
+import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +29,17 @@ from torchere.handlers.rows import sole_element
 # Pillow's own limit for decompression bombs: twice its warning level of 2**30 / 4 / 3.
 DEFAULT_MAX_PIXELS = 178_956_970
 DEFAULT_MAX_BYTES = 256 * 2**20
+DEFAULT_MAX_DECODED_BYTES = 512 * 2**20  # a JPEG of 53 megapixels
 
-# Pillow passes EPS to Ghostscript, which runs programs: not for input from a network.
-_REFUSED_FORMATS = frozenset({"EPS"})
+# Pillow passes EPS to Ghostscript, which runs programs: not for input from a network. IPTC can hold an EPS.
+_REFUSED_FORMATS = frozenset({"EPS", "IPTC"})
+_PIXEL_BYTES = 4  # of an RGB image in Pillow; images of fewer bands become one
+# Bytes for each pixel and band that a decoder holds beside the image: JPEG the coefficients of several scans,
+# WebP two canvases and a frame. Measured at 12 megapixels with Pillow 13.
+_WORK_BYTES = {"JPEG": 2, "MPO": 2, "TIFF": 2, "QOI": 1, "AVIF": 2, "WEBP": 4, "JPEG2000": 5}
+# Formats of files inside files, with sizes of their own. The largest pixels are those of JPEG 2000.
+_CONTAINERS = frozenset({"ICNS", "ICO", "BLP"})
+_MAX_PIXEL_BYTES = 24
 
 # Exceptions that Pillow's decoders raise on broken files, beside their own errors.
 _BROKEN = (
@@ -51,6 +63,7 @@ class ImageLimits:
 
     max_pixels: int | None = DEFAULT_MAX_PIXELS
     max_bytes: int | None = DEFAULT_MAX_BYTES
+    max_decoded_bytes: int | None = DEFAULT_MAX_DECODED_BYTES
 
 
 def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = None) -> Image.Image:
@@ -73,7 +86,8 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
         )
     image = _open(raw, limits)
     try:
-        image.load()
+        with _bounded_parts(image, limits):
+            image.load()
     except Image.DecompressionBombError as err:  # icons hold images with a size of their own
         raise _too_large(str(err)) from err
     except _BROKEN as err:
@@ -93,7 +107,53 @@ def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
     except _BROKEN as err:
         raise PredictionException(_not_an_image(raw), 400) from err
     check_pixels(image.width, image.height, limits)
+    decoded_bytes = _decoded_bytes(image)
+    if limits.max_decoded_bytes is not None and decoded_bytes > limits.max_decoded_bytes:
+        raise PredictionException(
+            f"The image is too large: decoding {image.width} x {image.height} pixels of {image.format} "
+            f"({image.mode}) takes {decoded_bytes} bytes, limit {limits.max_decoded_bytes}; send a "
+            "smaller one, or raise handler.image.max_decoded_bytes in model-config.yaml",
+            400,
+        )
     return image
+
+
+def _decoded_bytes(image: Image.Image) -> int:
+    """Estimate the memory that decoding takes at its peak, from the header."""
+    work_bytes = _WORK_BYTES.get(image.format or "", 0) * len(image.getbands())
+    return image.width * image.height * (_PIXEL_BYTES + work_bytes)
+
+
+class _Bound(threading.local):
+    """The most pixels of a picture that Pillow opens inside another one, in this thread; None: no bound."""
+
+    pixels: float | None = None
+
+
+_bound = _Bound()
+_pillows_check = Image._decompression_bomb_check
+
+
+def _check_bomb(size: tuple[int, int], **how: Any) -> None:
+    """Stands before Pillow's own check, whose limit is the process's and not settable for a thread."""
+    if _bound.pixels is not None and size[0] * size[1] > _bound.pixels:
+        raise Image.DecompressionBombError(
+            f"it holds one of {size[0] * size[1]} pixels, limit {_bound.pixels:.0f}"
+        )
+    _pillows_check(size, **how)
+
+
+Image._decompression_bomb_check = _check_bomb
+
+
+@contextmanager
+def _bounded_parts(image: Image.Image, limits: ImageLimits) -> Iterator[None]:
+    if limits.max_decoded_bytes is not None and image.format in _CONTAINERS:
+        _bound.pixels = limits.max_decoded_bytes / _MAX_PIXEL_BYTES
+    try:
+        yield
+    finally:
+        _bound.pixels = None
 
 
 def check_pixels(width: int, height: int, limits: ImageLimits) -> None:

@@ -10,6 +10,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from torchere.handlers.errors import PredictionException
+
+# A line of pixels, resized by its shorter side, would be as long as memory. These take 512 MiB.
+MAX_RESIZED_PIXELS = 2**27
+MAX_RATIO = 4  # of the sides of an image that may be resized to more
+
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
     """Return an image as a float tensor [channels, height, width]; 8-bit values become 0.0 ... 1.0."""
@@ -56,10 +62,20 @@ class ImageTransform:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Return the tensor of an image of any mode and size."""
+        """Return the tensor of an image of any mode.
+
+        Raises:
+            PredictionException: 400, a long image would have too many pixels, resized by its shorter side.
+        """
         image = image.convert("RGB") if image.mode != "RGB" else image
         if self.resize is not None:
             size = resized_size(image.width, image.height, self.resize)
+            if size[0] * size[1] > max(MAX_RESIZED_PIXELS, MAX_RATIO * self.resize**2):
+                raise PredictionException(
+                    f"The image of {image.width} x {image.height} pixels is too narrow: resized it has "
+                    f"{size[0]} x {size[1]}; send the part that matters",
+                    400,
+                )
             image = image.resize(size, Image.Resampling.BILINEAR) if image.size != size else image
         if self.crop is not None:
             image = image.crop(crop_box(image.width, image.height, self.crop))

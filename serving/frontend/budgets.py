@@ -1,4 +1,4 @@
-"""Memory budgets for buffered request bytes: per connection, in all, and for key-free requests.
+"""Budgets of what clients make the server hold and do: buffered bytes of requests, and long decodes.
 
 Frontends reserve bytes before they buffer a body or an unfinished message, and before they start to inflate
 one. Requests that need no key (the health service, paths without a key) have a small budget of their own, so
@@ -9,7 +9,11 @@ Used on the event loop only.
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 DEFAULT_BYTES = 2**31  # of all connections; a server derives it from its memory
 CONNECTION_SHARE = 4  # one connection gets at most 1/CONNECTION_SHARE of the limit
@@ -41,10 +45,11 @@ class Budgets:
         held_bytes: of all connections now.
         key_free_bytes: those of them that needed no key.
         refused: how often each budget refused bytes.
+        decodes: turns of long decodes.
     """
 
     __slots__ = (
-        *("connection_limit_bytes", "held_bytes", "key_free_bytes", "key_free_limit_bytes"),
+        *("connection_limit_bytes", "decodes", "held_bytes", "key_free_bytes", "key_free_limit_bytes"),
         *("limit_bytes", "refused"),
     )
 
@@ -56,6 +61,7 @@ class Budgets:
         self.held_bytes = 0
         self.key_free_bytes = 0
         self.refused: Counter[str] = Counter({ALL: 0, CONNECTION: 0, KEY_FREE: 0})
+        self.decodes = Turns()
 
     def over(self, held_bytes: int, size: int, *, key_free: bool) -> BudgetExceeded:
         """Count a refusal and return the error that names the exceeded budget."""
@@ -150,3 +156,66 @@ class Lease:
         """Give the bytes back. Further calls have no effect."""
         size, self.held_bytes = self.held_bytes, 0
         self._budget.end_lease(size)
+
+
+MIN_PAUSE_S = 0.001  # after shorter functions the event loop needs no pause
+
+
+class Turns:
+    """Runs functions in a thread one at a time, in the order of `ask`.
+
+    Decoding a body of JSON takes up to 24 times its bytes (`[],` becomes a list of 56 bytes and a pointer),
+    and a fifth of a second with the GIL held for the default `max_request_size`. Threads of several such
+    bodies would only take the GIL from each other and from the event loop. After a long one the next waits
+    for a tenth of its time, in which the event loop answers the requests that waited for the GIL.
+    """
+
+    __slots__ = ("_is_running", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: deque[Turn] = deque()
+        self._is_running = False
+
+    def ask(self, work: Callable[[], Any], then: Callable[[asyncio.Future[Any]], None]) -> Turn:
+        """Run `work` in a thread after those asked before it, then `then` with its future on the loop."""
+        turn = Turn(work, then)
+        self._waiting.append(turn)
+        if not self._is_running:
+            self._run_next()
+        return turn
+
+    def _run_next(self) -> None:
+        self._is_running = False
+        while self._waiting and not self._is_running:
+            turn = self._waiting.popleft()
+            work, turn.work = turn.work, None
+            if work is not None:
+                self._is_running = True
+                loop = asyncio.get_running_loop()
+                running = loop.run_in_executor(None, work)
+                running.add_done_callback(partial(self._end, turn, loop.time()))
+
+    def _end(self, turn: Turn, began_s: float, running: asyncio.Future[Any]) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = (loop.time() - began_s) / 10
+        if pause_s < MIN_PAUSE_S:
+            self._run_next()
+        else:
+            loop.call_later(pause_s, self._run_next)
+        then, turn.then = turn.then, None
+        if then is not None and not running.cancelled():
+            then(running)
+
+
+class Turn:
+    """A place in `Turns`."""
+
+    __slots__ = ("then", "work")
+
+    def __init__(self, work: Callable[[], Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
+        self.work: Callable[[], Any] | None = work  # None: it runs, or is withdrawn
+        self.then: Callable[[asyncio.Future[Any]], None] | None = then
+
+    def withdraw(self) -> None:
+        """Drop the function and its arguments, unless it runs already; `then` is not called."""
+        self.work = self.then = None

@@ -170,6 +170,45 @@ def test_raw_bytes_are_as_many_rows_as_they_are_long(make_handler: Callable[...,
     assert "found 23 bytes, expected 12 bytes" in asked.refused(raw[:-1], **OCTETS)
 
 
+BROKEN = b'{"x": [1, 2,3,4}'.ljust(24)  # as long as two rows of three FP32
+
+
+@pytest.mark.parametrize(
+    "said", ["application/json", "Application/JSON", "application/problem+json", "", "image/x"]
+)
+def test_broken_json_is_not_read_as_numbers(make_handler: Callable[..., Asked], said: str) -> None:
+    asked = make_handler(Doubled(), ONE)
+    assert "input: found text that is no JSON" in asked.refused(
+        bytearray(BROKEN), body={"content-type": said}
+    )
+
+
+@pytest.mark.parametrize("body", [b"x" + BROKEN[1:], b"[" + b"\x80" * 11])
+def test_bytes_that_their_type_says_are_json_are_not_read_as_numbers(
+    make_handler: Callable[..., Asked], body: bytes
+) -> None:
+    asked = make_handler(Doubled(), ONE)
+    message = asked.refused(bytearray(body), body={"content-type": "application/json"})
+    assert "expected JSON, or raw bytes with the content type application/octet-stream" in message
+
+
+def test_raw_bytes_without_a_type_may_begin_like_json(make_handler: Callable[..., Asked]) -> None:
+    raw = b"[\x00\x80?" * 3
+    wanted = (2 * np.frombuffer(raw, np.float32)).tolist()
+    assert make_handler(Doubled(), ONE).body(bytearray(raw)) == [wanted]
+    assert make_handler(Doubled(), ONE).body(bytearray(BROKEN), **OCTETS) != []
+
+
+def test_a_broken_json_file_in_a_form_is_not_read_as_numbers(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(Doubled(), ONE)
+    for name in ("input", "data"):
+        for said in ("application/json", "application/octet-stream"):
+            (answer,) = asked.rows({name: bytearray(BROKEN)}, **{name: {"content-type": said}})
+            assert "found text that is no JSON" in answer["message"]
+            answer = asked.rows({name: bytearray(b"[1, 2, 3]")}, **{name: {"content-type": said}})
+            assert answer == [[2, 4, 6]]
+
+
 def test_inputs_may_come_by_name(make_handler: Callable[..., Asked]) -> None:
     asked = make_handler(SumAndDifference(), TWO)
     wanted = {"sum": [4, 6], "difference": [-2, -2]}

@@ -14,7 +14,7 @@ from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError, s
 from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.json_request import decoded, parameter_values
-from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest
+from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest, check_names
 
 Members = dict[str, Any]
 _Plain = bool | int | float | str | None
@@ -41,12 +41,13 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
     if isinstance(request_id, dict | list):
         raise InvalidRequest(f"id: found {shown(request_id)}, expected a text")
     specs = {spec.name: spec for spec in signature.inputs} if signature else {}
+    names = [name for name in said if name not in _RESERVED]
+    check_names("inputs", names)  # before each becomes a tensor
     inputs = []
-    for name, value in said.items():
-        if name not in _RESERVED:
-            spec = specs.get(name)
-            datatype = DATATYPES[spec.datatype] if spec else _datatype(name, value)
-            inputs.append(_input(name, value, datatype, len(spec.shape) if spec else 1))
+    for name in names:
+        value, spec = said[name], specs.get(name)
+        datatype = DATATYPES[spec.datatype] if spec else _datatype(name, value)
+        inputs.append(_input(name, value, datatype, len(spec.shape) if spec else 1))
     request_id = "" if request_id is None else str(request_id)
     return TensorRequest(tuple(inputs), request_id, parameter_values(parameters or {}))
 

@@ -16,6 +16,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
     ParameterValue,
     TensorRequest,
+    check_names,
     input_tensor,
     refuse_shared_memory,
 )
@@ -68,6 +69,8 @@ def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorReq
             f"expected at most the {len(body)} bytes of the body"
         )
     head = _decode(body if json_bytes is None else memoryview(body)[:json_bytes])
+    check_names("inputs", [item.name for item in head.inputs])  # before each becomes a tensor
+    check_names("outputs", [item.name for item in head.outputs or ()])
     start = len(body) if json_bytes is None else json_bytes
     inputs = []
     for index, item in enumerate(head.inputs):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from urllib.parse import unquote_to_bytes
 
+import numpy as np
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.types import Scope
@@ -18,6 +19,8 @@ from torchere.serving.types import Parameter
 MAX_PARTS = 1000
 MAX_PART_HEADERS = 16
 MAX_PART_HEADER_BYTES = 4096
+# The parser of options takes a microsecond for each semicolon, in quotes or not. Names of files have few.
+MAX_SEMICOLONS = 64
 _QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)')  # matches unclosed quotes too, else it is quadratic
 _EXTENDED_NAME = re.compile(rb";[ \t]*name\*=utf-8'[^';]*'([^; \t]*)", re.IGNORECASE)
 
@@ -35,7 +38,7 @@ def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
             many parts. Lines that merely begin like the boundary count as parts, because they cost the parser
             as much.
     """
-    boundary = parse_options_header(content_type.encode("latin-1", "replace"))[1].get(b"boundary")
+    boundary = _options(content_type.encode("latin-1", "replace")).get(b"boundary")
     if not boundary:
         raise InvalidRequest("multipart/form-data needs a boundary in its content type.")
     line = b"--" + boundary
@@ -100,7 +103,7 @@ class _Collector:
 
     def _end_part(self) -> None:
         disposition = self._headers.get(b"content-disposition", b"")
-        options = parse_options_header(disposition)[1]
+        options = _options(disposition)
         name = options[b"name"] if b"name" in options else _extended_name(disposition)
         content_type = ""
         if b"filename" in options or b"filename*=" in disposition:  # some clients send only `filename*`
@@ -110,6 +113,20 @@ class _Collector:
 
     def _end(self) -> None:
         self.complete = True
+
+
+def _options(header: bytes) -> dict[bytes, bytes]:
+    """Return the parameters of a header.
+
+    Raises:
+        InvalidRequest: there are too many.
+    """
+    if header.count(b";") > MAX_SEMICOLONS:
+        raise InvalidRequest(
+            f"A header of the multipart body has more than {MAX_SEMICOLONS} semicolons; expected a name, "
+            "and a filename of a file."
+        )
+    return parse_options_header(header)[1]
 
 
 def _extended_name(disposition: bytes) -> bytes:
@@ -130,7 +147,10 @@ def _extended_name(disposition: bytes) -> bytes:
 
 
 MAX_FIELDS = 1000  # of a form or a query string
-INLINE_FORM_BYTES = 16_384  # a longer form of nothing but escapes blocks the loop for milliseconds
+# Longer forms are decoded in a thread: fields of escapes, and parts with many headers, take longest.
+INLINE_FORM_BYTES = 16_384
+INLINE_MULTIPART_BYTES = 65_536
+SHORT_TEXT_BYTES = 512  # up to it, `unquote_to_bytes` is faster than numpy
 MAX_TIMEOUT_MS = 86_400_000  # one day; a longer timeout is taken for a mistake in the unit
 SPELLED_HEADERS = "torchere.spelled_headers"  # key in an ASGI scope: headers in the client's spelling
 
@@ -141,7 +161,9 @@ _JSON = "application/json"
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 
 
-def body_parameters(content_type: str, body: bytes, *, speaks_json: bool = False) -> tuple[Parameter, ...]:
+def body_parameters(
+    content_type: str, body: bytes | memoryview, *, speaks_json: bool = False
+) -> tuple[Parameter, ...]:
     """Convert a body to the parameters of a handler.
 
     A form becomes one parameter for each field. Any other body, even an empty one, becomes one parameter
@@ -157,6 +179,7 @@ def body_parameters(content_type: str, body: bytes, *, speaks_json: bool = False
         InvalidRequest: the form is malformed or has too many fields.
     """
     mime, lowered = _media_type(content_type)
+    body = bytes(body)
     if lowered == _MULTIPART:
         return tuple(multipart_parameters(content_type, body))
     if lowered == _FORM:
@@ -168,7 +191,10 @@ def body_parameters(content_type: str, body: bytes, *, speaks_json: bool = False
 
 def takes_long(content_type: str, length: int) -> bool:
     """Tell whether `body_parameters` for `length` bytes takes so long that it should run in a thread."""
-    return length > INLINE_FORM_BYTES and _media_type(content_type)[1] == _FORM
+    if length <= INLINE_FORM_BYTES:
+        return False
+    mime = _media_type(content_type)[1]
+    return mime == _FORM or (mime == _MULTIPART and length > INLINE_MULTIPART_BYTES)
 
 
 def media_type(content_type: str) -> tuple[str, bool]:
@@ -201,7 +227,28 @@ def _field(text: bytes) -> Parameter:
 
 
 def _unquoted(text: bytes) -> bytes:
-    return unquote_to_bytes(text.replace(b"+", b" "))
+    text = text.replace(b"+", b" ")
+    return unquote_to_bytes(text) if len(text) <= SHORT_TEXT_BYTES else _unquoted_long(text)
+
+
+_HEX = np.full(256, 16, np.uint8)  # the value of each hexadecimal digit; 16: another byte
+for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
+    _HEX[list(_digits)] = range(16)
+
+
+def _unquoted_long(text: bytes) -> bytes:
+    """As `unquote_to_bytes`, which takes 0.4 us and 90 bytes for each `%`.
+
+    Escapes do not overlap, so all of them are found and replaced at once.
+    """
+    codes = np.frombuffer(text, np.uint8)
+    digits = _HEX[codes]
+    high, low = digits[1:-1], digits[2:]
+    is_escape = (codes[:-2] == ord("%")) & (high < 16) & (low < 16)
+    values, kept = codes.copy(), np.ones(len(codes), bool)
+    values[:-2][is_escape] = high[is_escape] << 4 | low[is_escape]
+    kept[1:-1][is_escape] = kept[2:][is_escape] = False
+    return values[kept].tobytes()
 
 
 def text_values(query: bytes) -> dict[str, str]:

@@ -35,7 +35,7 @@ from torchere.serving.logs.fields import fields_of
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 if TYPE_CHECKING:
-    from torchere.serving.frontend.budgets import Lease
+    from torchere.serving.frontend.budgets import Lease, Turn
     from torchere.serving.frontend.rest.connection import Connection
     from torchere.serving.registry.version import Version
 
@@ -52,12 +52,13 @@ class Prediction(Exchange, Request):
     The body is validated here, before admission: a refused request does not count as run.
     """
 
-    __slots__ = (*SLOTS, "version")
+    __slots__ = (*SLOTS, "_turn", "version")
 
     def __init__(self, connection: Connection, head: Head) -> None:
         Request.__init__(self, new_request_id(), time.monotonic())
         Exchange.__init__(self, connection, head)
         self.version: Version | None = None  # the version that admitted it
+        self._turn: Turn | None = None  # of decoding a long body
 
     @property
     def prediction(self) -> Request | None:
@@ -145,13 +146,28 @@ class Prediction(Exchange, Request):
         if not head.is_form:
             self._ask((Parameter("body", bytes(body), head.mime),))
             return
-        body = bytes(body)
         speaks_json = head.target is not None and head.target.speaks_json
         parse = partial(body_parameters, head.content_type, body, speaks_json=speaks_json)
         if takes_long(head.content_type, len(body)):
-            self.off_loop(self._ask, parse)
+            self._refuse_unknown()
+            self.in_turn(self._ask, parse)
         else:
             self._ask(parse())
+
+    def _refuse_unknown(self) -> None:
+        """Refuse a request to an unknown model, as far as path and query name it, before decoding its form.
+
+        Raises:
+            NotFound, Unavailable: the path, or the model, does not exist.
+        """
+        target = self._target()
+        query = form_parameters(self.head.place.query) if target.takes_query else ()
+        model = self._model_of(target, query)
+        if model is not None:
+            try:
+                self.connection.listener.dataplane.check_exists(model, target.version)
+            except NotFound:
+                self.admit(model)  # refuses and counts it
 
     def off_loop(
         self, then: Callable[..., None], work: Callable[[], Any], lease: Lease | None = None
@@ -171,16 +187,32 @@ class Prediction(Exchange, Request):
 
         asyncio.get_running_loop().run_in_executor(None, work).add_done_callback(come_back)
 
-    def _ask(self, parameters: tuple[Parameter, ...]) -> None:
+    def in_turn(self, then: Callable[..., None], work: Callable[[], Any]) -> None:
+        """As `off_loop`, for work on a long body: one at a time, and not if the request has ended before."""
+
+        def come_back(done: asyncio.Future[Any]) -> None:
+            if not self.complete:
+                outcome = done.exception() or done.result()
+                self.guarded(_raised if isinstance(outcome, BaseException) else then, outcome)
+
+        self._turn = self.connection.listener.budgets.decodes.ask(partial(_result_of, work), come_back)
+
+    def _target(self) -> Target:
         head = self.head
         target = head.target
         if target is None or (target.verb and not head.is_tensors and not _is_torchserves(target)):
             raise NotFound(wording.NO_SUCH_RESOURCE)
+        return target
+
+    def _ask(self, parameters: tuple[Parameter, ...]) -> None:
+        head = self.head
+        target = self._target()
         model = target.model
         if target.takes_query:
             query = form_parameters(head.place.query)
+            model = self._model_of(target, query, parameters)
             if model is None:
-                model = self._model_named(query, parameters)
+                raise InvalidRequest(wording.NO_MODEL_NAMED)
             parameters = query + parameters
         self.parameters = parameters
         self.headers = head.texts
@@ -196,13 +228,15 @@ class Prediction(Exchange, Request):
         timeout_ms = self.head.timeout_ms
         return deadline_of(timeout_ms, self.started_s) if timeout_ms else NO_DEADLINE
 
-    def _model_named(self, query: tuple[Parameter, ...], fields: tuple[Parameter, ...]) -> str:
+    def _model_of(
+        self, target: Target, query: tuple[Parameter, ...], fields: tuple[Parameter, ...] = ()
+    ) -> str | None:
+        if target.model is not None:
+            return target.model
         # With a sole startup model, a form field called `model_name` is for the handler.
         sole = self.connection.listener.dataplane.sole_startup_model()
-        for model in (_name_in(query), sole, _name_in(fields)):
-            if model is not None:
-                return model
-        raise InvalidRequest(wording.NO_MODEL_NAMED)
+        named = (_name_in(query), sole, _name_in(fields))
+        return next((model for model in named if model is not None), None)
 
     def admit(self, model: str) -> None:
         """Submit the request to the data plane; unless this raises, `reply` is called once."""
@@ -315,6 +349,9 @@ class Prediction(Exchange, Request):
         """Release the request's memory: the connection keeps this object until its next request."""
         self.body = None
         self.version = None
+        if self._turn is not None:
+            self._turn.withdraw()
+            self._turn = None
 
 
 def _is_torchserves(target: Target) -> bool:
@@ -325,6 +362,19 @@ def _is_torchserves(target: Target) -> bool:
 def _name_in(parameters: tuple[Parameter, ...]) -> str | None:
     named = (one.value for one in parameters if one.name == "model_name")
     return next((value.decode("utf-8", "replace") for value in named), None)
+
+
+def _result_of(work: Callable[[], Any]) -> Any:
+    """Return the result of `work`, or the `ServingError` that it raised.
+
+    The frames of its traceback hold the decoded objects. Freeing millions of them takes a tenth of a second,
+    so that happens here, in the thread.
+    """
+    try:
+        return work()
+    except ServingError as error:
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        return error
 
 
 def _raised(error: BaseException) -> None:

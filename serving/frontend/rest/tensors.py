@@ -119,6 +119,7 @@ class TensorPrediction(Prediction):
         if len(body) <= INFLATED_IN_THREAD_BYTES:
             self._keep_inflated(inflated())
         else:
+            self._refuse_unknown()
             lease = _room(self.connection.budget.lease_inflation, len(body), limit_bytes)
             self.off_loop(self._keep_inflated, inflated, lease)
 
@@ -147,7 +148,13 @@ class TensorPrediction(Prediction):
         if length <= INLINE_JSON_BYTES:
             self._ask_tensors(parse())
         else:
-            self.off_loop(self._ask_tensors, parse)
+            self.in_turn(partial(self._keep_tensors, length), parse)
+
+    def _keep_tensors(self, length: int, request: TensorRequest) -> None:
+        """Submit tensors that replace `length` bytes of JSON; count what they have more."""
+        size = sum([len(tensor.raw) for tensor in request.inputs if isinstance(tensor.raw, bytes)])
+        _room(self.connection.budget.take, max(0, size - length))
+        self._ask_tensors(request)
 
     def _ask_tensors(self, request: TensorRequest) -> None:
         tensors, facts, target = self.connection.listener.tensors, self._facts, self.head.target

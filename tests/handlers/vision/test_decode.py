@@ -103,14 +103,65 @@ def test_a_decompression_bomb_is_refused() -> None:
     assert "too large" in _refusal(_png_claiming(60_000, 60_000))
 
 
-def test_a_picture_larger_than_what_its_header_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+# 34 bytes: the header of a lossless WebP of 16383 x 5000 pixels.
+TINY_WEBP = b"RIFF\x1a\0\0\0WEBPVP8L\x0e\0\0\0/" + struct.pack("<I", 16382 | 4999 << 14) + bytes(9)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_short_file_of_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(TINY_WEBP) == 34
+    monkeypatch.setattr(Image.Image, "load", None)
+    assert "16383 x 5000 pixels of WEBP (RGB) takes 1310640000 bytes, limit 536870912" in _refusal(TINY_WEBP)
+    assert "limit 536870912" in _refusal(_png_claiming(13_000, 13_000))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "pixel_bytes"),
+    [
+        *(("PNG", "RGB", 4), ("PNG", "L", 4), ("GIF", "P", 4), ("JPEG", "RGB", 10), ("JPEG", "L", 6)),
+        *(("WEBP", "RGB", 16), ("JPEG2000", "RGB", 19)),
+    ],
+)
+def test_the_memory_of_a_picture_is_that_of_its_mode_and_decoder(
+    kind: str, mode: str, pixel_bytes: int
+) -> None:
     buffer = io.BytesIO()
-    Image.new("RGBA", (400, 400)).save(buffer, "PNG")
+    Image.new(mode, (10, 10)).save(buffer, kind)
+    decode_image(buffer.getvalue(), ImageLimits(max_decoded_bytes=100 * pixel_bytes))
+    assert f"takes {100 * pixel_bytes} bytes" in _refusal(
+        buffer.getvalue(), ImageLimits(max_decoded_bytes=100 * pixel_bytes - 1)
+    )
+
+
+def _icons(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
     png = buffer.getvalue()
     entry = b"ic07" + struct.pack(">I", len(png) + 8) + png  # an icon of 128 x 128
-    icons = b"icns" + struct.pack(">I", len(entry) + 8) + entry
+    return b"icns" + struct.pack(">I", len(entry) + 8) + entry
+
+
+def test_a_picture_inside_another_has_the_limit_of_memory_too() -> None:
+    limits = ImageLimits(max_decoded_bytes=24 * 128 * 128)
+    assert decode_image(_icons(Image.new("RGBA", (128, 128))), limits).size == (128, 128)
+    assert "it holds one of 16512 pixels, limit 16384" in _refusal(
+        _icons(Image.new("RGBA", (129, 128))), limits
+    )
+
+
+def test_postscript_inside_another_picture_never_reaches_an_interpreter() -> None:
+    def field(kind: int, data: bytes) -> bytes:
+        return bytes([0x1C, 3, kind]) + struct.pack(">H", len(data)) + data
+
+    size = struct.pack(">H", 10)
+    head = field(60, b"\1\0") + field(20, size) + field(30, size) + field(120, b"\5")
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nquit\n"
+    assert "not an image" in _refusal(head + bytes([0x1C, 8, 10]) + struct.pack(">H", len(eps)) + eps)
+
+
+def test_a_picture_larger_than_what_its_header_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20_000)
-    assert "160000 pixels" in _refusal(icons)
+    assert "160000 pixels" in _refusal(_icons(Image.new("RGBA", (400, 400))))
 
 
 def test_too_many_bytes_are_refused(jpeg: bytes) -> None:

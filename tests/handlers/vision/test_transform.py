@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from torchere.handlers.errors import PredictionException
 from torchere.handlers.vision.transform import ImageTransform, crop_box, resized_size, to_tensor
 
 
@@ -89,3 +90,11 @@ def test_the_config_overrides_what_it_names() -> None:
 def test_values_out_of_range_are_refused(overrides: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"handler\.image\."):
         ImageTransform().replaced_by(overrides)
+
+
+def test_a_line_that_would_be_resized_to_billions_of_pixels_is_refused() -> None:
+    with pytest.raises(
+        PredictionException, match="1 x 60000 pixels is too narrow: resized it has 256 x 15360000"
+    ):
+        ImageTransform()(Image.new("L", (1, 60_000)))
+    assert ImageTransform()(Image.new("L", (1, 2_000))).shape == (3, 224, 224)

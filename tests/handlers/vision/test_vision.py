@@ -95,7 +95,17 @@ def test_limits_come_from_the_config(classifier_archive: Path, make_context: Any
     assert handler.preprocess([{"body": jpeg}]).shape == (1, 3, 32, 32)
 
 
-@pytest.mark.parametrize("key", ["max_pixels", "max_bytes"])
+def test_the_limit_of_memory_comes_from_the_config(
+    classifier_archive: Path, make_context: Any, jpeg: bytes
+) -> None:
+    handler = ImageClassifier()
+    config = {"handler": {"image": {"max_decoded_bytes": 20_000}}}
+    handler.initialize(make_context(classifier_archive, model=MODEL, config=config))
+    with pytest.raises(PredictionException, match=r"bytes, limit 20000; .*handler\.image\.max_decoded_bytes"):
+        handler.preprocess([{"body": jpeg}])
+
+
+@pytest.mark.parametrize("key", ["max_pixels", "max_bytes", "max_decoded_bytes"])
 @pytest.mark.parametrize("value", ["1e8", 0, -1, True, [1], float("nan")])
 def test_a_limit_that_is_no_number_fails_the_load(
     classifier_archive: Path, make_context: Any, key: str, value: object
@@ -123,6 +133,7 @@ def test_the_server_may_lift_pillows_limit(
     handler.initialize(make_context(classifier_archive, model=MODEL, limit_max_image_pixels=False))
     assert Image.MAX_IMAGE_PIXELS is None
     assert handler.image_limits.max_pixels is None
+    assert handler.image_limits.max_decoded_bytes is None
 
 
 def test_a_subclass_may_bring_its_own_processing(

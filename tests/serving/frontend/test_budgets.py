@@ -1,6 +1,8 @@
 """Budgets: what is taken is given back once, and each budget refuses for itself."""
 
+import asyncio
 import random
+import threading
 
 import pytest
 
@@ -13,6 +15,7 @@ from torchere.serving.frontend.budgets import (
     BudgetExceeded,
     Budgets,
     ConnectionBudget,
+    Turns,
 )
 from torchere.serving.frontend.services import budgets_of
 
@@ -96,3 +99,37 @@ def test_nothing_is_held_after_any_sequence_of_steps():
             lease.end()
     assert (budgets.held_bytes, budgets.key_free_bytes) == (0, 0)
     assert budgets.refused.total() > 0
+
+
+def test_functions_run_one_at_a_time_in_order_and_withdrawn_ones_not_at_all():
+    first_may_end = threading.Event()
+    began, results = [], []
+
+    def work(number):
+        began.append(number)
+        first_may_end.wait(20)
+        if number == 3:
+            raise ValueError(number)
+        return number
+
+    async def main():
+        turns = Turns()
+        ended = asyncio.Event()
+
+        def then(future):
+            results.append(future.exception() or future.result())
+            if len(results) == 3:
+                ended.set()
+
+        asked = [turns.ask(lambda number=number: work(number), then) for number in range(5)]
+        while not began:
+            await asyncio.sleep(0)
+        asked[0].withdraw()  # it runs, but its result is dropped
+        asked[2].withdraw()
+        assert began == [0]
+        first_may_end.set()
+        await asyncio.wait_for(ended.wait(), 20)
+
+    asyncio.run(main())
+    assert began == [0, 1, 3, 4]
+    assert (results[0], str(results[1]), results[2]) == (1, "3", 4)

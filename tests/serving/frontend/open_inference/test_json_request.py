@@ -163,6 +163,10 @@ def test_what_is_said_beside_the_inputs_is_refused_by_its_field(members: dict[st
     [
         ([X, X], "inputs[1].name: found 'x', expected a name that inputs[0] does not have"),
         ([{**X, "name": str(i)} for i in range(10_000)], "inputs: found 10000, expected at most 1000"),
+        (
+            [{**X, "name": str(i), "data": 0} for i in range(1001)],
+            "inputs: found 1001, expected at most 1000",
+        ),
         ([{"name": "x"}], "inputs[0]: Object missing required field `datatype`"),
         ([{key: X[key] for key in ("name", "shape", "datatype")}], "inputs[0].data: found nothing"),
         ([7], "inputs[0]: Expected `object`, got `int`"),

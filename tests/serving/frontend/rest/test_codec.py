@@ -1,3 +1,6 @@
+import tracemalloc
+from urllib.parse import unquote_to_bytes
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,7 +8,9 @@ from hypothesis import strategies as st
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.rest.codec import (
     MAX_FIELDS,
+    SHORT_TEXT_BYTES,
     SPELLED_HEADERS,
+    _unquoted_long,
     body_parameters,
     deadline,
     form_parameters,
@@ -91,3 +96,20 @@ def test_a_timeout_becomes_a_deadline_once():
 def test_a_timeout_that_is_no_sensible_number_is_refused(value):
     with pytest.raises(InvalidRequest, match="x-torchere-timeout-ms must be a whole number from 1"):
         deadline(value, 0.0)
+
+
+@given(st.text("%aAfF09gZ+ \u00e4=", max_size=3 * SHORT_TEXT_BYTES))
+def test_a_long_text_is_decoded_as_a_short_one(text):
+    value = text.encode()
+    assert _unquoted_long(value + b"%4") == unquote_to_bytes(value + b"%4")
+
+
+def test_the_memory_of_decoding_a_form_is_in_proportion_to_its_length():
+    body = b"a=" + b"%" * 1_000_000
+    tracemalloc.start()
+    try:
+        form_parameters(body)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 12 * len(body)

@@ -3,10 +3,15 @@
 import asyncio
 import gzip
 import json
+import threading
+from dataclasses import replace
 
 import pytest
 
+from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.frontend.budgets import ALL, CONNECTION, KEY_FREE, Budgets
+from torchere.serving.frontend.open_inference.json_request import parse_request
+from torchere.serving.frontend.rest import tensors
 from torchere.serving.types import InferResponse
 
 LARGE = 300_000
@@ -134,3 +139,78 @@ def test_the_refusal_is_counted_by_its_reason(planes):
     assert asyncio.run(main())["type"] == "ServiceUnavailableException"
     lines = planes.metrics.exposition(["torchere_requests_rejected_total"]).splitlines()
     assert [line for line in lines if 'reason="budget"' in line and line.endswith(" 1.0")]
+
+
+ONES = json.dumps(
+    {"inputs": [{"name": "x", "datatype": "FP64", "shape": [40_000], "data": [1] * 40_000}]}
+).encode()
+
+
+def takes_tensors(planes) -> None:
+    x, y = (TensorSpec(name, "FP64", (-1,)) for name in "xy")
+    planes.data.known = replace(planes.data.known, signature=Signature((x,), (y,)))
+
+
+def test_bodies_of_json_are_parsed_one_at_a_time_and_counted_while_they_wait(planes, monkeypatch):
+    takes_tensors(planes)
+    began, go_on = [], threading.Event()
+    budgets = Budgets()
+    body = gzip.compress(ONES)
+
+    def waiting(*args):
+        began.append(args)
+        assert go_on.wait(20)
+        return parse_request(*args)
+
+    monkeypatch.setattr(tensors, "parse_request", waiting)
+
+    async def main():
+        async with planes.serving(max_request_bytes=2 * LARGE, budgets=budgets) as server:
+            address = server.address
+            clients = [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
+            for _, writer in clients:
+                writer.write(INFER % len(body) + body)
+            await asyncio.wait_for(until(lambda: budgets.held_bytes == 8 * (len(ONES) + len(body))), 20)
+            await asyncio.wait_for(until(lambda: began), 20)
+            at_once = len(began)
+            go_on.set()
+            for reader, writer in clients:
+                assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200")
+                writer.transport.abort()
+            return at_once
+
+    assert asyncio.run(main()) == 1
+    assert len(began) == 8
+
+
+def test_tensors_that_are_longer_than_their_json_are_counted(planes, held):
+    takes_tensors(planes)
+    budgets = Budgets()
+    planes.data.behave = held
+
+    async def main():
+        async with connected(planes, budgets) as (_, reader, writer):
+            writer.write(INFER.replace(b"gzip", b"identity") % len(ONES) + ONES)
+            await asyncio.wait_for(held.arrived.wait(), 20)
+            found = budgets.held_bytes
+            held.go_on.set()
+            await reader.readuntil(b"\r\n\r\n")
+            return found
+
+    assert asyncio.run(main()) == 8 * 40_000
+    assert budgets.held_bytes == 0
+
+
+def test_a_compressed_body_for_an_unknown_model_is_not_inflated(planes, monkeypatch):
+    inflated = []
+    monkeypatch.setattr(tensors, "inflate", lambda *args: inflated.append(args))
+
+    async def main():
+        async with connected(planes, Budgets()) as (_, reader, writer):
+            writer.write((INFER % 2000).replace(b"/echo/", b"/none/") + bytes(2000))
+            return await asyncio.wait_for(reader.read(), 20)
+
+    head, _, body = asyncio.run(main()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 404 ")
+    assert json.loads(body) == {"error": "Model not found: none"}
+    assert not inflated

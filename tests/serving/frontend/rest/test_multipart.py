@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.rest.codec import MAX_PARTS, multipart_parameters
+from torchere.serving.frontend.rest.codec import MAX_PARTS, MAX_SEMICOLONS, multipart_parameters
 from torchere.serving.types import Parameter
 
 TYPE = "multipart/form-data; boundary=xyz"
@@ -136,3 +136,20 @@ def test_any_content_type_is_refused_or_read(text):
         assert isinstance(multipart_parameters(f"multipart/form-data; {text}", b"--x--"), list)
     except InvalidRequest as refused:
         assert str(refused)
+
+
+@pytest.mark.parametrize("more", ["; a=b" * MAX_SEMICOLONS, '; filename="%s"' % (";" * MAX_SEMICOLONS)])
+def test_a_header_of_many_parameters_is_refused(more):
+    body = part(f'name="a"{more}', b"1") + b"--xyz--"
+    with pytest.raises(InvalidRequest, match="more than 64 semicolons"):
+        multipart_parameters(TYPE, body)
+
+
+def test_a_content_type_of_many_parameters_is_refused():
+    with pytest.raises(InvalidRequest, match="more than 64 semicolons"):
+        multipart_parameters(TYPE + "; a=b" * MAX_SEMICOLONS, part('name="a"', b"1") + b"--xyz--")
+
+
+def test_a_filename_may_hold_some_semicolons():
+    body = part('name="a"; filename="1;2;3.png"', b"1") + b"--xyz--"
+    assert [one.name for one in multipart_parameters(TYPE, body)] == ["a"]

@@ -10,7 +10,7 @@ import pytest
 
 from torchere.serving.errors import HandlerFailed, QueueFull, Unauthorized, Unavailable
 from torchere.serving.frontend.rest import heads, predictions
-from torchere.serving.frontend.rest.codec import INLINE_FORM_BYTES, body_parameters
+from torchere.serving.frontend.rest.codec import INLINE_FORM_BYTES, INLINE_MULTIPART_BYTES, body_parameters
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import READ_BYTES
 from torchere.serving.frontend.services import CorsHeaders
@@ -396,6 +396,68 @@ def test_a_long_form_is_read_off_the_loop(planes, talk, monkeypatch):
         b"A" * INLINE_FORM_BYTES,
     ]
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+MULTIPART = b"Content-Type: multipart/form-data; boundary=b\r\n"
+PART = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n%b\r\n--b--'
+
+
+def test_a_long_multipart_body_is_read_off_the_loop(planes, talk, monkeypatch):
+    threads = []
+
+    def noting(*args, **how):
+        threads.append(threading.current_thread())
+        return body_parameters(*args, **how)
+
+    monkeypatch.setattr(predictions, "body_parameters", noting)
+    short, long = PART % b"1", PART % bytes(INLINE_MULTIPART_BYTES)
+    messages = [plain(body, headers=MULTIPART + last) for body, last in ((short, b""), (long, CLOSE))]
+    assert talk(*messages, max_request_bytes=100_000).count(b"HTTP/1.1 200 OK") == 2
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "path", [b"/predictions/missing", b"/invocations?model_name=missing", b"/v2/models/x/infer"]
+)
+def test_a_long_form_for_an_unknown_model_is_not_decoded(planes, talk, monkeypatch, path):
+    decoded = []
+    monkeypatch.setattr(predictions, "body_parameters", lambda *args, **how: decoded.append(args))
+    message = plain(b"a=" + b"%" * INLINE_FORM_BYTES, path=path, headers=FORM + CLOSE)
+    answer = talk(message, max_request_bytes=100_000, open_inference_protocol=False)
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert not decoded
+
+
+def test_a_long_form_whose_client_leaves_before_its_turn_is_not_decoded(planes, monkeypatch):
+    decoded, go_on = [], threading.Event()
+
+    def waiting(content_type, body, **how):
+        decoded.append(bytes(body[:3]))
+        go_on.wait(20)
+        return body_parameters(content_type, body, **how)
+
+    monkeypatch.setattr(predictions, "body_parameters", waiting)
+
+    async def main():
+        async with planes.serving(max_request_bytes=100_000) as server:
+            clients = []
+            for name in b"abc":
+                reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
+                writer.write(plain(b"%c=" % name + b"%" * INLINE_FORM_BYTES, headers=FORM))
+                clients.append((reader, writer))
+                while server.listener.budgets.held_bytes < len(clients) * INLINE_FORM_BYTES:
+                    await asyncio.sleep(0)
+            clients[1][1].transport.abort()
+            while len(server.listener.connections) == 3:
+                await asyncio.sleep(0)
+            go_on.set()
+            for reader, _ in (clients[0], clients[2]):
+                assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200")
+            assert decoded == [b"a=%", b"c=%"]
+            for _, writer in clients:
+                writer.transport.abort()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("size", [10, INLINE_FORM_BYTES])
