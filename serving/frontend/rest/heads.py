@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +25,13 @@ MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
 MAX_HEAD_BYTES = 16_384  # of an incomplete head; the parser copies a line whenever more of it arrives
 CHUNKED = -1  # value of `Head.length` for a chunked body
+
+# RFC 9110, 7.2: uri-host [":" port]. A name may be empty, and brackets enclose an IPv6 address with its zone.
+_HOST = re.compile(
+    rb"(?:\[[0-9A-Za-z:.%_~!$&'()*+,;=-]+\]|(?:[0-9A-Za-z._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?"
+)
+# The parser accepts HTTP/0.9 and HTTP/2.0, too, which have neither our heads nor our ends of a body.
+_VERSIONS = frozenset({"1.0", "1.1"})
 
 _RARE = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 
@@ -141,6 +149,7 @@ class Head:
             "expects",
             "group",
             "headers",
+            "host",
             "is_form",
             "is_head",
             "is_old",
@@ -164,6 +173,7 @@ class Head:
         self.is_head = reader.method == b"HEAD"
         self.is_probe = is_probe(place.path)
         self.is_old = reader.version == "1.0"
+        self.host = _host(reader)
         self.keep_alive = reader.keep_alive and reader.method != b"CONNECT"  # tunnel bytes are not requests
         # The first header of a name counts, as in TorchServe.
         lines = {name.lower(): value for name, value in reversed(reader.headers)}
@@ -233,7 +243,8 @@ class Heads:
         """Return the `Head` of a complete head, and cache it if it is that of a prediction.
 
         Raises:
-            BadHead: the request line has no path, or the end of the body can't be determined.
+            BadHead: the request line has no path or an unknown version, the host is missing or invalid, or
+                the end of the body can't be determined.
         """
         head = Head(reader, self._place_of(reader.method, reader.url))
         target = head.target
@@ -273,6 +284,23 @@ class Heads:
         target = prediction_target(path) if is_prediction else None
         key = required_key(self._surfaces, method.decode("ascii"), path)
         return Place(raw_path, path, parsed.query or b"", key, target)
+
+
+def _host(reader: HeadReader) -> bytes:
+    """Return the value of `Host`; empty if an HTTP/1.0 request has none.
+
+    Raises:
+        BadHead: the version is neither 1.0 nor 1.1, or `Host` is missing, repeated or invalid (RFC 9112,
+            3.2): a proxy might take such a request for one to another host.
+    """
+    if reader.version not in _VERSIONS:
+        raise BadHead(f"its version is HTTP/{reader.version}")
+    hosts = [value for name, value in reader.headers if name.lower() == b"host"]
+    if len(hosts) == 1 and _HOST.fullmatch(hosts[0]):
+        return hosts[0]
+    if hosts or reader.version != "1.0":
+        raise BadHead("it has no host, several, or an invalid one")
+    return b""
 
 
 def _wire_of(head: Head) -> Wire | None:
