@@ -189,6 +189,8 @@ class ServerSettings:
     token_auth_enabled: bool = True
     token_expiration_min: float = 60.0
     key_file: Path = Path("key_file.json")
+    # Further names of the server, in lower case, for requests without a token; "*": any name.
+    allowed_hosts: tuple[str, ...] = ()
     token_keys_file: Path | None = None  # keys set by the operator, for all replicas; key_file is unused
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)

@@ -87,8 +87,11 @@ class Exchange(ABC):
         """Process the end of the request."""
 
     def authorized(self) -> bool:
-        """Tell whether the request has the key that it needs; refuse it if not."""
+        """Tell whether the request has the key that it needs, or may go without; refuse it if not."""
         listener, head = self.connection.listener, self.head
+        if head.refusal is not None:
+            self.refuse(head.refusal)
+            return False
         if listener.keys is None or head.key is None:
             return True
         try:

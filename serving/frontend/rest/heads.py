@@ -11,8 +11,9 @@ from urllib.parse import unquote
 import httptools
 
 from torchere.serving.access.keys import KeyKind
-from torchere.serving.errors import InvalidRequest
+from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.rest.authorisation import Surfaces, is_probe, required_key
+from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import media_type, text_headers
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
 from torchere.serving.frontend.rest.wire import Wire, read_wire
@@ -157,7 +158,19 @@ class Head:
             "is_tensors",
             "is_traced",
         ),
-        *("keep_alive", "key", "length", "method", "mime", "place", "priority", "request_line", "target"),
+        *(
+            "keep_alive",
+            "key",
+            "length",
+            "method",
+            "mime",
+            "origin",
+            "place",
+            "priority",
+            "refusal",
+            "request_line",
+            "target",
+        ),
         *("text", "texts"),
         *("timeout_ms", "trace", "version", "wire"),
     )
@@ -174,6 +187,7 @@ class Head:
         self.is_probe = is_probe(place.path)
         self.is_old = reader.version == "1.0"
         self.host = _host(reader)
+        self.refusal: Forbidden | None = None  # set if a browser may have sent it for a foreign site
         self.keep_alive = reader.keep_alive and reader.method != b"CONNECT"  # tunnel bytes are not requests
         # The first header of a name counts, as in TorchServe.
         lines = {name.lower(): value for name, value in reversed(reader.headers)}
@@ -181,6 +195,7 @@ class Head:
         self.content_type = lines.get(b"content-type", b"").decode("latin-1")
         self.timeout_ms = lines.get(b"x-torchere-timeout-ms", b"")
         self.priority = lines.get(b"x-torchere-priority", b"")
+        self.origin = lines.get(b"origin")
         key = lines.get(b"authorization")
         self.authorization = None if key is None else key.decode("latin-1")
         # Content-Length, or `CHUNKED`. The parser accepts digits only; the last 20 are enough for any length.
@@ -229,13 +244,22 @@ class Heads:
         surfaces: the APIs that the listener serves.
         max_body_bytes: the longest body to accept.
         speaks_tensors: whether the listener supports the Open Inference Protocol.
+        guard: checks hosts and origins; None where tokens are asked for.
     """
 
-    def __init__(self, surfaces: Surfaces, max_body_bytes: int, *, speaks_tensors: bool) -> None:
+    def __init__(
+        self,
+        surfaces: Surfaces,
+        max_body_bytes: int,
+        *,
+        speaks_tensors: bool,
+        guard: BrowserGuard | None = None,
+    ) -> None:
         self.known: dict[bytes, Head] = {}
         self._max_body_bytes = max_body_bytes
         self._surfaces = surfaces
         self._speaks_tensors = speaks_tensors
+        self._guard = guard
         # Clients use few request lines.
         self._place_of = lru_cache(maxsize=1024)(self._find_place)
 
@@ -247,6 +271,8 @@ class Heads:
                 the end of the body can't be determined.
         """
         head = Head(reader, self._place_of(reader.method, reader.url))
+        if self._guard is not None:
+            head.refusal = self._guard.refusal(head.key, head.host, head.origin)
         target = head.target
         if target is not None:
             head.texts = text_headers(head.headers) + target.headers
@@ -259,7 +285,8 @@ class Heads:
 
     def is_plain(self, head: Head) -> bool:
         """Tell whether a prediction with this head may run as soon as its body has arrived."""
-        return CHUNKED < head.length <= self._max_body_bytes and not head.expects
+        is_short = CHUNKED < head.length <= self._max_body_bytes
+        return is_short and not head.expects and head.refusal is None
 
     def _remember(self, head: Head) -> None:
         if len(head.text) > MAX_KNOWN_BYTES or head.wire is None or not self.is_plain(head):

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.authorisation import Surfaces
+from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.heads import Heads
 from torchere.serving.frontend.rest.tensors import Tensors
 from torchere.serving.frontend.rest.wire import cors_headers
@@ -53,7 +54,10 @@ class Listener:
         if settings.open_inference_protocol:
             self.tensors = Tensors(dataplane, settings.service_envelope)
         self.heads = Heads(
-            surfaces, settings.limits.max_request_bytes, speaks_tensors=self.tensors is not None
+            surfaces,
+            settings.limits.max_request_bytes,
+            speaks_tensors=self.tensors is not None,
+            guard=BrowserGuard(surfaces, settings) if services.keys is None else None,
         )
         self.buffer = bytearray(READ_BYTES)  # shared by all connections: see `Connection`
         self.view = memoryview(self.buffer)
