@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from torchere.serving.frontend.connection_limit import (
+    ConnectionLimit,
+    connection_limits,
+    open_file_limit,
+)
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
@@ -64,6 +69,10 @@ class Listener:
         self.keep_alive_s = KEEP_ALIVE_S
         self.draining = False  # True: a response closes its connection
         self.connections: set[Connection] = set()
+        limits = connection_limits(open_file_limit(), settings.limits.max_connections)
+        self.connection_limit = ConnectionLimit(
+            limits.inference if "inference" in surfaces else limits.control, services.budgets
+        )
         self.tasks: set[asyncio.Task[None]] = set()  # tasks that answer requests
 
     def keep(self, task: asyncio.Task[None]) -> None:
