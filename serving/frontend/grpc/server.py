@@ -159,7 +159,7 @@ def inference_server(
     if services.settings.open_inference_protocol:
         names += [PUBLIC_NAME, TORCHSERVE_NAME]
         offered += open_inference_services(dataplane, controlplane, services)
-    health = HealthService(dataplane, frozenset(names))
+    health = HealthService(dataplane, frozenset(names), services.budgets)
     offered.append(key_free(service(HEALTH, health.methods(), MANAGEMENT)))
     return GrpcServer("inference", address, services, offered, (*names, HEALTH.full_name))
 
@@ -169,7 +169,7 @@ def management_server(
 ) -> GrpcServer:
     """Return the listener of the management service, with health and reflection."""
     names = (_MANAGEMENT.full_name, HEALTH.full_name)
-    health = HealthService(dataplane, frozenset({_MANAGEMENT.full_name}))
+    health = HealthService(dataplane, frozenset({_MANAGEMENT.full_name}), services.budgets)
     offered = [
         service(_MANAGEMENT, ManagementService(controlplane).methods(), MANAGEMENT),
         key_free(service(HEALTH, health.methods(), MANAGEMENT)),
