@@ -104,8 +104,8 @@ FAMILIES: dict[str, tuple[Kind, str]] = {
     CGROUP_MEMORY_LIMIT: ("gauge", "Memory limit of the container; absent without one."),
     CGROUP_MEMORY: ("gauge", "Memory use of the container, including the page cache."),
     HELD: ("gauge", "Bytes of unfinished requests that the server holds."),
-    BUDGET_REFUSED: ("counter", "Requests and connections that were refused because of a limit, by budget."),
-    LOG_DROPPED: ("counter", "Lines of the log that were lost because its output did not keep up."),
+    BUDGET_REFUSED: ("counter", "Requests, calls and connections refused because of a limit, by budget."),
+    LOG_DROPPED: ("counter", "Log lines dropped because the output was too slow."),
 }
 # prometheus_client's families about the process; it names the counters' families without the suffix.
 LIBRARY_COUNTERS = {"process_cpu_seconds": "process_cpu_seconds_total"}

@@ -181,7 +181,6 @@ class Connection(asyncio.BufferedProtocol):
     def close_idle(self) -> None:
         """Close the connection, because others need its place; the client may open another one."""
         self.closing.at_once(ErrorCode.NO_ERROR, "too many connections")
-        self._writes.flush()
 
     def abort(self) -> None:
         """Close now; calls that run are cancelled."""

@@ -424,7 +424,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def close_idle(self) -> None:
         """Close the connection, because others need its place."""
-        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # `close` would wait for a client that does not read
+        else:
+            self.transport.close()
 
     def _idle_too_long(self) -> None:
         self._close_if_idle()
