@@ -79,6 +79,12 @@ class Unauthorized(ServingError):
     code = "unauthorized"
 
 
+class Forbidden(ServingError):
+    """A browser may have sent the request for a foreign site; see `frontend/rest/browser_guard.py`."""
+
+    code = "forbidden"
+
+
 class InvalidArchive(ServingError):
     """The archive is unusable: its bytes, its manifest or its configuration is invalid."""
 

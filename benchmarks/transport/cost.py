@@ -19,7 +19,8 @@ from torchere.serving.frontend.grpc.inference import InferenceService
 from torchere.serving.frontend.grpc.protos import inference_pb2
 from torchere.serving.frontend.grpc.service import dispatcher, service
 from torchere.serving.frontend.http2 import frames as f
-from torchere.serving.frontend.http2.connection import Connection, Listener
+from torchere.serving.frontend.http2.connection import Connection
+from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import InferResponse
 

@@ -21,7 +21,8 @@ from torchere.serving.frontend.grpc.open_inference_messages import (
     encode_response,
 )
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferResponse
-from torchere.serving.frontend.http2.connection import Connection, Listener
+from torchere.serving.frontend.http2.connection import Connection
+from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.http2.messages import StatusCode
 from torchere.serving.frontend.http2.stream import Stream
 from transport.link import Link, connected

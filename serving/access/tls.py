@@ -17,6 +17,9 @@ from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import ServingError
 from torchere.serving.telemetry.certificate import UnreadableCertificate, expiry_s
 
+# Of a new connection. It takes a descriptor meanwhile, and counts for no limit before it has ended.
+HANDSHAKE_TIMEOUT_S = 10.0
+
 logger = logging.getLogger(__name__)
 
 

@@ -183,9 +183,11 @@ _WITHOUT_EFFECT = (
 _OURS = (
     _key("key_file", kinds.PATH, "key_file"),
     _key("token_keys_file", kinds.PATH, "token_keys_file"),
+    _key("allowed_hosts", kinds.HOSTS, "allowed_hosts"),
     _key("drain_delay_s", kinds.seconds(0), "drain_delay_s"),
     _key("drain_timeout_s", kinds.seconds(0), "drain_timeout_s"),
     _key("max_held_bytes", kinds.whole(0), "limits.max_held_bytes"),
+    _key("max_connections", kinds.whole(0), "limits.max_connections"),
     _key("max_archive_entries", kinds.whole(1), "limits.max_archive_entries"),
     _key("max_archive_bytes", kinds.whole(1), "limits.max_archive_bytes"),
     _key("max_download_bytes", kinds.whole(1), "limits.max_download_bytes"),

@@ -180,6 +180,20 @@ PATTERN = Kind("a regular expression", _read_pattern)
 PATTERNS = Kind("comma-separated regular expressions", _read_patterns)
 
 
+_HOST_NAME = re.compile(r"[0-9a-z_-]+(\.[0-9a-z_-]+)*")
+
+
+def _read_hosts(text: str) -> tuple[str, ...]:
+    names = tuple(item.lower() for item in _items(text))
+    for name in names:
+        if name != "*" and not _HOST_NAME.fullmatch(name):
+            raise ValueError
+    return names
+
+
+HOSTS = Kind("comma-separated host names without scheme and port, or *", _read_hosts)
+
+
 def _read_isolation(text: str) -> str:
     isolation = text.lower()
     if isolation not in ISOLATIONS:

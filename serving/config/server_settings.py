@@ -103,6 +103,7 @@ class Limits:
     max_request_bytes: int = 6_553_500
     max_response_bytes: int = 6_553_500
     max_held_bytes: int = 0  # of all unfinished requests; 0: a quarter of the container's memory
+    max_connections: int = 0  # of an inference listener; 0: derived from the limit of open files
     max_archive_entries: int = 10_000
     max_archive_bytes: int = 64 * 2**30  # after unpacking
     max_download_bytes: int = 16 * 2**30  # of an archive downloaded from a URL
@@ -190,6 +191,8 @@ class ServerSettings:
     token_auth_enabled: bool = True
     token_expiration_min: float = 60.0
     key_file: Path = Path("key_file.json")
+    # Further names of the server, in lower case, for requests without a token; "*": any name.
+    allowed_hosts: tuple[str, ...] = ()
     token_keys_file: Path | None = None  # keys of the operator, for all replicas; replaces key_file
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)

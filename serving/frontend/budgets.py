@@ -28,6 +28,8 @@ MIN_KEY_FREE_BYTES = 2**20
 MAX_INFLATION = 1032
 
 ALL, CONNECTION, KEY_FREE = "all", "connection", "key_free"  # label values, by the budget that refuses
+# Limits that are not on bytes: connections of a listener, watches of health, frames without use.
+CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 
 
 class BudgetExceeded(Exception):
@@ -44,7 +46,7 @@ class Budgets:
     Attributes:
         held_bytes: of all connections now.
         key_free_bytes: those of them that needed no key.
-        refused: how often each budget refused bytes.
+        refused: how often each budget refused bytes, and each other limit a connection or a call.
         decodes: turns of long decodes.
     """
 
@@ -60,7 +62,9 @@ class Budgets:
         self.key_free_limit_bytes = max(self.limit_bytes // KEY_FREE_SHARE, MIN_KEY_FREE_BYTES)
         self.held_bytes = 0
         self.key_free_bytes = 0
-        self.refused: Counter[str] = Counter({ALL: 0, CONNECTION: 0, KEY_FREE: 0})
+        self.refused: Counter[str] = Counter(
+            dict.fromkeys((ALL, CONNECTION, KEY_FREE, CONNECTIONS, WATCHES, FLOOD), 0)
+        )
         self.decodes = Turns()
 
     def over(self, held_bytes: int, size: int, *, key_free: bool) -> BudgetExceeded:

@@ -40,23 +40,23 @@ class Silence:
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
         self._loop = asyncio.get_running_loop()
-        self._began_s: float | None = None  # None: no message is expected
+        self.began_s: float | None = None  # start of the silence; None: no message is expected
         self._anew_s: float | None = None  # when the time was restarted because the event loop was late
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
         """Start expecting messages."""
-        self._began_s = self._loop.time()
+        self.began_s = self._loop.time()
         if self._timer is None:
             self._look_in(self._timeout_s)
 
     def broken(self) -> None:
         """Restart the time, because a message arrived and more are expected."""
-        self._began_s = self._loop.time()
+        self.began_s = self._loop.time()
 
     def over(self) -> None:
         """Stop expecting messages."""
-        self._began_s = None
+        self.began_s = None
 
     def stop(self) -> None:
         """Stop expecting messages, and cancel the timer."""
@@ -70,15 +70,15 @@ class Silence:
 
     def _look(self, due_s: float) -> None:
         self._timer = None
-        if self._began_s is None:
+        if self.began_s is None:
             return
-        if was_late(due_s) and self._began_s != self._anew_s:
-            self._began_s = self._anew_s = self._loop.time()
-        left_s = self._began_s + self._timeout_s - self._loop.time()
+        if was_late(due_s) and self.began_s != self._anew_s:
+            self.began_s = self._anew_s = self._loop.time()
+        left_s = self.began_s + self._timeout_s - self._loop.time()
         if left_s > 0:
             self._look_in(left_s)
         else:
-            self._began_s = None
+            self.began_s = None
             self._on_timeout()
 
 

@@ -105,7 +105,7 @@ FAMILIES: dict[str, tuple[Kind, str]] = {
     CGROUP_MEMORY_LIMIT: ("gauge", "Memory limit of the container; absent without one."),
     CGROUP_MEMORY: ("gauge", "Memory use of the container, including the page cache."),
     HELD: ("gauge", "Bytes of unfinished requests that the server holds."),
-    BUDGET_REFUSED: ("counter", "Requests refused because the bytes of a budget are used up, by budget."),
+    BUDGET_REFUSED: ("counter", "Requests, calls and connections refused because of a limit, by budget."),
     LOG_DROPPED: ("counter", "Log lines dropped because the output was too slow."),
 }
 # prometheus_client's families about the process; its names of counter families lack the suffix `_total`.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from functools import partial
 
 from grpc_health.v1.health_pb2 import DESCRIPTOR, HealthCheckRequest, HealthCheckResponse
 
 from torchere.serving.errors import NotFound
+from torchere.serving.frontend.budgets import WATCHES, Budgets
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
 from torchere.serving.frontend.grpc.service import Callback, Implementation
@@ -20,15 +22,23 @@ from torchere.serving.types import NO_DEADLINE
 HEALTH = DESCRIPTOR.services_by_name["Health"]
 # Between two checks of readiness: an executor that is lost or comes back does not call `look`.
 LOOK_S = 1.0
+# Watches need no key, and each takes 7 KiB for as long as it likes. Clients of gRPC hold one a channel.
+MAX_CONNECTION_WATCHES = 64
+MAX_WATCHES = 4096  # of a port
 
 
 class HealthService:
     """The standard health service. The server ("") and all services of its port have one state."""
 
-    def __init__(self, dataplane: DataPlane, services: frozenset[str]) -> None:
+    def __init__(
+        self, dataplane: DataPlane, services: frozenset[str], budgets: Budgets | None = None
+    ) -> None:
         self._dataplane = dataplane
         self._services = services | {""}
-        self._watches: set[_Watch] = set()
+        self._budgets = budgets or Budgets()  # counts refusals
+        self._open: dict[_Watch, Hashable] = {}  # all watches, oldest first, with their connections
+        self._held: Counter[Hashable] = Counter()  # watches of each connection
+        self._watches: set[_Watch] = set()  # those of known services
         self._told = False  # the state last sent to the watches
         self._timer: asyncio.TimerHandle | None = None
 
@@ -47,6 +57,11 @@ class HealthService:
 
         An unknown service does not end the call: clients would call again at once.
         """
+        if not self._has_room(watch):
+            self._refuse(watch)
+            return
+        self._open[watch] = watch.stream.connection
+        self._held[watch.stream.connection] += 1
         if service not in self._services:
             watch.tell(HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN))
             return
@@ -57,8 +72,29 @@ class HealthService:
         self._watches.add(watch)
         watch.tell(_response(self._told))
 
+    def _has_room(self, watch: _Watch) -> bool:
+        """Tell whether a watch may begin; above `MAX_WATCHES` the oldest one ends for it.
+
+        Only the first watch of a connection ends another one. So a few connections can't take all watches,
+        and every client that loses its watch gets it back when it calls again.
+        """
+        held = self._held[watch.stream.connection]
+        if len(self._open) < MAX_WATCHES or held:
+            return held < MAX_CONNECTION_WATCHES and len(self._open) < MAX_WATCHES
+        self._refuse(next(iter(self._open)))
+        return True
+
+    def _refuse(self, watch: _Watch) -> None:
+        self._budgets.refused[WATCHES] += 1
+        watch.refuse()
+
     def forget(self, watch: _Watch) -> None:
         """Remove a watch; removing the last one stops the timer."""
+        connection = self._open.pop(watch, None)
+        if connection is not None:
+            self._held[connection] -= 1
+            if not self._held[connection]:
+                del self._held[connection]
         self._watches.discard(watch)
         if not self._watches and self._timer is not None:
             self._dataplane.readiness_listeners.discard(self.look)
@@ -100,12 +136,16 @@ class _Watch(UnaryCall):
             delay_s = self.deadline_s - self.started_s + LATE_S
             self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
         self._service.watch(self, request.service)
-        if self._draining:
+        if self._draining and not self.stream.ended:
             self.end()
 
     def tell(self, response: HealthCheckResponse) -> None:
         """Send a state. The transport disconnects a client that does not read."""
         self.stream.send(self.method.encode(response))
+
+    def refuse(self) -> None:
+        """End the call, because there are too many watches."""
+        self._end_with(StatusCode.RESOURCE_EXHAUSTED, "There are too many watches: try again later")
 
     def on_cancel(self) -> None:
         """Stop sending states to the client."""

@@ -13,9 +13,15 @@ from typing import Any, Literal
 
 from grpc_reflection.v1alpha import reflection_pb2
 
+from torchere.serving.access.tls import HANDSHAKE_TIMEOUT_S
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ModelNotFound, VersionNotFound
 from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES
+from torchere.serving.frontend.connection_limit import (
+    ConnectionLimit,
+    connection_limits,
+    open_file_limit,
+)
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.call import Call, PredictionContext
@@ -33,7 +39,8 @@ from torchere.serving.frontend.grpc.open_inference_descriptors import (
 )
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.service import Openers, dispatcher, key_free, service
-from torchere.serving.frontend.http2.connection import Connection, Listener
+from torchere.serving.frontend.http2.connection import Connection
+from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.open_inference.service import TensorService
 from torchere.serving.frontend.services import Services
 
@@ -68,6 +75,8 @@ class GrpcServer:
         for one in (*offered, reflection_service(names)):
             openers |= one(self._tasks)
         limits = services.settings.limits
+        shares = connection_limits(open_file_limit(), limits.max_connections)
+        most = shares.inference if api == "inference" else shares.control
         self._age_s, self._age_grace_s = _ages(api, services.settings)
         self._listener = Listener(
             dispatcher(openers, services.keys, api, services.metrics),
@@ -76,6 +85,7 @@ class GrpcServer:
             self._new_age_s,
             self._age_grace_s,
             budgets=services.budgets,
+            connection_limit=ConnectionLimit(most, services.budgets),
         )
         self._server: asyncio.Server | None = None
 
@@ -109,6 +119,7 @@ class GrpcServer:
     async def _bound(self) -> asyncio.Server:
         loop = asyncio.get_running_loop()
         context = _tls(self._services)
+        handshake_s = None if context is None else HANDSHAKE_TIMEOUT_S
         address = self.address
 
         def connection() -> Connection:
@@ -116,9 +127,21 @@ class GrpcServer:
 
         if address.unix_path is not None:
             Path(address.unix_path).unlink(missing_ok=True)  # may be left over from a killed server
-            return await loop.create_unix_server(connection, address.unix_path, ssl=context, backlog=_BACKLOG)
+            return await loop.create_unix_server(
+                connection,
+                address.unix_path,
+                ssl=context,
+                ssl_handshake_timeout=handshake_s,
+                backlog=_BACKLOG,
+            )
         return await loop.create_server(
-            connection, address.host, address.port, ssl=context, backlog=_BACKLOG, reuse_port=False
+            connection,
+            address.host,
+            address.port,
+            ssl=context,
+            ssl_handshake_timeout=handshake_s,
+            backlog=_BACKLOG,
+            reuse_port=False,
         )
 
     def _new_age_s(self) -> float | None:
@@ -136,7 +159,7 @@ def inference_server(
     if services.settings.open_inference_protocol:
         names += [PUBLIC_NAME, TORCHSERVE_NAME]
         offered += open_inference_services(dataplane, controlplane, services)
-    health = HealthService(dataplane, frozenset(names))
+    health = HealthService(dataplane, frozenset(names), services.budgets)
     offered.append(key_free(service(HEALTH, health.methods(), MANAGEMENT)))
     return GrpcServer("inference", address, services, offered, (*names, HEALTH.full_name))
 
@@ -146,7 +169,7 @@ def management_server(
 ) -> GrpcServer:
     """Return the listener of the management service, with health and reflection."""
     names = (_MANAGEMENT.full_name, HEALTH.full_name)
-    health = HealthService(dataplane, frozenset({_MANAGEMENT.full_name}))
+    health = HealthService(dataplane, frozenset({_MANAGEMENT.full_name}), services.budgets)
     offered = [
         service(_MANAGEMENT, ManagementService(controlplane).methods(), MANAGEMENT),
         key_free(service(HEALTH, health.methods(), MANAGEMENT)),

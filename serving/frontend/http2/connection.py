@@ -1,4 +1,4 @@
-"""One HTTP/2 connection of a gRPC client, and the listener that it belongs to (RFC 9113).
+"""One HTTP/2 connection of a gRPC client (RFC 9113).
 
 It implements the part of HTTP/2 that gRPC uses: no push, no priorities. All resources that a client can
 occupy have a limit: header lists, frames, concurrent streams, windows, frames that move no data, unread
@@ -11,12 +11,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torchere.serving.frontend.budgets import Budgets, ConnectionBudget
+from torchere.serving.frontend.budgets import FLOOD, ConnectionBudget
 from torchere.serving.frontend.http2 import frames as f
-from torchere.serving.frontend.http2.flood_guard import FloodGuard
+from torchere.serving.frontend.http2.flood_guard import CANCELLATIONS, FloodGuard
 from torchere.serving.frontend.http2.flow_control import (
     CONNECTION_WINDOW_BYTES,
     STREAM_WINDOW_BYTES,
@@ -39,8 +38,9 @@ from torchere.serving.frontend.http2.header_blocks import (
     Request,
     RequestHead,
 )
+from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.http2.messages import StatusCode
-from torchere.serving.frontend.http2.stream import ENDED, CallListener, Stream
+from torchere.serving.frontend.http2.stream import ENDED, Stream
 from torchere.serving.io import watchdog as unread
 from torchere.serving.io.turn_writes import TurnWrites
 from torchere.serving.io.watchdog import Stalls
@@ -48,6 +48,7 @@ from torchere.serving.io.watchdog import Stalls
 logger = logging.getLogger(__name__)
 
 MAX_STREAMS = 1000  # concurrent on one connection; the client queues further calls itself
+MAX_KEY_FREE_STREAMS = 128  # of a connection that counts as idle; more are not looked at one by one
 SETTINGS = f.settings_frame(
     {
         Setting.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
@@ -75,59 +76,6 @@ SMALL_BYTES = 128  # shorter DATA for an ended call counts as a frame that moves
 # acknowledge every 4 KiB, and cancellations cross with answers.
 EARNED_BY_ANSWER = 4
 EARNING_BYTES = 1024  # of longer answers
-READ_BUFFER_BYTES = 262_144
-
-
-@dataclass(slots=True)
-class Listener:
-    """State shared by the connections of one listening socket; used on its event loop only.
-
-    Attributes:
-        open_call: returns the listener of a new call; it may answer the stream at once.
-        receive_limit_bytes: maximum size of a received message.
-        send_limit_bytes: maximum size of a sent message.
-        age_s: returns the maximum age of a new connection, in seconds, after which it is closed gracefully;
-            None: no limit.
-        age_grace_s: maximum duration of its last calls after that, in seconds; None: no limit.
-        draining: new connections are closed gracefully at once.
-        budgets: memory budgets for the bytes that the server buffers for clients.
-        connections: the open connections.
-        read_buffer: shared by all connections, so that it stays in the processor's cache.
-    """
-
-    open_call: Callable[[Stream], CallListener]
-    receive_limit_bytes: int
-    send_limit_bytes: int
-    age_s: Callable[[], float | None] = lambda: None
-    age_grace_s: float | None = None
-    draining: bool = False
-    budgets: Budgets = field(default_factory=Budgets)
-    connections: set[Connection] = field(default_factory=set)
-    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BUFFER_BYTES)))
-    _all_closed: asyncio.Future[None] | None = None
-
-    def drain(self) -> None:
-        """Close every connection gracefully, those in the middle of a TLS handshake too."""
-        self.draining = True
-        for connection in list(self.connections):
-            connection.closing.begin()
-
-    async def all_closed(self, timeout_s: float) -> None:
-        """Wait until the last connection is closed, for `timeout_s` at most."""
-        if self.connections:
-            self._all_closed = asyncio.get_running_loop().create_future()
-            await asyncio.wait({self._all_closed}, timeout=timeout_s)
-
-    def abort(self) -> None:
-        """Close every connection now."""
-        for connection in list(self.connections):
-            connection.abort()
-
-    def lost(self, connection: Connection) -> None:
-        """Forget a connection that is closed."""
-        self.connections.discard(connection)
-        if not self.connections and self._all_closed is not None and not self._all_closed.done():
-            self._all_closed.set_result(None)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -150,6 +98,7 @@ class Connection(asyncio.BufferedProtocol):
         self.budget = ConnectionBudget(listener.budgets)
         self.inbound = InboundFlow(listener.receive_limit_bytes, self._write, self.budget)
         self._flood = FloodGuard(self._earned_frames)
+        self._cancellations = FloodGuard(self._earned_frames, "cancelled calls", CANCELLATIONS)
         self.closing = GracefulClose(
             CloseCallbacks(
                 self._write,
@@ -167,12 +116,17 @@ class Connection(asyncio.BufferedProtocol):
         self._headers = HeaderReader()
         self._timers: list[asyncio.TimerHandle] = []
         self._deferred = b""  # received bytes that wait for the next turn
+        self._received_s = time.monotonic()  # when the last bytes arrived
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send SETTINGS; the client has `PREFACE_TIMEOUT_S` for its preface."""
         self._transport = cast("asyncio.Transport", transport)
         self._writes.begin(self._transport)
         self.client = transport.get_extra_info("peername") or None
+        limit = self._listener.connection_limit
+        if limit is not None and not limit.admits(self._listener.connections):
+            self._transport.abort()
+            return
         self._listener.connections.add(self)
         self._later(PREFACE_TIMEOUT_S, self._check_preface)
         if (age_s := self._listener.age_s()) is not None:
@@ -214,13 +168,27 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._receive(data)
 
+    def idle_since_s(self) -> float | None:
+        """Return when the last bytes arrived, in monotonic seconds; None while a call that needs a key runs.
+
+        Watches of health do not count, else a client without a key could keep its connections by them.
+        """
+        streams = self._streams
+        if len(streams) > MAX_KEY_FREE_STREAMS or not all(stream.key_free for stream in streams.values()):
+            return None
+        return self._received_s
+
+    def close_idle(self) -> None:
+        """Close the connection, because others need its place; the client may open another one."""
+        self.closing.at_once(ErrorCode.NO_ERROR, "too many connections")
+
     def abort(self) -> None:
         """Close now; calls that run are cancelled."""
         self._transport.abort()
 
     def _receive(self, data: Piece) -> None:
         """Parse received bytes for at most `TURN_S`, and defer the rest to the next loop iteration."""
-        began_s = time.monotonic()
+        self._received_s = began_s = time.monotonic()
         self._writes.expect_flush()
         try:
             rest = data
@@ -231,6 +199,8 @@ class Connection(asyncio.BufferedProtocol):
                     break
         except ConnectionBroken as broken:
             logger.debug("gRPC connection from %s: %s", self.client, broken)
+            if broken.code == ErrorCode.ENHANCE_YOUR_CALM:
+                self._listener.budgets.refused[FLOOD] += 1
             self.closing.at_once(broken.code, str(broken))
         except Exception:  # the top of everything a client sends: a bug is logged, and costs one connection
             logger.exception("a gRPC connection failed unexpectedly")
@@ -385,6 +355,8 @@ class Connection(asyncio.BufferedProtocol):
         stream = self._streams.get(stream_id)
         if stream is None or not stream.has_message:
             self._flood.count()
+        else:
+            self._cancellations.count()
         self._cancel(stream_id)
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Flood guard: limits a client's frames that move no data (RFC 9113, 10.5)."""
+"""Flood guard: limits a client's frames that move no data, and its cancellations (RFC 9113, 10.5)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,36 @@ from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
 
 IDLE_FRAMES = 1000  # allowed within `INTERVAL_S`; keep-alive pings are seconds apart
 INTERVAL_S = 10.0
+# Cancellations of calls whose whole request has arrived, allowed likewise: a client with 1,000 calls under
+# way (the limit of a connection) whose deadlines of 500 ms all pass sends as many.
+CANCELLATIONS = 20_000
 
 
 class FloodGuard:
-    """Counts the frames of one connection that move no data. Used on the event loop only.
+    """Counts frames of one connection that cost the server more than the client. Used on the event loop only.
 
     Args:
+        frames: how they are called in the error.
+        idle_frames: how many of them are allowed within `INTERVAL_S`.
         earned: returns the number of additional frames allowed since the start of the connection, because
             clients acknowledge answers, and cancel calls while their answers are on the way.
     """
 
-    __slots__ = ("_allowed", "_count", "_earned", "_earned_before", "_earned_by_then", "_since_s")
+    __slots__ = (
+        *("_allowed", "_count", "_earned", "_earned_before", "_earned_by_then", "_frames", "_idle_frames"),
+        "_since_s",
+    )
 
-    def __init__(self, earned: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        earned: Callable[[], int],
+        frames: str = "frames that move nothing",
+        idle_frames: int | None = None,
+    ) -> None:
         self._earned = earned
+        self._frames = frames
         self._count = 0
-        self._allowed = IDLE_FRAMES
+        self._idle_frames = self._allowed = IDLE_FRAMES if idle_frames is None else idle_frames
         self._since_s = 0.0
         self._earned_before = self._earned_by_then = 0  # when the previous interval began, and this one
 
@@ -42,6 +56,6 @@ class FloodGuard:
             self._count, self._since_s = frames, now_s
             # Answers of the previous interval may be acknowledged in this one.
             self._earned_before, self._earned_by_then = self._earned_by_then, earned
-        self._allowed = IDLE_FRAMES + earned - self._earned_before
+        self._allowed = self._idle_frames + earned - self._earned_before
         if self._count >= self._allowed:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "too many frames that move nothing")
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._frames}")

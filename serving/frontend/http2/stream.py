@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torchere.serving.frontend.budgets import Lease
@@ -120,6 +120,11 @@ class Stream(StreamFlow):
         self.has_message = False
         self._head_sent = False
         self.ended = False
+
+    @property
+    def connection(self) -> Hashable:
+        """Identity of the call's connection, for limits per connection."""
+        return self._inbound
 
     @property
     def waits_for_client(self) -> bool:

@@ -47,7 +47,17 @@ class Connection(asyncio.BufferedProtocol):
 
     __slots__ = (
         *("__weakref__", "_ahead", "_body_left", "_chunks", "_drained", "_idle", "_is_free", "_is_held"),
-        *("_known", "_known_size", "_known_text", "_loop", "_reader", "_room", "_timer", "_times_full"),
+        *(
+            "_known",
+            "_known_size",
+            "_known_text",
+            "_loop",
+            "_opened_s",
+            "_reader",
+            "_room",
+            "_timer",
+            "_times_full",
+        ),
         *("_unread", "_upload", "budget", "client", "exchange", "listener", "transport", "write_paused"),
     )
     transport: asyncio.Transport
@@ -59,6 +69,7 @@ class Connection(asyncio.BufferedProtocol):
         self.write_paused = False
         self.client: Any = None
         self._loop = asyncio.get_running_loop()
+        self._opened_s = self._loop.time()
         self._is_free = True  # no current request, no pipelined bytes, and writing is not paused
         self._reader: HeadReader | None = None  # of an incomplete head
         self._body_left = 0  # bytes left of the current body, if it has a Content-Length
@@ -79,7 +90,11 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Register the connection; the client has `HEAD_TIMEOUT_S` to send its first head."""
         self.transport = transport
-        self.listener.connections.add(self)
+        listener = self.listener
+        if not listener.connection_limit.admits(listener.connections):
+            transport.abort()
+            return
+        listener.connections.add(self)
         peer = transport.get_extra_info("peername")
         self.client = peer[:2] if isinstance(peer, tuple) else None  # a Unix socket has no name
         self._mind_the_head()
@@ -398,6 +413,20 @@ class Connection(asyncio.BufferedProtocol):
 
     def _close_if_idle(self) -> None:
         if self._reader is None and self._ahead is None and not self.is_busy():
+            self.transport.close()
+
+    def idle_since_s(self) -> float | None:
+        """Return since when there is no request to answer, in monotonic seconds; None if there is one."""
+        if self._ahead is not None or self.is_busy():
+            return None
+        began_s = None if self._idle is None else self._idle.began_s
+        return self._opened_s if began_s is None else began_s
+
+    def close_idle(self) -> None:
+        """Close the connection, because others need its place."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # `close` would wait for a client that does not read
+        else:
             self.transport.close()
 
     def _idle_too_long(self) -> None:

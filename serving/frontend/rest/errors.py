@@ -72,6 +72,7 @@ TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.DefaultVersionInUse: (403, "InvalidModelVersionException"),
     e.NotAllowed: (405, "MethodNotAllowedException"),
     e.Unauthorized: (400, "InvalidKeyException"),
+    e.Forbidden: (403, "ForbiddenException"),
     e.InvalidArchive: (400, "InvalidModelException"),
     e.DependenciesFailed: (400, "ModelException"),
     e.DownloadFailed: (400, "DownloadArchiveException"),

@@ -87,8 +87,11 @@ class Exchange(ABC):
         """Process the end of the request."""
 
     def authorized(self) -> bool:
-        """Return whether the request has the required key; if not, reject the request."""
+        """Return whether the request has the required key, or needs none; if not, reject the request."""
         listener, head = self.connection.listener, self.head
+        if head.refusal is not None:
+            self.refuse(head.refusal)
+            return False
         if listener.keys is None or head.key is None:
             return True
         try:

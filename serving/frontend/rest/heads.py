@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,8 +11,9 @@ from urllib.parse import unquote
 import httptools
 
 from torchere.serving.access.keys import KeyKind
-from torchere.serving.errors import InvalidRequest
+from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.rest.authorisation import Surfaces, is_probe, required_key
+from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import media_type, text_headers
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
 from torchere.serving.frontend.rest.wire import Wire, read_wire
@@ -24,6 +26,13 @@ MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
 MAX_HEAD_BYTES = 16_384  # of an incomplete head; the parser copies a line whenever more of it arrives
 CHUNKED = -1  # value of `Head.length` for a chunked body
+
+# RFC 9110, 7.2: uri-host [":" port]. A name may be empty, and brackets enclose an IPv6 address with its zone.
+_HOST = re.compile(
+    rb"(?:\[[0-9A-Za-z:.%_~!$&'()*+,;=-]+\]|(?:[0-9A-Za-z._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?"
+)
+# The parser accepts HTTP/0.9 and HTTP/2.0, too, which have neither our heads nor our ends of a body.
+_VERSIONS = frozenset({"1.0", "1.1"})
 
 _RARE = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 
@@ -141,6 +150,7 @@ class Head:
             "expects",
             "group",
             "headers",
+            "host",
             "is_form",
             "is_head",
             "is_old",
@@ -148,7 +158,19 @@ class Head:
             "is_tensors",
             "is_traced",
         ),
-        *("keep_alive", "key", "length", "method", "mime", "place", "priority", "request_line", "target"),
+        *(
+            "keep_alive",
+            "key",
+            "length",
+            "method",
+            "mime",
+            "origin",
+            "place",
+            "priority",
+            "refusal",
+            "request_line",
+            "target",
+        ),
         *("text", "texts"),
         *("timeout_ms", "trace", "version", "wire"),
     )
@@ -164,6 +186,8 @@ class Head:
         self.is_head = reader.method == b"HEAD"
         self.is_probe = is_probe(place.path)
         self.is_old = reader.version == "1.0"
+        self.host = _host(reader)
+        self.refusal: Forbidden | None = None  # set if a browser may have sent it for a foreign site
         self.keep_alive = reader.keep_alive and reader.method != b"CONNECT"  # tunnel bytes are not requests
         # The first header of a name counts, as in TorchServe.
         lines = {name.lower(): value for name, value in reversed(reader.headers)}
@@ -171,6 +195,7 @@ class Head:
         self.content_type = lines.get(b"content-type", b"").decode("latin-1")
         self.timeout_ms = lines.get(b"x-torchere-timeout-ms", b"")
         self.priority = lines.get(b"x-torchere-priority", b"")
+        self.origin = lines.get(b"origin")
         key = lines.get(b"authorization")
         self.authorization = None if key is None else key.decode("latin-1")
         # Content-Length, or `CHUNKED`. The parser accepts digits only; the last 20 are enough for any length.
@@ -219,13 +244,22 @@ class Heads:
         surfaces: the APIs that the listener serves.
         max_body_bytes: the longest body to accept.
         speaks_tensors: whether the listener supports the Open Inference Protocol.
+        guard: checks hosts and origins; None where tokens are asked for.
     """
 
-    def __init__(self, surfaces: Surfaces, max_body_bytes: int, *, speaks_tensors: bool) -> None:
+    def __init__(
+        self,
+        surfaces: Surfaces,
+        max_body_bytes: int,
+        *,
+        speaks_tensors: bool,
+        guard: BrowserGuard | None = None,
+    ) -> None:
         self.known: dict[bytes, Head] = {}
         self._max_body_bytes = max_body_bytes
         self._surfaces = surfaces
         self._speaks_tensors = speaks_tensors
+        self._guard = guard
         # Clients use few request lines.
         self._place_of = lru_cache(maxsize=1024)(self._find_place)
 
@@ -233,9 +267,12 @@ class Heads:
         """Return the `Head` of a complete head, and cache it if it is that of a prediction.
 
         Raises:
-            BadHead: the request line has no path, or the end of the body can't be determined.
+            BadHead: the request line has no path or an unknown version, the host is missing or invalid, or
+                the end of the body can't be determined.
         """
         head = Head(reader, self._place_of(reader.method, reader.url))
+        if self._guard is not None:
+            head.refusal = self._guard.refusal(head.key, head.host, head.origin)
         target = head.target
         if target is not None:
             head.texts = text_headers(head.headers) + target.headers
@@ -248,7 +285,8 @@ class Heads:
 
     def is_plain(self, head: Head) -> bool:
         """Tell whether a prediction with this head may run as soon as its body has arrived."""
-        return CHUNKED < head.length <= self._max_body_bytes and not head.expects
+        is_short = CHUNKED < head.length <= self._max_body_bytes
+        return is_short and not head.expects and head.refusal is None
 
     def _remember(self, head: Head) -> None:
         if len(head.text) > MAX_KNOWN_BYTES or head.wire is None or not self.is_plain(head):
@@ -273,6 +311,23 @@ class Heads:
         target = prediction_target(path) if is_prediction else None
         key = required_key(self._surfaces, method.decode("ascii"), path)
         return Place(raw_path, path, parsed.query or b"", key, target)
+
+
+def _host(reader: HeadReader) -> bytes:
+    """Return the value of `Host`; empty if an HTTP/1.0 request has none.
+
+    Raises:
+        BadHead: the version is neither 1.0 nor 1.1, or `Host` is missing, repeated or invalid (RFC 9112,
+            3.2): a proxy might take such a request for one to another host.
+    """
+    if reader.version not in _VERSIONS:
+        raise BadHead(f"its version is HTTP/{reader.version}")
+    hosts = [value for name, value in reader.headers if name.lower() == b"host"]
+    if len(hosts) == 1 and _HOST.fullmatch(hosts[0]):
+        return hosts[0]
+    if hosts or reader.version != "1.0":
+        raise BadHead("it has no host, several, or an invalid one")
+    return b""
 
 
 def _wire_of(head: Head) -> Wire | None:

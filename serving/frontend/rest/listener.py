@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from torchere.serving.frontend.connection_limit import (
+    ConnectionLimit,
+    connection_limits,
+    open_file_limit,
+)
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.authorisation import Surfaces
+from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.heads import Heads
 from torchere.serving.frontend.rest.tensors import Tensors
 from torchere.serving.frontend.rest.wire import cors_headers
@@ -53,13 +59,20 @@ class Listener:
         if settings.open_inference_protocol:
             self.tensors = Tensors(dataplane, settings.service_envelope)
         self.heads = Heads(
-            surfaces, settings.limits.max_request_bytes, speaks_tensors=self.tensors is not None
+            surfaces,
+            settings.limits.max_request_bytes,
+            speaks_tensors=self.tensors is not None,
+            guard=BrowserGuard(surfaces, settings) if services.keys is None else None,
         )
         self.buffer = bytearray(READ_BYTES)  # shared by all connections: see `Connection`
         self.view = memoryview(self.buffer)
         self.keep_alive_s = KEEP_ALIVE_S
         self.draining = False  # True: a response closes its connection
         self.connections: set[Connection] = set()
+        limits = connection_limits(open_file_limit(), settings.limits.max_connections)
+        self.connection_limit = ConnectionLimit(
+            limits.inference if "inference" in surfaces else limits.control, services.budgets
+        )
         self.tasks: set[asyncio.Task[None]] = set()  # tasks that answer requests
 
     def keep(self, task: asyncio.Task[None]) -> None:

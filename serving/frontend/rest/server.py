@@ -8,7 +8,7 @@ import logging
 import socket
 from pathlib import Path
 
-from torchere.serving.access.tls import Certificates
+from torchere.serving.access.tls import HANDSHAKE_TIMEOUT_S, Certificates
 from torchere.serving.config.server_settings import Address
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
@@ -67,10 +67,15 @@ class RestServer:
             self.address = Address(self.address.host, bound.getsockname()[1], tls=self.address.tls)
         self._sockets = [bound, *(bound.dup() for _ in range(ACCEPTED_A_TURN - 1))]
         loop, listener = asyncio.get_running_loop(), self.listener
+        handshake_s = None if self._context is None else HANDSHAKE_TIMEOUT_S
         try:
             for each in self._sockets:
                 server = await loop.create_server(
-                    lambda: Connection(listener), sock=each, ssl=self._context, backlog=BACKLOG
+                    lambda: Connection(listener),
+                    sock=each,
+                    ssl=self._context,
+                    ssl_handshake_timeout=handshake_s,
+                    backlog=BACKLOG,
                 )
                 self._servers.append(server)
         except BaseException:

@@ -103,6 +103,8 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ("grpc_inference_address=http://h", "expected a host name or IP address, without scheme and port"),
         ("grpc_inference_address=0.0.0.0:7070", "expected a host name or IP address, without scheme and"),
         ("allowed_urls=https://a.*,[", "'[' is not a regular expression"),
+        ("allowed_hosts=http://a", "found 'http://a', expected comma-separated host names without scheme"),
+        ("allowed_hosts=a:80", "found 'a:80', expected comma-separated host names without scheme and port"),
         ("blacklist_env_vars=(", "'(' is not a regular expression"),
         ("models={", "line 1: models: not JSON"),
         ('models={"a":{"1.0":{}},"a":{"2.0":{}}}', "models: 'a' is there twice, expected"),
@@ -253,3 +255,8 @@ def test_numbers_of_a_snapshot_may_be_in_quotes_and_below_zero() -> None:
 def test_tls_needs_both_of_its_files(text: str) -> None:
     assert "TLS needs both certificate_file and private_key_file" in error(text)
     assert "-deststoretype PKCS12" in error(text)  # a refused start warns of no other key
+
+
+def test_hosts_are_read_in_lower_case() -> None:
+    made = settings("allowed_hosts=Models.Example, b_c ,*")
+    assert made.allowed_hosts == ("models.example", "b_c", "*")

@@ -306,6 +306,8 @@ async def ask_async(
     """Make one request to a listener; header names are given with underscores for dashes."""
     target = target.replace("\n", "%0A")
     names = [(name.replace("_", "-").lower(), value) for name, value in headers.items()]
+    if "host" not in headers:
+        names.append(("host", "localhost"))
     lines = [f"{name}: {value}" for name, value in [*names, ("content-length", len(body))]]
     data = "\r\n".join([f"{method} {target} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body
     transport = FakeTransport(is_head=method == "HEAD")

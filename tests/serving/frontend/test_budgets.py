@@ -10,7 +10,6 @@ from torchere.serving.config.server_settings import Limits
 from torchere.serving.frontend.budgets import (
     ALL,
     CONNECTION,
-    KEY_FREE,
     MIN_KEY_FREE_BYTES,
     BudgetExceeded,
     Budgets,
@@ -31,7 +30,7 @@ def test_a_connection_may_hold_a_part_of_what_all_may():
     with pytest.raises(BudgetExceeded, match="all clients have more than 4000 bytes"):
         ConnectionBudget(budgets).take(1)
     assert budgets.held_bytes == 4000
-    assert budgets.refused == {ALL: 1, CONNECTION: 1, KEY_FREE: 0}
+    assert +budgets.refused == {ALL: 1, CONNECTION: 1}
 
 
 def test_requests_without_a_key_have_a_smaller_budget_together():

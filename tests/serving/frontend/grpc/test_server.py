@@ -13,7 +13,7 @@ from hpack import Encoder
 from hyperframe.frame import DataFrame, HeadersFrame, PingFrame, SettingsFrame
 
 from torchere.serving.config.server_settings import Address, ServerSettings
-from torchere.serving.frontend.budgets import Budgets
+from torchere.serving.frontend.budgets import WATCHES, Budgets
 from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.grpc import health, server
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
@@ -158,11 +158,12 @@ def test_a_change_that_is_announced_is_told_to_every_watch_at_once(serving, plan
 
 
 class WatchStream:
-    """A stream that keeps what it sends."""
+    """A stream that keeps what it sends; it has a connection of its own unless one is named."""
 
-    def __init__(self):
+    def __init__(self, connection=None):
+        self.connection = connection or self
         self.head, self.timeout_s, self.client = SimpleNamespace(metadata=()), None, None
-        self.sent, self.ended = [], False
+        self.sent, self.ended, self.code = [], False, None
 
     def consumed_all(self):
         """Nothing is held."""
@@ -170,8 +171,8 @@ class WatchStream:
     def send(self, message):
         self.sent.append(health_pb2.HealthCheckResponse.FromString(message).status)
 
-    def end(self, *status):
-        self.ended = True
+    def end(self, code=0, *status):
+        self.ended, self.code = True, code
 
 
 def test_a_thousand_idle_watches_cost_one_look_and_one_timer(planes, monkeypatch):
@@ -224,6 +225,43 @@ def test_a_watch_that_begins_while_the_connection_drains_is_told_and_ended(plane
         return before, stream.sent, stream.ended, health_service._timer
 
     assert asyncio.run(main()) == (False, [health_pb2.HealthCheckResponse.SERVING], True, None)
+
+
+def watching(health_service, stream, service_name=b""):
+    """A watch that has begun."""
+    call = service(health.HEALTH, health_service.methods(), MANAGEMENT)(set())[WATCH](stream)
+    call.on_message(service_name)
+    call.on_half_close()
+    return call
+
+
+@pytest.mark.parametrize("service_name", [b"", b"\n\1x"], ids=["known", "unknown"])
+def test_a_connection_has_a_limit_of_watches_and_so_have_all_of_them(planes, monkeypatch, service_name):
+    monkeypatch.setattr(health, "MAX_CONNECTION_WATCHES", 3)
+    monkeypatch.setattr(health, "MAX_WATCHES", 5)
+
+    async def main():
+        budgets = Budgets()
+        health_service = health.HealthService(planes.data, frozenset(), budgets)
+        greedy = [WatchStream("greedy") for _ in range(5)]
+        calls = [watching(health_service, stream, service_name) for stream in greedy]
+        found = [[stream.code for stream in greedy]]
+        others = [WatchStream() for _ in range(3)]  # the third one ends the oldest watch of all
+        calls += [watching(health_service, stream, service_name) for stream in others]
+        more = WatchStream("greedy")  # which ends none of the others
+        watching(health_service, more, service_name)
+        found.append([stream.code for stream in (*greedy[:3], *others, more)])
+        for call in calls:
+            call.on_cancel()
+        return found, budgets.refused[WATCHES], health_service._held, health_service._timer
+
+    exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    found, refused, held, timer = asyncio.run(main())
+    assert found == [
+        [None, None, None, exhausted, exhausted],
+        [exhausted, None, None, None, None, None, exhausted],
+    ]
+    assert (refused, held, timer) == (4, {}, None)
 
 
 def test_a_watch_ends_at_its_deadline(serving, planes, monkeypatch):

@@ -25,7 +25,8 @@ from torchere.serving.frontend.grpc.call import Method
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
 from torchere.serving.frontend.grpc.service import dispatcher, opener
 from torchere.serving.frontend.http2 import connection as connections
-from torchere.serving.frontend.http2.connection import Connection, Listener
+from torchere.serving.frontend.http2.connection import Connection
+from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, StatusCode
 from torchere.serving.telemetry.metrics import Metrics
 

@@ -22,7 +22,8 @@ from h2.events import (
 from hpack import Encoder
 from hyperframe.frame import Frame, HeadersFrame
 
-from torchere.serving.frontend.http2.connection import Connection, Listener
+from torchere.serving.frontend.http2.connection import Connection
+from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.http2.messages import MessageFailed
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -8,7 +8,8 @@ from hyperframe.frame import DataFrame, Frame, HeadersFrame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchere.serving.frontend.http2.connection import Connection, Listener
+from torchere.serving.frontend.http2.connection import Connection
+from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.http2.messages import MessageFailed
 
 GREETED = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"

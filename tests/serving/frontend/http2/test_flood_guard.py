@@ -16,10 +16,12 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
+from torchere.serving.frontend.budgets import FLOOD
 from torchere.serving.frontend.http2 import connection
 from torchere.serving.frontend.http2 import flood_guard as module
 from torchere.serving.frontend.http2.flood_guard import IDLE_FRAMES, FloodGuard
 from torchere.serving.frontend.http2.frames import ConnectionBroken
+from torchere.serving.frontend.http2.listener import Listener
 
 ENHANCE_YOUR_CALM = 11
 
@@ -51,7 +53,7 @@ def test_frames_that_move_nothing_in_a_short_time_are_one_too_many(clock):
 
 
 def connection_with(answers=0, sends=0, sent_bytes=0):
-    made = connection.Connection(connection.Listener(None, 1, 1))
+    made = connection.Connection(Listener(None, 1, 1))
     made._answers, made.outbound.sends, made.outbound.sent_bytes = answers, sends, sent_bytes
     return made
 
@@ -250,3 +252,18 @@ def test_data_that_crosses_with_its_answer_is_no_flood(run, http2):
             return (await wire.next(PingFrame)) is not None
 
     assert run(main())
+
+
+def test_a_flood_of_calls_given_up_after_their_whole_request_is_ended_calmly(run, http2, monkeypatch):
+    monkeypatch.setattr(connection, "CANCELLATIONS", 3000)
+
+    async def main():
+        async with http2.listener() as served, http2.wire(served) as wire:
+            message = DataFrame(1, http2.prefixed(b"m"), flags=["END_STREAM"]).serialize()
+            wire.greet(wire.calls("/hang", 7000, message, RstStreamFrame(1, 8).serialize()))
+            goaway = await wire.next(GoAwayFrame)
+            return goaway.error_code, len(served.calls), served.listener.budgets.refused[FLOOD]
+
+    code, calls, refused = run(main())
+    assert (code, refused) == (ENHANCE_YOUR_CALM, 1)
+    assert calls <= 2 * 3000

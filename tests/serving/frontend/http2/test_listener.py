@@ -1,8 +1,12 @@
-"""Waiting for the last connection."""
+"""Waiting for the last connection, and room for a new one."""
 
 import asyncio
 
-from torchere.serving.frontend.http2.connection import Listener
+from hyperframe.frame import GoAwayFrame, PingFrame
+
+from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
+from torchere.serving.frontend.connection_limit import ConnectionLimit
+from torchere.serving.frontend.http2.listener import Listener
 
 
 def listener(*connections):
@@ -38,3 +42,24 @@ def test_it_waits_no_longer_than_it_is_told():
         return shared.connections
 
     assert asyncio.run(main()) == {"a"}
+
+
+def test_a_new_connection_closes_the_longest_idle_one_even_if_it_watches_health(run, http2):
+    async def main():
+        limit = ConnectionLimit(2, Budgets())
+        async with (
+            http2.listener(connection_limit=limit) as served,
+            http2.wire(served) as watching,
+            http2.wire(served) as busy,
+        ):
+            for wire in (watching, busy):
+                wire.greet(wire.calls("/hang", 1, flags=5), PingFrame(0, bytes(8)))
+                await wire.next(PingFrame)
+            served.calls[0].stream.restrict(10)
+            async with http2.wire(served) as third:
+                third.greet(PingFrame(0, bytes(8)))
+                goaway = await watching.next(GoAwayFrame)
+                await third.next(PingFrame)
+                return goaway.error_code, limit._budgets.refused[CONNECTIONS]
+
+    assert run(main()) == (0, 1)

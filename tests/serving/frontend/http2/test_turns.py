@@ -5,12 +5,12 @@ import asyncio
 import pytest
 from hyperframe.frame import DataFrame, SettingsFrame
 
-from torchere.serving.frontend.http2 import connection
+from torchere.serving.frontend.http2 import connection, listener
 
 CALLS = 200
 BOUNDS = {
     "one read of many calls": [(connection, "TURN_S", 0), (connection, "STEP_FRAMES", 1)],
-    "many reads in a row": [(connection, "AGAIN_S", 0), (connection, "READ_BUFFER_BYTES", 20)],
+    "many reads in a row": [(connection, "AGAIN_S", 0), (listener, "READ_BUFFER_BYTES", 20)],
 }
 
 
@@ -39,7 +39,7 @@ def test_many_calls_that_come_at_once_leave_turns_to_others(run, http2, monkeypa
 
 @pytest.mark.parametrize("landing_bytes", [20, 262_144])
 def test_calls_that_come_at_once_and_are_quick_are_taken_in_one_turn(run, http2, monkeypatch, landing_bytes):
-    monkeypatch.setattr(connection, "READ_BUFFER_BYTES", landing_bytes)
+    monkeypatch.setattr(listener, "READ_BUFFER_BYTES", landing_bytes)
     for name, value in (("TURN_S", 60), ("AGAIN_S", 60), ("STEP_FRAMES", 1)):
         monkeypatch.setattr(connection, name, value)
     turns = []

@@ -7,9 +7,9 @@ from h2.settings import SettingCodes
 from hyperframe.frame import SettingsFrame, WindowUpdateFrame
 
 from torchere.serving.frontend.http2 import connection
-from torchere.serving.frontend.http2.connection import Listener
 from torchere.serving.frontend.http2.frames import ErrorCode
 from torchere.serving.frontend.http2.header_blocks import request_head
+from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.http2.messages import StatusCode
 from torchere.serving.io import watchdog as unread
 

@@ -56,6 +56,47 @@ def test_a_head_of_which_two_readers_might_make_two_things_is_refused(heads, tex
         read(heads, text)
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"",
+        b"Host: x\r\nhost: x\r\n",
+        b"Host: a b\r\n",
+        b"Host: a, b\r\n",
+        b"Host: a/b\r\n",
+        b"Host: user@a\r\n",
+        b"Host: a:b\r\n",
+        b"Host: a:1:2\r\n",
+        b"Host: [::1\r\n",
+        b"Host: a\xe4\r\n",
+        b"Host: %zz\r\n",
+    ],
+)
+def test_a_request_of_http_1_1_needs_one_valid_host(heads, lines):
+    with pytest.raises(BadHead):
+        read(heads, BYTES.replace(b"Host: x\r\n", lines))
+
+
+@pytest.mark.parametrize(
+    "host", [b"", b"localhost", b"a_b.c-d:8080", b"10.0.0.1:80", b"[::1]:8080", b"[fe80::1%25eth0]", b"x:"]
+)
+def test_a_host_is_a_name_or_an_address_and_may_have_a_port(heads, host):
+    assert read(heads, BYTES.replace(b"Host: x", b"Host: " + host)).host == host
+
+
+def test_a_request_of_http_1_0_needs_no_host_but_has_at_most_one(heads):
+    old = BYTES.replace(b"HTTP/1.1", b"HTTP/1.0")
+    assert read(heads, old.replace(b"Host: x\r\n", b"")).host == b""
+    with pytest.raises(BadHead):
+        read(heads, old.replace(b"Host: x\r\n", b"Host: x\r\nHost: y\r\n"))
+
+
+@pytest.mark.parametrize("version", [b"0.9", b"1.2", b"2.0", b"3.0"])
+def test_a_head_of_another_version_is_refused(heads, version):
+    with pytest.raises(BadHead):
+        read(heads, BYTES.replace(b"HTTP/1.1", b"HTTP/" + version))
+
+
 @pytest.mark.parametrize("coding", [b"chunked", b"Chunked ", b"gzip, chunked"])
 def test_a_body_in_chunks_has_no_length(heads, coding):
     head = read(heads, BYTES.replace(b"Content-Length: 3", b"Transfer-Encoding: " + coding))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from torchere.archiver.signature import Signature, TensorSpec
-from torchere.serving.frontend.budgets import ALL, CONNECTION, KEY_FREE, Budgets
+from torchere.serving.frontend.budgets import CONNECTION, Budgets
 from torchere.serving.frontend.open_inference.json_request import parse_request
 from torchere.serving.frontend.rest import tensors
 from torchere.serving.types import InferResponse
@@ -59,7 +59,7 @@ def test_a_body_beyond_the_budget_is_answered_with_503(planes, upload):
     head, _, body = asyncio.run(main()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503 ")
     assert b"more than 5000 bytes" in body
-    assert budgets.refused == {ALL: 0, CONNECTION: 1, KEY_FREE: 0}
+    assert +budgets.refused == {CONNECTION: 1}
     assert budgets.held_bytes == 0
     assert not planes.data.asked
 

@@ -88,12 +88,15 @@ def test_one_connection_carries_many_requests_and_a_failure_ends_it(planes):
     "message",
     [
         b"nonsense\r\n\r\n",
-        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
-        b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 9000 + b"\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"X-Many: 1\r\n" * 2000 + b"\r\n",
-        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
+        b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 9000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X-Many: 1\r\n" * 2000 + b"\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"GET /ping HTTP/1.1\r\n\r\n",
+        b"GET /ping HTTP/1.1\r\nHost: x\r\nhost: x\r\n\r\n",
+        b"GET /ping HTTP/2.0\r\nHost: x\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     ],
 )
 def test_what_is_no_http_gets_the_known_refusal(planes, message):

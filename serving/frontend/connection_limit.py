@@ -1,0 +1,113 @@
+"""Limit on the open connections of a listener, so that clients can't take all file descriptors.
+
+Each connection takes a descriptor of the process, and so do files, the other ports, and the sockets of
+workers. A process without a free one can neither accept a probe nor restart a worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, MutableSet
+from heapq import nsmallest
+from typing import NamedTuple, Protocol, TypeVar
+
+from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
+
+RESERVE_SHARE = 4  # 1/RESERVE_SHARE of the descriptors are for workers, archives and logs
+CONTROL_SHARE = 32  # 1/CONTROL_SHARE of them are for each listener that serves no predictions
+CONTROL_LISTENERS = 3  # management, metrics and gRPC management
+INFERENCE_LISTENERS = 2  # REST and gRPC
+DEFAULT_CONNECTIONS = (
+    16_384  # of an inference listener, where descriptors allow it; idle ones take 4 to 7 KiB
+)
+MIN_CONNECTIONS = 16
+UNLIMITED_FILES = 2**20  # Linux' own maximum (fs.nr_open), in place of "unlimited"
+# Finding the idle connections takes a look at each one. So some are closed at once, and if all are busy, the
+# next search is a while later.
+CLOSED_AT_ONCE = 64  # 1/CLOSED_AT_ONCE of the limit
+SEARCH_INTERVAL_S = 0.1
+
+
+class ConnectionLimits(NamedTuple):
+    """Limits on the connections of one listener."""
+
+    inference: int
+    control: int  # of one that serves no predictions
+
+
+class IdleConnection(Protocol):
+    """A connection, as far as the limit needs it."""
+
+    def idle_since_s(self) -> float | None:
+        """Return since when it has no request, in monotonic seconds; None if it has one."""
+
+    def close_idle(self) -> None:
+        """Close it; its client may connect again."""
+
+
+C = TypeVar("C", bound=IdleConnection)
+
+
+def connection_limits(files: int, wanted: int = 0) -> ConnectionLimits:
+    """Divide the file descriptors of the process among its listeners. Pure.
+
+    Args:
+        files: limit of open files of the process.
+        wanted: configured limit for an inference listener; 0: `DEFAULT_CONNECTIONS`.
+    """
+    control = max(files // CONTROL_SHARE, MIN_CONNECTIONS)
+    left = files - files // RESERVE_SHARE - CONTROL_LISTENERS * control
+    share = max(left // INFERENCE_LISTENERS, MIN_CONNECTIONS)
+    return ConnectionLimits(min(wanted or DEFAULT_CONNECTIONS, share), min(control, DEFAULT_CONNECTIONS))
+
+
+def open_file_limit() -> int:
+    """Return how many files this process may open."""
+    try:
+        import resource  # noqa: PLC0415 - not available on Windows
+    except ImportError:
+        return UNLIMITED_FILES
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return UNLIMITED_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+class ConnectionLimit:
+    """Makes room for new connections of one listener. Used on the event loop only.
+
+    Above the limit the connections that are idle for longest are closed, as an idle timeout would do later: a
+    client with many idle connections then costs others a new connection at worst. If new connections were
+    refused instead, it would lock the others out. A new connection is refused only while all others are busy.
+
+    Attributes:
+        limit: of open connections.
+    """
+
+    __slots__ = ("_budgets", "_searchable_s", "limit")
+
+    def __init__(self, limit: int, budgets: Budgets) -> None:
+        self.limit = limit
+        self._budgets = budgets
+        self._searchable_s = 0.0
+
+    def admits(self, others: MutableSet[C]) -> bool:
+        """Tell whether a new connection may join the others; idle ones are closed and removed for it."""
+        if len(others) < self.limit:
+            return True
+        now_s = time.monotonic()
+        victims: list[tuple[float, int, C]] = []
+        if now_s >= self._searchable_s:
+            victims = nsmallest(self.limit // CLOSED_AT_ONCE + 1, _idle(others))
+            if not victims:
+                self._searchable_s = now_s + SEARCH_INTERVAL_S
+        for _, _, connection in victims:
+            others.discard(connection)
+            connection.close_idle()
+        self._budgets.refused[CONNECTIONS] += len(victims) or 1
+        return bool(victims)
+
+
+def _idle(connections: MutableSet[C]) -> Iterator[tuple[float, int, C]]:
+    for number, connection in enumerate(connections):
+        since_s = connection.idle_since_s()
+        if since_s is not None:
+            yield since_s, number, connection

@@ -1,0 +1,71 @@
+"""State shared by the HTTP/2 connections of one listening socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torchere.serving.frontend.budgets import Budgets
+from torchere.serving.frontend.connection_limit import ConnectionLimit
+from torchere.serving.frontend.http2.stream import CallListener, Stream
+
+if TYPE_CHECKING:
+    from torchere.serving.frontend.http2.connection import Connection
+
+READ_BUFFER_BYTES = 262_144
+
+
+@dataclass(slots=True)
+class Listener:
+    """State shared by the connections of one listening socket; used on its event loop only.
+
+    Attributes:
+        open_call: returns the listener of a new call; it may answer the stream at once.
+        receive_limit_bytes: maximum size of a received message.
+        send_limit_bytes: maximum size of a sent message.
+        age_s: returns the maximum age of a new connection, in seconds, after which it is closed gracefully;
+            None: no limit.
+        age_grace_s: maximum duration of its last calls after that, in seconds; None: no limit.
+        draining: new connections are closed gracefully at once.
+        budgets: memory budgets for the bytes that the server buffers for clients.
+        connection_limit: makes room for a new connection, or refuses it; None: no limit.
+        connections: the open connections.
+        read_buffer: shared by all connections, so that it stays in the processor's cache.
+    """
+
+    open_call: Callable[[Stream], CallListener]
+    receive_limit_bytes: int
+    send_limit_bytes: int
+    age_s: Callable[[], float | None] = lambda: None
+    age_grace_s: float | None = None
+    draining: bool = False
+    budgets: Budgets = field(default_factory=Budgets)
+    connection_limit: ConnectionLimit | None = None
+    connections: set[Connection] = field(default_factory=set)
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BUFFER_BYTES)))
+    _all_closed: asyncio.Future[None] | None = None
+
+    def drain(self) -> None:
+        """Close every connection gracefully, those in the middle of a TLS handshake too."""
+        self.draining = True
+        for connection in list(self.connections):
+            connection.closing.begin()
+
+    async def all_closed(self, timeout_s: float) -> None:
+        """Wait until the last connection is closed, for `timeout_s` at most."""
+        if self.connections:
+            self._all_closed = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._all_closed}, timeout=timeout_s)
+
+    def abort(self) -> None:
+        """Close every connection now."""
+        for connection in list(self.connections):
+            connection.abort()
+
+    def lost(self, connection: Connection) -> None:
+        """Forget a connection that is closed."""
+        self.connections.discard(connection)
+        if not self.connections and self._all_closed is not None and not self._all_closed.done():
+            self._all_closed.set_result(None)

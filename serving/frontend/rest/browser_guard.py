@@ -1,0 +1,112 @@
+"""Guard against browsers that call the server for a foreign web site, where no token is asked for. Pure.
+
+A page of another site may post a form to any address that its visitor's browser reaches (cross-site request
+forgery); the browser sends the page's site as `Origin`. A page whose name is made to resolve to the server's
+address (DNS rebinding) may use every method and read the responses; the browser sends the name as `Host`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.errors import Forbidden
+from torchere.serving.frontend.rest.authorisation import Surfaces
+
+ANY = "*"
+
+
+class BrowserGuard:
+    """The hosts and origins that one listener accepts where it asks for no token.
+
+    Management requests are always checked, inference requests only if `allowed_hosts` is set: a proxy in
+    front of the inference port may keep the public name in `Host`, and a prediction changes nothing.
+    """
+
+    def __init__(self, surfaces: Surfaces, settings: ServerSettings) -> None:
+        address = settings.management_address if "management" in surfaces else settings.inference_address
+        self._bound = address.host.lower()
+        self._is_unix = address.unix_path is not None  # browsers reach no Unix socket
+        self._names = frozenset(settings.allowed_hosts)
+        # On other addresses, names of services in a cluster have to work without a setting.
+        self._needs_known_host = _is_loopback(self._bound) or bool(self._names)
+        origins = {origin.strip().lower() for origin in settings.cors_allowed_origin.split(",")}
+        # "*" lets every site read predictions, which does not mean that every site may change models.
+        self._origins = frozenset(origins - {ANY, "", "null"})
+        self._keys = {"management", "inference"} if self._names else {"management"}
+
+    def refusal(self, key: str | None, host: bytes, origin: bytes | None) -> Forbidden | None:
+        """Return the error of a request that a browser may have sent for a foreign site; else None.
+
+        Args:
+            key: the kind of key that the request would need if tokens were on.
+            host: the valid value of `Host`; empty if there is none.
+            origin: the value of `Origin`. Browsers send it with every request that changes something; None
+                means another client, or a rebound page that reads.
+        """
+        if key not in self._keys:
+            return None
+        authority = host.decode("ascii").lower()
+        if origin is not None:
+            site = origin.decode("latin-1").lower()
+            if not (site in self._origins or self._is_own(site, authority)):
+                return _foreign_site(site)
+        name = _name_of(authority)
+        if self._is_known(name) or (origin is None and not self._needs_known_host):
+            return None
+        return _foreign_host(name)
+
+    def _is_own(self, site: str, authority: str) -> bool:
+        """Tell whether an origin is the host of the request, or one that the operator has named."""
+        scheme, _, its_authority = site.partition("://")
+        if not its_authority:  # "null", of a page without an origin
+            return False
+        default_port = ":443" if scheme == "https" else ":80"
+        return its_authority == authority.removesuffix(default_port) or _name_of(its_authority) in self._names
+
+    def _is_known(self, name: str) -> bool:
+        """Tell whether a host can't be the rebound name of a foreign site.
+
+        Addresses are not names, and the public DNS has no names without a dot or below `localhost`.
+        """
+        return (
+            "." not in name
+            or name.endswith(".localhost")
+            or self._is_unix
+            or name == self._bound
+            or not self._names.isdisjoint((name, ANY))
+            or _address(name) is not None
+        )
+
+
+def _foreign_site(site: str) -> Forbidden:
+    return Forbidden(
+        f"Requests of web pages of {site[:100]!a} are not allowed. Name the origin in cors_allowed_origin or "
+        "its host in allowed_hosts, or switch token authorization on."
+    )
+
+
+def _foreign_host(name: str) -> Forbidden:
+    return Forbidden(
+        f"Requests for the host {name[:100]!a} are not allowed. Call the server by its address or as "
+        "localhost, name the host in allowed_hosts, or switch token authorization on."
+    )
+
+
+def _name_of(authority: str) -> str:
+    """Return the host of an authority: without port, brackets and the final dot."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    return authority.partition(":")[0].removesuffix(".")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)

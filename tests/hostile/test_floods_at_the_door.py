@@ -1,0 +1,191 @@
+"""Floods of connections, watches and cancellations, by clients without a key, while others are answered.
+
+Each test prints its figures and asserts generous bounds: tests share their cores with others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import re
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+_spec = importlib.util.spec_from_file_location(
+    "torchere_e2e_conftest", Path(__file__).parents[1] / "e2e" / "conftest.py"
+)
+assert _spec is not None and _spec.loader is not None
+_e2e = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_e2e)
+
+MAX_CONNECTIONS = 150
+ATTACKERS = 8
+ATTACK_S = 3.0
+CONTROL_S = 1.0  # bound of the slowest control request in a hundred
+GROWTH_BYTES = 256 * 2**20
+PATIENCE_S = 30.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+RESET = struct.pack(">BHBBII", 0, 4, 3, 0, 0, 8)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """A server without models, with tokens on: an attacker has no key."""
+    with tempfile.TemporaryDirectory() as root:
+        (Path(root) / "store").mkdir()
+        folder = Path(root) / "server"
+        folder.mkdir()
+        running = _e2e.start(folder, properties=f"max_connections={MAX_CONNECTIONS}\n")
+        while running.call("GET", "/readyz").status != 200:
+            continue
+        yield running
+        running.stop()
+
+
+class Control:
+    """Control requests, each on a new connection, from a thread of its own; growth of the server's memory."""
+
+    def __init__(self, server: Any, api: str = "inference") -> None:
+        self._server = server
+        self._api = api
+        self._process = psutil.Process(server.process.pid)
+        self._before_bytes = self._process.memory_info().rss
+        self.latencies_s: list[float] = []
+        self.grown_bytes = 0
+
+    def ask(self) -> None:
+        began_s = time.perf_counter()
+        client = http.client.HTTPConnection(self._server.rest[self._api], timeout=PATIENCE_S)
+        client.request("GET", "/livez")
+        answer = client.getresponse()
+        assert answer.status == 200
+        answer.read()
+        client.close()
+        self.latencies_s.append(time.perf_counter() - began_s)
+        self.grown_bytes = max(self.grown_bytes, self._process.memory_info().rss - self._before_bytes)
+
+    def ask_for(self, duration_s: float) -> None:
+        end_s = time.monotonic() + duration_s
+        while time.monotonic() < end_s:
+            self.ask()
+
+    def check(self, name: str, capsys: Any) -> None:
+        """Print the figures and check them against the bounds."""
+        found = sorted(self.latencies_s)
+        p50, p99 = found[len(found) // 2], found[int(len(found) * 0.99)]
+        with capsys.disabled():
+            print(
+                f"\n{name}: control p50 {1000 * p50:.1f} ms, p99 {1000 * p99:.1f} ms of {len(found)}, "
+                f"RSS +{self.grown_bytes / 2**20:.0f} MiB"
+            )
+        assert p99 <= CONTROL_S
+        assert self.grown_bytes <= GROWTH_BYTES
+
+
+def refusals(server: Any, budget: str) -> int:
+    text = server.call("GET", "/metrics", api="metrics").body.decode()
+    found = re.search(rf'torchere_budget_refusals_total{{budget="{budget}",?}} ([0-9.e+]+)', text)
+    return 0 if found is None else int(float(found[1]))
+
+
+def connected(address: str) -> socket.socket:
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), PATIENCE_S)
+
+
+def watch(stream_id: int) -> bytes:
+    """Frames of a call of `Watch`, with its whole request, for the server itself."""
+    lines = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/grpc.health.v1.Health/Watch",
+        ":authority": "x",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    block = b"".join(
+        b"\0%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
+        for name, value in lines.items()
+    )
+    head = len(block).to_bytes(3, "big") + b"\1\4" + stream_id.to_bytes(4, "big")
+    return head + block + b"\0\0\5\0\1" + stream_id.to_bytes(4, "big") + bytes(5)
+
+
+def reset(stream_id: int) -> bytes:
+    return RESET[:5] + stream_id.to_bytes(4, "big") + RESET[9:]
+
+
+def test_idle_connections_leave_room_for_others_and_for_the_other_ports(server, capsys):
+    controls = [Control(server), Control(server, "management")]
+    descriptors = psutil.Process(server.process.pid).num_fds()
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * MAX_CONNECTIONS):
+            for address in (server.rest["inference"], server.grpc["inference"]):
+                stack.enter_context(connected(address))
+        for _ in range(50):
+            for control in controls:
+                control.ask()
+        held = psutil.Process(server.process.pid).num_fds() - descriptors
+    for control, port in zip(controls, ("inference", "management"), strict=True):
+        control.check(f"idle connections, {port} port", capsys)
+    assert held <= 2 * MAX_CONNECTIONS + 16
+    assert refusals(server, "connections") >= 2 * MAX_CONNECTIONS
+
+
+def test_watches_cost_nothing_while_nothing_changes(server, capsys):
+    control = Control(server)
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            client = stack.enter_context(connected(server.grpc["inference"]))
+            client.sendall(PREFACE + b"".join(map(watch, range(1, 2000, 2))))
+        control.ask_for(ATTACK_S)
+    control.check("60,000 watches", capsys)
+    assert refusals(server, "watches") >= 60 * 1000 - 4096
+
+
+def test_cancelled_calls_are_a_flood_above_a_rate(server, capsys):
+    over = threading.Event()
+
+    def drain(client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while client.recv(2**16):
+                continue
+
+    def attack() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), connected(server.grpc["inference"]) as client:
+                reader = threading.Thread(target=drain, args=(client,))
+                reader.start()
+                client.sendall(PREFACE)
+                for first in range(1, 2**20, 200):
+                    if over.is_set():
+                        break
+                    numbers = range(first, first + 200, 2)
+                    client.sendall(b"".join(watch(number) + reset(number) for number in numbers))
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_RDWR)
+                reader.join(PATIENCE_S)
+
+    control = Control(server)
+    attackers: list[threading.Thread] = [threading.Thread(target=attack) for _ in range(ATTACKERS)]
+    for each in attackers:
+        each.start()
+    deadline_s = time.monotonic() + PATIENCE_S
+    control.ask_for(ATTACK_S)
+    while not refusals(server, "flood") and time.monotonic() < deadline_s:
+        control.ask()
+    over.set()
+    for each in attackers:
+        each.join(PATIENCE_S)
+    control.check("cancelled calls", capsys)
+    assert refusals(server, "flood") >= 1

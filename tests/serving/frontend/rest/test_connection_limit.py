@@ -1,0 +1,105 @@
+"""How many connections a listener takes, and which are closed for a new one."""
+
+import asyncio
+import time
+
+import pytest
+
+from torchere.serving.frontend import connection_limit as module
+from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
+from torchere.serving.frontend.connection_limit import ConnectionLimit, connection_limits
+from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.connection import Connection
+
+
+@pytest.mark.parametrize("files", [256, 1024, 4096, 65_536, 2**20])
+def test_all_listeners_together_leave_descriptors_to_workers_and_files(files):
+    limits = connection_limits(files)
+    assert 2 * limits.inference + 3 * limits.control <= files * 3 // 4
+    assert limits.control >= 16
+
+
+def test_a_configured_limit_counts_as_far_as_descriptors_allow():
+    assert connection_limits(1024, 100).inference == 100
+    assert connection_limits(1024, 10_000).inference == connection_limits(1024).inference
+    assert connection_limits(2**20, 100_000).inference == 100_000
+
+
+class Idle:
+    """A connection that is idle since a given time; None: it is busy."""
+
+    def __init__(self, since_s):
+        self.since_s = since_s
+        self.closed = False
+
+    def idle_since_s(self):
+        return self.since_s
+
+    def close_idle(self):
+        self.closed = True
+
+
+def test_the_connection_that_is_idle_for_longest_makes_room():
+    budgets = Budgets()
+    limit = ConnectionLimit(3, budgets)
+    busy, oldest, newer = Idle(None), Idle(1.0), Idle(2.0)
+    others = {busy, oldest, newer}
+    assert limit.admits(others)
+    assert (others, oldest.closed, newer.closed) == ({busy, newer}, True, False)
+    assert budgets.refused[CONNECTIONS] == 1
+    assert limit.admits(others)
+    assert budgets.refused[CONNECTIONS] == 1
+
+
+def test_a_new_connection_is_refused_while_all_others_are_busy_and_they_are_searched_seldom(monkeypatch):
+    looks, now = [], [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    budgets = Budgets()
+    limit = ConnectionLimit(1, budgets)
+    others = {Idle(None)}
+    monkeypatch.setattr(Idle, "idle_since_s", lambda self: looks.append(1))
+    assert [limit.admits(others) for _ in range(3)] == [False] * 3
+    assert len(looks) == 1
+    now[0] += module.SEARCH_INTERVAL_S
+    assert not limit.admits(others)
+    assert (len(looks), budgets.refused[CONNECTIONS]) == (2, 4)
+
+
+async def closed(reader):
+    """Read to the end of a connection that the server closes."""
+    return await asyncio.wait_for(reader.read(), 20)
+
+
+def test_rest_closes_the_longest_idle_connection_for_a_new_one(planes):
+    async def main():
+        async with planes.serving() as server:
+            server.listener.connection_limit.limit = 2
+            address = server.address
+            opened = [await asyncio.open_connection(address.host, address.port) for _ in range(2)]
+            reader, writer = opened[1]
+            answers = []
+            for _ in range(2):
+                writer.write(b"GET /predictions/echo HTTP/1.1\r\nHost: x\r\n\r\n")
+                answers.append(await reader.readuntil(b"\r\n\r\n"))
+            third = await asyncio.open_connection(address.host, address.port)
+            assert await closed(opened[0][0]) == b""
+            third[1].write(b"GET /predictions/echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answers.append(await closed(third[0]))
+            for _, each in (*opened, third):
+                each.close()
+            return [answer[:15] for answer in answers]
+
+    assert asyncio.run(main()) == [b"HTTP/1.1 200 OK"] * 3
+
+
+def test_a_connection_with_a_request_or_pipelined_bytes_is_not_idle(planes):
+    async def main():
+        listener = listener_of(frozenset({"inference"}), planes.data, planes.control, planes.services())
+        connection = Connection(listener)
+        before = connection.idle_since_s()
+        connection._ahead = bytearray(b"x")
+        return before, connection.idle_since_s()
+
+    before, ahead = asyncio.run(main())
+    assert before <= time.monotonic()
+    assert ahead is None
