@@ -17,6 +17,7 @@ from torchere.serving.frontend.http2.messages import Compressed, MessageFailed
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import InferResponse
 
+
 def found(*kinds):
     return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
 
