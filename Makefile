@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+JOBS   ?= 2
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -44,8 +45,9 @@ examples: install  ## text embedding, speech and tabular data, packed and served
 unit: install  ## run the tests that start no server and no process, under a minute
 	$(BIN)/python -m pytest -m unit
 
-test: install  ## run the tests
-	$(BIN)/python -m pytest
+test: install  ## run the tests, JOBS files at a time
+	@# Each process gets one thread: with more, the threads of torch in two tests wait for each other.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 check: install .tools/bin/helm  ## lint, types, import rules, file and function length, policy of the chart
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ def plant(start_server: Any, breaking: Callable[[Any], Any]) -> Iterator[Any]:
 
     def live() -> None:
         number = 0
-        while not over.is_set():
+        while not over.wait(0.005):  # the server stays free for what is tested
             number += 1
             assert plant.ledger.predict("neighbour", f"echo {number}") == (200, str(number))
 
@@ -118,8 +118,7 @@ def test_a_model_that_drains_answers_what_is_in_it_whatever_happens(
     leaving = threading.Thread(target=plant.unregister, args=(model,))
     leaving.start()
     # The name is gone at once; what is in goes on.
-    while plant.server.call("GET", f"/readyz/{model}").status != 404:
-        pass
+    plant.until_gone(model)
     plant.order(model, "go")
     inside.join()
     leaving.join()
@@ -154,8 +153,7 @@ def test_a_crash_while_idle_costs_no_request(plant: Any, model: str, fault: str)
     assert plant.ledger.predict(model, f"later {fault}")[0] == 200
     pid = plant.describe(model)["workers"][0]["pid"]
     plant.order(model, "go")
-    while plant.describe(model)["workers"][0]["pid"] == pid:
-        pass
+    plant.until_replaced(model, {pid})
     plant.order(model, "over")
     comes_back(plant, model, CRASHES[fault])
 
@@ -172,8 +170,7 @@ def test_a_hang_while_idle_is_found_out_before_any_client_waits_for_it(plant: An
         else:
             os.kill(plant.describe(model)["workers"][0]["pid"], signal.SIGSTOP)
     for model in models:
-        while plant.ready(model):  # the truth, within seconds
-            pass
+        plant.until_not_ready(model)  # the truth, within seconds
         assert "(suspect)" in plant.server.call("GET", f"/readyz/{model}").json()["reasons"][0]
     for model in models:
         comes_back(plant, model, "no sign of life")
@@ -184,8 +181,7 @@ def test_a_worker_that_is_stopped_and_goes_on_is_the_same_worker(plant: Any, mod
     plant.register(model)
     pid = plant.describe(model)["workers"][0]["pid"]
     os.kill(pid, signal.SIGSTOP)
-    while plant.ready(model):
-        pass
+    plant.until_not_ready(model)
     os.kill(pid, signal.SIGCONT)
     plant.until_ready(model)
     assert plant.ledger.predict(model, "pid") == (200, str(pid))
@@ -211,8 +207,7 @@ def test_kills_from_outside_make_no_request_guilty(plant: Any, model: str) -> No
         killed = {worker["pid"] for worker in plant.describe(model)["workers"]}
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        while killed & {worker["pid"] for worker in plant.describe(model)["workers"]}:
-            pass
+        plant.until_replaced(model, killed)
         plant.until_ready(model)
         assert plant.ledger.predict(model, "echo same") == (200, "same")
     assert "quarantinedRequests" not in plant.describe(model)["torchere"]

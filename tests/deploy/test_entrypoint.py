@@ -148,7 +148,7 @@ def test_a_server_that_a_shell_leaves_in_the_background_is_stayed_with_and_ended
     try:
         limit_s = time.monotonic() + 60
         while not {"then", "Model server started."} <= set(log.read_text().splitlines()):
-            assert time.monotonic() < limit_s, log.read_text()
+            assert entered.poll() is None and time.monotonic() < limit_s, log.read_text()
             time.sleep(0.05)
         entered.terminate()
 

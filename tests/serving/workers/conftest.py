@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import OBEDIENT
 from pools import pool_in_service
 
 from torchere.serving.types import InferRequest, InferResponse, Parameter
+from torchere.serving.workers import loss as restart
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
@@ -127,3 +129,10 @@ def check_first_warm(make_spec: Callable[..., LoadSpec], tmp_path: Path) -> Any:
             await warming
 
     return check
+
+
+@pytest.fixture(params=[True, False], ids=["lanes", "alone"])
+def hostile(request: pytest.FixtureRequest, make_spec: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the spec of a worker of either kind that runs what it is sent."""
+    monkeypatch.setattr(restart, "BACKOFF_S", (0.0,))
+    return lambda **changes: make_spec(OBEDIENT, shares_weights=request.param, **changes)

@@ -505,22 +505,22 @@ def test_no_line_of_a_handler_ends_the_reading_of_its_output(
 
 
 @pytest.mark.parametrize(
-    ("source", "cause"),
+    ("source", "limit_s", "cause"),
     [
-        ("raise RuntimeError('no weights')", "no weights"),
-        ("import os; os._exit(3)", "exited with code 3"),
-        ("import time\nwhile True: time.sleep(0.1)", "startup_timeout"),
+        ("raise RuntimeError('no weights')", 60.0, "no weights"),
+        ("import os; os._exit(3)", 60.0, "exited with code 3"),
+        ("import time\nwhile True: time.sleep(0.1)", 0.5, "startup_timeout"),
     ],
     ids=["raises", "exits", "hangs"],
 )
 def test_a_handler_that_does_not_load_is_refused_with_its_cause(
-    make_spec: Any, source: str, cause: str
+    make_spec: Any, source: str, limit_s: float, cause: str
 ) -> None:
     async def main() -> None:
         with pytest.raises(
             LoadFailed, match=r"Failed to start workers for model demo version: 1\.0"
         ) as caught:
-            async with pool_in_service(make_spec(source), startup_timeout_s=8.0):
+            async with pool_in_service(make_spec(source), startup_timeout_s=limit_s):
                 pass
         assert cause in caught.value.detail
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pools import fork_launcher
 
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.config.bounded_yaml import read_yaml
@@ -137,7 +138,7 @@ async def worker_of(launcher: Any, spec: LoadSpec, lanes: int = 1) -> AsyncItera
 
 @asynccontextmanager
 async def launcher_of(kind: Any) -> AsyncIterator[Any]:
-    launcher = kind(worker_environment())
+    launcher = fork_launcher() if kind is ForkLauncher else kind(worker_environment())
     try:
         yield launcher
     finally:

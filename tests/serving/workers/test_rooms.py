@@ -17,13 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from pools import new_pool, until
+from pools import fork_launcher, new_pool, until
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.types import InferRequest, ModelKey, Parameter
 from torchere.serving.workers import rooms
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
-from torchere.serving.workers.launch import ForkLauncher, worker_environment
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.rooms import RoomLauncher
 
@@ -56,7 +55,7 @@ class House:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.forks = ForkLauncher(worker_environment())
+        self.forks = fork_launcher()
         self.launcher = RoomLauncher(self.forks)
         self.pools: dict[str, WorkerPool] = {}
         self._ids = itertools.count(9000)

@@ -17,23 +17,20 @@ from torchere.serving.frontend.http2.messages import Compressed, MessageFailed
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import InferResponse
 
-EARLIER = []  # what tests before left in memory, as in the traceback of one that failed
-
 
 def found(*kinds):
-    earlier = set(map(id, EARLIER))
-    return [one for one in gc.get_objects() if issubclass(type(one), kinds) and id(one) not in earlier]
+    return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
 
 
 @pytest.fixture
 def uncollected():
-    """The collector is off."""
+    """The collector is off, and what tests before left in memory is not among its objects."""
     gc.collect()
-    EARLIER[:] = found(Call, Stream, MessageFailed)
+    gc.freeze()
     gc.disable()
     yield
     gc.enable()
-    EARLIER.clear()
+    gc.unfreeze()
 
 
 def alive():
