@@ -248,7 +248,8 @@ def _unquoted_long(text: bytes) -> bytes:
     values, kept = codes.copy(), np.ones(len(codes), bool)
     values[:-2][is_escape] = high[is_escape] << 4 | low[is_escape]
     kept[1:-1][is_escape] = kept[2:][is_escape] = False
-    return values[kept].tobytes()
+    unquoted: bytes = values[kept].tobytes()
+    return unquoted
 
 
 def text_values(query: bytes) -> dict[str, str]:
