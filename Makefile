@@ -49,13 +49,14 @@ test: install  ## run the tests, JOBS files at a time
 	@# Each process gets one thread: with more, the threads of torch in two tests wait for each other.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-check: install .tools/bin/helm  ## lint, types, import rules, file and function length, policy of the chart
+check: install .tools/bin/helm  ## lint, types, imports, lengths, plain English, policy of the chart
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/guards/lengths.py
 	$(BIN)/python tests/guards/dialect.py
+	$(BIN)/python tests/guards/house.py
 	$(BIN)/python k8s/policy.py
 
 format: install  ## rewrite the code in the house style

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torchere.serving.frontend.budgets import Budgets
-from torchere.serving.frontend.connection_limit import ConnectionLimit
+from torchere.serving.frontend.connection_limit import ConnectionLimit, IdleConnection
+from torchere.serving.frontend.http2.graceful_close import GracefulClose
 from torchere.serving.frontend.http2.stream import CallListener, Stream
 
-if TYPE_CHECKING:
-    from torchere.serving.frontend.http2.connection import Connection
-
 READ_BUFFER_BYTES = 262_144
+
+
+class ListedConnection(IdleConnection, Hashable, Protocol):
+    """A connection, as its listener uses it."""
+
+    closing: GracefulClose
+
+    def abort(self) -> None:
+        """Close it now."""
 
 
 @dataclass(slots=True)
@@ -43,7 +50,7 @@ class Listener:
     draining: bool = False
     budgets: Budgets = field(default_factory=Budgets)
     connection_limit: ConnectionLimit | None = None
-    connections: set[Connection] = field(default_factory=set)
+    connections: set[ListedConnection] = field(default_factory=set)
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BUFFER_BYTES)))
     _all_closed: asyncio.Future[None] | None = None
 
@@ -64,7 +71,7 @@ class Listener:
         for connection in list(self.connections):
             connection.abort()
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: ListedConnection) -> None:
         """Forget a connection that is closed."""
         self.connections.discard(connection)
         if not self.connections and self._all_closed is not None and not self._all_closed.done():

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 from starlette.types import Message, Scope
 
@@ -17,13 +16,10 @@ from torchere.serving.frontend import wording
 from torchere.serving.frontend.call_scope import CLIENT_GONE, CallScope
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
-from torchere.serving.frontend.rest.exchange import SLOTS, Exchange, status_of
+from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange, status_of
 from torchere.serving.frontend.rest.heads import Head
 from torchere.serving.frontend.rest.wire import CONTINUE, NO_CONTENT
 from torchere.serving.logs.fields import fields_of
-
-if TYPE_CHECKING:
-    from torchere.serving.frontend.rest.connection import Connection
 
 HELD_BYTES = 65_536  # buffered body bytes that the app has not received; beyond it reading pauses
 _OF_THE_CONNECTION = frozenset({b"connection", b"transfer-encoding"})  # set by us, not by the app
@@ -41,7 +37,7 @@ class AppExchange(Exchange):
         *("_is_gone", "_is_told", "_is_whole", "_replaced"),
     )
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: ClientConnection, head: Head) -> None:
         super().__init__(connection, head)
         self.request_id = new_request_id()
         self.started_s = time.monotonic()

@@ -7,10 +7,11 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError, Unauthorized
+from torchere.serving.frontend.budgets import ConnectionBudget
 from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.rest.bodies import WholeBody
 from torchere.serving.frontend.rest.errors import status_and_type
@@ -27,7 +28,7 @@ from torchere.serving.frontend.rest.wire import (
 from torchere.serving.logs.access_lines import access_log
 
 if TYPE_CHECKING:
-    from torchere.serving.frontend.rest.connection import Connection
+    from torchere.serving.frontend.rest.listener import Listener
 
 LAST_CHUNK = b"0\r\n\r\n"
 
@@ -35,6 +36,31 @@ LAST_CHUNK = b"0\r\n\r\n"
 # Slots for the concrete subclasses of `Exchange`, which has none itself: Python can't combine two base
 # classes that both have slots. Predictions get `request_id` and `started_s` from `Request`.
 SLOTS = ("body", "complete", "connection", "head", "is_chunked", "keep_alive", "status", "task")
+
+
+class ClientConnection(Protocol):
+    """The connection of an exchange, as exchanges use it (`connection.py` has the object)."""
+
+    listener: Listener
+    budget: ConnectionBudget
+    client: Any  # host and port; None on a Unix socket
+    transport: asyncio.Transport
+    write_paused: bool
+
+    def write(self, head: bytes, body: bytes = b"") -> None:
+        """Send bytes of the response."""
+
+    async def drain(self) -> None:
+        """Wait until the write buffer has room."""
+
+    def hold(self) -> None:
+        """Pause reading until `release`."""
+
+    def release(self) -> None:
+        """Resume reading."""
+
+    def answered(self, keep_alive: bool) -> None:
+        """Go on with the next request, or close the connection."""
 
 
 class Exchange(ABC):
@@ -51,7 +77,7 @@ class Exchange(ABC):
     started_s: float
     is_chunked: bool  # whether a response in parts uses chunked encoding
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: ClientConnection, head: Head) -> None:
         self.connection = connection
         self.head = head
         self.keep_alive = head.keep_alive and not connection.listener.draining

@@ -7,33 +7,80 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from torchere.serving.errors import NotFound
 from torchere.serving.frontend.connection_limit import (
     ConnectionLimit,
+    IdleConnection,
     connection_limits,
     open_file_limit,
 )
 from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.model_facts import ModelFacts
+from torchere.serving.frontend.open_inference.json_request import begins_like_request, looks_like_request
+from torchere.serving.frontend.open_inference.service import TensorService
 from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.heads import Heads
-from torchere.serving.frontend.rest.tensors import Tensors
-from torchere.serving.frontend.rest.wire import cors_headers
+from torchere.serving.frontend.rest.targets import Target
+from torchere.serving.frontend.rest.wire import Wire, cors_headers
 from torchere.serving.frontend.services import Services
 from torchere.serving.logs.access_lines import Client, access_log
-
-if TYPE_CHECKING:
-    from torchere.serving.frontend.rest.connection import Connection
 
 BAD_REQUEST = "GET /bad-request HTTP/1.1"  # TorchServe's access log shows this for a malformed request
 KEEP_ALIVE_S = 75.0  # idle connections; longer than the 60 s of common load balancers, so they close first
 # Size of one read: enough for a head and a small body. More would copy bytes of a large body, which can be
 # read directly into its own buffer.
 READ_BYTES = 32_768
+# Parsing more JSON than this blocks the loop for longer than a hand-over to a thread.
+INLINE_JSON_BYTES = 65_536
+
+
+class ListedConnection(IdleConnection, Hashable, Protocol):
+    """A connection, as its listener and the server use it."""
+
+    def announce_end(self) -> None:
+        """Close after the next response."""
+
+    def shutdown(self) -> None:
+        """Close after the current response, or after a short time if there is none."""
+
+
+class Tensors:
+    """State shared by the requests of the protocol on one listener. Used on its event loop only."""
+
+    def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
+        self._dataplane = dataplane
+        self.service = TensorService(dataplane, envelope)
+
+    def meant(self, target: Target, wire: Wire, body: bytes | memoryview) -> ModelFacts | None:
+        """Return the version's facts if the body holds tensors; None if the handler gets it unparsed.
+
+        Handlers behind an envelope, and handlers of archives without a signature, parse the JSON themselves.
+
+        Raises:
+            NotFound: the version is not registered.
+        """
+        facts = self._facts(target, wire, body)
+        if facts is None or target.verb != "infer" or wire.json_bytes is not None:
+            return facts
+        # TorchServe has no versions in these paths, so a request with a version is not one for its handlers.
+        is_for_handler = self.service.enveloped(facts) or (facts.signature is None and target.version is None)
+        return None if is_for_handler else facts
+
+    def _facts(self, target: Target, wire: Wire, body: bytes | memoryview) -> ModelFacts | None:
+        """Return the facts of the version; None if it is unknown and the request is not of this protocol."""
+        try:
+            return self._dataplane.facts(str(target.model), target.version)
+        except NotFound:
+            is_ours = target.verb != "infer" or target.version is not None or wire.json_bytes is not None
+            if not is_ours and not _is_request(body):
+                return None
+            raise
 
 
 class Listener:
@@ -68,7 +115,7 @@ class Listener:
         self.view = memoryview(self.buffer)
         self.keep_alive_s = KEEP_ALIVE_S
         self.draining = False  # True: a response closes its connection
-        self.connections: set[Connection] = set()
+        self.connections: set[ListedConnection] = set()
         limits = connection_limits(open_file_limit(), settings.limits.max_connections)
         self.connection_limit = ConnectionLimit(
             limits.inference if "inference" in surfaces else limits.control, services.budgets
@@ -138,3 +185,7 @@ async def build_after(
     for app in apps:
         await app.built()
     gc.freeze()  # the framework's objects live as long as the process: exclude them from collections
+
+
+def _is_request(body: bytes | memoryview) -> bool:
+    return looks_like_request(body) if len(body) <= INLINE_JSON_BYTES else begins_like_request(body)

@@ -22,7 +22,7 @@ from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.bodies import WholeBody
 from torchere.serving.frontend.rest.codec import body_parameters, form_parameters, takes_long
 from torchere.serving.frontend.rest.codec import deadline as deadline_of
-from torchere.serving.frontend.rest.exchange import SLOTS, Exchange
+from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange
 from torchere.serving.frontend.rest.heads import CHUNKED, Head
 from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import (
@@ -36,7 +36,6 @@ from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, Stream
 
 if TYPE_CHECKING:
     from torchere.serving.frontend.budgets import Lease, Turn
-    from torchere.serving.frontend.rest.connection import Connection
     from torchere.serving.registry.version import Version
 
 Body = bytes | memoryview
@@ -54,7 +53,7 @@ class Prediction(Exchange, Request):
 
     __slots__ = (*SLOTS, "_turn", "version")
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: ClientConnection, head: Head) -> None:
         Request.__init__(self, new_request_id(), time.monotonic())
         Exchange.__init__(self, connection, head)
         self.version: Version | None = None  # the version that admitted it

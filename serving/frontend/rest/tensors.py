@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from torchere.serving.errors import HandlerFailed, NotFound, OverBudget, ServingError
 from torchere.serving.frontend.budgets import BudgetExceeded
-from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.generate import Members, generate_request, generated, joined
 from torchere.serving.frontend.open_inference.json_request import (
-    begins_like_request,
-    looks_like_request,
     parse_request,
 )
-from torchere.serving.frontend.open_inference.service import TensorService, whole
+from torchere.serving.frontend.open_inference.service import whole
 from torchere.serving.frontend.open_inference.tensor_answer import (
     as_client_knows,
     encode_answer,
@@ -27,9 +24,10 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
     refused_by_handler,
 )
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
+from torchere.serving.frontend.rest.exchange import ClientConnection
 from torchere.serving.frontend.rest.heads import Head
+from torchere.serving.frontend.rest.listener import INLINE_JSON_BYTES
 from torchere.serving.frontend.rest.predictions import Body, Prediction
-from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import (
     DEFLATED_IN_THREAD_BYTES,
     EVENTS,
@@ -48,48 +46,10 @@ from torchere.serving.frontend.rest.wire import (
 )
 from torchere.serving.types import InferResponse, StreamedResponse
 
-if TYPE_CHECKING:
-    from torchere.serving.frontend.rest.connection import Connection
-
 _T = TypeVar("_T")
 
-# Parsing more JSON than this blocks the loop for longer than a hand-over to a thread.
-INLINE_JSON_BYTES = 65_536
 JSON = (b"content-type", b"application/json")
 _OCTETS = (b"content-type", b"application/octet-stream")
-
-
-class Tensors:
-    """State shared by the requests of the protocol on one listener. Used on its event loop only."""
-
-    def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
-        self._dataplane = dataplane
-        self.service = TensorService(dataplane, envelope)
-
-    def meant(self, target: Target, wire: Wire, body: Body) -> ModelFacts | None:
-        """Return the version's facts if the body holds tensors; None if the handler gets it unparsed.
-
-        Handlers behind an envelope, and handlers of archives without a signature, parse the JSON themselves.
-
-        Raises:
-            NotFound: the version is not registered.
-        """
-        facts = self._facts(target, wire, body)
-        if facts is None or target.verb != "infer" or wire.json_bytes is not None:
-            return facts
-        # TorchServe has no versions in these paths, so a request with a version is not one for its handlers.
-        is_for_handler = self.service.enveloped(facts) or (facts.signature is None and target.version is None)
-        return None if is_for_handler else facts
-
-    def _facts(self, target: Target, wire: Wire, body: Body) -> ModelFacts | None:
-        """Return the facts of the version; None if it is unknown and the request is not of this protocol."""
-        try:
-            return self._dataplane.facts(str(target.model), target.version)
-        except NotFound:
-            is_ours = target.verb != "infer" or target.version is not None or wire.json_bytes is not None
-            if not is_ours and not _is_request(body):
-                return None
-            raise
 
 
 class TensorPrediction(Prediction):
@@ -97,7 +57,7 @@ class TensorPrediction(Prediction):
 
     __slots__ = ("_facts", "_for_handler", "_request")
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: ClientConnection, head: Head) -> None:
         super().__init__(connection, head)
         self._for_handler = False
         self._facts: ModelFacts | None = None
@@ -266,10 +226,6 @@ class TensorPrediction(Prediction):
         """Release the request's memory."""
         super().let_go()
         self._facts = self._request = None
-
-
-def _is_request(body: Body) -> bool:
-    return looks_like_request(body) if len(body) <= INLINE_JSON_BYTES else begins_like_request(body)
 
 
 def _check_accepted(response: InferResponse) -> None:

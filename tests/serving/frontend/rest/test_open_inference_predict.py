@@ -14,7 +14,7 @@ from torchere.serving.errors import HandlerFailed, QueueFull
 from torchere.serving.frontend.open_inference.generate import generate_request
 from torchere.serving.frontend.rest import tensors
 from torchere.serving.frontend.rest.app import listener_of
-from torchere.serving.frontend.rest.tensors import INLINE_JSON_BYTES
+from torchere.serving.frontend.rest.listener import INLINE_JSON_BYTES
 from torchere.serving.frontend.rest.wire import deflate
 from torchere.serving.types import InferResponse, StreamedResponse
 
