@@ -215,7 +215,9 @@ def test_what_a_server_would_not_take_is_refused_when_packing(
     given: dict[str, Any] = {"model_file": tmp_path / f"{name}.py", "example": tmp_path / "x.pt"}
     given |= {"model_format": model_format, "dynamic_sizes": ("x:1=2:64",)}
     if name == "sparse" or (name, model_format) == ("masked", "export"):
-        with pytest.raises(ModelRefused, match=r"sparse tensor; expected a dense|a file that servers do not load"):
+        with pytest.raises(
+            ModelRefused, match=r"sparse tensor; expected a dense|a file that servers do not load"
+        ):
             pack(**given)
     else:
         assert len(serve(pack(**given), [{"x": np.ones((2, 7), np.float32)}])) == 1
