@@ -13,6 +13,7 @@ sys.path.insert(0, str(HERE))  # the script beside this file uses the package `c
 
 from conformity.recordings import FOLDER, Exchange, replay_grpc, replay_rest  # noqa: E402
 from conformity.servers import Server, torchere  # noqa: E402
+from no_torch import NoTorch  # noqa: E402
 
 # The recorded server ran with a time-out of 5 s. Only one case waits for it, and its model may be quicker.
 QUICKER = {"rich": {"1.0": {"responseTimeout": 1}}}
@@ -36,12 +37,15 @@ def isolation(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def server(isolation: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server as it was configured for the recording."""
+    """A server as it was configured for the recording, whose own process can't import torch."""
     folder = tmp_path_factory.mktemp(isolation)
     models = QUICKER if isolation == "process" else {**AS_RECORDED, **QUICKER}
     properties = (FOLDER / "server.properties").read_text() + f"models={json.dumps(models)}\n"
-    with torchere(folder, _store(folder / "store", isolation), properties) as running:
+    no_torch = NoTorch(tmp_path_factory.mktemp("no_torch"))
+    store = _store(folder / "store", isolation)
+    with torchere(folder, store, properties, environment=no_torch.environment) as running:
         yield running
+    assert not no_torch.attempts, no_torch.attempts
 
 
 @pytest.fixture(scope="session")

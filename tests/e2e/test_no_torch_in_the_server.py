@@ -15,41 +15,14 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from no_torch import NoTorch
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionResponse, PredictionsRequest
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 
-# `thread` and `auto` join when their models run in workers, too: until then the server runs them itself.
-ISOLATIONS = ("process",)
+ISOLATIONS = ("process", "thread", "shared")
 
-# In `sitecustomize`, which each Python process imports at its start; workers and the fork server have other
-# command lines. Looking for torch is allowed, which imports nothing.
-FORBIDDEN = """
-import sys, traceback
-from importlib.machinery import PathFinder
-
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] != "torch":
-            return None
-        spec = PathFinder.find_spec(name, path)
-        spec.loader = self
-        return spec
-
-    def create_module(self, spec):
-        with open({record!r}, "a") as record:
-            traceback.print_stack(file=record)
-        raise ImportError("the server process imported torch")
-
-    def exec_module(self, module):
-        pass
-
-
-if "serve" in sys.orig_argv and "torchere.serving" in sys.orig_argv:
-    sys.meta_path.insert(0, NoTorch())
-"""
 ECHO = """
 import torch  # of the worker
 
@@ -96,14 +69,17 @@ def exported(folder: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the server process writes what tried to import torch."""
-    return tmp_path_factory.mktemp("forbidden") / "imports"
+def no_torch(tmp_path_factory: pytest.TempPathFactory) -> NoTorch:
+    return NoTorch(tmp_path_factory.mktemp("forbidden"))
 
 
 @pytest.fixture(scope="module", params=ISOLATIONS)
 def server(
-    request: pytest.FixtureRequest, pack: Any, start_server: Callable[..., Any], record: Path
+    request: pytest.FixtureRequest,
+    pack: Any,
+    start_server: Callable[..., Any],
+    no_torch: NoTorch,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Any]:
     config = f"isolation: {request.param}\n"
     of_tensors = {"serializedFile": "m.pt", "handler": "tensor", "configFile": "c.yaml"}
@@ -112,17 +88,17 @@ def server(
     pack("echo", {"echo.py": ECHO, "c.yaml": config}, handler="echo.py", configFile="c.yaml")
     of_explainer = {"serializedFile": "m.pt", "handler": "explainer.py", "configFile": "c.yaml"}
     pack("explainer", {"explainer.py": EXPLAINER, "m.pt": scripted(), "c.yaml": config}, **of_explainer)
-    program = {"m.pt2": exported(record.parent), "signature.json": LINEAR.to_json()}
+    program = {"m.pt2": exported(tmp_path_factory.mktemp("program")), "signature.json": LINEAR.to_json()}
     pack("program", program, serializedFile="m.pt2", handler="tensor")
-    (record.parent / "sitecustomize.py").write_text(FORBIDDEN.format(record=str(record)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(record.parent))
+        for name, value in no_torch.environment.items():
+            patch.setenv(name, value)
         running = start_server(properties=PROPERTIES)
     for model in ("linear", "echo", "explainer"):
         running.follow(f"{model}:1.0 is ready")
     yield running
     assert running.stop() == 0
-    assert not record.exists(), record.read_text()
+    assert not no_torch.attempts, no_torch.attempts
 
 
 def infer(server: Any, model: str, inputs: list[Any], **members: Any) -> Any:
@@ -132,13 +108,14 @@ def infer(server: Any, model: str, inputs: list[Any], **members: Any) -> Any:
     return reply.json()["outputs"]
 
 
-def test_a_server_process_can_not_import_torch(server: Any, record: Path) -> None:
+def test_a_server_process_can_not_import_torch(tmp_path: Path) -> None:
     """Else the tests below would say nothing."""
+    forbidding = NoTorch(tmp_path)
     command = [sys.executable, "-c", "import torch", "torchere.serving", "serve"]
-    environment = {**os.environ, "PYTHONPATH": str(record.parent)}
+    environment = {**os.environ, **forbidding.environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "the server process imported torch" in done.stderr
-    record.unlink()
+    assert "<module>" in forbidding.attempts
 
 
 def test_predictions_explanations_and_refusals(server: Any) -> None:

@@ -43,11 +43,18 @@ class Server:
 
 
 @contextmanager
-def torchere(folder: Path, store: Path, properties: str, flags: tuple[str, ...] = FLAGS) -> Iterator[Server]:
-    """Run torchere on ports that the system chooses."""
+def torchere(
+    folder: Path,
+    store: Path,
+    properties: str,
+    flags: tuple[str, ...] = FLAGS,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Run torchere on ports that the system chooses; `environment` holds further variables."""
     command = [sys.executable, "-m", "torchere.serving", "serve", "--log-format", "json", *flags]
     ports = dict.fromkeys((*APIS, *(f"grpc_{api}" for api in GRPC_APIS)), 0)
-    with _process(folder, command, store, with_ports(properties, ports), dict(os.environ)) as (process, log):
+    variables = {**os.environ, **(environment or {})}
+    with _process(folder, command, store, with_ports(properties, ports), variables) as (process, log):
         text = log.read_text()
         rest = {api.lower(): place for api, place in re.findall(r"(\w+) API: http://([\d.:]+)", text)}
         grpc = {api.lower(): place for api, place in re.findall(r"(\w+) gRPC: ([\d.:]+)", text)}
