@@ -12,7 +12,7 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors.answer import OPEN_INFERENCE, read_wish
 from torchere.serving.errors import HandlerFailed, QueueFull
 from torchere.serving.frontend.open_inference.generate import generate_request
-from torchere.serving.frontend.rest import tensors
+from torchere.serving.frontend.rest import listener, tensors
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.listener import INLINE_JSON_BYTES
 from torchere.serving.frontend.rest.wire import deflate
@@ -213,7 +213,7 @@ def test_an_unknown_model_is_told_in_the_clients_protocol(post, body, members):
 
 
 def test_of_an_unknown_model_a_long_body_is_not_read(post, monkeypatch):
-    monkeypatch.setattr(tensors, "looks_like_request", None)
+    monkeypatch.setattr(listener, "looks_like_request", None)
     answer = post(request({**X, "data": [1] * INLINE_JSON_BYTES}), "/v2/models/none/infer")
     assert (answer.status, answer.json) == (404, {"error": "Model not found: none"})
     answer = post(b"[" + b"[]," * INLINE_JSON_BYTES + b"[]]", "/v2/models/none/infer")
