@@ -41,7 +41,7 @@ class Verdict(Enum):
 @dataclass(slots=True)
 class _Record:
     since_s: float  # the first crash, or the first kill for memory; monotonic
-    causes: tuple[str, ...]  # of crashes; a kill for memory is none
+    causes: tuple[str, ...]  # of crashes; a kill for memory is not one
     size: int
     convicted_s: float | None = None  # monotonic; None: suspect
 

@@ -141,7 +141,7 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
 
 
 def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
-    """Return the configuration file, or None if there is none.
+    """Return the configuration file, or None if no file is named or found.
 
     The first of these applies: the file of the environment variable, that of the option, the newest snapshot,
     then `./config.properties`.

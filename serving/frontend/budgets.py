@@ -47,7 +47,7 @@ class Budgets:
         held_bytes: of all connections now.
         key_free_bytes: those of them that needed no key.
         refused: how often each budget refused bytes, and each other limit a connection or a call.
-        decodes: turns of long decodes.
+        decodes: the queue of long decodes.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class Budgets:
         self.refused: Counter[str] = Counter(
             dict.fromkeys((ALL, CONNECTION, KEY_FREE, CONNECTIONS, WATCHES, FLOOD), 0)
         )
-        self.decodes = Turns()
+        self.decodes = DecodeQueue()
 
     def over(self, held_bytes: int, size: int, *, key_free: bool) -> BudgetExceeded:
         """Count a refusal and return the error that names the exceeded budget."""
@@ -165,8 +165,8 @@ class Lease:
 MIN_PAUSE_S = 0.001  # after shorter functions the event loop needs no pause
 
 
-class Turns:
-    """Runs functions in a thread one at a time, in the order of `ask`.
+class DecodeQueue:
+    """Runs functions in a thread one at a time, in the order of `add`.
 
     Decoding a body of JSON takes up to 24 times its bytes (`[],` becomes a list of 56 bytes and a pointer),
     and a fifth of a second with the GIL held for the default `max_request_size`. Threads of several such
@@ -177,42 +177,42 @@ class Turns:
     __slots__ = ("_is_running", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: deque[Turn] = deque()
+        self._waiting: deque[QueuedDecode] = deque()
         self._is_running = False
 
-    def ask(self, work: Callable[[], Any], then: Callable[[asyncio.Future[Any]], None]) -> Turn:
+    def add(self, work: Callable[[], Any], then: Callable[[asyncio.Future[Any]], None]) -> QueuedDecode:
         """Run `work` in a thread after those asked before it, then `then` with its future on the loop."""
-        turn = Turn(work, then)
-        self._waiting.append(turn)
+        queued = QueuedDecode(work, then)
+        self._waiting.append(queued)
         if not self._is_running:
             self._run_next()
-        return turn
+        return queued
 
     def _run_next(self) -> None:
         self._is_running = False
         while self._waiting and not self._is_running:
-            turn = self._waiting.popleft()
-            work, turn.work = turn.work, None
+            queued = self._waiting.popleft()
+            work, queued.work = queued.work, None
             if work is not None:
                 self._is_running = True
                 loop = asyncio.get_running_loop()
                 running = loop.run_in_executor(None, work)
-                running.add_done_callback(partial(self._end, turn, loop.time()))
+                running.add_done_callback(partial(self._end, queued, loop.time()))
 
-    def _end(self, turn: Turn, began_s: float, running: asyncio.Future[Any]) -> None:
+    def _end(self, queued: QueuedDecode, began_s: float, running: asyncio.Future[Any]) -> None:
         loop = asyncio.get_running_loop()
         pause_s = (loop.time() - began_s) / 10
         if pause_s < MIN_PAUSE_S:
             self._run_next()
         else:
             loop.call_later(pause_s, self._run_next)
-        then, turn.then = turn.then, None
+        then, queued.then = queued.then, None
         if then is not None and not running.cancelled():
             then(running)
 
 
-class Turn:
-    """A place in `Turns`."""
+class QueuedDecode:
+    """One function in a `DecodeQueue`."""
 
     __slots__ = ("then", "work")
 

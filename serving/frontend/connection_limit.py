@@ -71,6 +71,12 @@ def open_file_limit() -> int:
     return UNLIMITED_FILES if soft == resource.RLIM_INFINITY else soft
 
 
+def limit_of_listener(serves_inference: bool, wanted: int, budgets: Budgets) -> ConnectionLimit:
+    """Return the limit of one listener of this process; `wanted` as for `connection_limits`."""
+    limits = connection_limits(open_file_limit(), wanted)
+    return ConnectionLimit(limits.inference if serves_inference else limits.control, budgets)
+
+
 class ConnectionLimit:
     """Makes room for new connections of one listener. Used on the event loop only.
 

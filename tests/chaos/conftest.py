@@ -1,7 +1,6 @@
 """The servers of the end-to-end tests, clients with a ledger, and a handler that breaks on demand."""
 
 import http.client
-import importlib.util
 import json
 import re
 import threading
@@ -13,17 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import pack, start_server, store
 
-_spec = importlib.util.spec_from_file_location(
-    "torchere_e2e_conftest", Path(__file__).parents[1] / "e2e" / "conftest.py"
-)
-assert _spec is not None and _spec.loader is not None
-_e2e = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_e2e)
-
-store = _e2e.store
-pack = _e2e.pack
-start_server = _e2e.start_server
+__all__ = ["pack", "start_server", "store"]
 
 PATIENCE_S = 120.0
 BROKEN = 0  # the status of an answer that began and was never finished, or of a connection that was lost

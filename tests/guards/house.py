@@ -11,6 +11,7 @@ of the answer; the second of two equal requests, so that caches are filled.
 from __future__ import annotations
 
 import asyncio
+import graphlib
 import io
 import json
 import subprocess
@@ -28,7 +29,7 @@ import requests
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torchere.serving", "torchere.handlers", "torchere.archiver", "torchere.client")
-LIMITS = {"layers": 12, "modules in circles": 0}
+LIMITS = {"layers": 12, "modules in a circle": 0}
 MODEL = """
 import torch
 
@@ -75,37 +76,20 @@ def layers(graph: grimp.ImportGraph) -> list[str]:
 
     @cache
     def chain(room: str) -> tuple[str, ...]:
-        return (room, *max((chain(each) for each in below.get(room, ())), key=len, default=()))
+        return (room, *max((chain(each) for each in sorted(below.get(room, ()))), key=len, default=()))
 
     return list(chain("torchere.serving.commands"))
 
 
-def circles(graph: grimp.ImportGraph) -> list[set[str]]:
-    """Return the sets of modules that import each other, directly or not (Tarjan's components)."""
-    numbers: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[set[str]] = []
-
-    def visit(module: str) -> None:
-        numbers[module] = lowest[module] = len(numbers)
-        stack.append(module)
-        for imported in graph.find_modules_directly_imported_by(module):
-            if imported not in numbers:
-                visit(imported)
-                lowest[module] = min(lowest[module], lowest[imported])
-            elif imported in stack:
-                lowest[module] = min(lowest[module], numbers[imported])
-        if lowest[module] == numbers[module]:
-            members = set(stack[stack.index(module) :])
-            del stack[stack.index(module) :]
-            if len(members) > 1:
-                found.append(members)
-
-    for module in graph.modules:
-        if module not in numbers:
-            visit(module)
-    return found
+def circle(graph: grimp.ImportGraph) -> list[str]:
+    """Return the modules of one circle, which import each other in turn; empty if there is no circle."""
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        found: list[str] = error.args[1]
+        return found[1:]  # it begins and ends with the same module
+    return []
 
 
 class Walk:
@@ -247,16 +231,15 @@ def print_walks(names_too: bool) -> None:
 
 def main(argv: list[str]) -> int:
     """Print the figures; see the module."""
-    sys.setrecursionlimit(10_000)
     graph = grimp.build_graph(*PACKAGES)
-    chain, loops = layers(graph), circles(graph)
-    figures = {**sizes(), "layers": len(chain), "modules in circles": sum(map(len, loops))}
+    chain, loop = layers(graph), circle(graph)
+    figures = {**sizes(), "layers": len(chain), "modules in a circle": len(loop)}
     for name, value in figures.items():
         limit = f"   (at most {LIMITS[name]})" if name in LIMITS else ""
         print(f"{name:<34} {value:>5}{limit}")
     print("longest chain: " + " > ".join(room.removeprefix("torchere.") for room in chain))
-    for loop in loops:
-        print("circle: " + ", ".join(sorted(loop)))
+    if loop:
+        print("circle: " + " > ".join(loop))
     if "--walks" in argv:
         print_walks("--names" in argv)
     return 1 if any(figures[name] > limit for name, limit in LIMITS.items()) else 0

@@ -17,11 +17,7 @@ from torchere.serving.access.tls import HANDSHAKE_TIMEOUT_S
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ModelNotFound, VersionNotFound
 from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES
-from torchere.serving.frontend.connection_limit import (
-    ConnectionLimit,
-    connection_limits,
-    open_file_limit,
-)
+from torchere.serving.frontend.connection_limit import limit_of_listener
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.call import Call, PredictionContext
@@ -75,8 +71,6 @@ class GrpcServer:
         for one in (*offered, reflection_service(names)):
             openers |= one(self._tasks)
         limits = services.settings.limits
-        shares = connection_limits(open_file_limit(), limits.max_connections)
-        most = shares.inference if api == "inference" else shares.control
         self._age_s, self._age_grace_s = _ages(api, services.settings)
         self._listener = Listener(
             dispatcher(openers, services.keys, api, services.metrics),
@@ -85,7 +79,7 @@ class GrpcServer:
             self._new_age_s,
             self._age_grace_s,
             budgets=services.budgets,
-            connection_limit=ConnectionLimit(most, services.budgets),
+            connection_limit=limit_of_listener(api == "inference", limits.max_connections, services.budgets),
         )
         self._server: asyncio.Server | None = None
 

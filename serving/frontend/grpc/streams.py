@@ -92,7 +92,7 @@ class TaskCall(Call):
 
     @property
     def prediction(self) -> Request | None:
-        """The prediction of the call; None if there is none, or there may be several."""
+        """The prediction of the call; None for other calls, and for streams that may hold several."""
         return None if self._scope is None else self._scope.request
 
     def _expire(self) -> None:

@@ -40,7 +40,7 @@ class BrowserGuard:
 
         Args:
             key: the kind of key that the request would need if tokens were on.
-            host: the valid value of `Host`; empty if there is none.
+            host: the valid value of `Host`; empty without that header.
             origin: the value of `Origin`. Browsers send it with every request that changes something; None
                 means another client, or a rebound page that reads.
         """

@@ -13,12 +13,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchere.serving.errors import NotFound
-from torchere.serving.frontend.connection_limit import (
-    ConnectionLimit,
-    IdleConnection,
-    connection_limits,
-    open_file_limit,
-)
+from torchere.serving.frontend.connection_limit import IdleConnection, limit_of_listener
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.json_request import begins_like_request, looks_like_request
@@ -47,7 +42,7 @@ class ListedConnection(IdleConnection, Hashable, Protocol):
         """Close after the next response."""
 
     def shutdown(self) -> None:
-        """Close after the current response, or after a short time if there is none."""
+        """Close after the current response, or after a short time if no request runs."""
 
 
 class Tensors:
@@ -83,6 +78,10 @@ class Tensors:
             raise
 
 
+def _is_request(body: bytes | memoryview) -> bool:
+    return looks_like_request(body) if len(body) <= INLINE_JSON_BYTES else begins_like_request(body)
+
+
 class Listener:
     """Shared state of the connections of one REST port. Serves one event loop.
 
@@ -116,9 +115,8 @@ class Listener:
         self.keep_alive_s = KEEP_ALIVE_S
         self.draining = False  # True: a response closes its connection
         self.connections: set[ListedConnection] = set()
-        limits = connection_limits(open_file_limit(), settings.limits.max_connections)
-        self.connection_limit = ConnectionLimit(
-            limits.inference if "inference" in surfaces else limits.control, services.budgets
+        self.connection_limit = limit_of_listener(
+            "inference" in surfaces, settings.limits.max_connections, services.budgets
         )
         self.tasks: set[asyncio.Task[None]] = set()  # tasks that answer requests
 
@@ -185,7 +183,3 @@ async def build_after(
     for app in apps:
         await app.built()
     gc.freeze()  # the framework's objects live as long as the process: exclude them from collections
-
-
-def _is_request(body: bytes | memoryview) -> bool:
-    return looks_like_request(body) if len(body) <= INLINE_JSON_BYTES else begins_like_request(body)

@@ -35,7 +35,7 @@ from torchere.serving.logs.fields import fields_of
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 if TYPE_CHECKING:
-    from torchere.serving.frontend.budgets import Lease, Turn
+    from torchere.serving.frontend.budgets import Lease, QueuedDecode
     from torchere.serving.registry.version import Version
 
 Body = bytes | memoryview
@@ -51,13 +51,13 @@ class Prediction(Exchange, Request):
     The body is validated here, before admission: a refused request does not count as run.
     """
 
-    __slots__ = (*SLOTS, "_turn", "version")
+    __slots__ = (*SLOTS, "_decode", "version")
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
         Request.__init__(self, new_request_id(), time.monotonic())
         Exchange.__init__(self, connection, head)
         self.version: Version | None = None  # the version that admitted it
-        self._turn: Turn | None = None  # of decoding a long body
+        self._decode: QueuedDecode | None = None  # of decoding a long body
 
     @property
     def prediction(self) -> Request | None:
@@ -194,7 +194,7 @@ class Prediction(Exchange, Request):
                 outcome = done.exception() or done.result()
                 self.guarded(_raised if isinstance(outcome, BaseException) else then, outcome)
 
-        self._turn = self.connection.listener.budgets.decodes.ask(partial(_result_of, work), come_back)
+        self._decode = self.connection.listener.budgets.decodes.add(partial(_result_of, work), come_back)
 
     def _target(self) -> Target:
         head = self.head
@@ -348,9 +348,9 @@ class Prediction(Exchange, Request):
         """Release the request's memory: the connection keeps this object until its next request."""
         self.body = None
         self.version = None
-        if self._turn is not None:
-            self._turn.withdraw()
-            self._turn = None
+        if self._decode is not None:
+            self._decode.withdraw()
+            self._decode = None
 
 
 def _is_torchserves(target: Target) -> bool:

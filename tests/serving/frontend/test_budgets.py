@@ -14,7 +14,7 @@ from torchere.serving.frontend.budgets import (
     BudgetExceeded,
     Budgets,
     ConnectionBudget,
-    Turns,
+    DecodeQueue,
 )
 from torchere.serving.frontend.services import budgets_of
 
@@ -112,7 +112,7 @@ def test_functions_run_one_at_a_time_in_order_and_withdrawn_ones_not_at_all():
         return number
 
     async def main():
-        turns = Turns()
+        queue = DecodeQueue()
         ended = asyncio.Event()
 
         def then(future):
@@ -120,7 +120,7 @@ def test_functions_run_one_at_a_time_in_order_and_withdrawn_ones_not_at_all():
             if len(results) == 3:
                 ended.set()
 
-        asked = [turns.ask(lambda number=number: work(number), then) for number in range(5)]
+        asked = [queue.add(lambda number=number: work(number), then) for number in range(5)]
         while not began:
             await asyncio.sleep(0)
         asked[0].withdraw()  # it runs, but its result is dropped

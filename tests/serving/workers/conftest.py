@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import OBEDIENT
+from hostile_workers import OBEDIENT
 from pools import pool_in_service
 
 from torchere.serving.types import InferRequest, InferResponse, Parameter

@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 import pytest
-from hostile import CONTROL, DATA, HANGS, rig_of
+from hostile_workers import CONTROL, DATA, HANGS, rig_of
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, ServingError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import CONTROL, DATA, HANGS, rig_of
+from hostile_workers import CONTROL, DATA, HANGS, rig_of
 
 from torchere.serving.errors import ExecutorDied, HandlerFailed
 

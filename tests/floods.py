@@ -1,0 +1,102 @@
+"""An attack on a server over several connections, and the figures of those that it disturbs."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import psutil
+
+CONNECTIONS = 8
+RATE_BYTES = 1_000_000  # a second, of all connections
+FLOOD_S = 4.0
+PATIENCE_S = 20.0
+
+
+@dataclass
+class Figures:
+    """Figures of one flood: latencies of the control requests, growth of memory, answers by status."""
+
+    control_s: list[float] = field(default_factory=list)
+    grown_bytes: int = 0
+    answers: Counter[int] = field(default_factory=Counter)  # 0: the connection was lost
+
+    def quantile(self, share: float) -> float:
+        return sorted(self.control_s)[min(len(self.control_s) - 1, int(share * len(self.control_s)))]
+
+    def __str__(self) -> str:
+        p50, p99, most = (1000 * self.quantile(share) for share in (0.5, 0.99, 1))
+        return (
+            f"control p50 {p50:.0f} ms, p99 {p99:.0f} ms, max {most:.0f} ms of {len(self.control_s)}; "
+            f"RSS +{self.grown_bytes / 2**20:.0f} MiB; answers {dict(self.answers)}"
+        )
+
+
+class Flood:
+    """One attack on one server, from `begin` to `end`."""
+
+    def __init__(self, address: str, request: bytes) -> None:
+        host, port = address.split(":")
+        self._address = host, int(port)
+        self._request = request
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._sent_bytes = 0
+        self._began_s = time.monotonic()
+        self._threads = [threading.Thread(target=self._attack, daemon=True) for _ in range(CONNECTIONS)]
+        self.answers: Counter[int] = Counter()
+
+    def begin(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        end_s = time.monotonic() + PATIENCE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+
+    def _attack(self) -> None:
+        while not self._over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(self._address, PATIENCE_S) as client:
+                while self._may_send():
+                    status = self._ask(client)
+                    with self._lock:
+                        self.answers[status] += 1
+                    if status != 200:  # the server closes the connection
+                        break
+
+    def _may_send(self) -> bool:
+        """Wait until the rate allows another request."""
+        with self._lock:
+            self._sent_bytes += len(self._request)
+            # The first request of each connection goes at once: a burst is a part of the attack.
+            due_s = (
+                self._began_s + self._sent_bytes / RATE_BYTES - CONNECTIONS * len(self._request) / RATE_BYTES
+            )
+        return not self._over.wait(max(0.0, due_s - time.monotonic()))
+
+    def _ask(self, client: socket.socket) -> int:
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was all sent
+                client.sendall(self._request)
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            answer.read()
+            return answer.status
+        except (OSError, http.client.HTTPException):
+            return 0
+
+
+def rss_bytes(process: psutil.Process) -> int:
+    """Return the resident memory of a process and its descendants."""
+    found = 0
+    for one in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += one.memory_info().rss
+    return found
