@@ -7,7 +7,7 @@ searches the archive; CPython takes `__import__` from there for every `import` s
 
 `importlib.import_module` inside the archive does the same. Other code that looks modules up by name, such as
 `pickle`, does not find the plain names of an archive. In a process that hosts a single archive, its modules
-also have plain names, and use them as `__name__`: see `archive_plain_names.py`.
+also have plain names, and use them as `__name__`: see `give_plain_names`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class Spawned:
 def spawn(environment: Mapping[str, str]) -> Spawned:
     """Start the process of a fork server; needs no event loop.
 
-    The kernel kills the process when the calling thread ends (`parent.py`), so the thread must be long-lived.
+    The kernel kills the process when the calling thread ends (`die_with_parent`), so the thread must live as
+    long as the process.
 
     Raises:
         OSError: the system can't start the process.
