@@ -143,7 +143,7 @@ def run_convert(namespace: argparse.Namespace) -> int:
     logging.basicConfig(format="%(levelname)s - %(message)s")
 
     def convert() -> object:
-        namespace.epoch_s = _epoch_s(os.environ.get("SOURCE_DATE_EPOCH", ""))
+        namespace.epoch_s = epoch_of(os.environ.get("SOURCE_DATE_EPOCH", ""))
         return convert_archive(namespace, _say)
 
     return _status_of("torchere convert", convert)
@@ -201,11 +201,11 @@ def _request(namespace: argparse.Namespace) -> ArchiveRequest:
         export_path=namespace.export_path,
         archive_format=namespace.archive_format,
         force=namespace.force,
-        epoch_s=_epoch_s(os.environ.get("SOURCE_DATE_EPOCH", "")),
+        epoch_s=epoch_of(os.environ.get("SOURCE_DATE_EPOCH", "")),
     )
 
 
-def _epoch_s(text: str) -> int:
+def epoch_of(text: str) -> int:
     """Return the seconds of SOURCE_DATE_EPOCH (reproducible-builds.org), or the fixed date if it is empty."""
     if not text:
         return EPOCH_S

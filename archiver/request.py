@@ -86,7 +86,7 @@ BUILT_IN_HANDLERS = (
 _BUILT_IN_PYTHON = frozenset({*BUILT_IN_HANDLERS, "dali_image_classifier", "vllm_handler", "trt_llm_handler"})
 _BUILT_IN_CPP = frozenset({"BaseHandler", "TorchScriptHandler"})
 _SUFFIXES = {"default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz", "no-archive": ""}
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
+MODEL_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +129,10 @@ class ArchiveRequest:
 
     def check(self) -> None:
         """Raise PackingError when a field has a value that no archive can have."""
-        if not _MODEL_NAME.fullmatch(self.model_name):
+        if not MODEL_NAME_PATTERN.fullmatch(self.model_name):
             raise PackingError(
                 "Model name contains special characters.\nThe allowed regular expression filter for model "
-                f"name is: ^{_MODEL_NAME.pattern}$"
+                f"name is: ^{MODEL_NAME_PATTERN.pattern}$"
             )
         if self.archive_format not in FORMATS:
             raise PackingError(f"archive format is {self.archive_format!r}; use one of {', '.join(FORMATS)}")

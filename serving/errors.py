@@ -97,6 +97,41 @@ class DependenciesFailed(InvalidArchive):
     code = "dependencies_failed"
 
 
+class InvalidWorkflow(ServingError):
+    """The archive or the specification of a workflow is unusable."""
+
+    code = "invalid_workflow"
+
+
+class InvalidGraph(InvalidWorkflow):
+    """The graph of a workflow has a cycle, or more than one start node."""
+
+    code = "invalid_graph"
+
+
+class WorkflowNotFound(NotFound):
+    """No workflow of that name is registered, or no archive exists at that location."""
+
+    code = "workflow_not_found"
+
+    @classmethod
+    def named(cls, workflow: str) -> WorkflowNotFound:
+        """Return the error for the name of a workflow that is not registered."""
+        return cls(f"Workflow not found: {workflow}")
+
+
+class WorkflowFailed(ServingError):
+    """Models of a workflow could not be registered or loaded; nothing of it is left."""
+
+    code = "workflow_failed"
+
+
+class StepFailed(ServingError):
+    """A step of a workflow failed, so the workflow has no answer; `detail` holds the cause."""
+
+    code = "step_failed"
+
+
 class InvalidSnapshot(ServingError):
     """A snapshot names archives that are missing; the server refuses to start without them."""
 

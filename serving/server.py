@@ -91,7 +91,7 @@ class Server:
         self._observe()
         if certificates is not None:
             self._metrics.process.watch_certificate(lambda: certificates.pair.expires_at_s)
-        controlplane = ControlPlane(self._registry, self._dataplane, settings)
+        controlplane = self._controlplane = ControlPlane(self._registry, self._dataplane, settings)
         budgets = budgets_of(settings.limits)
         self._metrics.watch_budgets(lambda: budgets.held_bytes, budgets.refused)
         services = Services(
@@ -103,6 +103,7 @@ class Server:
             # Before archives are unpacked, which may take minutes: probes are answered meanwhile.
             endpoints = await self._ports.open(self._dataplane, controlplane, services)
             await self._registry.load_at_startup(wanted)
+            await controlplane.workflows.load_at_startup(settings.snapshot_workflows)
             self._dataplane.opened()
             await self._registry.opened()
         except BaseException:
@@ -148,6 +149,7 @@ class Server:
         self._registry.stopping()
         await self._ports.close()
         await self._registry.close()
+        await asyncio.to_thread(self._controlplane.workflows.close)
         await self._ports.close_metrics()
         for task in self._background:
             task.cancel()

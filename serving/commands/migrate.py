@@ -25,9 +25,10 @@ from torchere.serving.config.model_settings import (
 from torchere.serving.config.properties import ConfigurationError, read_properties
 from torchere.serving.config.resolve import Configuration, Finding, configure
 from torchere.serving.config.server_settings import ServerSettings
-from torchere.serving.errors import InvalidArchive, InvalidRequest
+from torchere.serving.errors import InvalidArchive, InvalidRequest, ServingError
 from torchere.serving.registry.desired import startup_models
 from torchere.serving.registry.names import check_model_name, check_version_name
+from torchere.serving.registry.workflows import read_workflow
 from torchere.serving.store.package import is_archive
 from torchere.serving.store.url_rules import is_remote
 
@@ -108,10 +109,20 @@ def _store(store: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
         raise ConfigurationError(f"{store}: expected the folder of the model store")
     for path in sorted(store.iterdir()):
         if path.suffix == ".war" and not path.name.startswith("."):
-            text = "workflows can't be registered; call its models one after the other"
-            yield MigrationFinding(str(path), "workflow", "unsupported", text)
+            yield _workflow(path)
         elif is_archive(path):
             yield from archive_findings(path, settings)
+
+
+def _workflow(path: Path) -> MigrationFinding:
+    try:
+        read_workflow(open_archive(path), None)
+    except ArchiveError as err:
+        return MigrationFinding(str(path), "workflow", "unsupported", err.reason)
+    except ServingError as err:
+        text = " ".join(filter(None, (err.message, err.detail)))
+        return MigrationFinding(str(path), "workflow", "unsupported", text)
+    return MigrationFinding(str(path), "workflow", "same", "can be registered")
 
 
 # Keys without effect here, whose absence clients or operators would notice; all others are for tuning only.

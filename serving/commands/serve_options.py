@@ -53,7 +53,11 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of the archives; required here or in the configuration file",
     )
-    add("--workflow-store", metavar="DIR", help=f"{_IGNORED}: workflows are not supported")
+    add(
+        "--workflow-store",
+        metavar="DIR",
+        help="directory of the workflow archives (default: the model store)",
+    )
     add("--models", metavar="MODEL", nargs="+", help="models to load: [NAME=]ARCHIVE ..., or 'all'")
     # --log: a valid abbreviation in TorchServe, which has no other option with this prefix
     add("--log-config", "--log", metavar="FILE", help=f"{_IGNORED}: log4j2 files have no effect")

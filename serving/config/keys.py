@@ -106,6 +106,7 @@ _LISTENERS = (
 
 _MODELS = (
     _key("model_store", kinds.PATH, "model_store"),
+    _key("workflow_store", kinds.PATH, "workflow_store"),
     _key("load_models", kinds.MODELS, "load_models"),
     Key("models", MODEL_DEFAULTS, "model_defaults"),
     Key("model_snapshot", SNAPSHOT, "snapshot_models"),
@@ -154,7 +155,6 @@ _WITHOUT_EFFECT = (
     Key("python"),  # TorchServe writes it to its snapshots
     Key("NUM_WORKERS"),
     _advice("debug", "attach a debugger to the server process instead", "false"),
-    _advice("workflow_store", "workflows are not supported; chain models in the client or in a handler"),
     _advice("number_of_netty_threads", _NO_NETTY),
     _advice("netty_client_threads", _NO_NETTY),
     _file_only(_advice("use_native_io", _NO_NETTY, "true")),

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torchere.serving.config.kinds import WHOLE, Kind, near
 from torchere.serving.config.model_settings import UNSUPPORTED_KEYS, unsupported_keys
-from torchere.serving.config.server_settings import SnapshotModel, largest
+from torchere.serving.config.server_settings import SnapshotModel, SnapshotWorkflow, largest
 
 # Members of an entry of a model in the property `models`.
 _COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
@@ -87,13 +87,32 @@ def _count(value: object, key: str, model: str, signed: bool = False) -> int:
     return value
 
 
-def _read_snapshot(text: str) -> tuple[SnapshotModel, ...]:
+def _read_snapshot(text: str) -> tuple[SnapshotModel | SnapshotWorkflow, ...]:
     snapshot = _json_object(text)
     models = _versions(_object(snapshot.get("models", {}), "models"))
     missing = snapshot.get("missing", [])
     if not isinstance(missing, list):
         raise ValueError(f"missing is {_shown(missing)}, expected a JSON list")
-    return (*(_snapshot_model(*one) for one in _each(models)), *map(_never_served, missing))
+    workflows = snapshot.get("workflows", [])
+    if not isinstance(workflows, list):
+        raise ValueError(f"workflows is {_shown(workflows)}, expected a JSON list")
+    served = [_snapshot_model(*one) for one in _each(models)]
+    return (*served, *map(_never_served, missing), *map(_snapshot_workflow, workflows))
+
+
+def _snapshot_workflow(entry: object) -> SnapshotWorkflow:
+    """Parse an element of the list `workflows`, our extension, which TorchServe ignores."""
+    members = _object(entry, "a member of workflows")
+    url, name = members.get("workflowUrl"), members.get("workflowName")
+    if not (isinstance(url, str) and url and (name is None or isinstance(name, str))):
+        raise ValueError(
+            f"a member of workflows is {_shown(entry)}, expected workflowUrl and workflowName as texts"
+        )
+    timeouts = [
+        _count(members[key], key, str(name)) if key in members else None
+        for key in ("responseTimeout", "startupTimeout")
+    ]
+    return SnapshotWorkflow(url, name, *timeouts)
 
 
 def _never_served(entry: object) -> SnapshotModel:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torchere.serving.config.keys import KEYS, METRICS_API, NO_KEYSTORES, Key
 from torchere.serving.config.kinds import BOOLEAN, INVERTED_BOOLEAN, PATH, near
 from torchere.serving.config.properties import ConfigurationError, Entry, substitute
-from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.config.server_settings import ServerSettings, SnapshotModel, SnapshotWorkflow
 
 Level = Literal["effect", "warning", "error"]
 COMMAND_LINE = "command line"
@@ -253,6 +253,9 @@ def _build(values: Mapping[str, Any]) -> ServerSettings:
         fields["metrics_address"] = None
     if "snapshot_models" in fields:
         fields["load_models"] = ()
+        entries = fields["snapshot_models"]
+        fields["snapshot_models"] = tuple(each for each in entries if isinstance(each, SnapshotModel))
+        fields["snapshot_workflows"] = tuple(each for each in entries if isinstance(each, SnapshotWorkflow))
     for name in [name for name in fields if "." in name]:
         outer, inner = name.split(".")
         record = fields.get(outer, getattr(settings, outer))

@@ -121,6 +121,26 @@ class SnapshotModel:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotWorkflow:
+    """A workflow to register: its archive and settings, and its entry in a `model_snapshot`."""
+
+    url: str  # file name in the workflow store, or a remote URL
+    name: str | None = None  # None: the name in its manifest
+    response_timeout_s: int | None = None
+    startup_timeout_s: int | None = None
+
+    def entry(self) -> dict[str, object]:
+        """Return the entry of a snapshot, which is our extension; TorchServe ignores it."""
+        values = {
+            "workflowUrl": self.url,
+            "workflowName": self.name,
+            "responseTimeout": self.response_timeout_s,
+            "startupTimeout": self.startup_timeout_s,
+        }
+        return {key: value for key, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotSettings:
     """Directory, properties and retention of the snapshots."""
 
@@ -145,6 +165,8 @@ class ServerSettings:
     model_store: Path | None = None
     load_models: tuple[str, ...] = ()  # items of `[name=]file`; ("all",) loads the whole store
     snapshot_models: tuple[SnapshotModel, ...] = ()  # from `model_snapshot`; then load_models is ()
+    workflow_store: Path | None = None  # None: the model store
+    snapshot_workflows: tuple[SnapshotWorkflow, ...] = ()  # from `model_snapshot`, too
     inference_address: Address = Address(port=8080)
     management_address: Address = Address(port=8081)
     metrics_address: Address | None = Address(port=8082)  # None: no metrics listener

@@ -28,8 +28,10 @@ from torchere.serving.errors import (
     UnregisterTimeout,
 )
 from torchere.serving.frontend.dataplane import DataPlane, condition
+from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.registry.workflows import Workflows
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse
 from torchere.serving.workers.executor import ExecutorStatus
 
@@ -111,6 +113,7 @@ class ControlPlane:
         self._registry = registry
         self._dataplane = dataplane
         self._settings = settings
+        self.workflows = WorkflowPlane(Workflows(settings, registry), dataplane, self.check_model_api)
 
     async def register(self, wish: Registration) -> Registered:
         """Register an archive of the store.
@@ -266,7 +269,8 @@ class ControlPlane:
     def list_models(self, limit: int, page_token: int) -> ModelPage:
         """Return one page of at most `limit` models, starting at `page_token` (both 0 or more)."""
         served = self._registry.served()
-        names = sorted(served)
+        # Functions of workflows are hidden, as in TorchServe; the models of workflows are not.
+        names = sorted(name for name in served if not self._registry.find(name, None).origin.is_function)
         page = tuple(
             (name, self._registry.find(name, None).origin.archive.url)
             for name in names[page_token : page_token + limit]

@@ -120,6 +120,11 @@ class DataPlane:
         self.readiness_listeners: set[Callable[[], None]] = set()
 
     @property
+    def has_started(self) -> bool:
+        """Whether all listeners are up and the startup models are registered."""
+        return self._started
+
+    @property
     def accepted(self) -> int:
         """Number of predictions admitted."""
         return self._ledger.accepted
@@ -234,7 +239,9 @@ class DataPlane:
     def sole_startup_model(self) -> str | None:
         """Return the model loaded at startup if there was exactly one, else None (for `/invocations`)."""
         names = {
-            version.key.name for version in self._registry.versions() if version.origin.loaded_at_startup
+            version.key.name
+            for version in self._registry.versions()
+            if version.origin.loaded_at_startup and not version.origin.workflow
         }
         return names.pop() if len(names) == 1 else None
 

@@ -19,6 +19,8 @@ from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.frontend.control import ModelPage, VersionDescription
+from torchere.serving.frontend.workflows import WorkflowPage
+from torchere.serving.registry.workflows import Workflow
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 
@@ -90,6 +92,29 @@ def page_text(page: ModelPage) -> str:
     token = {} if page.next_page_token is None else {"nextPageToken": page.next_page_token}
     models = [{"modelName": name, "modelUrl": url} for name, url in page.models]
     return pretty({**token, "models": models})
+
+
+def workflow_page_text(page: WorkflowPage) -> str:
+    """Return one page of the list of workflows as JSON."""
+    token = {} if page.next_page_token is None else {"nextPageToken": page.next_page_token}
+    workflows = [{"workflowName": name, "workflowUrl": url} for name, url in page.workflows]
+    return pretty({**token, "workflows": workflows})
+
+
+def workflow_text(workflow: Workflow) -> str:
+    """Return the description of a workflow as JSON; the graph is in TorchServe's (Java's) notation."""
+    defaults = workflow.spec.defaults
+    dag = [f"{node}=[{', '.join(below)}]" for node, below in workflow.spec.children.items()]
+    described = {
+        "workflowName": workflow.name,
+        "workflowUrl": workflow.url,
+        "minWorkers": defaults.min_workers,
+        "maxWorkers": defaults.max_workers,
+        "batchSize": defaults.batch_size,
+        "maxBatchDelay": defaults.max_batch_delay_ms,
+        "workflowDag": "{" + ", ".join(dag) + "}",
+    }
+    return pretty([described])
 
 
 def _settings_json(version: VersionDescription) -> dict[str, Any]:

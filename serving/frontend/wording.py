@@ -44,6 +44,16 @@ def unregistered(model: str) -> str:
     return f'Model "{model}" unregistered'
 
 
+def workflow_registered(name: str) -> str:
+    """Return the response text after a workflow was registered."""
+    return f"Workflow {name} has been registered and scaled successfully."
+
+
+def workflow_unregistered(name: str) -> str:
+    """Return the response text after a workflow was unregistered."""
+    return f'Workflow "{name}" unregistered'
+
+
 def quarantine_lifted(key: ModelKey, lifted: int) -> str:
     """Return the response text after quarantined requests may run again."""
     return f'Quarantine of model "{key.name}" version "{key.version}" lifted for requests: {lifted}'

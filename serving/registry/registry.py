@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from torchere.archiver.reader import Archive
@@ -46,6 +47,16 @@ from torchere.serving.workers.launch import worker_environment
 logger = logging.getLogger(__name__)
 
 
+class RegisteredWorkflows(Protocol):
+    """What the registry asks of the workflows whose steps it holds."""
+
+    def to_restore(self) -> list[dict[str, Any]]:
+        """Return the snapshot entries of all workflows, also of missing ones."""
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of startup workflows that could not be registered."""
+
+
 class Registry:
     """Every registered version of one server."""
 
@@ -67,7 +78,10 @@ class Registry:
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
         self._serving: routing.ServingMap = routing.EMPTY
         self._missing = Missing()
-        self._snapshots = SnapshotKeeper(server.snapshots, self.served, self._missing.to_restore)
+        self._snapshots = SnapshotKeeper(
+            server.snapshots, self.served, self._missing.to_restore, self._workflows_to_restore
+        )
+        self.workflows: RegisteredWorkflows | None = None  # the workflows whose steps are registered here
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
         self._sweeping: asyncio.Future[None] | None = None
@@ -85,8 +99,8 @@ class Registry:
         return (version for served in self._serving.values() for version in served.versions.values())
 
     def missing(self) -> tuple[str, ...]:
-        """Return the names of startup models that are not registered."""
-        return self._missing.names()
+        """Return the names of startup models and workflows that are not registered."""
+        return (*self._missing.names(), *(self.workflows.missing() if self.workflows else ()))
 
     def of_the_start(self, version: Version) -> bool:
         """Whether a version is a model of the start, or was registered instead of a missing one."""
@@ -102,7 +116,9 @@ class Registry:
         """
         if wanted.runtime:
             check_runtime(wanted.runtime)  # before the download
-        downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup)
+        downloaded = None
+        if wanted.archive is None:
+            downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup)
         try:
             key, archive = await self._opened(wanted, downloaded)
             # A twin waits for the conflict here, instead of unpacking the whole archive first.
@@ -121,8 +137,12 @@ class Registry:
 
     async def _opened(self, wanted: Wanted, downloaded: Download | None) -> tuple[ModelKey, Archive]:
         location = downloaded.path.name if downloaded else wanted.url
-        loop = asyncio.get_running_loop()
-        archive = await loop.run_in_executor(self._unpackers, self._store.open, location, wanted.at_startup)
+        archive = wanted.archive
+        if archive is None:
+            loop = asyncio.get_running_loop()
+            archive = await loop.run_in_executor(
+                self._unpackers, self._store.open, location, wanted.at_startup
+            )
         name = wanted.name or archive.manifest.model_name or default_model_name(location)
         return ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest)), archive
 
@@ -145,6 +165,9 @@ class Registry:
         except BaseException:  # cancelled, too
             await asyncio.to_thread(self._store.remove, stored)
             raise
+        if wanted.workflow:
+            is_function = wanted.archive is not None
+            version.origin = replace(version.origin, workflow=wanted.workflow, is_function=is_function)
         if wanted.executor_range:
             version.settings = version.settings.scaled(*wanted.executor_range)
             version.target = version.settings.min_executors
@@ -231,6 +254,13 @@ class Registry:
             raise VersionNotFound(f"Model version {version} does not exist for model {model}")
         self._serving = routing.with_default(self._serving, model, version)
         self._missing.has_other_default(model)
+        self._snapshots.changed()
+
+    def _workflows_to_restore(self) -> list[dict[str, Any]]:
+        return self.workflows.to_restore() if self.workflows else []
+
+    def workflows_changed(self) -> None:
+        """Write a snapshot, because a workflow was registered or removed."""
         self._snapshots.changed()
 
     async def written(self) -> None:

@@ -43,16 +43,15 @@ def model_table(
     """Return the settings that restore each version, by model and version.
 
     The keys are TorchServe's names, and our own where it has none. Models in `lacking` follow the served
-    ones, with the settings of the snapshot that they come from. Models that were never served are left out:
-    see `never_served`.
+    ones, with the settings of the snapshot that they come from. Left out are models that were never served
+    (see `never_served`) and the steps of workflows, which are restored with their workflow.
     """
-    table = {
-        name: {
-            number: {"defaultVersion": number == served.default_version, **_version_entry(version)}
-            for number, version in served.versions.items()
-        }
-        for name, served in serving.items()
-    }
+    table: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, served in serving.items():
+        for number, version in served.versions.items():
+            if not version.origin.workflow:
+                entry = {"defaultVersion": number == served.default_version, **_version_entry(version)}
+                table.setdefault(name, {})[number] = entry
     for model in lacking:
         if not model.version:
             continue
@@ -215,6 +214,7 @@ class SnapshotKeeper:
     it is tried again until one succeeds, for the disk may have room later.
 
     `lacking` returns the startup models that this server could not register: the next start retries them.
+    `workflows` returns the entries of the workflows, which TorchServe ignores.
     """
 
     def __init__(
@@ -222,10 +222,12 @@ class SnapshotKeeper:
         settings: SnapshotSettings | None,
         served: Callable[[], ServingMap],
         lacking: Callable[[], Sequence[SnapshotModel]] = lambda: (),
+        workflows: Callable[[], Sequence[dict[str, Any]]] = lambda: (),
     ) -> None:
         self._settings = settings
         self._served = served
         self._lacking = lacking
+        self._workflows = workflows
         self._started = False
         self._turn = asyncio.Lock()  # writes files in the order of the changes
         self._changes: set[asyncio.Task[None]] = set()
@@ -288,7 +290,11 @@ class SnapshotKeeper:
         self._noted = self._served()
         lacking = self._lacking()
         missing = never_served(lacking)
-        return {"models": model_table(self._noted, lacking), **({"missing": missing} if missing else {})}
+        more = {"missing": missing, "workflows": list(self._workflows())}
+        return {
+            "models": model_table(self._noted, lacking),
+            **{key: entries for key, entries in more.items() if entries},
+        }
 
     async def _write(self, kind: SnapshotKind) -> None:
         if self._settings is None:

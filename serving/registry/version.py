@@ -69,6 +69,8 @@ class Origin:
     runtime: str
     isolation: str  # "thread" | "process" | "shared"
     loaded_at_startup: bool
+    workflow: str = ""  # the workflow that the model is a step of
+    is_function: bool = False  # the step is a function of the workflow's handler, not a model of the store
 
 
 class Version:

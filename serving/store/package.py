@@ -205,9 +205,18 @@ class Store:
 
 
 def store_of(server: ServerSettings) -> Store:
-    """Create the store from the settings."""
+    """Create the store of models from the settings."""
+    return _store_at(server.model_store, server)
+
+
+def workflow_store_of(server: ServerSettings) -> Store:
+    """Create the store of workflows from the settings: the store of models unless they name another."""
+    return _store_at(server.workflow_store or server.model_store, server)
+
+
+def _store_at(root: Path | None, server: ServerSettings) -> Store:
     return Store(
-        server.model_store,
+        root,
         server.limits,
         server.temp_dir,
         allowed_urls=server.allowed_urls,

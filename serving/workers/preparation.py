@@ -22,7 +22,7 @@ def fork_server_ahead(settings: ServerSettings) -> Iterator[Spawned | None]:
     Yields None if they name no models, or if the process can't be started; a later launch then tries again.
     """
     spawned = None
-    if settings.load_models or settings.snapshot_models:
+    if settings.load_models or settings.snapshot_models or settings.snapshot_workflows:
         with suppress(OSError):
             spawned = spawn(worker_environment(settings.hidden_env_vars))
     try:

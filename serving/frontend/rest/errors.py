@@ -40,12 +40,6 @@ INTERNAL = "InternalServerException"
 _REWRITTEN_STATUS = {413: 507}  # 413 is kept for bodies that the server itself refused
 
 
-class WorkflowNotFound(e.NotFound):
-    """The workflow does not exist: workflows can't be registered."""
-
-    code = "workflow_not_found"
-
-
 class UnknownCoding(e.InvalidRequest):
     """The content coding of the body is not supported."""
 
@@ -67,7 +61,10 @@ TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.NotFound: (404, "ResourceNotFoundException"),
     e.ModelNotFound: (404, "ModelNotFoundException"),
     e.VersionNotFound: (404, "ModelVersionNotFoundException"),
-    WorkflowNotFound: (404, "WorkflowNotFoundException"),
+    e.WorkflowNotFound: (404, "WorkflowNotFoundException"),
+    e.InvalidWorkflow: (400, "InvalidWorkflowException"),
+    e.InvalidGraph: (400, "InvalidDAGException"),
+    e.WorkflowFailed: (500, "WorkflowException"),
     e.Conflict: (409, "ConflictStatusException"),
     e.DefaultVersionInUse: (403, "InvalidModelVersionException"),
     e.NotAllowed: (405, "MethodNotAllowedException"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -19,7 +20,6 @@ from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
 from torchere.serving.frontend.rest.bodies import read_body
 from torchere.serving.frontend.rest.codec import request_headers, text_values
-from torchere.serving.frontend.rest.errors import WorkflowNotFound
 from torchere.serving.frontend.rest.openapi import management_document
 from torchere.serving.frontend.rest.wire import checked_status, handler_headers
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
@@ -68,29 +68,14 @@ class ModelRoutes:
     async def list_models(self, request: Request) -> Response:
         """Return one page of the models; invalid numbers in the query are ignored."""
         query = text_values(request.scope["query_string"])
-        limit = _natural(query.get("limit"), PAGE_SIZE)
-        page = self._controlplane.list_models(
-            limit if limit <= PAGE_SIZE else PAGE_SIZE, _natural(query.get("next_page_token"), 0)
-        )
-        return json_answer(description.page_text(page))
+        return json_answer(description.page_text(self._controlplane.list_models(*page_of(query))))
 
     async def register(self, request: Request) -> Response:
         """Register an archive, with the parameters of the query or, instead, of a JSON object."""
         self._controlplane.check_model_api()
-        values: dict[str, object] = {**text_values(request.scope["query_string"])}
-        content_type = request.headers.get("content-type", "")
-        if content_type.partition(";")[0].strip().lower() == "application/json":
-            values = await self._json_object(request)
+        values = await parameters_of(request, self._max_request_bytes)
         result = await self._controlplane.register(registration(values))
         return status_answer(wording.registered(result), STATUS_OF[result.progress])
-
-    async def _json_object(self, request: Request) -> dict[str, object]:
-        length = int(request.headers.get("content-length", "0"))
-        body = await read_body(request.receive, length, self._max_request_bytes)
-        try:
-            return msgspec.json.decode(body, type=dict[str, object])
-        except NO_JSON as err:
-            raise InvalidRequest(f"The body must be a JSON object of parameters: {err}") from err
 
     async def describe(self, request: Request, model: str) -> Response:
         """Describe one version or all versions; `customized=true` calls the version's handler too."""
@@ -159,6 +144,29 @@ class ModelRoutes:
         return json_answer(description.pretty({"name": model, "ready": ready}))
 
 
+async def parameters_of(request: Request, max_bytes: int) -> dict[str, object]:
+    """Return the parameters of a registration: those of the query or, instead, of a JSON object.
+
+    Raises:
+        InvalidRequest: the body is not a JSON object.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        return {**text_values(request.scope["query_string"])}
+    length = int(request.headers.get("content-length", "0"))
+    body = await read_body(request.receive, length, max_bytes)
+    try:
+        return msgspec.json.decode(body, type=dict[str, object])
+    except NO_JSON as err:
+        raise InvalidRequest(f"The body must be a JSON object of parameters: {err}") from err
+
+
+def page_of(query: Mapping[str, str]) -> tuple[int, int]:
+    """Return the length and the start of the page that a query asks for; invalid numbers are ignored."""
+    limit = _natural(query.get("limit"), PAGE_SIZE)
+    return min(limit, PAGE_SIZE), _natural(query.get("next_page_token"), 0)
+
+
 def _natural(text: str | None, default: int) -> int:
     """Parse an integer of 0 or more, with fewer than 10 digits; return `default` for anything else."""
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else default
@@ -201,26 +209,3 @@ def token_routes(keys: Keys) -> APIRouter:
 
     router.add_api_route("/token", renew, methods=ANY_METHOD)
     return router
-
-
-def workflow_routes() -> APIRouter:
-    """Return the routes `/workflows` and `/workflows/{w}`."""
-    router = APIRouter()
-    router.add_api_route("/workflows", _list, methods=["GET"])
-    router.add_api_route("/workflows", _register, methods=["POST"])
-    router.add_api_route("/workflows/{workflow}", _not_found, methods=["GET", "DELETE"])
-    for path in ("/workflows", "/workflows/{workflow}"):
-        router.add_api_route(path, no_such_method, methods=ANY_METHOD)
-    return router
-
-
-async def _list() -> Response:
-    return json_answer(pretty({"workflows": []}))
-
-
-async def _register() -> Response:
-    raise InvalidRequest("Registering new workflows is disabled.")
-
-
-async def _not_found(workflow: str) -> Response:
-    raise WorkflowNotFound(f"Workflow not found: {workflow}")

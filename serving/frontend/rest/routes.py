@@ -17,12 +17,10 @@ from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, answer_errors, json_answer, no_such_method
 from torchere.serving.frontend.rest.authorisation import Surfaces
-from torchere.serving.frontend.rest.errors import WorkflowNotFound
 from torchere.serving.frontend.rest.management import (
     ModelRoutes,
     log_level_routes,
     token_routes,
-    workflow_routes,
 )
 from torchere.serving.frontend.rest.open_inference import (
     absent_routes,
@@ -37,6 +35,7 @@ from torchere.serving.frontend.rest.openapi import (
 )
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
 from torchere.serving.frontend.rest.targets import prediction_target
+from torchere.serving.frontend.rest.workflows import WorkflowRoutes, workflow_predictions
 from torchere.serving.frontend.services import Services
 
 
@@ -53,6 +52,7 @@ def routes(
         app.include_router(metrics_routes(services.metrics, services.settings.metrics_mode))
     if "inference" in surfaces:
         _add_inference(app, dataplane, services, is_management="management" in surfaces)
+        app.include_router(workflow_predictions(controlplane.workflows, services))
     if "management" in surfaces:
         _add_management(app, controlplane, services)
     if "inference" in surfaces:
@@ -66,13 +66,12 @@ def _add_inference(app: FastAPI, dataplane: DataPlane, services: Services, *, is
         app.include_router(health_routes(dataplane))
         app.include_router(model_routes(dataplane))
         app.include_router(absent_routes(is_management))
-    app.include_router(inference_routes())
 
 
 def _add_management(app: FastAPI, controlplane: ControlPlane, services: Services) -> None:
     max_request_bytes = services.settings.limits.max_request_bytes
     app.include_router(ModelRoutes(controlplane, max_request_bytes).router())
-    app.include_router(workflow_routes())
+    app.include_router(WorkflowRoutes(controlplane.workflows, max_request_bytes).router())
     app.include_router(log_level_routes())
     if services.settings.open_inference_protocol:
         app.include_router(repository_routes(controlplane, max_request_bytes))
@@ -91,17 +90,6 @@ def _description_routes(surfaces: Surfaces, services: Services) -> APIRouter:
     router.add_api_route("/", describe_api, methods=["OPTIONS"])
     router.add_api_route("/", no_such_method, methods=ANY_METHOD)
     router.add_api_route("/api-description", describe_api, methods=ANY_METHOD)
-    return router
-
-
-def inference_routes() -> APIRouter:
-    """Return the routes of workflow predictions, which answer 404."""
-    router = APIRouter()
-
-    async def predict_workflow(workflow: str) -> Response:
-        raise WorkflowNotFound(f"Workflow not found: {workflow}")
-
-    router.add_api_route("/wfpredict/{workflow}", predict_workflow, methods=ANY_METHOD)
     return router
 
 

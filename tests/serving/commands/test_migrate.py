@@ -145,7 +145,7 @@ def test_python_that_does_not_parse_is_told_by_line(tmp_path: Path) -> None:
 
 def test_what_cannot_be_used_at_all_is_unsupported(tmp_path: Path) -> None:
     (tmp_path / "bad.mar").write_text("no zip")
-    (tmp_path / "flow.war").write_text("")
+    (tmp_path / "flow.war").write_text("no zip")
     pack(tmp_path / "cpp.mar", {"h.py": ""}, runtime="LSP", handler="h.py")
     pack(tmp_path / "old.mar", {"h.py": "print 'two'\n"}, handler="h.py")
     pack(tmp_path / "yaml.mar", {"h.py": "", "c.yaml": "a: ["}, handler="h.py", configFile="c.yaml")

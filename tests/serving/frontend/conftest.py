@@ -22,7 +22,9 @@ from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.services import Services
+from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.registry.version import VersionState
+from torchere.serving.registry.workflows import Workflows
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import InferRequest, InferResponse, ModelKey
@@ -46,6 +48,7 @@ class FakeDataPlane:
         self.is_ready = Readiness(True)
         self.is_started = Readiness(True)
         self.readiness_listeners: set[Callable[[], None]] = set()
+        self.has_started = True
         self.known = ModelFacts(
             key=ModelKey("echo", "1.0"),
             versions=("1.0",),
@@ -338,9 +341,10 @@ def planes():
         settings = ServerSettings(limits=limits, **settings)
         return Services(settings, metrics, keys, "9.9", budgets=budgets or Budgets())
 
-    return SimpleNamespace(
-        data=FakeDataPlane(), control=FakeControlPlane(), keys=FakeKeys(), metrics=metrics, services=services
-    )
+    data, control = FakeDataPlane(), FakeControlPlane()
+    registry: Any = SimpleNamespace()
+    control.workflows = WorkflowPlane(Workflows(ServerSettings(), registry), data, lambda: None)
+    return SimpleNamespace(data=data, control=control, keys=FakeKeys(), metrics=metrics, services=services)
 
 
 @pytest.fixture

@@ -63,7 +63,13 @@ def version(**changes: Any) -> Any:
     archive |= changes.pop("archive", {})
     settings = ModelSettings(BatchSettings(4, 50), min_executors=1, max_executors=2, response_timeout_s=0.5)
     origin: dict[str, Any] = {"archive": SimpleNamespace(**archive), "handler": "h.py", "runtime": "python"}
+    origin["workflow"] = ""
     return SimpleNamespace(settings=settings, origin=SimpleNamespace(**{**origin, **changes}))
+
+
+def test_the_steps_of_workflows_are_not_in_the_table() -> None:
+    versions = {"1": version(workflow="w")}
+    assert model_table({"w__m": SimpleNamespace(default_version="1", versions=versions)}) == {}  # type: ignore[dict-item]
 
 
 def test_the_table_has_torchserves_fields_with_whole_seconds() -> None:

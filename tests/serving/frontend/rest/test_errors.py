@@ -5,9 +5,10 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from torchere.serving import errors as e
+from torchere.serving.errors import WorkflowNotFound
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.bodies import BodyTooLarge, ClientGone
-from torchere.serving.frontend.rest.errors import WorkflowNotFound, error_body, status_and_type
+from torchere.serving.frontend.rest.errors import error_body, status_and_type
 
 
 @pytest.mark.parametrize(

@@ -295,13 +295,6 @@ def test_kserve_v1_asks_whether_a_model_is_ready(ask):
     assert ask("management", "GET", "/v1/models/echo").json == {"name": "echo", "ready": True}
 
 
-def test_workflows_can_not_be_registered_so_there_are_none(ask):
-    answer = ask("management", "POST", "/workflows?url=w.war")
-    assert (answer.status, answer.json["message"]) == (400, "Registering new workflows is disabled.")
-    assert ask("management", "GET", "/workflows").json == {"workflows": []}
-    assert ask("management", "GET", "/workflows/w").json["type"] == "WorkflowNotFoundException"
-
-
 def test_a_new_key_is_made_for_the_holder_of_the_api_key(ask, planes):
     answer = ask("management", "GET", "/token?type=inference", keys=planes.keys, authorization="Bearer api")
     assert (answer.status, answer.body) == (200, b"\n")

@@ -1,0 +1,69 @@
+"""`torch-workflow-archiver`: checks a workflow and packs it into a `.war` file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchere.archiver.cli import epoch_of
+from torchere.archiver.errors import PackingError
+from torchere.archiver.workflow import WorkflowRequest, write_workflow
+from torchere.serving.config.workflow_spec import check_functions, read_workflow_spec
+from torchere.serving.errors import InvalidWorkflow
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Pack a workflow; return 0, 1 when it can't be packed, or 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(
+        prog="torch-workflow-archiver",
+        description="Pack a graph of models and functions into a workflow archive for serving.",
+    )
+    add = parser.add_argument
+    add("--workflow-name", required=True, metavar="NAME", help="name of the workflow and of its file")
+    add("--spec-file", required=True, metavar="FILE", type=Path, help="YAML file with 'models' and 'dag'")
+    add("--handler", metavar="FILE", type=Path, help="Python file with the functions of the graph")
+    add("--extra-files", metavar="LIST", default="", help="further files to pack, comma-separated")
+    add(
+        "--export-path",
+        metavar="DIR",
+        type=Path,
+        default=Path("."),
+        help="where to put the file (default: current directory)",
+    )
+    add("-f", "--force", action="store_true", help="overwrite an existing file")
+    options = parser.parse_args(argv)
+    try:
+        request = WorkflowRequest(
+            workflow_name=options.workflow_name,
+            spec_file=options.spec_file,
+            handler=options.handler,
+            extra_files=[Path(each.strip()) for each in options.extra_files.split(",") if each.strip()],
+            export_path=options.export_path,
+            force=options.force,
+            epoch_s=epoch_of(os.environ.get("SOURCE_DATE_EPOCH", "")),
+        )
+        check_workflow(request)
+        write_workflow(request)
+    except InvalidWorkflow as error:
+        print(f"{parser.prog}: {error.message} {error.detail}".rstrip(), file=sys.stderr)
+        return 1
+    except (PackingError, OSError, UnicodeDecodeError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check_workflow(request: WorkflowRequest) -> None:
+    """Check the specification and that the handler has every function of the graph.
+
+    Raises:
+        InvalidWorkflow: one of them is invalid.
+        OSError, UnicodeDecodeError: a file can't be read.
+    """
+    spec = read_workflow_spec(request.spec_file.read_text("utf-8"))
+    handler = request.handler
+    source = handler.read_text("utf-8") if handler is not None else ""
+    check_functions(spec, handler.name if handler is not None else None, source)

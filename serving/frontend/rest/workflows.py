@@ -1,0 +1,150 @@
+"""Routes of workflows: registration on the management port, predictions on the inference port."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.requests import Request
+from starlette.responses import Response
+
+from torchere.serving.config.server_settings import SnapshotWorkflow
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend import wording
+from torchere.serving.frontend.budgets import DecodeQueue
+from torchere.serving.frontend.call_scope import CallScope
+from torchere.serving.frontend.control import integer, text
+from torchere.serving.frontend.description import workflow_page_text, workflow_text
+from torchere.serving.frontend.priority import prioritised
+from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
+from torchere.serving.frontend.rest.bodies import read_body
+from torchere.serving.frontend.rest.codec import (
+    body_parameters,
+    deadline,
+    request_headers,
+    takes_long,
+    text_values,
+)
+from torchere.serving.frontend.rest.exchange import status_of
+from torchere.serving.frontend.rest.management import page_of, parameters_of
+from torchere.serving.frontend.rest.wire import checked_status, handler_headers
+from torchere.serving.frontend.services import Services
+from torchere.serving.frontend.workflows import WorkflowPlane
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter
+
+
+class WorkflowRoutes:
+    """Endpoints of `/workflows`; each translates one HTTP request to a call of the plane."""
+
+    def __init__(self, workflows: WorkflowPlane, max_request_bytes: int) -> None:
+        self._workflows = workflows
+        self._max_request_bytes = max_request_bytes
+
+    def router(self) -> APIRouter:
+        """Return the router. Like TorchServe, it ignores what follows the name in a path."""
+        router = APIRouter()
+        for path in ("/workflows", "/workflows/"):
+            router.add_api_route(path, self.list, methods=["GET"])
+            router.add_api_route(path, self.register, methods=["POST"])
+            router.add_api_route(path, no_such_method, methods=ANY_METHOD)
+        for path in ("/workflows/{workflow}", "/workflows/{workflow}/{rest:path}"):
+            router.add_api_route(path, self.describe, methods=["GET"])
+            router.add_api_route(path, self.unregister, methods=["DELETE"])
+            router.add_api_route(path, no_such_method, methods=ANY_METHOD)
+        return router
+
+    async def list(self, request: Request) -> Response:
+        """Return one page of the workflows; invalid numbers in the query are ignored."""
+        query = text_values(request.scope["query_string"])
+        return json_answer(workflow_page_text(self._workflows.list(*page_of(query))))
+
+    async def register(self, request: Request) -> Response:
+        """Register a workflow, with the parameters of the query or, instead, of a JSON object."""
+        self._workflows.check_model_api()
+        values = await parameters_of(request, self._max_request_bytes)
+        if values.get("url") is None:
+            raise InvalidRequest("Parameter url is required.")
+        wanted = SnapshotWorkflow(
+            text(values, "url") or "",
+            text(values, "workflow_name"),
+            integer(values, "response_timeout"),
+            integer(values, "startup_timeout"),
+        )
+        name = await self._workflows.register(wanted)
+        return status_answer(wording.workflow_registered(name))
+
+    async def describe(self, workflow: str) -> Response:
+        """Describe a workflow."""
+        return json_answer(workflow_text(self._workflows.describe(workflow)))
+
+    async def unregister(self, workflow: str) -> Response:
+        """Remove a workflow after its requests are answered."""
+        await self._workflows.unregister(workflow)
+        return status_answer(wording.workflow_unregistered(workflow))
+
+
+class _AnyCase(StringConvertor):
+    """Matches the first segment of the path in any letter case, as TorchServe does."""
+
+    regex = "(?i:wfpredict)"
+
+
+def workflow_predictions(workflows: WorkflowPlane, services: Services) -> APIRouter:
+    """Return the route `/wfpredict/{workflow}`. Like TorchServe, it ignores what follows the name."""
+    register_url_convertor("wfpredict", _AnyCase())
+    router = APIRouter()
+    max_bytes = services.settings.limits.max_request_bytes
+    decodes = services.budgets.decodes
+
+    async def predict(request: Request, workflow: str) -> Response:
+        started_s = time.monotonic()
+        workflows.check_exists(workflow)
+        headers = request_headers(request.scope)
+        # Not the scope of the listener: this call makes several predictions.
+        CallScope("rest", started_s, lambda: headers, status_of, many=True)
+        timeout_ms = request.headers.get("x-torchere-timeout-ms", "").encode("latin-1", "replace")
+        deadline_s = deadline(timeout_ms, started_s) if timeout_ms else NO_DEADLINE
+        length = int(request.headers.get("content-length", "0"))
+        body = await read_body(request.receive, length, max_bytes)
+        parameters = await _parameters(decodes, request.headers.get("content-type", ""), body)
+        asked = prioritised(InferRequest(new_request_id(), parameters, headers, deadline_s))
+        return _response(await workflows.infer(workflow, asked))
+
+    for path in ("/{first:wfpredict}/{workflow}", "/{first:wfpredict}/{workflow}/{rest:path}"):
+        router.add_api_route(path, predict, methods=ANY_METHOD)
+    return router
+
+
+async def _parameters(decodes: DecodeQueue, content_type: str, body: bytes) -> tuple[Parameter, ...]:
+    """Convert the body to the parameters of the first step; long forms are decoded in a thread."""
+    parse = partial(body_parameters, content_type, body)
+    if not takes_long(content_type, len(body)):
+        return parse()
+    decoded: asyncio.Future[tuple[Parameter, ...]] = asyncio.get_running_loop().create_future()
+
+    def come_back(done: asyncio.Future[tuple[Parameter, ...]]) -> None:
+        error = done.exception()
+        if decoded.done():
+            return
+        decoded.set_exception(error) if error else decoded.set_result(done.result())
+
+    queued = decodes.add(parse, come_back)
+    try:
+        return await decoded
+    finally:
+        queued.withdraw()
+
+
+def _response(answer: InferResponse) -> Response:
+    """Return the answer as a response; JSON, unless the handler of the last step names another type."""
+    response = Response(bytes(answer.body), checked_status(answer))
+    lines = handler_headers(answer.headers)
+    if all(name.lower() != b"content-type" for name, _ in lines):
+        response.headers["content-type"] = "application/json"
+    for name, value in lines:
+        response.headers[name.decode("latin-1")] = value.decode("latin-1")
+    return response

@@ -1,0 +1,218 @@
+"""Workflows, independent of the protocol: registers graphs of models, and runs them on the data plane.
+
+Steps run as soon as their parents have answered, so branches run in parallel. Values go from step to step as
+the bytes that the handlers made. The first step that fails ends the run: the others are withdrawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchere.serving.config.server_settings import SnapshotWorkflow
+from torchere.serving.errors import (
+    DeadlineExceeded,
+    ExecutorDied,
+    HandlerFailed,
+    ModelNotFound,
+    OutOfResources,
+    Restarting,
+    ServingError,
+    StepFailed,
+    Unavailable,
+)
+from torchere.serving.frontend.dataplane import STARTING, DataPlane
+from torchere.serving.registry.workflows import Workflow, Workflows
+from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
+
+logger = logging.getLogger(__name__)
+
+# Failures after which another attempt may succeed.
+_WORTH_RETRYING = (HandlerFailed, ExecutorDied, OutOfResources, Restarting, DeadlineExceeded)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkflowPage:
+    """One page of the list of workflows: (name, url), sorted by name."""
+
+    workflows: tuple[tuple[str, str], ...]
+    next_page_token: str | None
+
+
+class WorkflowPlane:
+    """Registers, lists and removes workflows, and answers requests to them.
+
+    Used on the event loop, which it never blocks. `check_model_api` raises when models may not be registered
+    over the network: a registered workflow loads models.
+    """
+
+    def __init__(
+        self, workflows: Workflows, dataplane: DataPlane, check_model_api: Callable[[], None]
+    ) -> None:
+        self._workflows = workflows
+        self._dataplane = dataplane
+        self.check_model_api = check_model_api
+
+    async def register(self, wanted: SnapshotWorkflow) -> str:
+        """Register a workflow, and return its name once all of its steps have loaded.
+
+        Raises:
+            NotAllowed: the model API is off.
+            WorkflowNotFound, DownloadFailed, InvalidWorkflow, InvalidRequest, Conflict, WorkflowFailed: it is
+                not registered.
+        """
+        self.check_model_api()
+        return (await self._workflows.register(wanted)).name
+
+    async def unregister(self, name: str) -> None:
+        """Remove a workflow and its models after its requests are answered.
+
+        Raises:
+            NotAllowed: the model API is off.
+            WorkflowNotFound: it is not registered.
+        """
+        self.check_model_api()
+        await self._workflows.unregister(name)
+
+    def describe(self, name: str) -> Workflow:
+        """Return a workflow; raise `WorkflowNotFound` if it is not registered."""
+        return self._workflows.find(name)
+
+    def list(self, limit: int, page_token: int) -> WorkflowPage:
+        """Return one page of at most `limit` workflows, starting at `page_token` (both 0 or more)."""
+        known = self._workflows.registered()
+        end = page_token + limit
+        page = tuple((each.name, each.url) for each in known[page_token:end])
+        # As for models, there is a token even when the page ends exactly at the last one.
+        return WorkflowPage(page, str(end) if end <= len(known) else None)
+
+    async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:
+        """Register the workflows of a snapshot; log and skip one that fails."""
+        await self._workflows.load_at_startup(wanted)
+
+    def close(self) -> None:
+        """End downloads and delete temporary files."""
+        self._workflows.close()
+
+    def check_exists(self, name: str) -> None:
+        """Raise `WorkflowNotFound` unless the workflow is registered, and `Unavailable` during the start."""
+        if not self._dataplane.has_started:
+            raise Unavailable(STARTING)
+        self._workflows.find(name)
+
+    async def infer(self, name: str, request: InferRequest) -> InferResponse:
+        """Run a workflow for one request. Cancelling the awaiting task withdraws its steps.
+
+        `request.deadline_s` bounds the whole run, the `timeout-ms` of a step each of its attempts.
+
+        Raises:
+            WorkflowNotFound: it is not registered.
+            Unavailable: the server is starting, or a step can't be admitted now.
+            DeadlineExceeded: the deadline of the request passed.
+            StepFailed: a step failed in each of its attempts.
+        """
+        self.check_exists(name)
+        workflow = self._workflows.find(name)
+        workflow.begin()
+        try:
+            return await self._run(workflow, request)
+        finally:
+            workflow.end()
+
+    async def _run(self, workflow: Workflow, request: InferRequest) -> InferResponse:
+        spec = workflow.spec
+        running: dict[str, asyncio.Task[InferResponse]] = {}
+
+        async def step(name: str) -> InferResponse:
+            parents = spec.parents[name]
+            if not parents:
+                return await self._attempts(workflow, name, request)
+            results = [await running[parent] for parent in parents]
+            names = parents if len(parents) > 1 else ("body",)
+            values = [Parameter(each, result.body) for each, result in zip(names, results, strict=True)]
+            return await self._attempts(workflow, name, _with(request, values))
+
+        for name in spec.steps:  # parents first
+            running[name] = asyncio.ensure_future(step(name))
+        try:
+            await asyncio.gather(*running.values())
+        except BaseException:  # cancelled, too
+            for task in running.values():
+                task.cancel()
+            await asyncio.gather(*running.values(), return_exceptions=True)
+            raise
+        return _answer({name: running[name].result() for name in spec.leaves})
+
+    async def _attempts(self, workflow: Workflow, step: str, request: InferRequest) -> InferResponse:
+        """Run one step, and again after a failure, as often as its settings allow."""
+        settings = workflow.spec.steps[step]
+        attempts_left = settings.retry_attempts
+        while True:
+            deadline_s = min(request.deadline_s, time.monotonic() + settings.timeout_ms / 1000)
+            attempt = InferRequest(
+                request.request_id, request.parameters, request.headers, deadline_s, request.priority
+            )
+            try:
+                response = await self._dataplane.infer(workflow.model_of(step), None, attempt)
+                return await _whole(response)
+            except ServingError as err:
+                if time.monotonic() >= request.deadline_s:
+                    raise DeadlineExceeded(f"The deadline passed at the step {step}.") from err
+                if not attempts_left or not isinstance(err, _WORTH_RETRYING):
+                    raise _step_error(workflow, step, err) from err
+            attempts_left -= 1
+
+
+def _with(request: InferRequest, values: list[Parameter]) -> InferRequest:
+    return InferRequest(
+        request.request_id, tuple(values), request.headers, request.deadline_s, request.priority
+    )
+
+
+async def _whole(response: InferResponse | StreamedResponse) -> InferResponse:
+    """Return the response; join the parts of a streamed one."""
+    if isinstance(response, InferResponse):
+        return response
+    head = response.head
+    body = b"".join([part async for part in response.chunks])
+    return InferResponse(body, head.headers, head.status, head.reason)
+
+
+def _step_error(workflow: Workflow, step: str, error: ServingError) -> ServingError:
+    """Return the error of the whole run; its text for a failed step is TorchServe's."""
+    text = f"Error executing {step}"
+    cause = ": ".join(filter(None, (error.message, error.detail)))
+    if isinstance(error, Unavailable) and not isinstance(error, Restarting):
+        refused = Unavailable(f"{text}: {error.message}", error.detail)
+        refused.retry_after_s = error.retry_after_s
+        return refused
+    if isinstance(error, ModelNotFound):
+        cause = f"the model {workflow.model_of(step)} was unregistered"
+    logger.warning("workflow %s: step %s failed: %s", workflow.name, step, cause)
+    return StepFailed(text, cause)
+
+
+def _answer(leaves: Mapping[str, InferResponse]) -> InferResponse:
+    """Return the response of the workflow: that of its leaf, or an object with a member for each leaf."""
+    if len(leaves) == 1:
+        (leaf,) = leaves.values()
+        return leaf
+    members = {name: _member(name, leaf) for name, leaf in leaves.items()}
+    return InferResponse(json.dumps(members, indent=2).encode() + b"\n")
+
+
+def _member(name: str, leaf: InferResponse) -> Any:
+    """Return a leaf's result as JSON: its value if it is JSON, else its text."""
+    try:
+        text = bytes(leaf.body).decode()
+    except UnicodeDecodeError as err:
+        raise StepFailed(f"Error executing {name}", "its result is neither JSON nor text") from err
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,353 @@
+"""Workflows: graphs of models and functions, which are registered and removed as a whole.
+
+Each step of a workflow is a model of the registry, called `<workflow>__<step>`. A function is a model whose
+handler is that function of the workflow's archive. Used on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torchere.archiver.container.entries import MANIFEST_NAME, problem_with
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.manifest import Manifest
+from torchere.archiver.reader import Archive, open_archive
+from torchere.archiver.workflow import MANIFEST_NAME as WORKFLOW_MANIFEST
+from torchere.serving.config.model_settings import Asked
+from torchere.serving.config.server_settings import ServerSettings, SnapshotWorkflow
+from torchere.serving.config.workflow_spec import WorkflowSpec, check_functions, read_workflow_spec
+from torchere.serving.errors import (
+    Conflict,
+    InvalidArchive,
+    InvalidRequest,
+    InvalidWorkflow,
+    ModelNotFound,
+    ServingError,
+    UnregisterTimeout,
+    WorkflowFailed,
+    WorkflowNotFound,
+)
+from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.fetching import Fetching, delete
+from torchere.serving.registry.names import NAME_PATTERN
+from torchere.serving.registry.registry import Registry
+from torchere.serving.registry.version import Version
+from torchere.serving.store.package import Store, StoredArchive, workflow_store_of
+
+logger = logging.getLogger(__name__)
+
+FUNCTION_VERSION = "1.0"
+
+
+@dataclass(slots=True, eq=False)
+class Workflow:
+    """A registered workflow; `running` is the number of its requests under way."""
+
+    name: str
+    url: str  # as given at registration
+    spec: WorkflowSpec
+    response_timeout_s: int | None = None
+    startup_timeout_s: int | None = None
+    versions: tuple[Version, ...] = ()  # of the steps
+    downloaded: Path | None = None  # the archive, if it was downloaded for this workflow
+    running: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def model_of(self, step: str) -> str:
+        """Return the name of the model that runs a step."""
+        return f"{self.name}__{step}"
+
+    def begin(self) -> None:
+        """Count a request."""
+        self.running += 1
+        self.idle.clear()
+
+    def end(self) -> None:
+        """Count the end of a request."""
+        self.running -= 1
+        if self.running == 0:
+            self.idle.set()
+
+
+class Workflows:
+    """Every registered workflow of one server."""
+
+    def __init__(self, server: ServerSettings, registry: Registry) -> None:
+        self._server = server
+        self._registry = registry
+        self._workflows: dict[str, Workflow] = {}
+        self._registering: set[str] = set()  # names of workflows that are being registered
+        self._missing: list[SnapshotWorkflow] = []  # of the snapshot, and not registered
+        self._removals: set[asyncio.Task[None]] = set()
+        registry.workflows = self
+
+    @cached_property
+    def _store(self) -> Store:
+        return workflow_store_of(self._server)
+
+    @cached_property
+    def _fetching(self) -> Fetching:
+        return Fetching(self._store)
+
+    def find(self, name: str) -> Workflow:
+        """Return a workflow; raise `WorkflowNotFound` if it is not registered."""
+        workflow = self._workflows.get(name)
+        if workflow is None:
+            raise WorkflowNotFound.named(name)
+        return workflow
+
+    def registered(self) -> list[Workflow]:
+        """Return all workflows, sorted by name."""
+        return [self._workflows[name] for name in sorted(self._workflows)]
+
+    async def register(self, wanted: SnapshotWorkflow, *, at_startup: bool = False) -> Workflow:
+        """Register a workflow of the workflow store, and load its steps.
+
+        Raises:
+            WorkflowNotFound, DownloadFailed, InvalidWorkflow, InvalidRequest, Conflict: nothing has changed.
+            WorkflowFailed: a step could not be registered or loaded; all of them are unregistered again.
+        """
+        downloaded = await self._fetching.fetch(wanted.url, at_startup)
+        location = downloaded.path.name if downloaded else wanted.url
+        stored: StoredArchive | None = None
+        try:
+            archive = await asyncio.to_thread(self._opened, wanted.url, location, at_startup)
+            name, spec, handler = await asyncio.to_thread(read_workflow, archive, wanted.name)
+            if name in self._workflows or name in self._registering:
+                raise Conflict(f"Workflow {name} is already registered.")
+            workflow = Workflow(name, wanted.url, spec, wanted.response_timeout_s, wanted.startup_timeout_s)
+            workflow.downloaded = downloaded.path if downloaded and downloaded.is_new else None
+            self._registering.add(name)
+            try:
+                if spec.functions:
+                    stored = await asyncio.to_thread(self._unpack, wanted.url, archive, workflow)
+                workflow.versions = await self._loaded(workflow, stored, handler, at_startup)
+            finally:
+                self._registering.discard(name)
+        except BaseException:  # cancelled, too
+            delete(downloaded)
+            raise
+        finally:
+            if stored is not None:
+                await asyncio.to_thread(self._store.remove, stored)  # the registry has unpacked copies
+        self._workflows[name] = workflow
+        self._forget(name)
+        self._registry.workflows_changed()
+        await self._registry.written()
+        if spec.unused:
+            unused = ", ".join(spec.unused)
+            logger.warning("workflow %s: not in its graph, and not loaded: %s", name, unused)
+        return workflow
+
+    async def unregister(self, name: str) -> None:
+        """Remove a workflow after its requests are answered, and unload its steps.
+
+        Raises:
+            WorkflowNotFound: it is not registered.
+            UnregisterTimeout: requests were still running at the end of the time-out; they end later.
+        """
+        if name not in self._workflows and self._forget(name):
+            self._registry.workflows_changed()
+            return
+        workflow = self.find(name)
+        del self._workflows[name]
+        self._registry.workflows_changed()
+        removal = asyncio.ensure_future(self._remove(workflow))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+        try:
+            await asyncio.wait_for(asyncio.shield(removal), self._server.unregister_timeout_s)
+        except asyncio.TimeoutError:
+            raise UnregisterTimeout(f"Timed out while cleaning resources: {name}") from None
+        await self._registry.written()
+
+    async def _remove(self, workflow: Workflow) -> None:
+        if workflow.running:
+            await workflow.idle.wait()
+        await self._discard(workflow.versions)
+        if workflow.downloaded is not None:
+            await asyncio.to_thread(workflow.downloaded.unlink, True)
+
+    async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:
+        """Register the workflows of a snapshot in turn; log and skip one that fails."""
+        for each in wanted:
+            try:
+                await self.register(each, at_startup=True)
+            except ServingError as err:
+                self._missing.append(each)
+                logger.error("Failed to load workflow: %s: %s %s", each.url, err.message, err.detail)
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of startup workflows that could not be registered."""
+        return tuple(each.name or each.url for each in self._missing)
+
+    def to_restore(self) -> list[dict[str, Any]]:
+        """Return the snapshot entries of all workflows, also of missing ones."""
+        registered = (
+            SnapshotWorkflow(each.url, each.name, each.response_timeout_s, each.startup_timeout_s)
+            for each in self.registered()
+        )
+        return [each.entry() for each in (*registered, *self._missing)]
+
+    def close(self) -> None:
+        """End downloads and delete what is unpacked; the registry unloads the steps. Blocks."""
+        if "_fetching" in self.__dict__:  # a server without workflows has no folder for them
+            self._fetching.close()
+            self._store.close()
+
+    def _forget(self, name: str) -> bool:
+        kept = [each for each in self._missing if each.name != name]
+        has_forgotten = len(kept) < len(self._missing)
+        self._missing = kept
+        return has_forgotten
+
+    def _opened(self, url: str, location: str, trusted: bool) -> Archive:
+        """Open an archive; its errors get TorchServe's texts. Blocks."""
+        if not url:
+            raise WorkflowNotFound("Workflow not found at: ")
+        try:
+            return self._store.open(location, trusted)
+        except ModelNotFound as err:
+            relative = ".." in url
+            text = err.message if relative else f"Workflow not found in workflow store: {url}"
+            raise WorkflowNotFound(text, err.detail) from None
+        except InvalidArchive as err:
+            raise InvalidWorkflow(err.message, err.detail) from err
+
+    def _unpack(self, url: str, archive: Archive, workflow: Workflow) -> StoredArchive:
+        """Unpack a workflow, with a manifest beside its files that makes it the archive of its functions."""
+        try:
+            stored = self._store.unpack(url, archive)
+        except InvalidArchive as err:
+            raise InvalidWorkflow(err.message, err.detail) from err
+        manifest = Manifest(model_name=workflow.name, model_version=FUNCTION_VERSION)
+        path = stored.directory / MANIFEST_NAME
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(manifest.dump(), encoding="utf-8")
+        return stored
+
+    async def _loaded(
+        self, workflow: Workflow, stored: StoredArchive | None, handler: str | None, at_startup: bool
+    ) -> tuple[Version, ...]:
+        """Register every step and wait until all are loaded; unregister all of them if one fails."""
+        functions = None
+        if stored is not None:
+            functions = await asyncio.to_thread(open_archive, stored.directory)
+        registering = [
+            self._registry.register(_wanted(workflow, step, functions, handler, at_startup))
+            for step in workflow.spec.steps
+        ]
+        outcomes = await asyncio.gather(*registering, return_exceptions=True)
+        versions = tuple(each for each in outcomes if isinstance(each, Version))
+        try:
+            failures = []
+            for step, outcome in zip(workflow.spec.steps, outcomes, strict=True):
+                if isinstance(outcome, Version):
+                    await outcome.settled.wait()
+                    if outcome.failure is not None:
+                        failures.append((outcome.failure.message, outcome.failure.detail))
+                elif isinstance(outcome, ServingError):
+                    model, why = workflow.model_of(step), outcome.message
+                    text = f"Workflow Node {model} failed to register. Details: {why}"
+                    failures.append((text, outcome.detail))
+                else:
+                    raise outcome
+            if failures:
+                texts, details = zip(*failures, strict=True)
+                raise WorkflowFailed(
+                    f"Workflow {workflow.name} has failed to register. Failures: [{', '.join(texts)}]",
+                    "; ".join(filter(None, details)),
+                )
+        except BaseException:
+            await self._discard(versions)
+            raise
+        return versions
+
+    async def _discard(self, versions: Sequence[Version]) -> None:
+        for version in versions:
+            self._registry.discard(version)
+        for version in versions:
+            await version.settled.wait()
+
+
+def _wanted(
+    workflow: Workflow, step: str, functions: Archive | None, handler: str | None, at_startup: bool
+) -> Wanted:
+    """Return the registration of one step. As in TorchServe, it gets `max-workers` workers from the start."""
+    settings = workflow.spec.steps[step]
+    workers = max(settings.max_workers, 1)
+    asked = Asked(
+        batch_size=settings.batch_size,
+        max_batch_delay_ms=settings.max_batch_delay_ms,
+        executors=workers,
+        response_timeout_s=workflow.response_timeout_s,
+        startup_timeout_s=workflow.startup_timeout_s,
+    )
+    is_function = settings.url is None
+    return Wanted(
+        settings.url or workflow.url,
+        asked,
+        name=workflow.model_of(step),
+        handler=f"{handler}:{step}" if is_function else None,
+        at_startup=at_startup,
+        executor_range=(workers, workers),
+        archive=functions if is_function else None,
+        workflow=workflow.name,
+    )
+
+
+def read_workflow(archive: Archive, name: str | None) -> tuple[str, WorkflowSpec, str | None]:
+    """Return name, specification and handler of a workflow's archive. Blocks.
+
+    Raises:
+        InvalidWorkflow: the manifest, the specification or the handler can't be used.
+        InvalidRequest: the name contains special characters.
+    """
+    try:
+        manifest = json.loads(archive.read_text(WORKFLOW_MANIFEST)) if _has(archive) else {}
+    except (ArchiveError, ValueError, RecursionError) as err:
+        raise InvalidWorkflow("Failed to parse workflow manifest.", str(err)) from err
+    entry = manifest.get("workflow") if isinstance(manifest, dict) else None
+    members = entry if isinstance(entry, dict) else {}
+    own_name = _text(members, "workflowName", required="Workflow name is not defined.")
+    spec_file = _text(members, "specFile", required="Workflow spec file is not defined.")
+    handler = _text(members, "handler")
+    try:
+        spec = read_workflow_spec(archive.read_text(str(spec_file)))
+        check_functions(spec, handler, archive.read_text(handler) if handler and spec.functions else "")
+    except ArchiveError as err:
+        text = f"{err.entry or 'The archive'} of the workflow can't be read: {err.reason}."
+        raise InvalidWorkflow(text, str(err)) from err
+    return _checked_name(name or str(own_name)), spec, handler
+
+
+def _has(archive: Archive) -> bool:
+    return any(entry.name == WORKFLOW_MANIFEST for entry in archive.entries)
+
+
+def _text(members: dict[str, Any], key: str, required: str = "") -> str | None:
+    value = members.get(key)
+    if value is None or value == "":
+        if required:
+            raise InvalidWorkflow(required, f"{key} is not in the object workflow of {WORKFLOW_MANIFEST}")
+        return None
+    if not isinstance(value, str) or (key != "workflowName" and problem_with(value)):
+        raise InvalidWorkflow(f"{key} of the workflow is {value!r:.80}; expected the name of a file in it.")
+    return value
+
+
+def _checked_name(name: str) -> str:
+    if not NAME_PATTERN.fullmatch(name):
+        raise InvalidRequest(
+            f"Workflow name {name[:80]!r} contains special characters.\nThe allowed regular expression "
+            f"filter for workflow name is: {re.sub(r'{.*}', '*', NAME_PATTERN.pattern)}"
+        )
+    return name

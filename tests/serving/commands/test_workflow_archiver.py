@@ -1,0 +1,76 @@
+"""`torch-workflow-archiver`: what it packs, and what it refuses in one line."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.commands.workflow_archiver import main
+
+SPEC = "models:\n  m:\n    url: m.mar\ndag:\n  before: [m]\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    Path("w.yaml").write_text(SPEC)
+    Path("h.py").write_text("def before(data, context): return data\n")
+    Path("more.txt").write_text("more")
+    return tmp_path
+
+
+def run(*more: str) -> int:
+    return main(["--workflow-name", "w", "--spec-file", "w.yaml", *more])
+
+
+def test_a_workflow_is_packed_in_torchserves_layout(folder):
+    assert run("--handler", "h.py", "--extra-files", "more.txt") == 0
+    with zipfile.ZipFile("w.war") as archive:
+        assert sorted(archive.namelist()) == ["WAR-INF/MANIFEST.json", "h.py", "more.txt", "w.yaml"]
+        manifest = json.loads(archive.read("WAR-INF/MANIFEST.json"))
+    assert manifest == {
+        "createdOn": "01/01/1980 00:00:00",
+        "workflow": {"workflowName": "w", "specFile": "w.yaml", "handler": "h.py"},
+        "archiverVersion": "0.2.15",
+    }
+
+
+def test_the_same_files_give_the_same_bytes(folder):
+    run("--handler", "h.py")
+    first = Path("w.war").read_bytes()
+    Path("h.py").touch()
+    run("--handler", "h.py", "--force")
+    assert Path("w.war").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "told"),
+    [
+        ("dag:\n  a: [b]\n  b: [a]\n", ["--handler", "h.py"], "the graph has a cycle: a -> b -> a"),
+        (
+            "dag:\n  after: []\n",
+            ["--handler", "h.py"],
+            "'after' is neither in 'models' nor a function of h.py",
+        ),
+        (SPEC, [], "the workflow has no handler"),
+        ("dag: [", ["--handler", "h.py"], "Failed to parse yaml."),
+        (SPEC, ["--handler", "none.py"], "No such file or directory: 'none.py'"),
+        (SPEC, ["--handler", "h.py", "--extra-files", "none"], "File does not exist: none"),
+        (SPEC, ["--handler", "h.py", "--export-path", "none"], "export-path none is not a directory"),
+        (SPEC, ["--handler", "h.py", "--workflow-name", "a/b"], "Workflow name contains special characters."),
+    ],
+)
+def test_what_can_not_be_packed_is_one_error_and_leaves_no_file(folder, capsys, change, more, told):
+    Path("w.yaml").write_text(change)
+    assert run(*more) == 1
+    assert told in capsys.readouterr().err
+    assert list(folder.glob("**/*.war")) == []
+
+
+def test_an_existing_file_is_kept_without_force(folder, capsys):
+    Path("w.war").write_text("mine")
+    assert run("--handler", "h.py") == 1
+    assert "w.war already exists.\nPlease specify --force/-f option" in capsys.readouterr().err
+    assert Path("w.war").read_text() == "mine"
