@@ -310,10 +310,12 @@ class _Indexer:
 
     def _name(self, central: Central) -> str:
         try:
-            return central.raw_name.decode()
+            name = central.raw_name.decode()
         except UnicodeDecodeError as error:
             shown = central.raw_name.decode("latin-1")
             raise self._intake.refuse(shown, "the name is not UTF-8", _REPACK) from error
+        # A leading "./" is from a list of names that `find` made; "./" alone is the folder itself.
+        return name if name == "./" else name.removeprefix("./")
 
     def _take(self, name: str, central: Central, cursor: int, limit: int) -> int:
         """Check one entry, which must begin at `cursor`, and return its end, which is at most `limit`."""
@@ -338,7 +340,8 @@ class _Indexer:
         if name.endswith("/"):
             if central.size or central.stored_size > _EMPTY_DEFLATED_BYTES:
                 raise Malformed("a directory has data")
-            self._intake.add_directory(name[:-1])
+            if name != "./":
+                self._intake.add_directory(name[:-1])
             return
         method: Method = "deflated" if central.method == DEFLATED else "stored"
         self._intake.add(

@@ -17,6 +17,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.safetensors import read_safetensors
+from torchere.archiver.scan.weights import TORCHSCRIPT, classify_file
 from torchere.handlers.archive_import import ArchiveModules
 from torchere.handlers.loading.weights import WORTH_MAPPING_BYTES, file_to_map
 from torchere.handlers.resolve import list_classes_from_module
@@ -88,6 +89,12 @@ def _load_state_dict(path: str) -> dict[str, Any]:
             f"{path} holds more than tensors, and is not loaded because unpickling it could run any code "
             f"({str(err).splitlines()[0]}); save the weights alone: torch.save(model.state_dict(), ...)"
         ) from err
+    except RuntimeError as err:
+        if classify_file(Path(path)).kind == TORCHSCRIPT:
+            raise RuntimeError(
+                f"{path} is TorchScript, which brings its own code; pack it without --model-file"
+            ) from err
+        raise
     if not isinstance(state, dict):
         raise RuntimeError(
             f"{path} holds a {type(state).__name__}; expected a state_dict: "

@@ -119,7 +119,7 @@ _MODELS = (
     _key("limit_max_image_pixels", kinds.BOOLEAN, "limit_max_image_pixels"),
     _key("decode_input_request", kinds.BOOLEAN, "decode_input"),
     _key("default_service_handler", kinds.OPTIONAL_TEXT, "default_handler"),
-    _key("service_envelope", kinds.OPTIONAL_TEXT, "service_envelope"),
+    _key("service_envelope", kinds.ENVELOPE, "service_envelope"),
     _key("blacklist_env_vars", kinds.PATTERN, "hidden_env_vars"),
     _key("install_py_dep_per_model", kinds.BOOLEAN, "install_dependencies"),
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchere.handlers.resolve import ENVELOPES
 from torchere.serving.config.server_settings import ISOLATIONS, MAX_NUMBER, Address
 
 MAX_PORT = 65_535
@@ -208,5 +209,17 @@ def _read_metrics_mode(text: str) -> str:
     return mode
 
 
+# Names of TorchServe's earlier releases, which configurations for KServe still use.
+_RENAMED_ENVELOPES = {"kfserving": "kserve", "kfservingv2": "kservev2"}
+
+
+def _read_envelope(text: str) -> str | None:
+    name = _RENAMED_ENVELOPES.get(text, text)
+    if name and name not in ENVELOPES:
+        raise ValueError
+    return name or None
+
+
+ENVELOPE = Kind(f"one of {', '.join(ENVELOPES)}", _read_envelope)
 ISOLATION = Kind("auto, thread, process or shared", _read_isolation)
 METRICS_MODE = Kind("log, prometheus or legacy", _read_metrics_mode)

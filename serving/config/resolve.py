@@ -106,6 +106,9 @@ def configure(
     )
     winners: dict[str, _Given] = {}
     for given in (given for source in sources for given in source):
+        if not given.text:
+            outcome.findings.append(given.finding("effect", "empty, which counts as not set"))
+            continue
         winner = winners.setdefault(given.key.name, given)
         if winner is not given:
             # A key twice in one file is a mistake; in two sources it is normal.

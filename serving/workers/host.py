@@ -27,6 +27,7 @@ from torchere.handlers.tensors.answer import AnswerEncoder
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
+    ExecutorDied,
     HandlerFailed,
     InvalidRequest,
     LoadFailed,
@@ -85,7 +86,7 @@ class HandlerHost:
         self._context.encoder = self._encoder
         self._gpu_id = gpu_id
         self._is_alone = alone
-        self.has_lost_its_gpu = False
+        self.end_cause = ""  # why the process must end after the last report; "": it goes on
 
     def own_process(self) -> None:
         """Prepare a process that hosts this version only: its modules also get their plain names."""
@@ -195,12 +196,15 @@ class HandlerHost:
             answers = self._loaded()(rows, self._context)
             handler_s = time.perf_counter() - started
             outcomes = self._outcomes(answers, processors)
-        except BaseException as err:  # also SystemExit: user code must not end the executor by mistake
+        except BaseException as err:
             handler_s = time.perf_counter() - started
             failure = self._failure(err, requests)
         if failure is not None:  # not in the except block: the exception would keep GPU tensors alive
             outcomes = [failure] * len(requests)
-            self.has_lost_its_gpu = not gpu_is_usable(self._gpu_id, isinstance(failure, OutOfResources))
+            if isinstance(failure, ExecutorDied):
+                self.end_cause = failure.detail
+            elif not gpu_is_usable(self._gpu_id, isinstance(failure, OutOfResources)):
+                self.end_cause = "it lost its GPU"
         self._context.end_batch()
         metrics = tuple(self._metrics.drain())
         return BatchReport(outcomes, handler_s, metrics, self._context.stages_s, now_s)
@@ -254,6 +258,8 @@ class HandlerHost:
         _log_failure(f"model {self._spec.model_name} failed on {ids}", err, extra)
         if lacks_memory(err):
             return OutOfResources("Out of resources", line_of(err))
+        if not isinstance(err, Exception):  # SystemExit and its like: the handler means to end its process
+            return ExecutorDied(f"its handler raised {line_of(err)}")
         return HandlerFailed(detail=line_of(err))
 
     def _log_fields(self, ids: str, requests: Sequence[InferRequest]) -> dict[str, str]:

@@ -144,7 +144,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     handler_s: float
     metrics: tuple[MetricSample, ...]
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    is_last: bool = False  # the worker ends now, and begins no further batch
+    end_cause: str = ""  # why the worker ends now, and begins no further batch; "": it goes on
     large: tuple[tuple[int, int], ...] = ()  # raw answers after the frame: outcome, bytes
 
 
@@ -274,25 +274,27 @@ def _survives(values: dict[str, Any]) -> bool:
     return repr(received) == repr(values)  # unlike ==, it distinguishes equal times in different time zones
 
 
-def done_from_report(run_id: int, report: BatchReport, is_last: bool = False) -> Done:
+def done_from_report(run_id: int, report: BatchReport, end_cause: str = "") -> Done:
     """Return a worker's report as a message."""
     outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
-    return Done(run_id, outcomes, report.began_s, report.handler_s, report.metrics, report.stages_s, is_last)
+    return Done(
+        run_id, outcomes, report.began_s, report.handler_s, report.metrics, report.stages_s, end_cause
+    )
 
 
-def encode_report(run_id: int, report: BatchReport, is_last: bool = False) -> Parts:
+def encode_report(run_id: int, report: BatchReport, end_cause: str = "") -> Parts:
     """Encode a worker's report as a frame and raw bytes, even if its content can't be encoded.
 
     A report that can't be encoded is sent without its metrics, or if that fails too, with errors as outcomes.
     """
     for rest in (report, msgspec.structs.replace(report, metrics=())):
         try:
-            return _encode_done(done_from_report(run_id, rest, is_last))
+            return _encode_done(done_from_report(run_id, rest, end_cause))
         except (TypeError, ValueError, OverflowError) as err:
             logger.error("the report of a batch can't be sent as it is: %s", err)
     failed = [HandlerFailed(detail="the answer can't be sent; the log says why")] * len(report.outcomes)
     bare = msgspec.structs.replace(report, outcomes=failed, metrics=())
-    return [encode_frame(done_from_report(run_id, bare, is_last))]
+    return [encode_frame(done_from_report(run_id, bare, end_cause))]
 
 
 def _encode_done(done: Done) -> Parts:
@@ -342,6 +344,8 @@ def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
         return Unfinished(outcome.part)
     if outcome.code == Cancelled.code:
         return Cancelled()
+    if outcome.code == ExecutorDied.code:
+        return ExecutorDied(outcome.detail)
     kind = _KINDS.get(outcome.code)
     if kind is not None:
         return kind(outcome.message, outcome.detail)

@@ -115,7 +115,7 @@ class Lane:
             page.cancelled(place, count),
             is_unwanted,
         )
-        self._send(encode_report(message.run_id, report, self.host.has_lost_its_gpu))
+        self._send(encode_report(message.run_id, report, self.host.end_cause))
 
     def _send(self, parts: Parts) -> None:
         with self._sending:
@@ -249,7 +249,7 @@ class WorkerMain:
             if batch is None:
                 return
             lane.run(batch)
-            if lane.host.has_lost_its_gpu:  # the server starts another worker instead
+            if lane.host.end_cause:  # the server starts another worker instead
                 return
 
     def enter_thread(self) -> None:
@@ -269,7 +269,7 @@ class WorkerMain:
             except OSError:  # the server is gone
                 return
             del batch  # otherwise its tensors stay alive while the lane is idle
-            if lane.host.has_lost_its_gpu:
+            if lane.host.end_cause:
                 self.leaving = True
                 with contextlib.suppress(OSError):
                     self._control.shutdown(socket.SHUT_RD)  # ends the main thread, and with it the process

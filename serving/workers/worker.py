@@ -287,9 +287,9 @@ class Worker:
         self._heartbeat.heard()
         settings = self._settings
         # With several lanes, reports of the others must not hide that one lane hangs repeatedly.
-        if self._row.losses and (
-            len(self._statuses) == 1 or settings.now() - (self._ready_s or 0.0) > settings.response_timeout_s
-        ):
+        in_service_s = settings.now() - (self._ready_s or 0.0)
+        proves_health = len(self._statuses) == 1 or in_service_s > settings.response_timeout_s
+        if self._row.losses and proves_health and not message.end_cause:
             self._row.end()
         if 0 <= message.handler_s < math.inf:  # the value from the worker is not trusted
             self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s

@@ -29,6 +29,7 @@ logger = logging.getLogger("torchere.worker")
 
 ENDING_GRACE_S = 2.0  # time to end by itself after its sockets are closed
 LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
+MAX_CAUSE_CHARACTERS = 300  # of the cause that a worker gives for its end
 KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
 LOOK_AGAIN_S = 1.0  # grace after a blocked event loop, before a lane counts as silent
 
@@ -93,7 +94,7 @@ class WorkerProcess:
         self._heard_s = 0.0  # time of its last report
         self._watch: asyncio.TimerHandle | None = None
         self._looked_late = False
-        self._leaves = False  # it ends by itself, and has begun no run after its last report
+        self._end_cause = ""  # why it ends by itself; it has begun no run after its last report
         self.needs_own_process = False  # the load failed because the process is shared
         self.inside: dict[int, Run] = {}  # by run id, in the order they were sent
         self.lost: asyncio.Future[Loss] = self._loop.create_future()
@@ -298,7 +299,7 @@ class WorkerProcess:
         self._places.append(run.place)
         run.page = None
         self._heard_s = time.monotonic()
-        self._leaves = self._leaves or message.is_last
+        self._end_cause = self._end_cause or message.end_cause[:MAX_CAUSE_CHARACTERS]
         self._events.done(message)
         run.done(messages.report_from_done(message, len(run.requests)))
 
@@ -383,7 +384,7 @@ class WorkerProcess:
 
         Call it after all messages of the process have been read.
         """
-        signs = self._begun() if not self._leaves else {}
+        signs = self._begun() if not self._end_cause else {}
         runs, self.inside = list(self.inside.values()), {}
         for run in runs:
             run.page = None
@@ -450,8 +451,8 @@ class WorkerProcess:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
         loss = self._killed or self._launched.loss(code, self._oom)
-        if self._leaves:  # the GPU's error is in its log
-            loss = Loss(LossKind.EXIT, "it lost its GPU, and ended")
+        if self._end_cause:  # the error is in its log
+            loss = Loss(LossKind.EXIT, f"{self._end_cause}, and ended")
         await self._read_out()
         if self._step_reply is not None and not self._step_reply.done():
             # A worker killed while it loads has usually asked for more memory than there is.

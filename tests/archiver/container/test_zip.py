@@ -53,6 +53,21 @@ def test_names_that_leave_the_archive_are_refused(
     assert "entry" in refusal(zip_of((name, b"")), tmp_path / "t")
 
 
+def test_names_may_begin_with_a_dot_and_a_slash_as_find_writes_them(
+    zip_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    archive = open_archive(zip_of(("./", b""), ("./a/b.txt", b"inside"), ("c", b"beside")))
+    assert [entry.name for entry in archive.entries] == ["a/b.txt", "c"]
+    assert (archive.extract(tmp_path / "t") / "a" / "b.txt").read_bytes() == b"inside"
+
+
+def test_one_file_under_two_spellings_of_its_name_is_refused(
+    zip_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert "entry" in refusal(zip_of(("x", b"1"), ("./x", b"2")), tmp_path / "t")
+    assert "entry" in refusal(zip_of(("././x", b"2")), tmp_path / "u")
+
+
 def test_a_name_with_nul_is_refused(zip_of: Callable[..., Path], tmp_path: Path) -> None:
     path = zip_of(("aXb", b""))
     path.write_bytes(path.read_bytes().replace(b"aXb", b"a\0b"))

@@ -84,6 +84,15 @@ def test_a_pickle_with_code_is_not_run(archive: ArchiveModules, tmp_path: Path) 
     assert not marker.exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*TorchScript archive:UserWarning")
+def test_torchscript_with_a_model_file_is_refused_with_what_to_do(
+    archive: ArchiveModules, tmp_path: Path
+) -> None:
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "script.pt")
+    with pytest.raises(RuntimeError, match="is TorchScript, which brings its own code; pack it without"):
+        load_eager(archive, "model.py", str(tmp_path / "script.pt"))
+
+
 def test_weights_that_are_no_dict_are_refused(archive: ArchiveModules, tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "w.pth")
     with pytest.raises(RuntimeError, match="holds a Tensor; expected a state_dict"):

@@ -95,7 +95,7 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ),
         ("job_queue_size=0", "line 1: job_queue_size: found '0', expected a whole number of at least 1"),
         ("job_queue_size=1_000", "found '1_000', expected a whole number"),
-        ("job_queue_size=", "found '', expected a whole number"),
+        ("service_envelope=none", "expected one of body, json, kserve, kservev2"),
         ("grpc_inference_port=70000", "found '70000', expected a whole number from 0 to 65535"),
         ("default_response_timeout=1_000", "found '1_000', expected seconds, at least 1"),
         ("default_response_timeout=nan", "found 'nan', expected seconds, at least 1"),
@@ -145,7 +145,24 @@ def test_deeply_nested_json_is_an_error_not_a_crash() -> None:
     assert "models: not JSON" in error("models=" + "[" * 100_000)
 
 
-@pytest.mark.parametrize("value", ["yes", "1", "on", ""])
+@pytest.mark.parametrize(
+    "line",
+    ["job_queue_size=", "disable_token_authorization=", "load_models= ", "metrics_mode="],
+)
+def test_an_empty_value_counts_as_not_set(line: str) -> None:
+    assert settings(line) == settings("")
+    assert warnings(line) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("kserve", "kserve"), ("kfserving", "kserve"), ("kfservingv2", "kservev2"), ("body", "body")],
+)
+def test_envelopes_may_have_the_names_of_earlier_releases(name: str, meant: str) -> None:
+    assert settings(f"service_envelope={name}").service_envelope == meant
+
+
+@pytest.mark.parametrize("value", ["yes", "1", "on"])
 def test_any_word_but_true_is_false_and_said_so(value: str) -> None:
     assert settings(f"disable_token_authorization={value}").token_auth_enabled is True
     assert "counts as false" in warnings(f"disable_token_authorization={value}")[0]

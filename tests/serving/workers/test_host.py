@@ -254,10 +254,10 @@ FAILING = """
 class Lost:
     """A host whose GPU is lost with the first batch."""
 
-    has_lost_its_gpu = False
+    end_cause = ""
 
     def run(self, requests: list[InferRequest], *of_the_run: object) -> BatchReport:
-        self.has_lost_its_gpu = True
+        self.end_cause = "it lost its GPU"
         return BatchReport([OutOfResources("Out of resources")] * len(requests))
 
 
@@ -288,7 +288,7 @@ def test_a_worker_without_its_gpu_answers_and_ends(
             data[0].recv(1)
 
     assert isinstance(done, Done)
-    assert done.is_last
+    assert done.end_cause == "it lost its GPU"
     assert isinstance(report_from_done(done, 1).outcomes[0], OutOfResources)
 
 
@@ -326,7 +326,7 @@ def test_after_any_failure_the_gpu_of_the_executor_is_asked_when_the_exception_h
 
     assert isinstance(report.outcomes[0], outcome)
     assert asked == [(5, frees, None)]
-    assert host.has_lost_its_gpu is not usable
+    assert host.end_cause == ("" if usable else "it lost its GPU")
 
 
 @pytest.mark.parametrize(("level", "lines"), [(logging.ERROR, 1), (logging.CRITICAL, 0)])
@@ -345,4 +345,4 @@ def test_a_batch_that_was_answered_does_not_ask_whether_the_gpu_is_usable(
     host = HandlerHost(make_spec(HEADERS_SEEN), None, SharedModels())
     host.load()
     host.run([InferRequest("id", ())], None)
-    assert not host.has_lost_its_gpu
+    assert not host.end_cause

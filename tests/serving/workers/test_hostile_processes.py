@@ -123,16 +123,20 @@ def test_a_handler_that_ends_its_process_fails_its_run_and_the_worker_comes_back
 
 
 RAISES = [
-    "sys.exit(3)",
-    "raise SystemExit",
-    "raise KeyboardInterrupt",
-    "raise GeneratorExit",
+    "raise StopIteration",
     "f = lambda g: g(g)\nf(f)",
-    "raise type('Own', (BaseException,), {'__str__': lambda self: sys.exit(1)})",
+    "raise type('Own', (Exception,), {'__str__': lambda self: sys.exit(1)})",
 ]
+MEANT_TO_END = {
+    "sys.exit(3)": "SystemExit: 3",
+    "sys.exit()": "SystemExit: ",
+    "raise KeyboardInterrupt": "KeyboardInterrupt: ",
+    "raise GeneratorExit": "GeneratorExit: ",
+    "raise type('Own', (BaseException,), {'__str__': lambda self: sys.exit(1)})": "Own: ",
+}
 
 
-def test_whatever_a_handler_raises_its_worker_lives_on(hostile: Any) -> None:
+def test_a_worker_lives_on_whatever_error_its_handler_raises(hostile: Any) -> None:
     async def main() -> None:
         async with rig_of(hostile()) as rig:
             before = rig.pid
@@ -140,6 +144,21 @@ def test_whatever_a_handler_raises_its_worker_lives_on(hostile: Any) -> None:
                 assert isinstance(await rig.run(source), HandlerFailed), source
                 await rig.answers_again()
                 assert rig.pid == before
+
+    asyncio.run(main())
+
+
+def test_a_handler_that_means_to_end_its_process_gets_a_new_one_and_is_no_crash(hostile: Any) -> None:
+    async def main() -> None:
+        async with rig_of(hostile()) as rig:
+            for source, error in MEANT_TO_END.items():
+                before = rig.pid
+                outcome = await rig.run(source)
+                assert isinstance(outcome, ExecutorDied), source
+                assert not outcome.crashed
+                assert outcome.detail.startswith(f"its handler raised {error}")
+                await rig.answers_again()
+                assert rig.pid != before
 
     asyncio.run(main())
 
