@@ -25,7 +25,15 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.context": ("context:Context", "context:RequestProcessor"),
     "ts.service": ("ts_compat.legacy:emit_metrics",),
     "ts.torch_handler": (),
-    "ts.torch_handler.base_handler": ("base",),
+    "ts.torch_handler.base_handler": (
+        "base",
+        "ts_compat.utilities:PROFILER_AVAILABLE",
+        "ts_compat.utilities:XLA_AVAILABLE",
+        "ts_compat.utilities:PT2_AVAILABLE",
+        "ts_compat.utilities:PT230_AVAILABLE",
+        "ts_compat.utilities:IPEX_AVAILABLE",
+        "ts_compat.utilities:ONNX_AVAILABLE",
+    ),
     "ts.torch_handler.vision_handler": ("vision",),
     "ts.torch_handler.image_classifier": ("vision.tasks",),
     "ts.torch_handler.image_segmenter": ("vision.tasks",),
@@ -48,6 +56,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "ts_compat.legacy:import_class",
     ),
     "ts.handler_utils.micro_batching": ("micro_batching:MicroBatching",),
+    "ts.handler_utils.text_utils": ("ts_compat.texts:ngrams_iterator", "ts_compat.texts:get_tokenizer"),
     "ts.handler_utils.timer": ("metrics:timed",),
     "ts.handler_utils.hf_batch_streamer": ("text.streamer:TextIteratorStreamerBatch",),
     "ts.protocol": (),
@@ -60,7 +69,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "text:CLEANUP_REGEX",
         "resolve:list_classes_from_module",
         "loading.compile:check_valid_pt2_backend",
+        "ts_compat.utilities:get_yaml_config",
+        "ts_compat.utilities:deprecated",
     ),
+    "ts.utils.timeit_decorator": ("ts_compat.utilities:timeit",),
     "ts.metrics": (),
     "ts.metrics.dimension": ("metric_types:Dimension",),
     "ts.metrics.unit": ("metric_types:Units",),
@@ -135,6 +147,11 @@ def _module_below(package: str, name: str) -> ModuleType:
 
 
 _finder = _AliasFinder()
+
+
+def find_spec(fullname: str) -> ModuleSpec | None:
+    """Return a spec for a module of the table, for other finders; see `_AliasFinder.find_spec`."""
+    return _finder.find_spec(fullname)
 
 
 def install() -> None:

@@ -427,6 +427,7 @@ def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
     """
     die_with_parent()
     _offer_to_oom_killer()
+    sys.argv[:] = [""]  # model code that parses them must not find ours
     faulthandler.enable()  # logs a traceback at a crash in native code
     to_server = logging.StreamHandler()
     lines = WorkerFormatter(origin)

@@ -192,3 +192,18 @@ except OSError:
             await rig.answers_again()
 
     asyncio.run(main())
+
+
+def test_model_code_that_parses_the_command_line_finds_none(hostile: Any) -> None:
+    source = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--size", type=int, default=3)
+assert parser.parse_args().size == 3
+"""
+
+    async def main() -> None:
+        async with rig_of(hostile()) as rig:
+            assert (await rig.run(source)).body == b"done"
+
+    asyncio.run(main())

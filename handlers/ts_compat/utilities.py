@@ -1,0 +1,60 @@
+"""Helpers of `ts.utils` and the flags of `ts.torch_handler.base_handler`, which handlers import."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+# What TorchServe's base handler has found at its import; handlers branch on these.
+PROFILER_AVAILABLE = True
+XLA_AVAILABLE = importlib.util.find_spec("torch_xla") is not None
+PT2_AVAILABLE = True
+PT230_AVAILABLE = True  # torch 2.6 is the oldest that torchere runs with
+IPEX_AVAILABLE = False  # the extension is not maintained, and not supported
+ONNX_AVAILABLE = importlib.util.find_spec("onnxruntime") is not None
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def get_yaml_config(yaml_file_path: str) -> Any:
+    """Return the contents of a YAML file."""
+    import yaml  # noqa: PLC0415  # only where a handler asks for it
+
+    return yaml.safe_load(Path(yaml_file_path).read_text(encoding="utf-8"))
+
+
+def deprecated(
+    version: str, replacement: str = "", klass: type[Warning] = PendingDeprecationWarning
+) -> Callable[[F], F]:
+    """Return a decorator that warns at each call that the function moves to `replacement` in `version`."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            text = f"{function.__name__} is deprecated in {version} and moved to {replacement}"
+            warnings.warn(text, klass, stacklevel=2)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]  # of the same signature
+
+    return decorate
+
+
+def timeit(function: F) -> F:
+    """Return the function with the duration of each call in the log."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
+        result = function(*args, **kwargs)
+        elapsed_ms = (time.perf_counter() - began_s) * 1000
+        logging.getLogger(function.__module__).info("%s took %.2f ms", function.__name__, elapsed_ms)
+        return result
+
+    return call  # type: ignore[return-value]  # of the same signature

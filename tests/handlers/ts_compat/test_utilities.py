@@ -1,0 +1,58 @@
+"""Helpers of `ts.utils` and `ts.handler_utils` that handlers import."""
+
+import logging
+
+import pytest
+
+from torchere.handlers.ts_compat.texts import get_tokenizer, ngrams_iterator
+from torchere.handlers.ts_compat.utilities import deprecated, get_yaml_config, timeit
+
+
+def test_ngrams_follow_the_tokens():
+    found = list(ngrams_iterator(["here", "we", "are"], 3))
+    assert found == ["here", "we", "are", "here we", "we are", "here we are"]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("You can now install TorchText using pip!", "you can now install torchtext using pip !"),
+        ('It\'s <br />(not) "bad", is it? a;b:c.', "it ' s ( not ) bad , is it ? a b c ."),
+        ("", ""),
+    ],
+)
+def test_basic_english_is_torchtexts(text, tokens):
+    assert get_tokenizer("basic_english")(text) == tokens.split()
+
+
+def test_other_tokenizers():
+    assert get_tokenizer(None)("a  B") == ["a", "B"]
+    assert get_tokenizer(list)("ab") == ["a", "b"]
+    with pytest.raises(ValueError, match="expected basic_english or a function"):
+        get_tokenizer("spacy")
+    with pytest.raises(ValueError, match="is for English"):
+        get_tokenizer("basic_english", "de")
+
+
+def test_a_yaml_file_is_read(tmp_path):
+    (tmp_path / "c.yaml").write_text("a: {b: 1}")
+    assert get_yaml_config(str(tmp_path / "c.yaml")) == {"a": {"b": 1}}
+
+
+def test_a_deprecated_function_warns_and_works():
+    @deprecated("1.0", "new_one")
+    def old_one(number):
+        return number + 1
+
+    with pytest.warns(PendingDeprecationWarning, match="old_one is deprecated in 1.0 and moved to new_one"):
+        assert old_one(1) == 2
+
+
+def test_a_timed_function_logs_its_duration(caplog):
+    @timeit
+    def work():
+        return "done"
+
+    with caplog.at_level(logging.INFO):
+        assert work() == "done"
+    assert "work took" in caplog.text
