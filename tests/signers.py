@@ -53,18 +53,24 @@ class Authority:
         certificate = self._certificate(self._name, self._key.public_key(), is_ca=True, signs=True)
         self.file.write_bytes(certificate.public_bytes(PEM))
 
-    def issue(self, subject: str, *, signs: bool = True) -> SignWith:
+    def issue(self, subject: str, *, signs: bool = True, expired: bool = False) -> SignWith:
         """Issue a certificate, and return how to sign with it; `signs`: may be used for signatures."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
-        certificate = self._certificate(name, key.public_key(), is_ca=False, signs=signs)
+        certificate = self._certificate(name, key.public_key(), is_ca=False, signs=signs, expired=expired)
         files = self.folder / f"{len(list(self.folder.iterdir()))}.pem", self.folder / "leaf.crt"
         _write_private(key, files[0])
         files[1].write_bytes(certificate.public_bytes(PEM))
         return SignWith(key=files[0], certificate=files[1], chain=(self.file,))
 
     def _certificate(
-        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, *, is_ca: bool, signs: bool
+        self,
+        subject: x509.Name,
+        key: ec.EllipticCurvePublicKey,
+        *,
+        is_ca: bool,
+        signs: bool,
+        expired: bool = False,
     ) -> x509.Certificate:
         now = datetime.now(timezone.utc)
         usage = x509.KeyUsage(signs, False, not signs, False, False, is_ca, is_ca, False, False)
@@ -74,8 +80,8 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - timedelta(hours=1))
-            .not_valid_after(now + timedelta(days=1))
+            .not_valid_before(now - timedelta(hours=2 if is_ca else 1))
+            .not_valid_after(now - timedelta(minutes=1) if expired else now + timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
             .add_extension(usage, critical=True)
             .sign(self._key, hashes.SHA256())

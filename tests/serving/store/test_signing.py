@@ -217,6 +217,14 @@ def test_a_certificate_that_is_not_for_signatures_is_refused(archive: Path, auth
     assert "cannot be used for signing" in refusal(archive, TrustedKeys([authority.file]))
 
 
+def test_a_certificate_that_has_expired_is_accepted_as_the_document_says(
+    archive: Path, authority: Authority
+) -> None:
+    """The library checks a certificate at the time at which it becomes valid."""
+    sign(open_archive(archive), authority.issue("of yesterday", expired=True))
+    assert signer_of(archive, TrustedKeys([authority.file])) == "certificate CN=of yesterday"
+
+
 def altered(signature: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the bundle of a signature."""
     bundle = json.loads(signature.read_text())
