@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,28 @@ def test_an_archive_from_a_url_needs_its_signature_there(
     assert sorted(path.name for path in store.glob("bought*")) == ["bought.mar", "bought.mar.sig"]
     assert management(server, "/models/bought", "DELETE").status == 200
     assert not list(store.glob("bought*"))
+
+
+def test_a_workflow_and_the_models_of_its_steps_need_signatures(
+    server: RunningServer, store: Path, keys: KeyPair
+) -> None:
+    specification = "models:\n  echo:\n    url: step.mar\ndag:\n  first: [echo]\n"
+    manifest = {"workflow": {"workflowName": "flow", "specFile": "flow.yaml", "handler": "f.py"}}
+    flow, step = store / "flow.war", archive(store, "step")
+    with zipfile.ZipFile(flow, "w") as file:
+        file.writestr("flow.yaml", specification)
+        file.writestr("f.py", "def first(data, context):\n    return data and [b'first'] * len(data)\n")
+        file.writestr("WAR-INF/MANIFEST.json", json.dumps(manifest))
+    refused = management(server, "/workflows?url=flow.war", "POST")
+    assert (refused.status, refused.json()["message"]) == (400, REFUSED)
+    keys.sign(flow)
+    refused = management(server, "/workflows?url=flow.war", "POST")
+    assert refused.status == 500
+    assert REFUSED in refused.json()["message"]
+    keys.sign(step)
+    assert management(server, "/workflows?url=flow.war", "POST").status == 200
+    assert server.call("POST", "/wfpredict/flow", b"x").body == b"served"
+    assert "registered flow__echo:1.0 from step.mar, signed by key sha256:" in server.log()
 
 
 def test_a_snapshot_restores_an_archive_only_while_its_signature_is_there(
