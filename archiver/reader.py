@@ -27,6 +27,8 @@ from torchere.archiver.manifest import Manifest
 __all__ = ["Archive", "ArchiveError", "ArchiveLimits", "Entry", "Kind", "open_archive"]
 
 Kind = Literal["zip", "tgz", "directory"]
+# The signature of a folder's files (OpenSSF Model Signing), which is not in the manifest's list of digests.
+FOLDER_SIGNATURE = "model.sig"
 _REPACK = "pack the archive again"
 
 
@@ -47,6 +49,11 @@ class Archive:
     def entries(self) -> tuple[Entry, ...]:
         """Every file in the archive."""
         return self.container.entries
+
+    @property
+    def root(self) -> Path:
+        """The archive's file, or the folder that has its files: `path` or the only folder in it."""
+        return self.container.root if isinstance(self.container, FolderContainer) else self.path
 
     def entry(self, name: str) -> Entry:
         """Return the entry of that name; raise ArchiveError if the archive lacks it."""
@@ -177,7 +184,8 @@ def _check_digest_list(archive: Archive) -> None:
     if archive.manifest.digests is None:
         return
     present = {entry.name for entry in archive.entries} - {MANIFEST_NAME}
-    if extra := sorted(present - archive.manifest.digests.keys()):
+    unlisted = {FOLDER_SIGNATURE} if archive.kind == "directory" else set()
+    if extra := sorted(present - archive.manifest.digests.keys() - unlisted):
         reason = "it is not in the manifest's list of digests"
         raise ArchiveError(archive.path, reason, "something was added later; " + _REPACK, entry=extra[0])
     if missing := sorted(archive.manifest.digests.keys() - present):

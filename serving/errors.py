@@ -132,6 +132,12 @@ class StepFailed(ServingError):
     code = "step_failed"
 
 
+class UntrustedArchive(InvalidArchive):
+    """The signature of the archive is missing, invalid, or not made by a signer whom the operator trusts."""
+
+    code = "untrusted_archive"
+
+
 class InvalidSnapshot(ServingError):
     """A snapshot names archives that are missing; the server refuses to start without them."""
 

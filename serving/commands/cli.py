@@ -32,6 +32,8 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("convert", "convert an archive's model to another format", cli_tools.add_convert),
     ("compare", "compare the models of two archives", cli_tools.add_compare),
     ("inspect", "show the contents of an archive", cli_tools.add_inspect),
+    ("sign", "sign an archive", cli_tools.add_sign),
+    ("verify", "verify who signed an archive", cli_tools.add_verify),
     ("predict", "send one request to a model on a running server", cli_tools.add_predict),
     ("bench", "load-test a model on a running server", cli_tools.add_bench),
     ("config", "explain a configuration file", cli_tools.add_config),

@@ -78,6 +78,28 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_inspect)
 
 
+def add_sign(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere sign` to `parser`."""
+    from torchere.serving.commands.sign import SIGN_EXAMPLES, add_sign_arguments, run_sign
+
+    text = "Sign an archive (OpenSSF Model Signing), and print the path of the signature."
+    explained(parser, text, SIGN_EXAMPLES)
+    add_sign_arguments(parser)
+    parser.set_defaults(run=run_sign)
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere verify` to `parser`."""
+    from torchere.serving.commands.sign import VERIFY_EXAMPLES, add_verify_arguments, run_verify
+
+    text = (
+        "Verify the signature of an archive, as a server with require_signed=true does. Status 1: not valid."
+    )
+    explained(parser, text, VERIFY_EXAMPLES)
+    add_verify_arguments(parser)
+    parser.set_defaults(run=run_verify)
+
+
 def add_predict(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere predict` to `parser`."""
     from torchere.serving.commands.predict import DESCRIPTION, add_predict_arguments, run_predict

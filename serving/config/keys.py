@@ -193,6 +193,8 @@ _OURS = (
     _key("max_download_bytes", kinds.whole(1), "limits.max_download_bytes"),
     _key("download_timeout_s", kinds.seconds(1), "download_timeout_s"),
     _key("install_timeout_s", kinds.seconds(1), "install_timeout_s"),
+    _key("require_signed", kinds.BOOLEAN, "require_signed"),
+    _key("trusted_signing_keys", kinds.PATHS, "trusted_signing_keys"),
     _key("log_files", kinds.BOOLEAN, "log_files"),
     _key("default_isolation", kinds.ISOLATION, "default_isolation"),
     _key("tracing", kinds.BOOLEAN, "tracing_enabled"),

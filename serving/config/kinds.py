@@ -104,6 +104,7 @@ EXPIRATION = Kind("minutes over 0, at most a century", _read_expiration)
 TEXT = Kind("text", lambda text: text)
 OPTIONAL_TEXT = Kind("text", lambda text: text or None)
 PATH = Kind("a path", lambda text: Path(text) if text else None)
+PATHS = Kind("comma-separated paths", lambda text: tuple(Path(item) for item in _items(text)))
 
 
 def address(http_port: int, https_port: int) -> Kind:

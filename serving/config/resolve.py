@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchere.serving.config.keys import KEYS, METRICS_API, NO_KEYSTORES, Key
-from torchere.serving.config.kinds import BOOLEAN, INVERTED_BOOLEAN, PATH, near
+from torchere.serving.config.kinds import BOOLEAN, INVERTED_BOOLEAN, PATH, PATHS, near
 from torchere.serving.config.properties import ConfigurationError, Entry, substitute
 from torchere.serving.config.server_settings import ServerSettings, SnapshotModel, SnapshotWorkflow
 
@@ -132,8 +132,16 @@ def _effective(winners: Iterable[_Given]) -> Iterator[tuple[str, str]]:
         name, said = given.key.name, given.source == COMMAND_LINE and given.key.name
         if given.key.secret or name in _NOT_KEPT or said in _NOT_KEPT_FROM_COMMAND_LINE:
             continue
-        is_path = given.key.kind is PATH and given.text
-        yield name, str(Path(given.text).absolute()) if is_path else given.text
+        yield name, _absolute(given)
+
+
+def _absolute(given: _Given) -> str:
+    """Return the text of a value, with absolute paths: a snapshot may be restored in another folder."""
+    if given.key.kind is PATH and given.text:
+        return str(Path(given.text).absolute())
+    if given.key.kind is PATHS:
+        return ",".join(str(Path(item.strip()).absolute()) for item in given.text.split(",") if item.strip())
+    return given.text
 
 
 def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[Finding]) -> Iterator[_Given]:
@@ -217,6 +225,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
         message = "not used: model_snapshot is there, and lists the models to load"
         yield Finding("warning", "configuration", "load_models", _shown_value(values["load_models"]), message)
     yield from _about_keys(values)
+    yield from _about_signing(values)
     tls_files = [values.get("certificate_file"), values.get("private_key_file")]
     if all(tls_files):
         return
@@ -243,6 +252,16 @@ def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:
     if values.get("token_auth_enabled") is False:
         message = "not used: disable_token_authorization switches keys off"
         yield Finding("warning", "configuration", "token_keys_file", _shown_value(fixed), message)
+
+
+def _about_signing(values: Mapping[str, Any]) -> Iterator[Finding]:
+    trusted = values.get("trusted_signing_keys")
+    if values.get("require_signed") and not trusted:
+        message = "no signer is trusted; set trusted_signing_keys to PEM files of public keys, or of a CA"
+        yield Finding("error", "configuration", "require_signed", "true", message)
+    elif trusted and not values.get("require_signed"):
+        message = "not used: signatures are verified with require_signed=true only"
+        yield Finding("warning", "configuration", "trusted_signing_keys", _shown_value(trusted), message)
 
 
 _REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")

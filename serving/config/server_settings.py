@@ -205,6 +205,8 @@ class ServerSettings:
     limit_max_image_pixels: bool = True
     allowed_urls: tuple[str, ...] = ()  # regexes; empty: the model store is the only source
     download_timeout_s: float = 600.0  # per archive
+    require_signed: bool = False  # refuse archives without a valid signature of a trusted signer
+    trusted_signing_keys: tuple[Path, ...] = ()  # PEM: public keys, or certificates of authorities (CA)
     install_dependencies: bool = False  # install the requirements file of an archive
     install_timeout_s: float = 600.0  # for one archive
     snapshots: SnapshotSettings | None = None  # None: none are written

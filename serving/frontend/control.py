@@ -92,6 +92,7 @@ class VersionDescription:
     queue_capacity: int  # how many more requests may wait
     queue_length: int
     uses_venv: bool = False  # its workers run in a virtual environment of their own
+    signer: str = ""  # of the archive; "" when signatures are not required
     quarantined: int = 0  # requests that will not be run again, because they crash executors
 
 
@@ -326,6 +327,7 @@ def _describe(version: Version) -> VersionDescription:
         queue_capacity=version.batcher.queue_capacity,
         queue_length=version.batcher.queue_length,
         quarantined=version.batcher.quarantine.convicted,
+        signer=version.origin.archive.signer,
     )
 
 

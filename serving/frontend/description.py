@@ -153,6 +153,8 @@ def _sequence_json(settings: ModelSettings) -> dict[str, Any]:
 
 def _own_json(version: VersionDescription) -> dict[str, Any]:
     own: dict[str, Any] = {"state": version.condition, "isolation": version.isolation}
+    if version.signer:
+        own["signer"] = version.signer
     if version.failure:
         own["failure"] = version.failure
     if lost := [_loss_json(executor) for executor in version.executors if executor.losses]:

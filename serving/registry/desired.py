@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torchere.archiver.reader import Archive
 from torchere.handlers.cgroup import available_cores
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import ServerSettings, SnapshotModel
 from torchere.serving.errors import InvalidSnapshot
 from torchere.serving.registry.names import default_model_name
+from torchere.serving.store.package import OpenedArchive
 from torchere.serving.types import ModelKey
 
 _ONLY_IF_STORED = "onlyIfStored"  # a setting of a snapshot entry that was never served
@@ -28,7 +28,7 @@ class Wanted:
     at_startup: bool = False
     executor_range: tuple[int, int] | None = None  # (min, max) of a snapshot; overrides all else
     restores: SnapshotModel | None = None  # its snapshot entry; None: registered at run time
-    archive: Archive | None = None  # already opened; None: `url` is looked up in the store
+    archive: OpenedArchive | None = None  # already opened; None: `url` is looked up in the store
     workflow: str = ""  # the workflow that this model is a step of
 
 

@@ -50,7 +50,7 @@ class Fetching:
             interrupt.stop()
             if interrupt not in self._under_way:
                 job.cancel()
-            job.add_done_callback(_undo)
+            job.add_done_callback(self._undo)
             raise
 
     async def _in_turn(self, url: str, reuse: bool, interrupt: Interrupt) -> Download:
@@ -68,18 +68,21 @@ class Fetching:
             finally:
                 self._under_way.discard(interrupt)
 
+    def delete(self, downloaded: Download | None) -> None:
+        """Delete the downloaded copy from the store, if this download created it."""
+        if downloaded and downloaded.is_new:
+            self._store.delete(downloaded.path)
+
+    def _undo(self, download: asyncio.Future[Download]) -> None:
+        if not download.cancelled() and download.exception() is None:
+            self.delete(download.result())
+
     def close(self) -> None:
         """Interrupt running downloads and start no more; waiting callers get `Unavailable`."""
         self._closed = True
         for interrupt in self._under_way:
             interrupt.stop()
         self._threads.shutdown(wait=False)
-
-
-def delete(downloaded: Download | None) -> None:
-    """Delete the downloaded copy from the store, if this download created it."""
-    if downloaded and downloaded.is_new:
-        downloaded.path.unlink(missing_ok=True)
 
 
 def hand_over(gone: Version, others: Iterable[Version]) -> bool:
@@ -100,8 +103,3 @@ def hand_over(gone: Version, others: Iterable[Version]) -> bool:
 
 def _stopping() -> Unavailable:
     return Unavailable("The server is stopping.")
-
-
-def _undo(download: asyncio.Future[Download]) -> None:
-    if not download.cancelled() and download.exception() is None:
-        delete(download.result())

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from torchere.archiver.reader import Archive
+from torchere.archiver.manifest import Manifest
 from torchere.handlers.archive_import import forget_archive
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import (
@@ -27,7 +28,7 @@ from torchere.serving.errors import (
 from torchere.serving.registry import serving_map as routing
 from torchere.serving.registry.builder import Loader
 from torchere.serving.registry.desired import Missing, Wanted, check_snapshot, startup_models
-from torchere.serving.registry.fetching import Fetching, delete, hand_over
+from torchere.serving.registry.fetching import Fetching, hand_over
 from torchere.serving.registry.names import (
     check_model_name,
     check_runtime,
@@ -39,12 +40,13 @@ from torchere.serving.registry.snapshot import SnapshotKeeper
 from torchere.serving.registry.version import RegistryObserver, Version, VersionState, scaled_target
 from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
 from torchere.serving.store.fetch import Download
-from torchere.serving.store.package import StoredArchive, store_of
+from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.fork_client import Spawned
 from torchere.serving.workers.launch import worker_environment
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RegisteredWorkflows(Protocol):
@@ -111,6 +113,7 @@ class Registry:
 
         Raises:
             ModelNotFound, DownloadFailed, InvalidArchive, InvalidRequest: the archive or request is invalid.
+            UntrustedArchive: signatures are required, and the archive has no valid one.
             Unavailable: too many downloads or installations are queued.
             Conflict: the same name and version is registered. Nothing has changed in all these cases.
         """
@@ -119,37 +122,36 @@ class Registry:
         downloaded = None
         if wanted.archive is None:
             downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup)
+        archive = wanted.archive
         try:
-            key, archive = await self._opened(wanted, downloaded)
+            location = downloaded.path.name if downloaded else wanted.url
+            if archive is None:
+                opening = functools.partial(self._store.open, location, wanted.at_startup)
+                archive = await self._in_thread(opening, OpenedArchive.close)
+            key = _key_of(wanted, location, archive.manifest)
             # A twin waits for the conflict here, instead of unpacking the whole archive first.
             async with self._registering.setdefault(key, asyncio.Lock()):
                 self._refuse_twin(key)
                 version = await self._built(key, wanted, archive, downloaded)
                 self._serving = routing.with_version(self._serving, version)
         except BaseException:  # cancelled, too
-            delete(downloaded)
+            if archive is not None and archive.copy is not None:
+                await asyncio.to_thread(archive.close)
+            self._fetching.delete(downloaded)
             raise
+        if archive.signer:
+            logger.info("registered %s from %s, signed by %s", key, wanted.url, archive.signer)
         self._missing.registered(wanted, key)
         self._observer.registered(version, lambda: self._weight_of(version))
         self._reconciler.wake(version)
         self._snapshots.changed(version)
         return version
 
-    async def _opened(self, wanted: Wanted, downloaded: Download | None) -> tuple[ModelKey, Archive]:
-        location = downloaded.path.name if downloaded else wanted.url
-        archive = wanted.archive
-        if archive is None:
-            loop = asyncio.get_running_loop()
-            archive = await loop.run_in_executor(
-                self._unpackers, self._store.open, location, wanted.at_startup
-            )
-        name = wanted.name or archive.manifest.model_name or default_model_name(location)
-        return ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest)), archive
-
     async def _built(
-        self, key: ModelKey, wanted: Wanted, archive: Archive, downloaded: Download | None
+        self, key: ModelKey, wanted: Wanted, archive: OpenedArchive, downloaded: Download | None
     ) -> Version:
-        stored = await self._unpacked(wanted, archive)
+        unpacking = functools.partial(self._unpack, wanted, archive)
+        stored = await self._in_thread(unpacking, self._store.remove)
         ours = downloaded.path if downloaded and downloaded.is_new else None
         try:
             plan = plan_environment(self._server.install_dependencies, stored.manifest, stored.config.raw)
@@ -173,19 +175,22 @@ class Registry:
             version.target = version.settings.min_executors
         return version
 
-    async def _unpacked(self, wanted: Wanted, archive: Archive) -> StoredArchive:
-        loop = asyncio.get_running_loop()
-        unpacking = loop.run_in_executor(self._unpackers, self._unpack, wanted, archive)
+    async def _in_thread(self, make: Callable[[], T], delete: Callable[[T], None]) -> T:
+        """Call `make` in a thread of the unpackers; on cancellation, `delete` its result."""
+        making = asyncio.get_running_loop().run_in_executor(self._unpackers, make)
         try:
-            return await asyncio.shield(unpacking)
-        except asyncio.CancelledError:  # the thread can't be stopped: wait, then delete its result
-            await asyncio.wait({unpacking})
-            if unpacking.exception() is None:
-                await asyncio.to_thread(self._store.remove, unpacking.result())
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:  # the thread can't be stopped: wait for its result
+            await asyncio.wait({making})
+            if making.exception() is None:
+                await asyncio.to_thread(delete, making.result())
             raise
 
-    def _unpack(self, wanted: Wanted, archive: Archive) -> StoredArchive:
-        stored = self._store.unpack(wanted.url, archive)
+    def _unpack(self, wanted: Wanted, archive: OpenedArchive) -> StoredArchive:
+        try:
+            stored = self._store.unpack(wanted.url, archive)
+        finally:
+            archive.close()
         handler = wanted.handler or archive.manifest.handler or self._server.default_handler
         try:
             self._store.share_weights(archive, stored, handler)
@@ -329,3 +334,8 @@ class Registry:
         # When the server stops, downloads stay in the store: the next start restores them from there.
         keep = self._closing or hand_over(version, self.versions())
         await asyncio.to_thread(self._store.remove, version.origin.archive, keep_download=keep)
+
+
+def _key_of(wanted: Wanted, location: str, manifest: Manifest) -> ModelKey:
+    name = wanted.name or manifest.model_name or default_model_name(location)
+    return ModelKey(check_model_name(name), check_version_name(wanted.url, manifest))

@@ -36,11 +36,11 @@ from torchere.serving.errors import (
     WorkflowNotFound,
 )
 from torchere.serving.registry.desired import Wanted
-from torchere.serving.registry.fetching import Fetching, delete
+from torchere.serving.registry.fetching import Fetching
 from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
-from torchere.serving.store.package import Store, StoredArchive, workflow_store_of
+from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, workflow_store_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +117,11 @@ class Workflows:
         """
         downloaded = await self._fetching.fetch(wanted.url, at_startup)
         location = downloaded.path.name if downloaded else wanted.url
+        archive: OpenedArchive | None = None
         stored: StoredArchive | None = None
         try:
             archive = await asyncio.to_thread(self._opened, wanted.url, location, at_startup)
-            name, spec, handler = await asyncio.to_thread(read_workflow, archive, wanted.name)
+            name, spec, handler = await asyncio.to_thread(read_workflow, archive.archive, wanted.name)
             if name in self._workflows or name in self._registering:
                 raise Conflict(f"Workflow {name} is already registered.")
             workflow = Workflow(name, wanted.url, spec, wanted.response_timeout_s, wanted.startup_timeout_s)
@@ -133,9 +134,11 @@ class Workflows:
             finally:
                 self._registering.discard(name)
         except BaseException:  # cancelled, too
-            delete(downloaded)
+            self._fetching.delete(downloaded)
             raise
         finally:
+            if archive is not None and archive.copy is not None:
+                await asyncio.to_thread(archive.close)
             if stored is not None:
                 await asyncio.to_thread(self._store.remove, stored)  # the registry has unpacked copies
         self._workflows[name] = workflow
@@ -174,7 +177,7 @@ class Workflows:
             await workflow.idle.wait()
         await self._discard(workflow.versions)
         if workflow.downloaded is not None:
-            await asyncio.to_thread(workflow.downloaded.unlink, True)
+            await asyncio.to_thread(self._store.delete, workflow.downloaded)
 
     async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:
         """Register the workflows of a snapshot in turn; log and skip one that fails."""
@@ -209,7 +212,7 @@ class Workflows:
         self._missing = kept
         return has_forgotten
 
-    def _opened(self, url: str, location: str, trusted: bool) -> Archive:
+    def _opened(self, url: str, location: str, trusted: bool) -> OpenedArchive:
         """Open an archive; its errors get TorchServe's texts. Blocks."""
         if not url:
             raise WorkflowNotFound("Workflow not found at: ")
@@ -222,7 +225,7 @@ class Workflows:
         except InvalidArchive as err:
             raise InvalidWorkflow(err.message, err.detail) from err
 
-    def _unpack(self, url: str, archive: Archive, workflow: Workflow) -> StoredArchive:
+    def _unpack(self, url: str, archive: OpenedArchive, workflow: Workflow) -> StoredArchive:
         """Unpack a workflow, with a manifest beside its files that makes it the archive of its functions."""
         try:
             stored = self._store.unpack(url, archive)
@@ -240,7 +243,8 @@ class Workflows:
         """Register every step and wait until all are loaded; unregister all of them if one fails."""
         functions = None
         if stored is not None:
-            functions = await asyncio.to_thread(open_archive, stored.directory)
+            unpacked = await asyncio.to_thread(open_archive, stored.directory)
+            functions = OpenedArchive(unpacked, stored.directory, stored.signer)
         registering = [
             self._registry.register(_wanted(workflow, step, functions, handler, at_startup))
             for step in workflow.spec.steps
@@ -279,7 +283,7 @@ class Workflows:
 
 
 def _wanted(
-    workflow: Workflow, step: str, functions: Archive | None, handler: str | None, at_startup: bool
+    workflow: Workflow, step: str, functions: OpenedArchive | None, handler: str | None, at_startup: bool
 ) -> Wanted:
     """Return the registration of one step. As in TorchServe, it gets `max-workers` workers from the start."""
     settings = workflow.spec.steps[step]

@@ -92,7 +92,13 @@ class Downloader:
         self._resolve = resolver
 
     def download(
-        self, url: str, folder: Path, reuse: bool = False, interrupt: Interrupt | None = None
+        self,
+        url: str,
+        folder: Path,
+        reuse: bool = False,
+        interrupt: Interrupt | None = None,
+        *,
+        max_bytes: int | None = None,
     ) -> Download:
         """Download the file at a URL into the folder, under the file name in the URL. Blocks.
 
@@ -102,6 +108,7 @@ class Downloader:
             reuse: use an existing file of that name, which an earlier start downloaded, unless it is empty: a
                 server that was killed in `_give_name` leaves an empty file.
             interrupt: aborts the download from another thread.
+            max_bytes: a smaller limit of the size, for a file that is not an archive.
 
         Raises:
             ModelNotFound: the URL is not allowed.
@@ -124,7 +131,7 @@ class Downloader:
         except OSError as err:
             raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
         try:
-            chunks = self._chunks(source, interrupt)
+            chunks = self._chunks(source, interrupt, max_bytes)
             with os.fdopen(descriptor, "wb") as file, closing(chunks):
                 lock(file)  # marks the part as in use for `sweep_parts` of other servers
                 file.writelines(chunks)
@@ -141,9 +148,12 @@ class Downloader:
             Path(part).unlink(missing_ok=True)
         return Download(target, is_new=True)
 
-    def _chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
+    def _chunks(
+        self, source: Source, interrupt: Interrupt, max_bytes: int | None
+    ) -> Generator[bytes, None, None]:
         """Yield the bytes of a source; convert every I/O error to `DownloadFailed`."""
         received = 0
+        limit = min(self._max_bytes, max_bytes or self._max_bytes)
         if source.scheme == "s3":
             source = signed(source)
         fetched = _file_chunks(source) if source.scheme == "file" else self._http_chunks(source, interrupt)
@@ -153,8 +163,9 @@ class Downloader:
                     if interrupt.asked:
                         break
                     received += len(chunk)
-                    if received > self._max_bytes:
-                        raise _failed(source, f"it is larger than max_download_bytes={self._max_bytes}")
+                    if received > limit:
+                        name = "max_download_bytes=" if limit == self._max_bytes else ""
+                        raise _failed(source, f"it is larger than {name}{limit}")
                     yield chunk
         except (OSError, UnicodeError, http.client.HTTPException) as err:  # UnicodeError: invalid host name
             reason = GIVEN_UP if interrupt.asked else f"{type(err).__name__}: {err}"

@@ -21,6 +21,7 @@ import msgspec
 
 from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ArchiveError
+from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.archiver.signature import Signature, archive_signature
 from torchere.serving.config.model_settings import (
@@ -35,12 +36,40 @@ from torchere.serving.store.environment import Environment
 from torchere.serving.store.fetch import PART_PREFIX, Download, Downloader, Interrupt
 from torchere.serving.store.scratch import ClaimedFolder, sweep_folders, sweep_parts
 from torchere.serving.store.shared_weights import WeightSharing, weights_file
+from torchere.serving.store.signing import (
+    MAX_SIGNATURE_BYTES,
+    Trust,
+    TrustedKeys,
+    signature_beside,
+    signature_url,
+)
 from torchere.serving.store.url_rules import is_remote
+from torchere.serving.store.verified_copy import verified_copy
 
 logger = logging.getLogger(__name__)
 
 _OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # TorchServe's; ours is next to the weights
 _MAX_TEXT_BYTES = 16 << 20  # limit for a manifest or a signature
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedArchive:
+    """An archive that was found and opened; `close` it after use."""
+
+    archive: Archive  # of the copy, if there is one
+    source: Path  # where it was found
+    signer: str = ""  # "": signatures are not required
+    copy: Path | None = None  # the folder of the copy that was verified; None: signatures are not required
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the archive."""
+        return self.archive.manifest
+
+    def close(self) -> None:
+        """Delete the copy, if any; idempotent."""
+        if self.copy is not None:
+            shutil.rmtree(self.copy, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +86,7 @@ class StoredArchive:
     downloaded: Path | None = None  # the file in the model store that was downloaded from a URL
     environment: Environment | None = None  # None: the environment of the server
     tensors: Signature | None = None  # the model's inputs and outputs from the archive's signature.json
+    signer: str = ""  # who signed the archive; "": signatures are not required
 
 
 class Store:
@@ -70,7 +100,9 @@ class Store:
         *,
         allowed_urls: Sequence[str] = (),
         download_timeout_s: float = 600.0,
+        trust: Trust | None = None,
     ) -> None:
+        self._trust = trust  # None: signatures are not required
         self._downloader = Downloader(allowed_urls, limits.max_download_bytes, download_timeout_s)
         self._archives = StoreFolder(root)
         self._limits = ArchiveLimits(
@@ -88,9 +120,30 @@ class Store:
 
         Raises:
             ModelNotFound: the URL is not allowed, or no store is configured.
-            DownloadFailed, ServingError: see `Downloader.download`.
+            DownloadFailed, ServingError: see `Downloader.download`. With required signatures, also for the
+                one at `signature_url(url)`; then the archive is not kept.
         """
-        return self._downloader.download(url, self._archives.configured(), reuse, interrupt)
+        folder = self._archives.configured()
+        download = self._downloader.download(url, folder, reuse, interrupt)
+        if self._trust is None:
+            return download
+        try:
+            self._downloader.download(
+                signature_url(url), folder, reuse, interrupt, max_bytes=MAX_SIGNATURE_BYTES
+            )
+        except ServingError as err:
+            if download.is_new:
+                download.path.unlink(missing_ok=True)
+            if isinstance(err, (DownloadFailed, ModelNotFound)):
+                err.detail += "; require_signed=true needs the signature of the archive there"
+            raise
+        return download
+
+    def delete(self, downloaded: Path) -> None:
+        """Delete an archive that was downloaded, and the signature that was downloaded with it."""
+        downloaded.unlink(missing_ok=True)
+        if self._trust is not None:
+            signature_beside(downloaded).unlink(missing_ok=True)
 
     def has(self, name: str, trusted: bool = False) -> bool:
         """Return whether `open` would find an archive of that name."""
@@ -100,8 +153,8 @@ class Store:
             return False
         return True
 
-    def open(self, url: str, trusted: bool = False) -> Archive:
-        """Find an archive and read its manifest and entries; unpacks nothing.
+    def open(self, url: str, trusted: bool = False) -> OpenedArchive:
+        """Find an archive, verify its signature if required, and read its manifest and entries.
 
         For `url` and `trusted`, see `StoreFolder.find`.
 
@@ -109,12 +162,21 @@ class Store:
             ModelNotFound: no archive of that name is in the store.
             DownloadFailed: `url` is a remote URL, not a file in the store; call `download` first.
             InvalidArchive: the archive exists and is corrupt.
+            UntrustedArchive: its signature is required, and missing, invalid or not trusted.
+            ServingError: writing the verified copy to the disk failed, or a trusted key is unusable.
         """
         path = self._archives.find(url, trusted)
         try:
-            return open_archive(path, self._limits)
+            original = open_archive(path, self._limits)
         except ArchiveError as err:
             raise _invalid(err) from err
+        if self._trust is None:
+            return OpenedArchive(original, path)
+        try:
+            verified = verified_copy(original, self._limits, self._trust, self._unpacked.path)
+        except (ArchiveError, OSError) as err:
+            raise _refused(url, err) from err
+        return OpenedArchive(verified.archive, path, verified.signer, verified.folder)
 
     def config_of(self, archive: Archive) -> ModelConfig:
         """Return the model config of an archive, without unpacking it.
@@ -127,13 +189,14 @@ class Store:
         except ArchiveError as err:
             raise _invalid(err) from err
 
-    def unpack(self, url: str, archive: Archive) -> StoredArchive:
+    def unpack(self, url: str, opened: OpenedArchive) -> StoredArchive:
         """Unpack an archive and read its model config.
 
         Raises:
             InvalidArchive: an entry, a digest or the model config is invalid; no files are left.
             ServingError: writing to the disk failed; no files are left.
         """
+        archive = opened.archive
         config = self.config_of(archive)
         name = archive.manifest.config_file
         for key in unsupported_keys(config.raw):
@@ -146,21 +209,18 @@ class Store:
             _check_sendable("model config", config.raw)
             signature = _optional_text(archive, _OPENAPI_SIGNATURE_NAME)
             directory = self._extracted(archive)
-        except ArchiveError as err:
-            if getattr(err.__cause__, "errno", None):  # an OS error, such as a full disk
-                raise ServingError(f"Failed to save model: {url}", str(err)) from err
-            raise _invalid(err) from err
-        except OSError as err:
-            raise ServingError(f"Failed to save model: {url}", str(err)) from err
+        except (ArchiveError, OSError) as err:
+            raise _refused(url, err) from err
         return StoredArchive(
             url,
             directory,
             manifest,
             config,
             signature,
-            file_name=archive.path.name,
-            outside_store=archive.path.parent.resolve() != self._archives.path,
+            file_name=opened.source.name,
+            outside_store=opened.source.parent.resolve() != self._archives.path,
             tensors=archive_signature(directory),
+            signer=opened.signer,
         )
 
     def _extracted(self, archive: Archive) -> Path:
@@ -172,16 +232,16 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def share_weights(self, archive: Archive, stored: StoredArchive, handler: str | None) -> None:
+    def share_weights(self, opened: OpenedArchive, stored: StoredArchive, handler: str | None) -> None:
         """Share the memory of an archive's weights with equal weights; call it before the load."""
-        weights = weights_file(archive, stored.directory, handler)
+        weights = weights_file(opened.archive, stored.directory, handler)
         if weights is not None:
             self._sharing.join(weights)
 
     def remove(self, stored: StoredArchive, *, keep_download: bool = False) -> None:
         """Delete the folder that `unpack` created, and the downloaded copy of the archive."""
         if stored.downloaded and not keep_download:
-            stored.downloaded.unlink(missing_ok=True)
+            self.delete(stored.downloaded)
         self._sharing.leave(stored.directory)
         shutil.rmtree(stored.directory.parent, ignore_errors=True)
 
@@ -205,7 +265,11 @@ class Store:
 
 
 def store_of(server: ServerSettings) -> Store:
-    """Create the store of models from the settings."""
+    """Create the store of models from the settings.
+
+    Raises:
+        SigningUnusable: signatures are required, and no key is trusted, or one is unusable.
+    """
     return _store_at(server.model_store, server)
 
 
@@ -215,12 +279,14 @@ def workflow_store_of(server: ServerSettings) -> Store:
 
 
 def _store_at(root: Path | None, server: ServerSettings) -> Store:
+    trust = TrustedKeys(server.trusted_signing_keys) if server.require_signed else None
     return Store(
         root,
         server.limits,
         server.temp_dir,
         allowed_urls=server.allowed_urls,
         download_timeout_s=server.download_timeout_s,
+        trust=trust,
     )
 
 
@@ -243,6 +309,14 @@ def _check_sendable(what: str, values: dict[str, Any]) -> None:
 def _optional_text(archive: Archive, name: str) -> str | None:
     present = any(entry.name == name for entry in archive.entries)
     return archive.read_text(name, _MAX_TEXT_BYTES) if present else None
+
+
+def _refused(url: str, err: ArchiveError | OSError) -> ServingError:
+    """Return the error for an archive that could not be opened, copied or unpacked."""
+    # The second case is an OS error while the files were written, such as a full disk.
+    if isinstance(err, OSError) or getattr(err.__cause__, "errno", None):
+        return ServingError(f"Failed to save model: {url}", str(err))
+    return _invalid(err)
 
 
 def _invalid(err: ArchiveError) -> InvalidArchive:

@@ -239,3 +239,25 @@ def test_models_that_were_spread_over_processes_are_said(key: str) -> None:
     (said,) = warnings(f"{key}={json.dumps(models if key == 'models' else {'models': models})}")
     assert f"{key}: parallelLevel of big 1.0 has no effect: a model is not spread" in said
     assert "quantise it until it fits one device" in said
+
+
+def test_required_signatures_need_a_trusted_signer() -> None:
+    assert "require_signed: no signer is trusted; set trusted_signing_keys" in error("require_signed=true")
+    text = "require_signed=true\ntrusted_signing_keys=/etc/a.pub, /etc/ca.crt"
+    found = settings(text)
+    assert found.require_signed
+    assert found.trusted_signing_keys == (Path("/etc/a.pub"), Path("/etc/ca.crt"))
+
+
+def test_trusted_signers_without_required_signatures_are_warned_of() -> None:
+    assert warnings("trusted_signing_keys=/etc/a.pub") == [
+        "configuration: trusted_signing_keys: not used: signatures are verified with require_signed=true only"
+    ]
+
+
+def test_a_snapshot_keeps_that_signatures_are_required_and_by_whom() -> None:
+    text = "require_signed=true\ntrusted_signing_keys=a.pub, /etc/ca.crt"
+    assert dict(configure(parse_properties(text)).effective) == {
+        "require_signed": "true",
+        "trusted_signing_keys": f"{Path('a.pub').absolute()},/etc/ca.crt",
+    }

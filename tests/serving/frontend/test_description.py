@@ -82,6 +82,11 @@ def test_the_cause_of_a_failure_is_told(planes):
     assert found["torchere"] == {"state": "ready", "isolation": "thread", "failure": "exit code 7"}
 
 
+def test_the_signer_of_the_archive_is_told_where_signatures_are_required(planes):
+    assert "signer" not in described(planes)["torchere"]
+    assert described(planes, signer="certificate CN=a")["torchere"]["signer"] == "certificate CN=a"
+
+
 def test_a_ready_version_without_an_executor_in_service_tells_what_they_do(planes):
     assert described(planes, condition="restarting")["torchere"]["state"] == "restarting"
 

@@ -34,6 +34,9 @@ class SlowStore:
         path.touch()
         return Download(path, is_new=True)
 
+    def delete(self, downloaded: Path) -> None:
+        downloaded.unlink()
+
 
 def fetched(folder: Path, case: Callable[[Fetching, SlowStore], object]) -> None:
     """Run a case; whatever it leaves under way is ended."""
