@@ -1,6 +1,6 @@
 """Floods of connections, watches and cancellations, by clients without a key, while others are answered.
 
-Each test prints its figures and asserts generous bounds: tests share their cores with others.
+Each test prints its figures and asserts the bounds of `floods`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import Any
 
 import psutil
 import pytest
-from floods import Figures
+from floods import CONTROL_S, RATE_BYTES, Figures
 from servers import start
 
 MAX_CONNECTIONS = 150
 ATTACKERS = 8
 ATTACK_S = 3.0
-CONTROL_S = 1.0  # bound of the slowest control request in a hundred
 GROWTH_BYTES = 256 * 2**20
 PATIENCE_S = 30.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -142,39 +141,52 @@ def test_watches_cost_nothing_while_nothing_changes(server, capsys):
     assert refusals(server, "watches") >= 60 * 1000 - 4096
 
 
-def test_cancelled_calls_are_a_flood_above_a_rate(server, capsys):
-    over = threading.Event()
+def drain(client: socket.socket) -> None:
+    """Read until the server closes the connection."""
+    with contextlib.suppress(OSError):
+        while client.recv(2**16):
+            continue
 
-    def drain(client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while client.recv(2**16):
-                continue
+
+def test_cancelled_calls_delay_no_others(server, capsys):
+    over = threading.Event()
+    share = RATE_BYTES / ATTACKERS
 
     def attack() -> None:
-        while not over.is_set():
-            with contextlib.suppress(OSError), connected(server.grpc["inference"]) as client:
-                reader = threading.Thread(target=drain, args=(client,))
-                reader.start()
-                client.sendall(PREFACE)
-                for first in range(1, 2**20, 200):
-                    if over.is_set():
-                        break
-                    numbers = range(first, first + 200, 2)
-                    client.sendall(b"".join(watch(number) + reset(number) for number in numbers))
-                with contextlib.suppress(OSError):
-                    client.shutdown(socket.SHUT_RDWR)
-                reader.join(PATIENCE_S)
+        with contextlib.suppress(OSError), connected(server.grpc["inference"]) as client:
+            reader = threading.Thread(target=drain, args=(client,))
+            reader.start()
+            client.sendall(PREFACE)
+            for first in range(1, 2**20, 200):
+                calls = b"".join(watch(number) + reset(number) for number in range(first, first + 200, 2))
+                if over.wait(len(calls) / share):
+                    break
+                client.sendall(calls)
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+            reader.join(PATIENCE_S)
 
     control = Control(server)
-    attackers: list[threading.Thread] = [threading.Thread(target=attack) for _ in range(ATTACKERS)]
+    attackers = [threading.Thread(target=attack) for _ in range(ATTACKERS)]
     for each in attackers:
         each.start()
-    deadline_s = time.monotonic() + PATIENCE_S
     control.ask_for(ATTACK_S)
-    while not refusals(server, "flood") and time.monotonic() < deadline_s:
-        control.ask()
     over.set()
     for each in attackers:
         each.join(PATIENCE_S)
     control.check("cancelled calls", capsys)
+
+
+def test_a_connection_with_too_many_cancelled_calls_is_closed(server):
+    with connected(server.grpc["inference"]) as client:
+        client.sendall(PREFACE)
+        reader = threading.Thread(target=drain, args=(client,))
+        reader.start()
+        with contextlib.suppress(OSError):
+            for first in range(1, 2**20, 200):
+                client.sendall(
+                    b"".join(watch(number) + reset(number) for number in range(first, first + 200, 2))
+                )
+        reader.join(PATIENCE_S)
+        assert not reader.is_alive()
     assert refusals(server, "flood") >= 1
