@@ -6,19 +6,26 @@ Each test prints its figures and asserts the bounds of `floods`.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import http.client
 import re
 import socket
+import ssl
 import struct
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from floods import CONTROL_S, RATE_BYTES, Figures
 from servers import start
 
@@ -45,10 +52,38 @@ def server() -> Iterator[Any]:
         running.stop()
 
 
+@pytest.fixture(scope="module")
+def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The same with TLS on all ports."""
+    root = tmp_path_factory.mktemp("tls")
+    for name in ("store", "server"):
+        (root / name).mkdir()
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    pem = serialization.Encoding.PEM
+    (root / "certificate.pem").write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(pem))
+    form = serialization.PrivateFormat.PKCS8
+    (root / "key.pem").write_bytes(key.private_bytes(pem, form, serialization.NoEncryption()))
+    running = start(
+        root / "server",
+        properties=f"max_connections={MAX_CONNECTIONS}\nenable_grpc_ssl=true\n"
+        f"certificate_file={root}/certificate.pem\nprivate_key_file={root}/key.pem\n"
+        "inference_address=https://127.0.0.1:0\nmanagement_address=https://127.0.0.1:0\n",
+    )
+    yield running
+    running.stop()
+
+
 class Control:
     """Control requests, each on a new connection, from a thread of its own; growth of the server's memory."""
 
-    def __init__(self, server: Any, api: str = "inference") -> None:
+    def __init__(self, server: Any, api: str = "inference", *, tls: bool = False) -> None:
+        self._client: Any = http.client.HTTPConnection
+        if tls:
+            self._client = partial(http.client.HTTPSConnection, context=ssl._create_unverified_context())
         self._server = server
         self._api = api
         self._process = psutil.Process(server.process.pid)
@@ -57,7 +92,7 @@ class Control:
 
     def ask(self) -> None:
         began_s = time.perf_counter()
-        client = http.client.HTTPConnection(self._server.rest[self._api], timeout=PATIENCE_S)
+        client = self._client(self._server.rest[self._api], timeout=PATIENCE_S)
         client.request("GET", "/livez")
         answer = client.getresponse()
         assert answer.status == 200
@@ -128,6 +163,27 @@ def test_idle_connections_leave_room_for_others_and_for_the_other_ports(server, 
         control.check(f"idle connections, {port} port", capsys)
     assert held <= 2 * MAX_CONNECTIONS + 16
     assert refusals(server, "connections") >= 2 * MAX_CONNECTIONS
+
+
+def test_tls_handshakes_that_never_end_leave_room_for_others(tls_server, capsys):
+    controls = [Control(tls_server, api, tls=True) for api in ("inference", "management")]
+    for control in controls:  # the first request waits until the app is built
+        control.ask()
+        control.figures = Figures()
+    process = psutil.Process(tls_server.process.pid)
+    descriptors = process.num_fds()
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * MAX_CONNECTIONS):
+            for address in (tls_server.rest["inference"], tls_server.grpc["inference"]):
+                stack.enter_context(connected(address)).sendall(b"\x16\x03\x01\x02\0")
+        for _ in range(20):
+            for control in controls:
+                control.ask()
+        held = process.num_fds() - descriptors
+    for control, port in zip(controls, ("inference", "management"), strict=True):
+        control.check(f"TLS handshakes, {port} port", capsys)
+    assert held <= 2 * MAX_CONNECTIONS + 16
+    assert refusals(tls_server, "connections") >= 2 * MAX_CONNECTIONS
 
 
 def test_watches_cost_nothing_while_nothing_changes(server, capsys):

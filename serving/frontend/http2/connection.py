@@ -124,7 +124,8 @@ class Connection(asyncio.BufferedProtocol):
         self._writes.begin(self._transport)
         self.client = transport.get_extra_info("peername") or None
         limit = self._listener.connection_limit
-        if limit is not None and not limit.admits(self._listener.connections):
+        is_admitted = transport.get_extra_info("sslcontext") is not None  # when it was accepted
+        if not (limit is None or is_admitted or limit.admits(self._listener.connections)):
             self._transport.abort()
             return
         self._listener.connections.add(self)

@@ -91,7 +91,8 @@ class Connection(asyncio.BufferedProtocol):
         """Register the connection; the client has `HEAD_TIMEOUT_S` to send its first head."""
         self.transport = transport
         listener = self.listener
-        if not listener.connection_limit.admits(listener.connections):
+        is_admitted = transport.get_extra_info("sslcontext") is not None  # when it was accepted
+        if not (is_admitted or listener.connection_limit.admits(listener.connections)):
             transport.abort()
             return
         listener.connections.add(self)
