@@ -80,6 +80,7 @@ class GrpcServer:
             self._new_age_s,
             self._age_grace_s,
             budgets=services.budgets,
+            min_upload_rate=limits.min_upload_rate,
             connection_limit=self._limit,
         )
         self._server: asyncio.Server | TlsServer | None = None
