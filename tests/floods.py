@@ -14,7 +14,8 @@ import psutil
 
 CONNECTIONS = 8
 RATE_BYTES = 1_000_000  # a second, of all connections
-FLOOD_S = 4.0
+FLOOD_S = 3.0
+CONTROL_S = 0.25  # bound of the slowest control request in a hundred
 PATIENCE_S = 20.0
 
 

@@ -107,7 +107,7 @@ def start(folder: Path, *arguments: str, properties: str = "") -> RunningServer:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
     server = RunningServer(process, folder)
     follow(server, "Model server started.")
-    for api, address in re.findall(r"(\w+) API: http://([\d.:]+)", server.log()):
+    for api, address in re.findall(r"(\w+) API: https?://([\d.:]+)", server.log()):
         server.rest[api.lower()] = address
     for api, address in re.findall(r"(\w+) gRPC: ([\d.:]+)", server.log()):
         server.grpc[api.lower()] = address

@@ -246,20 +246,36 @@ def array_from_json(data: object, datatype: Datatype, shape: Sequence[object], f
     """
     sizes = check_shape(shape, f"{field}.shape")
     name = f"{field}.data"
-    flat = _flattened(data, sizes, name)
-    kind = "f" if datatype.numpy is None else datatype.numpy.kind
-    _check_types(flat, kind, datatype, name)
+    return array_from_elements(_flattened(data, sizes, name), datatype, name).reshape(sizes)
+
+
+def array_from_elements(flat: list[Any], datatype: Datatype, name: str, first: int = 0) -> Array:
+    """Return parsed elements as an array of one dimension; `first` is the index of the first for errors.
+
+    Raises:
+        TensorError: an element is not one of the datatype; names its index.
+    """
+    kind = _kind(datatype)
+    allowed = _ALLOWED[kind][0]
+    if not allowed.issuperset(map(type, flat)):
+        place, item = next((i, item) for i, item in enumerate(flat) if type(item) not in allowed)
+        raise wrong_type(kind_of(item), datatype, name, first + place)
     if datatype is BYTES:
-        return objects_array([text.encode("utf-8", "surrogatepass") for text in flat], sizes)
+        return objects_array([text.encode("utf-8", "surrogatepass") for text in flat], (len(flat),))
     if kind == "f":
-        return _floats(flat, datatype, name, sizes)
+        return _floats(flat, datatype, name, first)
     lowest, highest = _range(datatype)
     if flat and not lowest <= min(flat) <= max(flat) <= highest:
         place, item = next((i, item) for i, item in enumerate(flat) if not lowest <= item <= highest)
         raise TensorError(
-            f"{name}[{place}]", shown(item), f"{datatype.name}, which is from {lowest} to {highest}"
+            f"{name}[{first + place}]", shown(item), f"{datatype.name}, which is from {lowest} to {highest}"
         )
-    return np.array(flat, dtype=datatype.numpy).reshape(sizes)
+    return np.array(flat, dtype=datatype.numpy)
+
+
+def wrong_type(found: str, datatype: Datatype, name: str, place: int) -> TensorError:
+    """Return the error for an element whose JSON type is not one of the datatype's."""
+    return TensorError(f"{name}[{place}]", found, f"{_ALLOWED[_kind(datatype)][1]} for {datatype.name}")
 
 
 def json_from_tensor(tensor: Any, datatype: Datatype, field: str) -> msgspec.Raw:
@@ -286,7 +302,7 @@ def _flattened(data: object, sizes: tuple[int, ...], name: str) -> list[Any]:
     if not isinstance(data, list):
         if not sizes and data is not None and not isinstance(data, dict):
             return [data]  # a scalar tensor may come bare
-        raise TensorError(name, _kind_of(data), f"a list of {count} elements")
+        raise TensorError(name, kind_of(data), f"a list of {count} elements")
     flat = data
     if data and type(data[0]) is list:
         flat = _unnested(data, sizes, name)
@@ -302,13 +318,13 @@ def _unnested(data: list[Any], sizes: tuple[int, ...], name: str) -> list[Any]:
             place, item = next(
                 (i, item) for i, item in enumerate(level) if type(item) is not list or len(item) != size
             )
-            found = f"{len(item)} elements" if type(item) is list else _kind_of(item)
-            raise TensorError(f"{name}{_index(place, sizes[:depth])}", found, f"a list of {size}")
+            found = f"{len(item)} elements" if type(item) is list else kind_of(item)
+            raise TensorError(f"{name}{index_of(place, sizes[:depth])}", found, f"a list of {size}")
         level = list(chain.from_iterable(level))
     return level
 
 
-def _index(place: int, sizes: tuple[int, ...]) -> str:
+def index_of(place: int, sizes: tuple[int, ...]) -> str:
     """Return the index in nested lists, such as `[1][3]`, of an item of a flattened level."""
     steps = []
     for size in reversed(sizes):
@@ -317,33 +333,30 @@ def _index(place: int, sizes: tuple[int, ...]) -> str:
     return "".join(reversed(steps))
 
 
-def _check_types(flat: list[Any], kind: str, datatype: Datatype, name: str) -> None:
-    allowed, words = _ALLOWED[kind]
-    if allowed.issuperset(map(type, flat)):
-        return
-    place, item = next((i, item) for i, item in enumerate(flat) if type(item) not in allowed)
-    raise TensorError(f"{name}[{place}]", _kind_of(item), f"{words} for {datatype.name}")
+def _kind(datatype: Datatype) -> str:
+    return "f" if datatype.numpy is None else datatype.numpy.kind
 
 
-def _floats(flat: list[Any], datatype: Datatype, name: str, sizes: tuple[int, ...]) -> Array:
+def _floats(flat: list[Any], datatype: Datatype, name: str, first: int) -> Array:
     try:
         exact: Array = np.array(flat, dtype=_FLOAT64)
     except OverflowError as err:  # an integer too large for a float
         place = next(i for i, item in enumerate(flat) if abs(item) >= 2**1024)
-        raise TensorError(f"{name}[{place}]", shown(flat[place]), f"a number within {datatype.name}") from err
+        raise _beyond(flat[place], datatype, name, first + place) from err
     if datatype is BF16:
         array = rounded_to_bfloat16(exact)
     else:
         with np.errstate(over="ignore"):
             array = exact.astype(datatype.numpy, copy=False)
-    _refuse_infinite(np.isfinite(array), datatype, name, flat)
-    return array.reshape(sizes)
-
-
-def _refuse_infinite(finite: Array, datatype: Datatype, name: str, flat: list[Any]) -> None:
+    finite = np.isfinite(array)
     if not finite.all():
         place = int(np.argmin(finite))
-        raise TensorError(f"{name}[{place}]", shown(flat[place]), f"a number within {datatype.name}")
+        raise _beyond(flat[place], datatype, name, first + place)
+    return array
+
+
+def _beyond(item: float, datatype: Datatype, name: str, place: int) -> TensorError:
+    return TensorError(f"{name}[{place}]", shown(item), f"a number within {datatype.name}")
 
 
 def _range(datatype: Datatype) -> tuple[int, int]:
@@ -365,7 +378,8 @@ def _text(element: object, field: str) -> str:
         raise TensorError(field, "bytes that are no UTF-8", expected) from err
 
 
-def _kind_of(item: object) -> str:
+def kind_of(item: object) -> str:
+    """Return a short form of parsed JSON for error texts."""
     if isinstance(item, list):
         return "a list"
     if isinstance(item, dict):

@@ -17,7 +17,7 @@ from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import ServingError
 from torchere.serving.telemetry.certificate import UnreadableCertificate, expiry_s
 
-# Of a new connection. It takes a descriptor meanwhile, and counts for no limit before it has ended.
+# Of a new connection, which counts for the limit of its listener meanwhile.
 HANDSHAKE_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)

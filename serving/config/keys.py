@@ -188,6 +188,7 @@ _OURS = (
     _key("drain_timeout_s", kinds.seconds(0), "drain_timeout_s"),
     _key("max_held_bytes", kinds.whole(0), "limits.max_held_bytes"),
     _key("max_connections", kinds.whole(0), "limits.max_connections"),
+    _key("min_upload_rate", kinds.whole(0), "limits.min_upload_rate"),
     _key("max_archive_entries", kinds.whole(1), "limits.max_archive_entries"),
     _key("max_archive_bytes", kinds.whole(1), "limits.max_archive_bytes"),
     _key("max_download_bytes", kinds.whole(1), "limits.max_download_bytes"),

@@ -104,6 +104,9 @@ class Limits:
     max_response_bytes: int = 6_553_500
     max_held_bytes: int = 0  # of all unfinished requests; 0: a quarter of the container's memory
     max_connections: int = 0  # of an inference listener; 0: derived from the limit of open files
+    # Bytes a second of a body or message, on average over a minute; 0: any byte will do. The default is that
+    # of Apache's mod_reqtimeout; GPRS sends five times as much.
+    min_upload_rate: int = 500
     max_archive_entries: int = 10_000
     max_archive_bytes: int = 64 * 2**30  # after unpacking
     max_download_bytes: int = 16 * 2**30  # of an archive downloaded from a URL

@@ -168,10 +168,10 @@ MIN_PAUSE_S = 0.001  # after shorter functions the event loop needs no pause
 class DecodeQueue:
     """Runs functions in a thread one at a time, in the order of `add`.
 
-    Decoding a body of JSON takes up to 24 times its bytes (`[],` becomes a list of 56 bytes and a pointer),
-    and a fifth of a second with the GIL held for the default `max_request_size`. Threads of several such
-    bodies would only take the GIL from each other and from the event loop. After a long one the next waits
-    for a tenth of its time, in which the event loop answers the requests that waited for the GIL.
+    Decoding a body of JSON takes up to 24 times its bytes, and half a second for the default
+    `max_request_size`, mostly with the GIL held. Threads of several such bodies would only take the GIL from
+    each other and from the event loop. After a long one the next waits for a tenth of its time, in which the
+    event loop answers the requests that waited for the GIL.
     """
 
     __slots__ = ("_is_running", "_waiting")

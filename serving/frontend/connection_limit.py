@@ -7,8 +7,9 @@ workers. A process without a free one can neither accept a probe nor restart a w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, MutableSet
+from collections.abc import Iterable, Iterator, MutableSet
 from heapq import nsmallest
+from itertools import chain
 from typing import NamedTuple, Protocol, TypeVar
 
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
@@ -86,33 +87,36 @@ class ConnectionLimit:
 
     Attributes:
         limit: of open connections.
+        handshakes: connections in the middle of a TLS handshake, which count as open ones.
     """
 
-    __slots__ = ("_budgets", "_searchable_s", "limit")
+    __slots__ = ("_budgets", "_searchable_s", "handshakes", "limit")
 
     def __init__(self, limit: int, budgets: Budgets) -> None:
         self.limit = limit
+        self.handshakes: set[IdleConnection] = set()
         self._budgets = budgets
         self._searchable_s = 0.0
 
     def admits(self, others: MutableSet[C]) -> bool:
         """Tell whether a new connection may join the others; idle ones are closed and removed for it."""
-        if len(others) < self.limit:
+        if len(others) + len(self.handshakes) < self.limit:
             return True
         now_s = time.monotonic()
-        victims: list[tuple[float, int, C]] = []
+        victims: list[tuple[float, int, IdleConnection]] = []
         if now_s >= self._searchable_s:
-            victims = nsmallest(self.limit // CLOSED_AT_ONCE + 1, _idle(others))
+            victims = nsmallest(self.limit // CLOSED_AT_ONCE + 1, _idle(chain(others, self.handshakes)))
             if not victims:
                 self._searchable_s = now_s + SEARCH_INTERVAL_S
         for _, _, connection in victims:
-            others.discard(connection)
+            others.discard(connection)  # type: ignore[arg-type]  # of either set
+            self.handshakes.discard(connection)
             connection.close_idle()
         self._budgets.refused[CONNECTIONS] += len(victims) or 1
         return bool(victims)
 
 
-def _idle(connections: MutableSet[C]) -> Iterator[tuple[float, int, C]]:
+def _idle(connections: Iterable[IdleConnection]) -> Iterator[tuple[float, int, IdleConnection]]:
     for number, connection in enumerate(connections):
         since_s = connection.idle_since_s()
         if since_s is not None:

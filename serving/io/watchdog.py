@@ -9,6 +9,7 @@ import struct
 import termios
 import time
 from collections.abc import Callable, Hashable, Mapping
+from operator import eq
 from typing import Generic, TypeVar
 
 LATE_S = 1.0  # a timer this late: the event loop was stopped (Ctrl+Z, paused container, no CPU)
@@ -82,6 +83,48 @@ class Silence:
             self._on_timeout()
 
 
+class Upload(Silence):
+    """Watches a client while it sends a body: for its silence, and for a rate that is too low.
+
+    Args:
+        timeout_s: as for `Silence`; the rate is an average over this time.
+        min_rate: bytes a second; 0: any byte will do.
+        on_timeout: ends the upload.
+    """
+
+    def __init__(self, timeout_s: float, min_rate: float, on_timeout: Callable[[], None]) -> None:
+        super().__init__(timeout_s, on_timeout)
+        self._min_bytes = min_rate * timeout_s
+        self._bytes = 0  # since `_counts_since_s`
+        self._counts_since_s = 0.0
+        self._paused_s: float | None = None  # since when the server does not read
+
+    def arrived(self, size: int) -> None:
+        """Count bytes of a body that is still incomplete."""
+        is_first = self.began_s is None
+        self.watch()
+        now_s = self.began_s or 0.0
+        if is_first:
+            self._counts_since_s, self._bytes = now_s, 0
+        self._bytes += size
+        if now_s - self._counts_since_s < self._timeout_s:
+            return
+        is_slow = self._bytes < self._min_bytes
+        self._counts_since_s, self._bytes = now_s, 0
+        if is_slow:
+            self._on_timeout()
+
+    def pause(self) -> None:
+        """Stop counting time, because the server reads no more."""
+        self._paused_s = self._loop.time()
+
+    def resume(self) -> None:
+        """Count time again."""
+        if self._paused_s is not None:
+            self._counts_since_s += self._loop.time() - self._paused_s
+            self._paused_s = None
+
+
 Key = TypeVar("Key", bound=Hashable)
 Progress = TypeVar("Progress")
 
@@ -93,17 +136,20 @@ class Stalls(Generic[Key, Progress]):
         every_s: seconds between two checks. A stalled transfer ends after one to two intervals.
         waiting: returns the transfers that wait for the client now, each with its progress: a value that
             changes with every byte transferred.
-        give_up: ends the transfers whose progress did not change between two checks.
+        give_up: ends the transfers that stalled between two checks.
+        has_stalled: tells it from the progress at both checks; by default, if it did not change.
     """
 
-    __slots__ = ("_every_s", "_give_up", "_is_over", "_loop", "_timer", "_waiting")
+    __slots__ = ("_every_s", "_give_up", "_has_stalled", "_is_over", "_loop", "_timer", "_waiting")
 
     def __init__(
         self,
         every_s: float,
         waiting: Callable[[], Mapping[Key, Progress]],
         give_up: Callable[[dict[Key, Progress]], None],
+        has_stalled: Callable[[Progress, Progress], bool] = eq,
     ) -> None:
+        self._has_stalled = has_stalled
         self._every_s = every_s
         self._waiting = waiting
         self._give_up = give_up
@@ -131,7 +177,11 @@ class Stalls(Generic[Key, Progress]):
         now = self._waiting()
         if not now:
             return
-        stalled = {key: found for key, found in now.items() if key in before and before[key] == found}
+        stalled = {
+            key: found
+            for key, found in now.items()
+            if key in before and self._has_stalled(before[key], found)
+        }
         if stalled:
             self._give_up(stalled)
         self._look_later()

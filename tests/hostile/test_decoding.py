@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from floods import CONTROL_S
 from PIL import Image
 
 SIZE = 6_500_000  # just within the default max_request_size
+INLINE_SIZE = 65_000  # parsed on the event loop
 SLACK_BYTES = 256 * 2**20  # beside the limits
 HELD_BYTES = 128 * 2**20
 DECODED_BYTES = 64 * 2**20  # of a picture
@@ -59,8 +61,8 @@ def message(path: str, content_type: str, body: bytes, coding: str = "identity")
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def filled(begin: bytes, item: bytes, end: bytes) -> bytes:
-    return begin + b",".join([item] * ((SIZE - len(begin) - len(end)) // (len(item) + 1))) + end
+def filled(begin: bytes, item: bytes, end: bytes, size: int = SIZE) -> bytes:
+    return begin + b",".join([item] * ((size - len(begin) - len(end)) // (len(item) + 1))) + end
 
 
 def picture(mode: str, size: tuple[int, int], kind: str) -> bytes:
@@ -82,6 +84,20 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
     "gzip of lists": lambda: message(INFER, JSON, gzip.compress(filled(TENSOR, b"[]", b"]}]}")), "gzip"),
     "gzip of lists in lists": lambda: message(
         INFER, JSON, gzip.compress(filled(TENSOR, b"[[1]]", b"]}]}")), "gzip"
+    ),
+    "gzip of lists in lists of the shape": lambda: message(
+        INFER,
+        JSON,
+        gzip.compress(
+            TENSOR.replace(b"[1,1]", b"[1000000,1,1]") + b",".join([b"[[1]]"] * 1_000_000) + b"]}]}"
+        ),
+        "gzip",
+    ),
+    "gzip of short lists": lambda: message(
+        INFER, JSON, gzip.compress(filled(TENSOR, b"[]", b"]}]}", INLINE_SIZE)), "gzip"
+    ),
+    "gzip of lists in parameters": lambda: message(
+        INFER, JSON, gzip.compress(filled(b'{"inputs":[],"parameters":{"a":[', b"[]", b"]}}")), "gzip"
     ),
     "gzip for no model": lambda: message(
         INFER.replace("tensors", "none"), JSON, gzip.compress(filled(TENSOR, b"1", b"]}]}")), "gzip"
@@ -109,13 +125,9 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_others_are_answered_within_a_second_and_memory_stays_bounded(
-    server: Any, flood: Any, name: str
-) -> None:
+def test_others_are_answered_soon_and_memory_stays_bounded(server: Any, flood: Any, name: str) -> None:
     figures = flood(server, name, ATTACKS[name](), "/predictions/control")
-    assert (
-        figures.quantile(0.95) < 0.9
-    )  # of a hundred requests, the 99th is the one that met a neighbour's test
+    assert figures.quantile(0.99) < CONTROL_S
     assert figures.grown_bytes < HELD_BYTES + DECODED_BYTES + SLACK_BYTES
     assert sum(figures.answers.values())
     assert 500 not in figures.answers

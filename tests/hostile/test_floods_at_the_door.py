@@ -1,31 +1,37 @@
 """Floods of connections, watches and cancellations, by clients without a key, while others are answered.
 
-Each test prints its figures and asserts generous bounds: tests share their cores with others.
+Each test prints its figures and asserts the bounds of `floods`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import http.client
 import re
 import socket
+import ssl
 import struct
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from floods import Figures
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from floods import CONTROL_S, RATE_BYTES, Figures
 from servers import start
 
 MAX_CONNECTIONS = 150
 ATTACKERS = 8
 ATTACK_S = 3.0
-CONTROL_S = 1.0  # bound of the slowest control request in a hundred
 GROWTH_BYTES = 256 * 2**20
 PATIENCE_S = 30.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -46,10 +52,38 @@ def server() -> Iterator[Any]:
         running.stop()
 
 
+@pytest.fixture(scope="module")
+def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The same with TLS on all ports."""
+    root = tmp_path_factory.mktemp("tls")
+    for name in ("store", "server"):
+        (root / name).mkdir()
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    pem = serialization.Encoding.PEM
+    (root / "certificate.pem").write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(pem))
+    form = serialization.PrivateFormat.PKCS8
+    (root / "key.pem").write_bytes(key.private_bytes(pem, form, serialization.NoEncryption()))
+    running = start(
+        root / "server",
+        properties=f"max_connections={MAX_CONNECTIONS}\nenable_grpc_ssl=true\n"
+        f"certificate_file={root}/certificate.pem\nprivate_key_file={root}/key.pem\n"
+        "inference_address=https://127.0.0.1:0\nmanagement_address=https://127.0.0.1:0\n",
+    )
+    yield running
+    running.stop()
+
+
 class Control:
     """Control requests, each on a new connection, from a thread of its own; growth of the server's memory."""
 
-    def __init__(self, server: Any, api: str = "inference") -> None:
+    def __init__(self, server: Any, api: str = "inference", *, tls: bool = False) -> None:
+        self._client: Any = http.client.HTTPConnection
+        if tls:
+            self._client = partial(http.client.HTTPSConnection, context=ssl._create_unverified_context())
         self._server = server
         self._api = api
         self._process = psutil.Process(server.process.pid)
@@ -58,7 +92,7 @@ class Control:
 
     def ask(self) -> None:
         began_s = time.perf_counter()
-        client = http.client.HTTPConnection(self._server.rest[self._api], timeout=PATIENCE_S)
+        client = self._client(self._server.rest[self._api], timeout=PATIENCE_S)
         client.request("GET", "/livez")
         answer = client.getresponse()
         assert answer.status == 200
@@ -131,6 +165,27 @@ def test_idle_connections_leave_room_for_others_and_for_the_other_ports(server, 
     assert refusals(server, "connections") >= 2 * MAX_CONNECTIONS
 
 
+def test_tls_handshakes_that_never_end_leave_room_for_others(tls_server, capsys):
+    controls = [Control(tls_server, api, tls=True) for api in ("inference", "management")]
+    for control in controls:  # the first request waits until the app is built
+        control.ask()
+        control.figures = Figures()
+    process = psutil.Process(tls_server.process.pid)
+    descriptors = process.num_fds()
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * MAX_CONNECTIONS):
+            for address in (tls_server.rest["inference"], tls_server.grpc["inference"]):
+                stack.enter_context(connected(address)).sendall(b"\x16\x03\x01\x02\0")
+        for _ in range(20):
+            for control in controls:
+                control.ask()
+        held = process.num_fds() - descriptors
+    for control, port in zip(controls, ("inference", "management"), strict=True):
+        control.check(f"TLS handshakes, {port} port", capsys)
+    assert held <= 2 * MAX_CONNECTIONS + 16
+    assert refusals(tls_server, "connections") >= 2 * MAX_CONNECTIONS
+
+
 def test_watches_cost_nothing_while_nothing_changes(server, capsys):
     control = Control(server)
     with contextlib.ExitStack() as stack:
@@ -142,39 +197,52 @@ def test_watches_cost_nothing_while_nothing_changes(server, capsys):
     assert refusals(server, "watches") >= 60 * 1000 - 4096
 
 
-def test_cancelled_calls_are_a_flood_above_a_rate(server, capsys):
-    over = threading.Event()
+def drain(client: socket.socket) -> None:
+    """Read until the server closes the connection."""
+    with contextlib.suppress(OSError):
+        while client.recv(2**16):
+            continue
 
-    def drain(client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while client.recv(2**16):
-                continue
+
+def test_cancelled_calls_delay_no_others(server, capsys):
+    over = threading.Event()
+    share = RATE_BYTES / ATTACKERS
 
     def attack() -> None:
-        while not over.is_set():
-            with contextlib.suppress(OSError), connected(server.grpc["inference"]) as client:
-                reader = threading.Thread(target=drain, args=(client,))
-                reader.start()
-                client.sendall(PREFACE)
-                for first in range(1, 2**20, 200):
-                    if over.is_set():
-                        break
-                    numbers = range(first, first + 200, 2)
-                    client.sendall(b"".join(watch(number) + reset(number) for number in numbers))
-                with contextlib.suppress(OSError):
-                    client.shutdown(socket.SHUT_RDWR)
-                reader.join(PATIENCE_S)
+        with contextlib.suppress(OSError), connected(server.grpc["inference"]) as client:
+            reader = threading.Thread(target=drain, args=(client,))
+            reader.start()
+            client.sendall(PREFACE)
+            for first in range(1, 2**20, 200):
+                calls = b"".join(watch(number) + reset(number) for number in range(first, first + 200, 2))
+                if over.wait(len(calls) / share):
+                    break
+                client.sendall(calls)
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+            reader.join(PATIENCE_S)
 
     control = Control(server)
-    attackers: list[threading.Thread] = [threading.Thread(target=attack) for _ in range(ATTACKERS)]
+    attackers = [threading.Thread(target=attack) for _ in range(ATTACKERS)]
     for each in attackers:
         each.start()
-    deadline_s = time.monotonic() + PATIENCE_S
     control.ask_for(ATTACK_S)
-    while not refusals(server, "flood") and time.monotonic() < deadline_s:
-        control.ask()
     over.set()
     for each in attackers:
         each.join(PATIENCE_S)
     control.check("cancelled calls", capsys)
+
+
+def test_a_connection_with_too_many_cancelled_calls_is_closed(server):
+    with connected(server.grpc["inference"]) as client:
+        client.sendall(PREFACE)
+        reader = threading.Thread(target=drain, args=(client,))
+        reader.start()
+        with contextlib.suppress(OSError):
+            for first in range(1, 2**20, 200):
+                client.sendall(
+                    b"".join(watch(number) + reset(number) for number in range(first, first + 200, 2))
+                )
+        reader.join(PATIENCE_S)
+        assert not reader.is_alive()
     assert refusals(server, "flood") >= 1

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from grpc_reflection.v1alpha import reflection_pb2
 
-from torchere.serving.access.tls import HANDSHAKE_TIMEOUT_S
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ModelNotFound, VersionNotFound
 from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES
@@ -39,6 +38,7 @@ from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.open_inference.service import TensorService
 from torchere.serving.frontend.services import Services
+from torchere.serving.frontend.tls_server import TlsServer, bound_sockets
 
 Api = Literal["inference", "management"]
 Service = Callable[[set[Any]], Openers]
@@ -72,6 +72,7 @@ class GrpcServer:
             openers |= one(self._tasks)
         limits = services.settings.limits
         self._age_s, self._age_grace_s = _ages(api, services.settings)
+        self._limit = limit_of_listener(api == "inference", limits.max_connections, services.budgets)
         self._listener = Listener(
             dispatcher(openers, services.keys, api, services.metrics),
             limits.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
@@ -79,9 +80,10 @@ class GrpcServer:
             self._new_age_s,
             self._age_grace_s,
             budgets=services.budgets,
-            connection_limit=limit_of_listener(api == "inference", limits.max_connections, services.budgets),
+            min_upload_rate=limits.min_upload_rate,
+            connection_limit=self._limit,
         )
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | TlsServer | None = None
 
     async def start(self) -> Address:
         """Bind and begin to serve; return the address with its actual port.
@@ -110,32 +112,21 @@ class GrpcServer:
         if self.address.unix_path is not None:
             Path(self.address.unix_path).unlink(missing_ok=True)
 
-    async def _bound(self) -> asyncio.Server:
-        loop = asyncio.get_running_loop()
+    async def _bound(self) -> asyncio.Server | TlsServer:
+        loop, listener, address = asyncio.get_running_loop(), self._listener, self.address
         context = _tls(self._services)
-        handshake_s = None if context is None else HANDSHAKE_TIMEOUT_S
-        address = self.address
 
-        def connection() -> Connection:
-            return Connection(self._listener)
+        def connected() -> Connection:
+            return Connection(listener)
 
+        if context is not None:
+            sockets = await bound_sockets(address, _BACKLOG)
+            return TlsServer(sockets, context, self._limit, listener.connections, connected)
         if address.unix_path is not None:
             Path(address.unix_path).unlink(missing_ok=True)  # may be left over from a killed server
-            return await loop.create_unix_server(
-                connection,
-                address.unix_path,
-                ssl=context,
-                ssl_handshake_timeout=handshake_s,
-                backlog=_BACKLOG,
-            )
+            return await loop.create_unix_server(connected, address.unix_path, backlog=_BACKLOG)
         return await loop.create_server(
-            connection,
-            address.host,
-            address.port,
-            ssl=context,
-            ssl_handshake_timeout=handshake_s,
-            backlog=_BACKLOG,
-            reuse_port=False,
+            connected, address.host, address.port, backlog=_BACKLOG, reuse_port=False
         )
 
     def _new_age_s(self) -> float | None:

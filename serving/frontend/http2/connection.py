@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 from torchere.serving.frontend.budgets import FLOOD, ConnectionBudget
@@ -59,7 +60,7 @@ SETTINGS = f.settings_frame(
 ) + f.window_update(0, CONNECTION_WINDOW_BYTES - f.DEFAULT_WINDOW)
 
 PREFACE_TIMEOUT_S = 20.0
-# Between two checks of incomplete calls: a call that received nothing in between is ended.
+# Between two checks of incomplete calls: a call that received nothing, or too little, in between is ended.
 INCOMPLETE_TIMEOUT_S = 60.0
 MAX_UNREAD_BYTES = 32 * 2**20  # in the socket's buffer while the client opens further streams
 # Further calls are refused while the answers that wait for the client's windows have more than this many
@@ -91,7 +92,9 @@ class Connection(asyncio.BufferedProtocol):
         self._last_id = 0  # of the streams that were begun
         self._answers = 0
         self._unread = Stalls(unread.UNREAD_TIMEOUT_S, self._unread_progress, self._end_unread)
-        self._incomplete = Stalls(INCOMPLETE_TIMEOUT_S, self._incomplete_progress, self._end_incomplete)
+        self._incomplete = Stalls(
+            INCOMPLETE_TIMEOUT_S, self._incomplete_progress, self._end_incomplete, self._has_stalled
+        )
         self.outbound = OutboundFlow(
             listener.send_limit_bytes, self._write, self._writes.write_all, self._finished, self._unread.watch
         )
@@ -124,7 +127,8 @@ class Connection(asyncio.BufferedProtocol):
         self._writes.begin(self._transport)
         self.client = transport.get_extra_info("peername") or None
         limit = self._listener.connection_limit
-        if limit is not None and not limit.admits(self._listener.connections):
+        is_admitted = transport.get_extra_info("sslcontext") is not None  # when it was accepted
+        if not (limit is None or is_admitted or limit.admits(self._listener.connections)):
             self._transport.abort()
             return
         self._listener.connections.add(self)
@@ -353,7 +357,7 @@ class Connection(asyncio.BufferedProtocol):
         if not stream_id or stream_id > self._last_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"RST_STREAM on stream {stream_id}")
         stream = self._streams.get(stream_id)
-        if stream is None or not stream.has_message:
+        if stream is None or not stream.messages:
             self._flood.count()
         else:
             self._cancellations.count()
@@ -420,13 +424,18 @@ class Connection(asyncio.BufferedProtocol):
         if not self._reader.greeted:
             self.abort()
 
-    def _incomplete_progress(self) -> dict[int, int]:
-        return {
-            stream.id: stream.arrived_bytes for stream in self._streams.values() if stream.waits_for_client
-        }
+    def _incomplete_progress(self) -> dict[int, tuple[int, int]]:
+        """Return the messages and bytes that arrived of each incomplete call."""
+        waiting = filter(attrgetter("waits_for_client"), self._streams.values())
+        return {stream.id: (stream.messages, stream.arrived_bytes) for stream in waiting}
+
+    def _has_stalled(self, before: tuple[int, int], now: tuple[int, int]) -> bool:
+        """Tell whether a call has received no message, and too few bytes, since the last check."""
+        least = max(1.0, self._listener.min_upload_rate * INCOMPLETE_TIMEOUT_S)
+        return now[0] == before[0] and now[1] - before[1] < least
 
     def _end_incomplete(self, stalled: Collection[int]) -> None:
-        """End incomplete calls that received nothing since the last check."""
+        """End incomplete calls that received too little since the last check."""
         for stream_id in stalled:
             stream = self._streams.get(stream_id)
             if stream is not None:

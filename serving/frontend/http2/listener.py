@@ -35,6 +35,7 @@ class Listener:
         age_s: returns the maximum age of a new connection, in seconds, after which it is closed gracefully;
             None: no limit.
         age_grace_s: maximum duration of its last calls after that, in seconds; None: no limit.
+        min_upload_rate: bytes a second that a client must send of a message; 0: any byte will do.
         draining: new connections are closed gracefully at once.
         budgets: memory budgets for the bytes that the server buffers for clients.
         connection_limit: makes room for a new connection, or refuses it; None: no limit.
@@ -47,6 +48,7 @@ class Listener:
     send_limit_bytes: int
     age_s: Callable[[], float | None] = lambda: None
     age_grace_s: float | None = None
+    min_upload_rate: float = 0.0
     draining: bool = False
     budgets: Budgets = field(default_factory=Budgets)
     connection_limit: ConnectionLimit | None = None

@@ -93,11 +93,11 @@ class Stream(StreamFlow):
         client: address of the client; None over a Unix socket.
         ended: the answer is complete, though some of it may not be sent yet.
         limit_bytes: maximum size of a received message.
-        has_message: a complete message has arrived.
+        messages: how many complete messages have arrived.
     """
 
     __slots__ = (
-        *("_head_sent", "_inbound", "_outbound", "_reader", "client", "ended", "has_message", "head"),
+        *("_head_sent", "_inbound", "_outbound", "_reader", "client", "ended", "head", "messages"),
         *("limit_bytes", "listener", "timeout_s"),
     )
 
@@ -117,7 +117,7 @@ class Stream(StreamFlow):
         self._inbound = inbound
         self._outbound = outbound
         self._reader: MessageReader | None = None  # created for messages that do not arrive in one piece
-        self.has_message = False
+        self.messages = 0
         self._head_sent = False
         self.ended = False
 
@@ -149,7 +149,7 @@ class Stream(StreamFlow):
                 if not self.paused and (reader is None or reader.at_message_end):
                     message = only_message(piece, self.limit_bytes)
                     if message is not None:
-                        self.has_message = True
+                        self.messages += 1
                         self.listener.on_message(message)
                         continue
                 self._read(piece)
@@ -169,7 +169,7 @@ class Stream(StreamFlow):
 
     def _hand_over(self, messages: Sequence[Received | Compressed]) -> None:
         for message in messages:
-            self.has_message = True
+            self.messages += 1
             self.listener.on_message(message)
 
     def _read_on(self, reader: MessageReader) -> None:

@@ -11,14 +11,17 @@ import msgspec
 
 from torchere.archiver.signature import Signature
 from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError, shown
-from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor
+from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor, kind_of
+from torchere.handlers.tensors.list_text import ListText, has_many_items
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.open_inference.json_request import decoded, parameter_values
+from torchere.serving.frontend.open_inference.json_request import check_members, decoded, parameter_values
 from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest, check_names
 
 Members = dict[str, Any]
 _Plain = bool | int | float | str | None
 _decoder = msgspec.json.Decoder(dict[str, _Plain | list[_Plain] | dict[str, _Plain]])
+_long_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_member_decoder = msgspec.json.Decoder(_Plain | dict[str, _Plain])
 NAMED_BYTES = 65_536  # for a longer body the error does not name the invalid member
 _RESERVED = frozenset({"id", "parameters"})
 _IDENTITY = ("id", "model_name", "model_version")
@@ -37,9 +40,9 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
         raise InvalidRequest("the request: found no object, expected one with the inputs as members")
     parameters, request_id = said.get("parameters"), said.get("id")
     if not isinstance(parameters, dict | None):
-        raise InvalidRequest(f"parameters: found {shown(parameters)}, expected an object")
-    if isinstance(request_id, dict | list):
-        raise InvalidRequest(f"id: found {shown(request_id)}, expected a text")
+        raise InvalidRequest(f"parameters: found {_shown(parameters)}, expected an object")
+    if isinstance(request_id, dict | list | ListText):
+        raise InvalidRequest(f"id: found {_shown(request_id)}, expected a text")
     specs = {spec.name: spec for spec in signature.inputs} if signature else {}
     names = [name for name in said if name not in _RESERVED]
     check_names("inputs", names)  # before each becomes a tensor
@@ -59,6 +62,9 @@ def _decode(body: bytes | memoryview) -> Any:
     """
     try:
         try:
+            if has_many_items(body):
+                check_members(body)
+                return {name: _member(text) for name, text in _long_decoder.decode(body).items()}
             return decoded(_decoder, body)
         except msgspec.ValidationError as err:
             if len(body) > NAMED_BYTES:
@@ -66,6 +72,11 @@ def _decode(body: bytes | memoryview) -> Any:
             return msgspec.json.decode(body)  # the caller refuses it and names the member
     except NO_JSON as err:
         raise InvalidRequest(f"the request is no JSON: {err}") from err
+
+
+def _member(raw: msgspec.Raw) -> Any:
+    text = bytes(raw)
+    return ListText(text) if text.startswith(b"[") else _member_decoder.decode(text)
 
 
 def generated(part: bytes) -> Members:
@@ -90,21 +101,37 @@ def joined(parts: list[Members]) -> Members:
 
 
 def _datatype(name: str, value: Any) -> Datatype:
-    first = value[0] if isinstance(value, list) and value else value
+    first = value
+    if isinstance(value, ListText) and value.count:
+        first = value.first
+    elif isinstance(value, list) and value:
+        first = value[0]
     for kind, datatype in _OF_TYPE:
         if isinstance(first, kind):
             return datatype
     raise InvalidRequest(
-        f"{shown(name)[1:-1]}: found {shown(value)}, "
+        f"{shown(name)[1:-1]}: found {_shown(value)}, "
         "expected a text, a number, true or false, or a list of them"
     )
 
 
 def _input(name: str, value: Any, datatype: Datatype, rank: int) -> InputTensor:
-    data = value if isinstance(value, list) else [value]
-    shape = (*[1] * (max(rank, 1) - 1), len(data))
+    field = shown(name)[1:-1]
+    before = [1] * (max(rank, 1) - 1)
     try:
-        raw = bytes_from_tensor(array_from_json(data, datatype, shape, shown(name)[1:-1]), datatype)
+        if isinstance(value, ListText):
+            shape = (*before, value.count)
+            raw = value.tensor_bytes(datatype, shape, field)
+        else:
+            data = value if isinstance(value, list) else [value]
+            shape = (*before, len(data))
+            raw = bytes_from_tensor(array_from_json(data, datatype, shape, field), datatype)
     except TensorError as err:
         raise InvalidRequest(str(err)) from err
+    except NO_JSON as err:
+        raise InvalidRequest(f"{field}: {err}") from err
     return InputTensor(name, datatype, shape, raw)
+
+
+def _shown(value: Any) -> str:
+    return kind_of([]) if isinstance(value, ListText) else shown(value)

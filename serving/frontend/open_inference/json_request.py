@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import re
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from torchere.handlers.tensors import TensorError, datatype_named, shown
+from torchere.handlers.tensors import Datatype, TensorError, datatype_named, shown
 from torchere.handlers.tensors.answer import WantedOutput
 from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor
+from torchere.handlers.tensors.list_text import ListText, count_members, has_many_items
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
@@ -24,32 +25,41 @@ from torchere.serving.frontend.open_inference.tensor_request import (
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")  # the end of msgspec's error texts: path of the invalid member
 BEGINNING_BYTES = 4096
 _LONG_BYTES = 65_536  # a shorter text has too few lists for the garbage collector to matter
+# Of all objects of a request with many items. A request of MAX_TENSORS inputs and outputs has a tenth of it.
+MAX_MEMBERS = 65_536
 _OWN = frozenset({"binary_data_output"})  # parameters that are not passed on to the model
 T = TypeVar("T")
+P = TypeVar("P")  # of the value of a parameter
+D = TypeVar("D")  # of the data of an input
 
 
 # Optional members may be null: clients that serialize a record write null for unset fields.
-class _Input(msgspec.Struct):
+class _Input(msgspec.Struct, Generic[P, D]):
     name: str
     datatype: str
     shape: list[int]
-    parameters: dict[str, Any] | None = None
-    data: Any = msgspec.UNSET
+    parameters: dict[str, P] | None = None
+    data: D | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Output(msgspec.Struct):
+class _Output(msgspec.Struct, Generic[P]):
     name: str
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, P] | None = None
 
 
-class _Body(msgspec.Struct):
-    inputs: list[_Input]
+class _Body(msgspec.Struct, Generic[P, D]):
+    inputs: list[_Input[P, D]]
     id: str | None = None
-    parameters: dict[str, Any] | None = None
-    outputs: list[_Output] | None = None
+    parameters: dict[str, P] | None = None
+    outputs: list[_Output[P]] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+AnyBody: TypeAlias = _Body[Any, Any]
+
+
+_decoder = msgspec.json.Decoder(AnyBody)
+# Makes no object for each item of data, nor for lists in parameters.
+_long_decoder = msgspec.json.Decoder(_Body[ParameterValue | None, msgspec.Raw])
 
 
 def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorRequest:
@@ -114,9 +124,12 @@ def begins_like_request(body: bytes | memoryview) -> bool:
     return bool(found) and has_tensor and text.lstrip().startswith(b"{")
 
 
-def _decode(text: bytes | memoryview) -> _Body:
+def _decode(text: bytes | memoryview) -> AnyBody:
     try:
-        return decoded(_decoder, text)
+        if not has_many_items(text):
+            return decoded(_decoder, text)
+        check_members(text)
+        return _long_decoder.decode(text)
     except msgspec.ValidationError as err:
         said = str(err)
         place = _AT.search(said)
@@ -128,6 +141,17 @@ def _decode(text: bytes | memoryview) -> _Body:
         ) from err
     except NO_JSON as err:
         raise InvalidRequest(f"the request is no JSON: {err}") from err
+
+
+def check_members(text: bytes | memoryview) -> None:
+    """Refuse a JSON text with more than `MAX_MEMBERS` members, before an object is made of each of them.
+
+    Raises:
+        InvalidRequest: there are more.
+    """
+    members = count_members(text)
+    if members > MAX_MEMBERS:
+        raise InvalidRequest(f"the request: found {members} members, expected at most {MAX_MEMBERS}")
 
 
 def decoded(decoder: msgspec.json.Decoder[T], text: bytes | memoryview) -> T:
@@ -147,7 +171,9 @@ def decoded(decoder: msgspec.json.Decoder[T], text: bytes | memoryview) -> T:
         gc.enable()
 
 
-def _input(item: _Input, where: str, body: bytes | memoryview, start: int) -> tuple[InputTensor, int]:
+def _input(
+    item: _Input[Any, Any], where: str, body: bytes | memoryview, start: int
+) -> tuple[InputTensor, int]:
     """Return one input, and the offset of the next binary input."""
     parameters = item.parameters or {}
     refuse_shared_memory(parameters, where)
@@ -157,8 +183,7 @@ def _input(item: _Input, where: str, body: bytes | memoryview, start: int) -> tu
         if size is None:
             if item.data is msgspec.UNSET:
                 raise TensorError(f"{where}.data", "nothing", "a list, or parameters.binary_data_size")
-            tensor = array_from_json(item.data, datatype, item.shape, where)
-            raw = bytes_from_tensor(tensor, datatype)
+            raw = _bytes_of(item.data, datatype, item.shape, where)
             return InputTensor(item.name, datatype, tuple(item.shape), raw), start
     except TensorError as err:
         raise InvalidRequest(str(err)) from err
@@ -173,7 +198,20 @@ def _input(item: _Input, where: str, body: bytes | memoryview, start: int) -> tu
     return input_tensor(item.name, datatype, item.shape, view, where), start + size
 
 
-def _output(item: _Output, where: str, binary: bool) -> WantedOutput:
+def _bytes_of(data: Any, datatype: Datatype, shape: list[int], where: str) -> bytes:
+    """Return the elements of an input as raw bytes; `data` is parsed JSON, or the text of a long list."""
+    if isinstance(data, msgspec.Raw):
+        text = bytes(data)
+        try:
+            if text.startswith(b"["):
+                return ListText(text).tensor_bytes(datatype, shape, where)
+            data = {} if text.startswith(b"{") else msgspec.json.decode(text)
+        except NO_JSON as err:
+            raise InvalidRequest(f"{where}.data: {_AT.sub('', str(err))}") from err
+    return bytes_from_tensor(array_from_json(data, datatype, shape, where), datatype)
+
+
+def _output(item: _Output[Any], where: str, binary: bool) -> WantedOutput:
     field = f"{where}.parameters"
     parameters = item.parameters or {}
     refuse_shared_memory(parameters, where)

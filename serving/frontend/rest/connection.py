@@ -21,7 +21,7 @@ from torchere.serving.frontend.rest.heads import CHUNKED, HEAD_END, MAX_KNOWN_BY
 from torchere.serving.frontend.rest.predictions import Prediction
 from torchere.serving.frontend.rest.tensors import TensorPrediction
 from torchere.serving.io.turn_writes import write_together
-from torchere.serving.io.watchdog import Silence, Unread, untaken_bytes
+from torchere.serving.io.watchdog import Silence, Unread, Upload, untaken_bytes
 
 if TYPE_CHECKING:
     from torchere.serving.frontend.rest.exchange import Exchange
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 DRAIN_LINGER_S = 0.25  # idle connections stay open so long after a shutdown: many data-centre round trips
 UNREAD_LINGER_S = 2.0  # how long a refused body is still read, so that the client receives the refusal
 HEAD_TIMEOUT_S = 60.0  # a connection whose head is incomplete after so long is closed
-BODY_TIMEOUT_S = 60.0  # a connection whose body is incomplete and makes no progress for so long is closed
+BODY_TIMEOUT_S = (
+    60.0  # a connection whose body is incomplete and stops, or is too slow, for so long is closed
+)
 AHEAD_BYTES = 65_536  # of pipelined bytes; beyond it reading pauses, so a disconnect is not noticed either
 LARGE_BYTES = 65_536  # for a longer body, joining it to its head costs more than a separate write
 _BLANK = re.compile(rb"[\r\n]*")
@@ -81,7 +83,7 @@ class Connection(asyncio.BufferedProtocol):
         self._times_full = 0  # how often the write buffer was full
         self._timer: asyncio.TimerHandle | None = None  # timeout of a head, or of reading a refused body
         self._idle: Silence | None = None  # idle timeout since the last answer
-        self._upload: Silence | None = None  # read timeout of a body that did not arrive with its head
+        self._upload: Upload | None = None  # read timeout of a body that did not arrive with its head
         self._unread: Unread[tuple[int, int]] | None = None  # watchdog for a client that reads no answer
         self._known: Head | None = None  # the last prediction's head; its bytes and its request's size follow
         self._known_text = b""
@@ -91,7 +93,8 @@ class Connection(asyncio.BufferedProtocol):
         """Register the connection; the client has `HEAD_TIMEOUT_S` to send its first head."""
         self.transport = transport
         listener = self.listener
-        if not listener.connection_limit.admits(listener.connections):
+        is_admitted = transport.get_extra_info("sslcontext") is not None  # when it was accepted
+        if not (is_admitted or listener.connection_limit.admits(listener.connections)):
             transport.abort()
             return
         listener.connections.add(self)
@@ -218,7 +221,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._chunks = None
         if piece and self._take(exchange, len(piece)):
             exchange.take(piece)
-        self._came_on(exchange)
+        self._came_on(exchange, end - start)
         return end
 
     def _fill(self, size: int) -> None:
@@ -228,7 +231,7 @@ class Connection(asyncio.BufferedProtocol):
             self._body_left -= size
             if self._take(exchange, size):
                 exchange.filled(size)
-            self._came_on(exchange)
+            self._came_on(exchange, size)
 
     def _take(self, exchange: Exchange, size: int) -> bool:
         """Take body bytes from the budget; return False if they must be dropped.
@@ -247,11 +250,11 @@ class Connection(asyncio.BufferedProtocol):
             return False
         return True
 
-    def _came_on(self, exchange: Exchange) -> None:
-        """Continue after more of a body, or its end, has arrived."""
+    def _came_on(self, exchange: Exchange, size: int) -> None:
+        """Continue after `size` bytes more of a body, or its end, have arrived."""
         if self._is_in_body():
             self._room = exchange.room
-            self._mind_the_body()
+            self._mind_the_body(size)
             if exchange.complete and not self._is_held and not self.transport.is_closing():
                 # The rest of an answered body is dropped. uvloop reads up to 32 times before other
                 # connections have their turn, so pause reading for one loop iteration.
@@ -369,12 +372,16 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_held:
             self._is_held = True
             self.transport.pause_reading()
+            if self._upload is not None:
+                self._upload.pause()
 
     def release(self) -> None:
         """Resume reading."""
         if self._is_held:
             self._is_held = False
             self.transport.resume_reading()
+            if self._upload is not None:
+                self._upload.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything: either side closed the connection."""
@@ -458,11 +465,12 @@ class Connection(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _mind_the_body(self) -> None:
-        """Start the read timeout: the body is incomplete."""
+    def _mind_the_body(self, size: int = 0) -> None:
+        """Start the read timeout after `size` bytes of a body that is incomplete."""
         if self._upload is None:
-            self._upload = Silence(BODY_TIMEOUT_S, self._body_stalled)
-        self._upload.watch()
+            rate = self.listener.limits.min_upload_rate
+            self._upload = Upload(BODY_TIMEOUT_S, rate, self._body_stalled)
+        self._upload.arrived(size)
 
     def _body_stalled(self) -> None:
         if self._is_held:  # we paused reading, so the client is not to blame

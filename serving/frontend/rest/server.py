@@ -8,10 +8,11 @@ import logging
 import socket
 from pathlib import Path
 
-from torchere.serving.access.tls import HANDSHAKE_TIMEOUT_S, Certificates
+from torchere.serving.access.tls import Certificates
 from torchere.serving.config.server_settings import Address
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
+from torchere.serving.frontend.tls_server import TlsServer
 
 BACKLOG = 1024
 # uvloop accepts one connection of a listening socket per loop iteration (as libuv does since 1.45), and an
@@ -48,7 +49,7 @@ class RestServer:
         self.listener = listener
         self.drain_timeout_s = max(MIN_DRAIN_S, drain_timeout_s)
         self._context = certificates.server_context() if address.tls and certificates is not None else None
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[asyncio.Server | TlsServer] = []
         self._sockets: list[socket.socket] = []
 
     @property
@@ -65,19 +66,20 @@ class RestServer:
         bound = _bound_socket(self.address)
         if self.address.unix_path is None:
             self.address = Address(self.address.host, bound.getsockname()[1], tls=self.address.tls)
-        self._sockets = [bound, *(bound.dup() for _ in range(ACCEPTED_A_TURN - 1))]
         loop, listener = asyncio.get_running_loop(), self.listener
-        handshake_s = None if self._context is None else HANDSHAKE_TIMEOUT_S
+
+        def connected() -> Connection:
+            return Connection(listener)
+
+        if self._context is not None:
+            bound.listen(BACKLOG)
+            limit, others = listener.connection_limit, listener.connections
+            self._servers.append(TlsServer([bound], self._context, limit, others, connected))
+            return self.address
+        self._sockets = [bound, *(bound.dup() for _ in range(ACCEPTED_A_TURN - 1))]
         try:
             for each in self._sockets:
-                server = await loop.create_server(
-                    lambda: Connection(listener),
-                    sock=each,
-                    ssl=self._context,
-                    ssl_handshake_timeout=handshake_s,
-                    backlog=BACKLOG,
-                )
-                self._servers.append(server)
+                self._servers.append(await loop.create_server(connected, sock=each, backlog=BACKLOG))
         except BaseException:
             self._close()
             raise

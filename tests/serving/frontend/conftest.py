@@ -335,9 +335,14 @@ def planes():
     metrics = Metrics("host")
 
     def services(
-        *, keys: Any = None, max_request_bytes: int = 1000, budgets: Budgets | None = None, **settings: Any
+        *,
+        keys: Any = None,
+        max_request_bytes: int = 1000,
+        min_upload_rate: int = 0,
+        budgets: Budgets | None = None,
+        **settings: Any,
     ) -> Services:
-        limits = Limits(max_request_bytes=max_request_bytes)
+        limits = Limits(max_request_bytes=max_request_bytes, min_upload_rate=min_upload_rate)
         settings = ServerSettings(limits=limits, **settings)
         return Services(settings, metrics, keys, "9.9", budgets=budgets or Budgets())
 

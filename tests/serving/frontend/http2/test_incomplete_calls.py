@@ -78,6 +78,40 @@ def test_a_call_that_keeps_coming_is_waited_for(run, http2):
     assert run(main()).messages == [b"message"]
 
 
+RATE = 1000  # bytes a second
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("path", "sent"), [("/echo", b""), ("/many", b"\0\0\0\0\1a")])
+def test_a_call_that_drips_is_ended(run, http2, path, sent):
+    async def main():
+        async with http2.listener(min_upload_rate=RATE) as served, http2.peer(served) as peer:
+            stream_id = peer.begin(path, end=False)
+            peer.say(stream_id, sent + b"\0\0\0\x0f\xff")
+            answered = asyncio.ensure_future(peer.answered(stream_id))
+            while not answered.done():
+                peer.say(stream_id, b"x")
+                await asyncio.wait({answered}, timeout=TIMEOUT_S / 10)
+            return answered.result()
+
+    assert run(main()).status == DEADLINE_EXCEEDED
+
+
+@pytest.mark.usefixtures("impatient")
+def test_short_messages_of_a_stream_need_no_rate(run, http2):
+    async def main():
+        async with http2.listener(min_upload_rate=RATE) as served, http2.peer(served) as peer:
+            stream_id = peer.begin("/many", end=False)
+            peer.say(stream_id, b"\0")  # at each look, a message is incomplete
+            for _ in range(12):
+                await asyncio.sleep(TIMEOUT_S / 3)
+                peer.say(stream_id, b"\0\0\0\1a\0")
+            peer.say(stream_id, b"\0\0\0\1a", end=True)
+            return await peer.answered(stream_id)
+
+    assert len(run(main()).messages) == 13
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_long_frame_that_keeps_coming_is_waited_for(run, http2):
     async def main():

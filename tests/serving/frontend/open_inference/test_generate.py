@@ -22,6 +22,7 @@ def rows(signature: Signature | None = None, **members: Any) -> dict[str, Any]:
     return {p.name: decode_input(p.value, p.content_type) for p in made.parameters}
 
 
+@pytest.mark.usefixtures("items")
 def test_members_are_inputs_of_the_kind_they_look_like() -> None:
     found = rows(text="hi", n=3, ok=True, f=[0.5, 1.5])
     assert {name: (str(array.dtype), array.tolist()) for name, array in found.items()} == {
@@ -32,12 +33,14 @@ def test_members_are_inputs_of_the_kind_they_look_like() -> None:
     }
 
 
+@pytest.mark.usefixtures("items")
 def test_the_signature_says_what_they_are() -> None:
     found = rows(SIGNATURE, x=[1, 2], n=3)
     assert (str(found["x"].dtype), found["x"].tolist()) == ("float64", [[1, 2]])
     assert (str(found["n"].dtype), found["n"].tolist()) == ("int8", [[3]])
 
 
+@pytest.mark.usefixtures("items")
 def test_id_and_parameters_are_no_inputs() -> None:
     request = generate_request(b'{"id": "7", "parameters": {"temperature": 0.5}, "text": "a"}', None)
     assert (request.id, dict(request.parameters), len(request.inputs)) == ("7", {"temperature": 0.5}, 1)
@@ -75,6 +78,39 @@ def test_too_many_inputs_are_refused_before_the_first_is_converted() -> None:
     members = {"x": {}} | {str(i): 1 for i in range(1000)}
     with pytest.raises(InvalidRequest, match=r"^inputs: found 1001, expected at most 1000$"):
         generate_request(json.dumps(members).encode(), None)
+
+
+def test_lists_with_many_elements_are_read_as_short_ones() -> None:
+    texts = ["a", "b,"] * 200_000
+    request = generate_request(json.dumps({"text": texts, "n": list(range(1000))}).encode(), None)
+    assert [(one.datatype.name, one.shape) for one in request.inputs] == [
+        ("BYTES", (400_000,)),
+        ("INT64", (1000,)),
+    ]
+    assert request.inputs[0].raw[-11:] == b"\1\0\0\0a\2\0\0\0b,"
+
+
+def test_many_members_are_refused_before_they_are_made() -> None:
+    members = {str(number): 1 for number in range(300_000)}
+    with pytest.raises(InvalidRequest, match=r"^the request: found 300000 members, expected at most 65536"):
+        generate_request(json.dumps(members).encode(), None)
+
+
+@pytest.mark.parametrize(
+    ("member", "text"),
+    [
+        ('"id": [1]', "id: found a list, expected a text"),
+        ('"parameters": [1]', "parameters: found a list, expected an object"),
+        ('"x": [[1]]', "x: found a list, expected a text"),
+        ('"x": {"a": []}', "the request: Expected"),
+        ('"x": [1, 2.5]', r"x.data\[1\]: found 2.5, expected whole numbers"),
+        ('"x": [1%s]' % ("0" * 400), "x.*"),
+    ],
+)
+def test_bad_members_of_requests_with_many_items(member: str, text: str) -> None:
+    many = ", ".join(["1"] * 300_000)
+    with pytest.raises(InvalidRequest, match=f"^{text}"):
+        generate_request(b'{%b, "y": [%b]}' % (member.encode(), many.encode()), None)
 
 
 def test_outputs_of_one_element_are_no_lists() -> None:

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchere.handlers.tensors import list_text
 from torchere.handlers.tensors.answer import WantedOutput
+from torchere.handlers.tensors.codec import array_from_elements
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.json_request import (
     BEGINNING_BYTES,
+    MAX_MEMBERS,
     begins_like_request,
     decoded,
     looks_like_request,
@@ -42,6 +45,7 @@ def binary(size: Any = 8, raw: bytes = RAW, **changes: Any) -> tuple[bytes, int]
     return head + raw, len(head)
 
 
+@pytest.mark.usefixtures("items")
 def test_a_request_is_read_with_all_it_says() -> None:
     outputs = [
         {"name": "a"},
@@ -55,6 +59,7 @@ def test_a_request_is_read_with_all_it_says() -> None:
     assert (tensor.name, tensor.datatype.name, tensor.shape, tensor.raw) == ("x", "FP32", (2,), RAW)
 
 
+@pytest.mark.usefixtures("items")
 def test_shared_memory_is_refused_in_words() -> None:
     shared = {"parameters": {"shared_memory_region": "region", "shared_memory_byte_size": 8}}
     tensor = {key: value for key, value in X.items() if key != "data"} | shared
@@ -64,6 +69,7 @@ def test_shared_memory_is_refused_in_words() -> None:
         checked(body(X, outputs=[{"name": "a"}, {"name": "b", **shared}]))
 
 
+@pytest.mark.usefixtures("items")
 def test_binary_tensors_stand_behind_the_json_in_order() -> None:
     strings = struct.pack("<I", 2) + b"ab"
     head = body(
@@ -75,11 +81,13 @@ def test_binary_tensors_stand_behind_the_json_in_order() -> None:
     assert [tensor.raw for tensor in request.inputs] == [RAW, b"\x05", strings]
 
 
+@pytest.mark.usefixtures("items")
 def test_a_tensor_without_elements_is_a_tensor() -> None:
     assert checked(body({**X, "shape": [0, 3], "data": []})).inputs[0].raw == b""
     assert checked(*binary(0, b"", shape=[0])).inputs[0].shape == (0,)
 
 
+@pytest.mark.usefixtures("items")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -158,6 +166,7 @@ def test_what_is_said_beside_the_inputs_is_refused_by_its_field(members: dict[st
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.usefixtures("items")
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
@@ -178,6 +187,7 @@ def test_inputs_have_names_of_their_own_and_a_bound(inputs: list[Any], text: str
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.usefixtures("items")
 @pytest.mark.parametrize(
     ("text", "json_bytes", "message"),
     [
@@ -233,6 +243,34 @@ def test_what_is_no_utf8_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"^the request is no JSON: .*byte 0x"):
         checked(text)
     assert not looks_like_request(text)
+
+
+def test_many_items_are_decoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def counted(elements: list[Any], *arguments: Any) -> Any:
+        sizes.append(len(elements))
+        return array_from_elements(elements, *arguments)
+
+    monkeypatch.setattr(list_text, "array_from_elements", counted)
+    rows = 300_000
+    text = body({**X, "shape": [rows, 1], "data": []}).replace(b"[]", b"[%b[9]]" % (b"[1]," * (rows - 1)))
+    (tensor,) = checked(text).inputs
+    assert np.frombuffer(tensor.raw, np.float32).tolist() == [1.0] * (rows - 1) + [9.0]
+    assert sum(sizes) == rows
+    assert max(sizes) == list_text.SLICE_ELEMENTS
+
+
+def test_lists_in_parameters_are_refused_before_they_are_made() -> None:
+    long = X | {"shape": [300_000], "data": [1] * 300_000}
+    with pytest.raises(InvalidRequest, match=r"^parameters\[\.\.\.\]: Expected `.*`, got `array`"):
+        checked(body(long, parameters={"a": [[]]}))
+
+
+def test_many_members_are_refused_before_they_are_made() -> None:
+    members = {str(number): [] for number in range(200_000)}
+    with pytest.raises(InvalidRequest, match=f"found 2000.. members, expected at most {MAX_MEMBERS}"):
+        checked(body(X, parameters=members))
 
 
 def test_what_may_be_left_out_may_be_null() -> None:

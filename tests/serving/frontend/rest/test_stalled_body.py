@@ -53,7 +53,7 @@ def test_a_body_that_the_app_waits_for_is_answered_with_408_as_well(planes, talk
     assert not planes.control.calls
 
 
-def trickled(planes, *pieces: bytes, every_s: float) -> bytes:
+def trickled(planes, *pieces: bytes, every_s: float, rate: int = 0) -> bytes:
     """What the server says to pieces sent one after the other, until it closes or has answered all."""
 
     async def echo(request):
@@ -61,7 +61,7 @@ def trickled(planes, *pieces: bytes, every_s: float) -> bytes:
 
     async def main() -> bytes:
         planes.data.behave = echo
-        async with planes.connected(max_request_bytes=2 * LARGE) as (_, reader, writer):
+        async with planes.connected(max_request_bytes=2 * LARGE, min_upload_rate=rate) as (_, reader, writer):
             for piece in pieces:
                 writer.write(piece)
                 await asyncio.sleep(every_s)
@@ -77,6 +77,46 @@ def test_a_slow_body_that_keeps_coming_is_waited_for(planes, size):
     said = trickled(planes, head(6 * len(piece)), *[piece] * 6, every_s=TIMEOUT_S / 3)
     assert said.startswith(b"HTTP/1.1 200 OK")
     assert len(planes.data.asked) == 1
+
+
+RATE = 10_000  # bytes a second
+PIECE_BYTES = int(RATE * TIMEOUT_S / 3)  # sent every TIMEOUT_S / 3
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_body_above_the_least_rate_is_waited_for(planes):
+    pieces = [b"x" * 2 * PIECE_BYTES] * 9
+    said = trickled(planes, head(18 * PIECE_BYTES), *pieces, every_s=TIMEOUT_S / 3, rate=RATE)
+    assert said.startswith(b"HTTP/1.1 200 OK")
+
+
+def dripped(planes, beginning: bytes) -> bytes:
+    """Send a byte again and again behind a beginning, and return all that the server answers."""
+
+    async def main() -> bytes:
+        async with planes.connected(max_request_bytes=2 * LARGE, min_upload_rate=RATE) as (_, reader, writer):
+            writer.write(beginning)
+            answer = asyncio.ensure_future(reader.read())
+            while not answer.done():
+                writer.write(b"0")
+                await asyncio.wait({answer}, timeout=TIMEOUT_S / 10)
+            return answer.result()
+
+    return asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_body_that_drips_is_answered_with_408(planes, beginning):
+    long_chunk = beginning.replace(b"8\r\nx", b"fff\r\nx")
+    assert dripped(planes, long_chunk).startswith(b"HTTP/1.1 408 Request Timeout")
+    assert not planes.data.asked
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_refused_body_that_drips_holds_no_connection(planes):
+    unknown = head(LARGE, b"/v2/models/none/infer").replace(b"Host", b"Content-Encoding: odd\r\nHost")
+    assert dripped(planes, unknown).startswith(b"HTTP/1.1 4")
 
 
 @pytest.mark.usefixtures("impatient")
