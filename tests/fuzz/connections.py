@@ -148,10 +148,12 @@ async def _dialogue(data: bytes, size: int) -> tuple[bytes, bool]:
             break
         give(connection, data[at : at + size])
         await turns()
-    for _ in range(20):
-        await turns(5)
-        if not connection.is_busy():
-            break
+    said = -1  # pipelined requests are answered one by one
+    while said < len(transport.said) or connection.is_busy():
+        said = len(transport.said)
+        await turns(9)
+        if said == len(transport.said) and connection._is_in_body():
+            break  # it waits for the rest of a body
     closed = transport.closed
     transport.close()
     connection.connection_lost(None)
