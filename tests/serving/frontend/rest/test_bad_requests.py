@@ -205,3 +205,21 @@ def test_a_request_that_a_proxy_may_read_otherwise_ends_the_connection(planes, t
     said = talk(HEAD + lines + b"\r\n\r\n0\r\n\r\n" + SMUGGLED)
     assert statuses(said) == [b"400"]
     assert not planes.data.asked
+
+
+@pytest.mark.parametrize(
+    ("path", "lines", "status"),
+    [
+        (b"", b"Authorization: Bearer inference\r\n", b"200"),
+        (b"?authorization=Bearer%20inference&token=inference&key=inference", b"", b"400"),
+        (b"", b"Authorization: Bearer wrong\r\nAuthorization: Bearer inference\r\n", b"400"),
+        (b"", b"Cookie: authorization=Bearer inference\r\n", b"400"),
+        (b"", b"Proxy-Authorization: Bearer inference\r\n", b"400"),
+        (b"", b"Authorization: Bearer management\r\n", b"400"),
+        (b"", b"Authorization: Basic aW5mZXJlbmNl\r\n", b"400"),
+    ],
+)
+def test_a_key_counts_in_the_first_header_of_its_name_only(planes, talk, path, lines, status):
+    head = b"POST /predictions/echo%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n"
+    assert statuses(talk(head % path + lines + b"\r\n", keys=planes.keys)) == [status]
+    assert len(planes.data.asked) == (status == b"200")
