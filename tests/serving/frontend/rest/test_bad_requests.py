@@ -223,3 +223,27 @@ def test_a_key_counts_in_the_first_header_of_its_name_only(planes, talk, path, l
     head = b"POST /predictions/echo%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n"
     assert statuses(talk(head % path + lines + b"\r\n", keys=planes.keys)) == [status]
     assert len(planes.data.asked) == (status == b"200")
+
+
+def test_the_name_of_a_file_is_not_used(planes, talk):
+    part = b'--b\r\nContent-Disposition: form-data; name="f"; filename="../../%b"\r\n\r\nx\r\n--b--\r\n'
+    for name in (b"a\0b", b"a" * 900, b"%2e%2e/etc", b"c:\\x"):
+        body = part % name
+        head = HEAD + b"Content-Type: multipart/form-data; boundary=b\r\nConnection: close\r\n"
+        said = talk(head + b"Content-Length: %d\r\n\r\n" % len(body) + body, max_request_bytes=5000)
+        assert statuses(said) in ([b"200"], [b"400"])
+    for _, _, request in planes.data.asked:
+        assert [(each.name, bytes(each.value)) for each in request.parameters] == [("f", b"x")]
+
+
+def test_a_load_over_the_network_brings_no_content_of_files(planes, talk):
+    body = b'{"parameters": {"file:1/../../x": "aGk=", "config": "{}", "initial_workers": 2}}'
+    head = b"POST /v2/repository/models/new/load HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    said = talk(
+        head + b"Content-Length: %d\r\n\r\n" % len(body) + body,
+        surface="management",
+        open_inference_protocol=True,
+    )
+    assert statuses(said) == [b"200"]
+    (wish,) = [call[1] for call in planes.control.calls if call[0] == "register"]
+    assert (wish.url, wish.model_name, wish.initial_executors) == ("new.mar", "new", 2)
