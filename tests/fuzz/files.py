@@ -31,7 +31,8 @@ from torchere.serving.config.properties import (
 )
 from torchere.serving.config.resolve import configure, report
 from torchere.serving.config.server_settings import ServerSettings
-from torchere.serving.errors import InvalidArchive
+from torchere.serving.config.workflow_spec import MAX_STEPS, check_functions, read_workflow_spec
+from torchere.serving.errors import InvalidArchive, InvalidWorkflow
 from torchere.serving.store.package import _check_sendable
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.messages import Load, control_to_worker, encode_frame, load_of
@@ -53,7 +54,8 @@ def zip_archive(data: bytes) -> None:
 
     def other_reader(path: Path) -> dict[str, bytes]:
         with zipfile.ZipFile(path) as archive:
-            return {info.filename: archive.read(info) for info in archive.infolist() if not info.is_dir()}
+            files = [info for info in archive.infolist() if not info.is_dir()]
+            return {info.filename.removeprefix("./"): archive.read(info) for info in files}
 
     _archive(data, other_reader)
 
@@ -213,6 +215,29 @@ def model_config_seeds() -> list[bytes]:
         b"%YAML 1.1\n---\n? [a]\n: |\n  text\n  more\n...\n",
         b"!!set {a, b}\n",
         b"a: !!binary aGVsbG8=\nb: !!omap [c: 1]\nd: !!python/object:os.system x\n",
+    ]
+
+
+def workflow(data: bytes) -> None:
+    """A specification of a workflow, or InvalidWorkflow; parents come before their children."""
+    try:
+        spec = read_workflow_spec(data.decode("utf-8", "replace"))
+        check_functions(spec, "h.py", "from elsewhere import *")
+    except InvalidWorkflow:
+        return
+    places = {name: place for place, name in enumerate(spec.steps)}
+    assert len(places) <= MAX_STEPS
+    assert all(places[above] < places[name] for name, parents in spec.parents.items() for above in parents)
+    assert sum(not parents for parents in spec.parents.values()) == 1
+    assert spec.leaves
+    assert all(step.min_workers >= 0 and step.timeout_ms >= 1 for step in spec.steps.values())
+
+
+def workflow_seeds() -> list[bytes]:
+    """A chain, a diamond, and settings."""
+    return [
+        b"models:\n  min-workers: 1\n  m: {url: m.mar, timeout-ms: 5}\ndag:\n  before: [m]\n  m: [after]\n",
+        b"dag: {a: [b, c], b: [d], c: [d, e]}\n",
     ]
 
 

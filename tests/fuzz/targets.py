@@ -109,6 +109,7 @@ TARGETS = {
     "tar": Target(files.tar_archive, files.tar_seeds, 12_288),
     "manifest": Target(files.manifest, files.manifest_seeds, 4096, JSON),
     "model_config": Target(files.model_config, files.model_config_seeds, 2048, YAML),
+    "workflow": Target(files.workflow, files.workflow_seeds, 2048, YAML),
     "properties": Target(files.properties, files.properties_seeds),
     "tensors": Target(bodies.tensors, bodies.tensors_seeds, 4096, TENSORS),
     "generate": Target(bodies.generate, bodies.generate_seeds, 4096, JSON),

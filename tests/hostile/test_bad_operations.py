@@ -108,10 +108,3 @@ def test_a_hundred_scrapers_and_one_that_never_reads_are_served(server: Any) -> 
         with ThreadPoolExecutor(20) as pool:
             replies = pool.map(lambda _: server.call("GET", "/metrics", api="metrics").status, range(100))
             assert set(replies) == {200}
-
-
-@pytest.mark.parametrize("path", ["/workflows", "/workflows/w"])
-def test_workflows_are_answered_and_not_run(server: Any, path: str) -> None:
-    body = b'{"spec": "a: [b]\\nb: [a]"}'
-    assert server.call("POST", path, body, api="management").status in (400, 404, 405)
-    assert server.call("POST", "/wfpredict/w", b"x").status == 404
