@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
+SECONDS ?= 60
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools demo serve examples unit test check format bench wheel clean
+.PHONY: help install tools demo serve examples unit test fuzz check format bench wheel clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -49,6 +50,10 @@ test: install  ## run the tests, JOBS files at a time
 	@# Each process gets one thread: with more, the threads of torch in two tests wait for each other.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
+fuzz: install  ## fuzz each parser for SECONDS, or those in TARGETS only; findings go to tests/fuzz/found
+	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt -e '.[fuzz]' $(PIP_ARGS)
+	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(TARGETS)
+
 check: install .tools/bin/helm  ## lint, types, imports, lengths, plain English, policy of the chart
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -70,4 +75,4 @@ wheel: install  ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m build
 
 clean:  ## remove what the other verbs made, but .tools and .peers
-	rm -rf $(VENV) .demo dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .demo .fuzz dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

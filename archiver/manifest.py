@@ -80,17 +80,21 @@ class Manifest:
             "modelVersion": self.model_version,
             "requirementsFile": self.requirements_file,
             "configFile": self.config_file,
-            **self.unknown_in_model,
         }
         whole: dict[str, Any] = {
             "createdOn": self.created_on,
             "runtime": self.runtime,
-            "model": {key: value for key, value in model.items() if value is not None},
-            **self.unknown,
+            "model": _given(model) | dict(self.unknown_in_model),
+        }
+        ours: dict[str, Any] = {
             "archiverVersion": self.archiver_version,
             "torchere": None if self.digests is None else {"digests": dict(sorted(self.digests.items()))},
         }
-        return json.dumps({key: value for key, value in whole.items() if value is not None}, indent=2)
+        return json.dumps(_given(whole) | dict(self.unknown) | _given(ours), indent=2)
+
+
+def _given(members: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in members.items() if value is not None}
 
 
 def created_on(epoch_s: int) -> str:

@@ -24,6 +24,7 @@ UNIT = tuple(
         "archiver/container/",
         "archiver/scan/",
         "client/",
+        "fuzz/",
         "handlers/audio/",
         "handlers/loading/",
         "handlers/tensors/",

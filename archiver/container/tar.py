@@ -124,7 +124,10 @@ class TarStream:
     def _extended(self, info: tarfile.TarInfo) -> bytes:
         if not 0 <= info.size <= MAX_EXTENDED_BYTES:
             raise self._refuse(f"an extended header of {info.size} bytes")
-        return self._exactly(info.size + -info.size % BLOCK_BYTES)[: info.size]
+        data = self._exactly(info.size + -info.size % BLOCK_BYTES)
+        if any(data[info.size :]):  # some readers take a long name up to its NUL instead
+            raise self._refuse("bytes behind the end of an extended header")
+        return data[: info.size]
 
     def _pax(self, info: tarfile.TarInfo) -> dict[str, str]:
         """Parse consecutive records `<length> <key>=<value>`, each with a line feed at its end."""

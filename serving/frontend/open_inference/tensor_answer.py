@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError
+from torchere.handlers.tensors import BYTES, Datatype, TensorError, check_shape, datatype_named
 from torchere.handlers.tensors.answer import FRAME, Encoded, Output, Wish, encode_outputs, wanted_outputs
-from torchere.handlers.tensors.codec import NO_JSON, array_from_bytes, array_from_json, bytes_from_tensor
+from torchere.handlers.tensors.codec import (
+    NO_JSON,
+    array_from_bytes,
+    array_from_json,
+    bytes_from_tensor,
+    check_byte_count,
+)
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 from torchere.serving.types import InferResponse
@@ -113,12 +119,15 @@ def encode_answer(answer: TensorAnswer, request: TensorRequest) -> Encoded:
     """Encode an answer as a REST body, with the outputs and in the forms that the request asks for.
 
     Raises:
-        ServingError: a requested output does not exist, or can't be written as JSON.
+        ServingError: a requested output does not exist, can't be written as JSON, or has invalid elements.
     """
-    outputs = [
-        Output(out.name, out.datatype, out.shape, array_from_bytes(out.raw, out.datatype, out.shape))
-        for out in answer.outputs
-    ]
+    try:
+        outputs = [
+            Output(out.name, out.datatype, out.shape, array_from_bytes(out.raw, out.datatype, out.shape))
+            for out in answer.outputs
+        ]
+    except TensorError as err:
+        raise _no_tensors(str(err)) from err
     wish = Wish(id=answer.id, outputs=request.outputs, binary=request.binary)
     identity = {"model_name": answer.model_name, "model_version": answer.model_version}
     try:
@@ -143,33 +152,35 @@ def read_json(response: InferResponse, *, quoted: bool = False) -> TensorAnswer:
 
 def _answer(body: bytes, start: int, end: int, *, quoted: bool = False) -> TensorAnswer:
     view = memoryview(body)
-    raw: bytes | memoryview
     try:
         head = _decoder.decode(view[start:end])
     except NO_JSON as err:
         raise _no_tensors(str(err)) from err
     outputs = []
     for index, output in enumerate(head.outputs):
+        where = f"outputs[{index}]"
         size = output.parameters.pop("binary_data_size", None)
-        if isinstance(size, int):
-            raw, end = view[end : end + size], end + size
-        else:
-            raw = _raw_of_json(output, f"outputs[{index}]", quoted=quoted)
-        datatype = DATATYPES[output.datatype]
+        try:
+            datatype = datatype_named(output.datatype, f"{where}.datatype")
+            if isinstance(size, int):
+                raw, end = _binary(output, datatype, view[end : end + max(size, 0)], where), end + size
+            else:
+                raw = _raw_of_json(output, datatype, where, quoted=quoted)
+        except TensorError as err:
+            raise _no_tensors(str(err)) from err
         outputs.append(OutputTensor(output.name, datatype, tuple(output.shape), raw, output.parameters))
     version = "" if head.model_version is None else str(head.model_version)
     return TensorAnswer(head.model_name, version, head.id or "", tuple(outputs))
 
 
-def _raw_of_json(output: _Output, where: str, *, quoted: bool) -> bytes:
-    datatype = DATATYPES.get(output.datatype)
-    if datatype is None:
-        raise _no_tensors(f"{where}.datatype is {output.datatype!r}")
+def _binary(output: _Output, datatype: Datatype, raw: memoryview, where: str) -> bytes | memoryview:
+    check_byte_count(len(raw), datatype, check_shape(output.shape, f"{where}.shape"), where)
+    return raw
+
+
+def _raw_of_json(output: _Output, datatype: Datatype, where: str, *, quoted: bool) -> bytes | memoryview:
     data = _as_texts(output.data, quoted=quoted) if datatype is BYTES else output.data
-    try:
-        return bytes_from_tensor(array_from_json(data, datatype, output.shape, where), datatype)
-    except TensorError as err:
-        raise _no_tensors(str(err)) from err
+    return bytes_from_tensor(array_from_json(data, datatype, output.shape, where), datatype)
 
 
 def _as_texts(data: Any, *, quoted: bool) -> Any:

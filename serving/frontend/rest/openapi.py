@@ -31,6 +31,21 @@ _STATUSES = {
     503: "The server can't take the request now",
     504: "The deadline passed",
 }
+# TorchServe's errors, and those of the Open Inference Protocol.
+_ERROR = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["code", "type", "message"],
+            "properties": {
+                "code": {"type": "integer"},
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+            },
+        },
+        {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}},
+    ]
+}
 
 
 class Operation(NamedTuple):
@@ -69,7 +84,8 @@ SHARED = (
     Operation("/", "options", "apiDescription", "Describe this API"),
     Operation("/api-description", "get", "api-description", "Describe this API"),
 )
-METRICS = (Operation("/metrics", "get", "metrics", "Metrics as text", (200,), (("name[]", "string"),)),)
+# Every document has them, as in TorchServe; listeners that don't serve them answer 404.
+METRICS = (Operation("/metrics", "get", "metrics", "Metrics as text", (200, 404), (("name[]", "string"),)),)
 INFERENCE = (
     Operation("/ping", "get", "ping", "Whether the models are healthy"),
     Operation(
@@ -167,8 +183,15 @@ def _operation(row: Operation) -> dict[str, Any]:
         operation["parameters"] = parameters
     if row.has_body:
         operation["requestBody"] = {"content": {"*/*": {"schema": {"type": "string", "format": "binary"}}}}
-    operation["responses"] = {str(status): {"description": _STATUSES[status]} for status in row.statuses}
+    operation["responses"] = {str(status): _response(status) for status in row.statuses}
     return operation
+
+
+def _response(status: int) -> dict[str, Any]:
+    described: dict[str, Any] = {"description": _STATUSES[status]}
+    if status >= 400:
+        described["content"] = {"application/json": {"schema": _ERROR}}
+    return described
 
 
 def _parameter(place: str, name: str, kind: str) -> dict[str, Any]:
@@ -223,7 +246,14 @@ _ASKERS = (
     ("/generate_stream", "generate_stream", "Predict; each part of the answer is an event"),
 )
 _REPOSITORY = (
-    Operation("/v2/repository/index", "post", "v2_repository_index", "List the models", has_body=True),
+    Operation(
+        "/v2/repository/index",
+        "post",
+        "v2_repository_index",
+        "List the models",
+        (200, 400, 500),
+        has_body=True,
+    ),
     Operation(
         "/v2/repository/models/{model_name}/load", "post", "v2_load", "Load a model", _LOADED, has_body=True
     ),

@@ -203,6 +203,23 @@ def test_an_extended_header_is_no_longer_than_may_be(
 
 
 @pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (tarfile.GNUTYPE_LONGNAME, b"one"),
+        (tarfile.XHDTYPE, b"12 path=one\n"),
+        (tarfile.XGLTYPE, b"8 a=one\n"),
+    ],
+)
+def test_a_long_name_that_two_readers_would_read_differently_is_refused(
+    tgz_of_bytes: Callable[[bytes], Path], tmp_path: Path, kind: bytes, content: bytes
+) -> None:
+    header = member("x", kind, size=len(content)).tobuf(tarfile.GNU_FORMAT)
+    file = member("f").tobuf(tarfile.GNU_FORMAT)
+    data = header + (content + b"more").ljust(512, b"\0") + file + bytes(1024)
+    assert "behind the end of an extended header" in refusal(tgz_of_bytes(data), tmp_path / "t")
+
+
+@pytest.mark.parametrize(
     ("records", "said"),
     [
         (b"0 \n", "damaged"),

@@ -304,3 +304,20 @@ def test_a_certificate_whose_expiry_can_not_be_told_serves_all_the_same(files, c
 def test_no_message_and_no_representation_holds_the_key(files, pairs):
     pair = Certificates(files).pair
     assert pairs["first"][1].decode().splitlines()[1] not in repr(pair)
+
+
+def test_a_client_without_tls_gets_no_answer(planes, files):
+    async def main():
+        async with rest_server(planes, Certificates(files)) as address:
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            said = b""
+            with contextlib.suppress(ConnectionError):
+                said = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            client = await RestClient.connect(address)
+            assert await client.ask() == b"HTTP/1.1 200 OK"
+            await client.close()
+            return said
+
+    assert b"HTTP/" not in asyncio.run(main())

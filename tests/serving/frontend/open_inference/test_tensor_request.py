@@ -10,7 +10,7 @@ import pytest
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.encode import decode_input
 from torchere.handlers.tensors import BYTES, DATATYPES
-from torchere.handlers.tensors.answer import OPEN_INFERENCE, WantedOutput, read_wish
+from torchere.handlers.tensors.answer import FRAME, OPEN_INFERENCE, WantedOutput, read_wish
 from torchere.handlers.tensors.codec import split_elements
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.open_inference.service import check_signature, request_json
@@ -175,12 +175,30 @@ def test_bytes_of_an_envelope_that_are_no_texts_become_their_json() -> None:
         b'{"outputs":[{"name":"y"}]}',
         b'{"outputs":[{"name":"y","datatype":"WORD","data":[1],"shape":[1]}]}',
         b'{"outputs":[{"name":"y","datatype":"INT8","data":[1],"shape":[7]}]}',
+        b'{"outputs":[{"name":"y","datatype":"WORD","shape":[0],"parameters":{"binary_data_size":0}}]}',
     ],
 )
 def test_an_answer_that_is_none_of_the_protocol_is_the_handlers_failure(body: bytes) -> None:
     with pytest.raises(HandlerFailed, match="none of the Open Inference Protocol") as caught:
         read_json(InferResponse(body))
     assert caught.value.status == 500
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "size"),
+    [
+        *(("BOOL", "[1]", 1), ("BYTES", "[1]", 4), ("WORD", "[0]", 0), ("INT8", "[2]", 1)),
+        *(("INT8", "[9]", 9), ("INT8", "[1]", -1), ("INT8", "[-1]", 1)),
+    ],
+)
+def test_binary_outputs_that_are_none_are_the_handlers_failure(datatype: str, shape: str, size: int) -> None:
+    output = (
+        f'{{"name":"y","datatype":"{datatype}","shape":{shape},"parameters":{{"binary_data_size":{size}}}}}'
+    )
+    head = f'{{"outputs":[{output}]}}'.encode()
+    body = FRAME.pack(len(head)) + head + b"\x02\0\0\0"
+    with pytest.raises(HandlerFailed, match="none of the Open Inference Protocol"):
+        encode_answer(read_framed(InferResponse(body)), TensorRequest(()))
 
 
 @pytest.mark.parametrize("body", [b"", b"abc", b"\xff\xff\xff\xff{}", b"\2\0\0\0[]"])
