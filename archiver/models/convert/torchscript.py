@@ -16,6 +16,7 @@ from torchere.archiver.models.fold.attention_layers import Encoder
 from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.source import input_names
+from torchere.archiver.models.load.torchscript import check_states
 from torchere.archiver.models.probe.precision import FINE, differing
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.steps import Say, silent
@@ -47,6 +48,7 @@ def to_torchscript(
     frozen: torch.jit.ScriptModule = (
         torch.jit.freeze(compiled.eval()) if hasattr(compiled, "training") else compiled
     )
+    check_states(frozen)
     if not script and not isinstance(module, torch.jit.ScriptModule):
         tell_unused(module, frozen, example, say)
     return frozen
