@@ -19,7 +19,7 @@ from torchere.archiver.models.convert.exported_program import free_sizes
 from torchere.archiver.models.convert.files import Packed, config_with, keep, may_say, members_of, write_model
 from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, measured_gain
 from torchere.archiver.models.convert.torchscript import to_torchscript
-from torchere.archiver.models.fold.convolutions import folded_paddings
+from torchere.archiver.models.fold.convolutions import NotTraceable, folded_paddings
 from torchere.archiver.models.inputs.examples import example_of, inputs_of, read_example, read_samples
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import Tensors, sizes_of
@@ -204,7 +204,11 @@ class _Compilation:
         """
         if self.options.script or self.source.program is not None:
             return module
-        folded = folded_paddings(module, example)
+        try:
+            folded = folded_paddings(module, example)
+        except NotTraceable as reason:
+            self.say(f"paddings stay apart from their convolutions, which is slower: {reason}")
+            return module
         if folded is None:
             return module
         self.say(f"folded into convolutions: {folded.note}")

@@ -8,6 +8,7 @@ the same function, up to the rounding of float32.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.measure.difference import answers, difference
@@ -24,7 +26,11 @@ _SAME = 1e-4  # the largest drift of a folded model: only the order of sums diff
 
 
 class NotTraceable(ModelRefused):
-    """The model's forward can't be traced as one graph of operations."""
+    """The model's forward can't be traced as one graph of operations; `reason` is the text without advice."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -60,31 +66,56 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
     Raises:
         NotTraceable: the forward branches on values, calls untraceable code, or was traced incorrectly:
             tracing can take another branch than the model, such as that of an optional argument.
-            `int8-dynamic` supports such a model.
+            `int8-dynamic` supports such a model if it has linear or recurrent layers.
     """
     model = copy.deepcopy(module).eval()
-    folded = _folded(_traced(copy.deepcopy(model)), example)
+    folded = _folded(_traced(copy.deepcopy(model), len(example)), example)
     if _answers_alike(model, folded.module, example):
         return folded
-    plain = Folded(_traced(copy.deepcopy(model)), 0, 0, 0)
+    plain = Folded(_traced(copy.deepcopy(model), len(example)), 0, 0, 0)
     if _answers_alike(model, plain.module, example):
         return plain
     raise NotTraceable(
         f"the forward of {type(module).__name__} answers the example otherwise when it is traced as a graph "
-        "(by a branch that tracing does not see, or something random); use int8-dynamic, which needs no graph"
+        "(by a branch that tracing does not see, or something random)",
+        _advice(module),
     )
 
 
 def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
-    """Call `fold` for a model that stays in fp32; return None if no padding is folded or folding fails."""
+    """Call `fold` for a model that stays in fp32; return None if it has no padding to fold.
+
+    Raises:
+        NotTraceable: the model pads with zeros, and can't be traced as a graph.
+    """
     if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
         return None  # saves the copy that `fold` makes
     try:
         folded = fold(module, example)
     # Broad: tracing runs the model's own code in a way that its author did not intend. Folding is optional.
-    except Exception:
-        return None
+    except Exception as error:
+        if not _pads(module, example):
+            return None
+        reason = error.reason if isinstance(error, NotTraceable) else str(error)
+        raise NotTraceable(reason, "take the branch out of its forward, as torch.where") from error
     return folded if folded.paddings else None
+
+
+class _Paddings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own have no types
+    """Records whether the operator that pads with a constant runs."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func is torch.ops.aten.constant_pad_nd.default
+        return func(*args, **(kwargs or {}))
+
+
+def _pads(module: nn.Module, example: tuple[torch.Tensor, ...]) -> bool:
+    watch = _Paddings()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), watch:
+        module(*copy.deepcopy(example))
+    return watch.found
 
 
 def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
@@ -107,21 +138,51 @@ def _answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch
             return False
 
 
-def _traced(module: nn.Module) -> fx.GraphModule:
+def _traced(module: nn.Module, inputs: int) -> fx.GraphModule:
+    """Trace the module, whose class may be replaced, with this number of inputs."""
     if isinstance(module, torch.jit.ScriptModule):
         raise NotTraceable(
-            "the model is TorchScript, whose layers can't be changed any more; "
-            "quantise the eager model that it was made from (--model-file, or module:factory)"
+            "the model is TorchScript, whose layers can't be changed any more",
+            "quantise the eager model that it was made from (--model-file, or module:factory)",
         )
     try:
-        return fx.symbolic_trace(module)
+        return fx.symbolic_trace(_with_inputs(module, inputs))
     # Broad: tracing runs the model's own code on proxies of tensors, which may raise any error.
     except Exception as error:
         found = (str(error).splitlines() or [""])[0]
         raise NotTraceable(
             f"the forward of {type(module).__name__} can't be traced as a graph "
-            f"({type(error).__name__}: {found}); use int8-dynamic, which needs no graph"
+            f"({type(error).__name__}: {found})",
+            _advice(module),
         ) from error
+
+
+def _advice(module: nn.Module) -> str:
+    if any(isinstance(layer, (nn.Linear, nn.LSTM, nn.GRU)) for layer in module.modules()):
+        return "use int8-dynamic, which needs no graph"
+    return "take the branch out of its forward, as torch.where, or leave --quantize out"
+
+
+def _with_inputs(module: nn.Module, count: int) -> nn.Module:
+    """Give the module a class whose forward has only the first `count` parameters; others have defaults.
+
+    FX would make a symbol of a flag that the example lacks, and fail where the forward branches on it. Its
+    `concrete_args` fix such parameters, but keep them as inputs of the graph, with checks of their values.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if len(parameters) == count and all(parameter.kind in kinds for parameter in parameters):
+        return module
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+    names += [f"input_{index}" for index in range(len(names), count)]  # of `*inputs`
+    kind: Any = type(module)
+    code = f"def forward(self, {', '.join(names)}): return original(self, {', '.join(names)})"
+    made: dict[str, Any] = {"original": kind.forward}
+    exec(code, made)  # FX reads the number and the names of parameters from a function's code
+    module.__class__ = type(
+        kind.__name__, (kind,), {"forward": made["forward"], "__module__": kind.__module__}
+    )
+    return module
 
 
 def module_at(graph: fx.GraphModule, node: Any) -> nn.Module | None:
