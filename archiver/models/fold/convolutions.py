@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.measure.difference import answers, difference
@@ -82,44 +81,9 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
     )
 
 
-def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
-    """Call `fold` for a model that stays in fp32; return None if it has no padding to fold.
-
-    Raises:
-        NotTraceable: the model pads with zeros, and can't be traced as a graph.
-    """
-    if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
-        return None  # saves the copy that `fold` makes
-    try:
-        folded = fold(module, example)
-    # Broad: tracing runs the model's own code in a way that its author did not intend. Folding is optional.
-    except Exception as error:
-        if not _pads(module, example):
-            return None
-        reason = error.reason if isinstance(error, NotTraceable) else str(error)
-        raise NotTraceable(reason, "take the branch out of its forward, as torch.where") from error
-    return folded if folded.paddings else None
-
-
-class _Paddings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own have no types
-    """Records whether the operator that pads with a constant runs."""
-
-    found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= func is torch.ops.aten.constant_pad_nd.default
-        return func(*args, **(kwargs or {}))
-
-
-def _pads(module: nn.Module, example: tuple[torch.Tensor, ...]) -> bool:
-    watch = _Paddings()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), watch:
-        module(*copy.deepcopy(example))
-    return watch.found
-
-
 def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
     functional = lift_functional_convolutions(graph)
+    _number_paddings(graph)
     paddings = fold_paddings(graph)
     normalisations = fold_normalisations(graph, example)
     graph.graph.eliminate_dead_code()
@@ -370,33 +334,72 @@ def _node(value: Any) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
-def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Conv2d | None:
+def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Module | None:
     """Return the convolution with the padding folded in; None if it can't be folded."""
     if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         return None
     left, right, top, bottom = sides
     high, wide = layer.padding
-    rows = folded_axis(top + high, bottom + high, layer.dilation[0])
-    columns = folded_axis(left + wide, right + wide, layer.dilation[1])
-    if rows is None or columns is None:
+    return _padded(layer, ((top + high, bottom + high), (left + wide, right + wide)))
+
+
+def _padded(layer: Any, paddings: Sequence[tuple[int, int]]) -> nn.Module | None:
+    """Return the convolution with these paddings of zeros, before and after each axis; None if impossible."""
+    axes = [folded_axis(*ends, dilation) for ends, dilation in zip(paddings, layer.dilation, strict=True)]
+    if None in axes:
         return None
-    kernel = functional.pad(layer.weight.detach(), (columns.front, columns.behind, rows.front, rows.behind))
-    grown = nn.Conv2d(
+    found = [axis for axis in axes if axis is not None]
+    taps = [taps for axis in reversed(found) for taps in (axis.front, axis.behind)]
+    kernel = functional.pad(layer.weight.detach(), taps)
+    grown = type(layer)(
         layer.in_channels,
         layer.out_channels,
-        (int(kernel.shape[2]), int(kernel.shape[3])),
-        stride=(layer.stride[0], layer.stride[1]),
-        padding=(rows.padding, columns.padding),
-        dilation=(layer.dilation[0], layer.dilation[1]),
+        tuple(kernel.shape[2:]),
+        stride=layer.stride,
+        padding=tuple(axis.padding for axis in found),
+        dilation=layer.dilation,
         groups=layer.groups,
         bias=layer.bias is not None,
+        padding_mode=layer.padding_mode,
         dtype=kernel.dtype,
     )
     with torch.no_grad():
         grown.weight.copy_(kernel)
-        if layer.bias is not None and grown.bias is not None:
+        if layer.bias is not None:
             grown.bias.copy_(layer.bias)
-    return grown.eval()
+    made: nn.Module = grown.eval()
+    return made
+
+
+# `padding="same"` and `"valid"` become numbers, which int8 convolutions need.
+
+_PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _number_paddings(graph: fx.GraphModule) -> None:
+    """Replace paddings that are words by numbers; where none do the same, by a separate padding before."""
+    for node in list(graph.graph.nodes):
+        layer: Any = module_at(graph, node)
+        if type(layer) not in _PLAIN or not isinstance(layer.padding, str):
+            continue
+        ends = [_ends(layer, axis) for axis in range(len(layer.kernel_size))]
+        numbered, is_zeros = _padded(layer, ends), layer.padding_mode == "zeros"
+        if numbered is None and is_zeros and calls_of(graph, node) == 1:
+            with graph.graph.inserting_before(node):
+                sides = [side for pair in reversed(ends) for side in pair]
+                before = graph.graph.call_function(functional.pad, (node.args[0], sides))
+            node.args = (before, *node.args[1:])
+            numbered = _padded(layer, [(0, 0)] * len(ends))
+        if numbered is not None and (is_zeros or numbered.weight.shape == layer.weight.shape):
+            replace_module(graph, node, numbered)
+
+
+def _ends(layer: Any, axis: int) -> tuple[int, int]:
+    """Return the padding before and after an axis, as torch computes it: the odd one is after."""
+    if layer.padding == "valid":
+        return 0, 0
+    total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+    return total // 2, total - total // 2
 
 
 _ROWS = 2  # dimensions of the output of a linear layer for rows: [rows, features]

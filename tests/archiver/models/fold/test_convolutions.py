@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch.nn import functional
 
 from torchere.archiver.models.fold import convolutions as folding
-from torchere.archiver.models.fold.convolutions import Axis, NotTraceable, fold, folded_axis, folded_paddings
+from torchere.archiver.models.fold.convolutions import Axis, NotTraceable, fold, folded_axis
+from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.quantize.static import clipped_by_format
 
 PICTURE = (torch.rand(1, 3, 9, 9),)
@@ -350,3 +351,23 @@ def test_folding_that_is_skipped_though_the_model_pads_is_told() -> None:
     ) as caught:
         folded_paddings(Masking((0, 1, 0, 1)).eval(), PICTURE)
     assert "int8" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["same", "valid"])
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        (lambda word: nn.Conv1d(4, 6, 5, padding=word), (2, 4, 20)),
+        (lambda word: nn.Conv1d(4, 6, 4, padding=word, groups=2), (2, 4, 20)),
+        (lambda word: nn.Conv1d(4, 6, 4, padding=word, dilation=3), (2, 4, 20)),
+        (lambda word: nn.Conv1d(4, 6, 5, padding=word, padding_mode="reflect"), (2, 4, 20)),
+        (lambda word: nn.Conv2d(4, 6, (3, 4), padding=word, dilation=(2, 1), bias=False), (2, 4, 9, 11)),
+        (lambda word: nn.Conv3d(4, 6, (3, 2, 1), padding=word), (1, 4, 5, 6, 7)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using padding=.same.:UserWarning")
+def test_paddings_that_are_words_become_numbers(layer: Any, sizes: tuple[int, ...], word: str) -> None:
+    module, example = nn.Sequential(layer(word)).eval(), torch.rand(sizes)
+    made = fold(module, (example,)).module
+    torch.testing.assert_close(made(example), module(example), atol=1e-5, rtol=1e-5)
+    assert not [one for one in made.modules() if isinstance(getattr(one, "padding", None), str)]
