@@ -76,6 +76,12 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         help="trust the input files: allow full unpickling, and running compiled code, to read the "
         "model (can execute arbitrary code)",
     )
+    add(
+        "--no-strict",
+        action="store_true",
+        help="take the weights that have the model's names; others are left out, and what the file lacks "
+        "stays as the class makes it",
+    )
     add("--quantize", metavar="METHOD", help=_quantize_help(format_flag))
     add(
         "--samples",
@@ -181,6 +187,7 @@ def _options(namespace: argparse.Namespace) -> BuildOptions:
         dynamic_sizes=tuple(namespace.dynamic_size),
         isa=namespace.isa,
         allow_pickle=namespace.allow_pickle,
+        strict=not namespace.no_strict,
         quantize=namespace.quantize,
         samples=namespace.samples,
         verify=not namespace.no_verify,

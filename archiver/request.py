@@ -47,6 +47,7 @@ class BuildOptions:
     dynamic_sizes: tuple[str, ...] = ()  # "ids,mask:1=2:512"
     isa: str | None = None  # None: that of this machine
     allow_pickle: bool = False
+    strict: bool = True  # False: weights may be left out and missing
     needs_signature: bool = True  # False: the handler does not need one
     quantize: str | None = None
     samples: Path | None = None

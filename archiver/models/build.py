@@ -19,7 +19,8 @@ from torchere.archiver.models.convert.exported_program import free_sizes
 from torchere.archiver.models.convert.files import Packed, config_with, keep, may_say, members_of, write_model
 from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, measured_gain
 from torchere.archiver.models.convert.torchscript import to_torchscript
-from torchere.archiver.models.fold.convolutions import folded_paddings
+from torchere.archiver.models.fold.convolutions import NotTraceable
+from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.inputs.examples import example_of, inputs_of, read_example, read_samples
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import Tensors, sizes_of
@@ -64,9 +65,15 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     beside.mkdir()
     with step(say, "reading the model"):
         source = read_source(
-            options.serialized_file, options.model_file, options.factory, options.allow_pickle
+            options.serialized_file,
+            options.model_file,
+            options.factory,
+            options.allow_pickle,
+            strict=options.strict,
+            kept=options.model_format == KEEP,
         )
-    say(f"the model: {source.kind} ({source.path})")
+    for line in (f"the model: {source.kind} ({source.path})", *source.notes):
+        say(line)
     signed = inputs_of(options.example_signature) if options.example_signature else ()
     if signed:  # clients use these input names; a program has its own
         source = dataclasses.replace(source, names=tuple(spec.name for spec in signed))
@@ -204,7 +211,11 @@ class _Compilation:
         """
         if self.options.script or self.source.program is not None:
             return module
-        folded = folded_paddings(module, example)
+        try:
+            folded = folded_paddings(module, example)
+        except NotTraceable as reason:
+            self.say(f"paddings stay apart from their convolutions, which is slower: {reason}")
+            return module
         if folded is None:
             return module
         self.say(f"folded into convolutions: {folded.note}")

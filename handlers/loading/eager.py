@@ -46,7 +46,10 @@ def load_eager(archive: ArchiveModules, model_file: str, model_pt_path: str | No
     model: torch.nn.Module = _model_class(archive.load(file.stem), model_file)()
     if model_pt_path:
         state = _load_state_dict(model_pt_path)
-        model.load_state_dict(state, assign=_may_replace(model, state))
+        if type(model).load_state_dict is torch.nn.Module.load_state_dict:
+            model.load_state_dict(state, assign=_may_replace(model, state))
+        else:
+            model.load_state_dict(state)  # a method of its own, to rename keys, may not know `assign`
     return model
 
 

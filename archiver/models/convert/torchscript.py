@@ -16,6 +16,7 @@ from torchere.archiver.models.fold.attention_layers import Encoder
 from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.source import input_names
+from torchere.archiver.models.load.torchscript import check_states
 from torchere.archiver.models.probe.precision import FINE, differing
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.steps import Say, silent
@@ -36,20 +37,63 @@ def to_torchscript(
         ModelRefused: the trace differs from the module: see `trace`, `tell_unused`.
         Exception: any error of torch's compiler.
     """
-    if isinstance(module, torch.jit.ScriptModule):
-        compiled: Any = module
-    elif script:
-        compiled = torch.jit.script(module)
-    else:
-        if isinstance(module, torch.fx.GraphModule):
-            _make_traceable(module)
-        compiled = trace(module, example, say)
+    with readable_properties(module):
+        compiled = _compiled(module, example, script, say)
     frozen: torch.jit.ScriptModule = (
         torch.jit.freeze(compiled.eval()) if hasattr(compiled, "training") else compiled
     )
+    check_states(frozen)
     if not script and not isinstance(module, torch.jit.ScriptModule):
         tell_unused(module, frozen, example, say)
     return frozen
+
+
+def _compiled(module: torch.nn.Module, example: Tensors, script: bool, say: Say) -> Any:
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    if script:
+        return torch.jit.script(module)
+    if isinstance(module, torch.fx.GraphModule):
+        _make_traceable(module)
+    return trace(module, example, say)
+
+
+@contextmanager
+def readable_properties(module: torch.nn.Module) -> Iterator[None]:
+    """Let properties that raise be missing in the block: torch's compiler reads each attribute of a module.
+
+    A LightningModule without its Trainer raises RuntimeError, and the compiler expects AttributeError only.
+    """
+    raising = {
+        (owner, name): item
+        for part in module.modules()
+        for owner in type(part).__mro__
+        for name, item in vars(owner).items()
+        if isinstance(item, property) and owner is not torch.nn.Module and _raises(part, item)
+    }
+    for owner, name in raising:
+        setattr(owner, name, property(_missing))
+    try:
+        yield
+    finally:
+        for (owner, name), item in raising.items():
+            setattr(owner, name, item)
+
+
+def _raises(part: torch.nn.Module, item: property) -> bool:
+    try:
+        if item.fget is not None:
+            item.fget(part)
+    except AttributeError:
+        return False
+    # Broad: the property is code of the model's.
+    except Exception:
+        return True
+    return False
+
+
+def _missing(part: torch.nn.Module) -> None:
+    raise AttributeError(f"a property of {type(part).__name__} that can't be read now")
 
 
 def _make_traceable(graph: torch.fx.GraphModule) -> None:

@@ -8,13 +8,14 @@ the same function, up to the rounding of float32.
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from torchere.archiver.errors import ModelRefused
@@ -24,7 +25,11 @@ _SAME = 1e-4  # the largest drift of a folded model: only the order of sums diff
 
 
 class NotTraceable(ModelRefused):
-    """The model's forward can't be traced as one graph of operations."""
+    """The model's forward can't be traced as one graph of operations; `reason` is the text without advice."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -60,35 +65,25 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
     Raises:
         NotTraceable: the forward branches on values, calls untraceable code, or was traced incorrectly:
             tracing can take another branch than the model, such as that of an optional argument.
-            `int8-dynamic` supports such a model.
+            `int8-dynamic` supports such a model if it has linear or recurrent layers.
     """
     model = copy.deepcopy(module).eval()
-    folded = _folded(_traced(copy.deepcopy(model)), example)
+    folded = _folded(_traced(copy.deepcopy(model), len(example)), example)
     if _answers_alike(model, folded.module, example):
         return folded
-    plain = Folded(_traced(copy.deepcopy(model)), 0, 0, 0)
+    plain = Folded(_traced(copy.deepcopy(model), len(example)), 0, 0, 0)
     if _answers_alike(model, plain.module, example):
         return plain
     raise NotTraceable(
         f"the forward of {type(module).__name__} answers the example otherwise when it is traced as a graph "
-        "(by a branch that tracing does not see, or something random); use int8-dynamic, which needs no graph"
+        "(by a branch that tracing does not see, or something random)",
+        _advice(module),
     )
-
-
-def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
-    """Call `fold` for a model that stays in fp32; return None if no padding is folded or folding fails."""
-    if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
-        return None  # saves the copy that `fold` makes
-    try:
-        folded = fold(module, example)
-    # Broad: tracing runs the model's own code in a way that its author did not intend. Folding is optional.
-    except Exception:
-        return None
-    return folded if folded.paddings else None
 
 
 def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
     functional = lift_functional_convolutions(graph)
+    _number_paddings(graph)
     paddings = fold_paddings(graph)
     normalisations = fold_normalisations(graph, example)
     graph.graph.eliminate_dead_code()
@@ -107,21 +102,51 @@ def _answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch
             return False
 
 
-def _traced(module: nn.Module) -> fx.GraphModule:
+def _traced(module: nn.Module, inputs: int) -> fx.GraphModule:
+    """Trace the module, whose class may be replaced, with this number of inputs."""
     if isinstance(module, torch.jit.ScriptModule):
         raise NotTraceable(
-            "the model is TorchScript, whose layers can't be changed any more; "
-            "quantise the eager model that it was made from (--model-file, or module:factory)"
+            "the model is TorchScript, whose layers can't be changed any more",
+            "quantise the eager model that it was made from (--model-file, or module:factory)",
         )
     try:
-        return fx.symbolic_trace(module)
+        return fx.symbolic_trace(_with_inputs(module, inputs))
     # Broad: tracing runs the model's own code on proxies of tensors, which may raise any error.
     except Exception as error:
         found = (str(error).splitlines() or [""])[0]
         raise NotTraceable(
             f"the forward of {type(module).__name__} can't be traced as a graph "
-            f"({type(error).__name__}: {found}); use int8-dynamic, which needs no graph"
+            f"({type(error).__name__}: {found})",
+            _advice(module),
         ) from error
+
+
+def _advice(module: nn.Module) -> str:
+    if any(isinstance(layer, (nn.Linear, nn.LSTM, nn.GRU)) for layer in module.modules()):
+        return "use int8-dynamic, which needs no graph"
+    return "take the branch out of its forward, as torch.where, or leave --quantize out"
+
+
+def _with_inputs(module: nn.Module, count: int) -> nn.Module:
+    """Give the module a class whose forward has only the first `count` parameters; others have defaults.
+
+    FX would make a symbol of a flag that the example lacks, and fail where the forward branches on it. Its
+    `concrete_args` fix such parameters, but keep them as inputs of the graph, with checks of their values.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if len(parameters) == count and all(parameter.kind in kinds for parameter in parameters):
+        return module
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+    names += [f"input_{index}" for index in range(len(names), count)]  # of `*inputs`
+    kind: Any = type(module)
+    code = f"def forward(self, {', '.join(names)}): return original(self, {', '.join(names)})"
+    made: dict[str, Any] = {"original": kind.forward}
+    exec(code, made)  # FX reads the number and the names of parameters from a function's code
+    module.__class__ = type(
+        kind.__name__, (kind,), {"forward": made["forward"], "__module__": kind.__module__}
+    )
+    return module
 
 
 def module_at(graph: fx.GraphModule, node: Any) -> nn.Module | None:
@@ -309,33 +334,72 @@ def _node(value: Any) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
-def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Conv2d | None:
+def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Module | None:
     """Return the convolution with the padding folded in; None if it can't be folded."""
     if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         return None
     left, right, top, bottom = sides
     high, wide = layer.padding
-    rows = folded_axis(top + high, bottom + high, layer.dilation[0])
-    columns = folded_axis(left + wide, right + wide, layer.dilation[1])
-    if rows is None or columns is None:
+    return _padded(layer, ((top + high, bottom + high), (left + wide, right + wide)))
+
+
+def _padded(layer: Any, paddings: Sequence[tuple[int, int]]) -> nn.Module | None:
+    """Return the convolution with these paddings of zeros, before and after each axis; None if impossible."""
+    axes = [folded_axis(*ends, dilation) for ends, dilation in zip(paddings, layer.dilation, strict=True)]
+    if None in axes:
         return None
-    kernel = functional.pad(layer.weight.detach(), (columns.front, columns.behind, rows.front, rows.behind))
-    grown = nn.Conv2d(
+    found = [axis for axis in axes if axis is not None]
+    taps = [taps for axis in reversed(found) for taps in (axis.front, axis.behind)]
+    kernel = functional.pad(layer.weight.detach(), taps)
+    grown = type(layer)(
         layer.in_channels,
         layer.out_channels,
-        (int(kernel.shape[2]), int(kernel.shape[3])),
-        stride=(layer.stride[0], layer.stride[1]),
-        padding=(rows.padding, columns.padding),
-        dilation=(layer.dilation[0], layer.dilation[1]),
+        tuple(kernel.shape[2:]),
+        stride=layer.stride,
+        padding=tuple(axis.padding for axis in found),
+        dilation=layer.dilation,
         groups=layer.groups,
         bias=layer.bias is not None,
+        padding_mode=layer.padding_mode,
         dtype=kernel.dtype,
     )
     with torch.no_grad():
         grown.weight.copy_(kernel)
-        if layer.bias is not None and grown.bias is not None:
+        if layer.bias is not None:
             grown.bias.copy_(layer.bias)
-    return grown.eval()
+    made: nn.Module = grown.eval()
+    return made
+
+
+# `padding="same"` and `"valid"` become numbers, which int8 convolutions need.
+
+_PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _number_paddings(graph: fx.GraphModule) -> None:
+    """Replace paddings that are words by numbers; where none do the same, by a separate padding before."""
+    for node in list(graph.graph.nodes):
+        layer: Any = module_at(graph, node)
+        if type(layer) not in _PLAIN or not isinstance(layer.padding, str):
+            continue
+        ends = [_ends(layer, axis) for axis in range(len(layer.kernel_size))]
+        numbered, is_zeros = _padded(layer, ends), layer.padding_mode == "zeros"
+        if numbered is None and is_zeros and calls_of(graph, node) == 1:
+            with graph.graph.inserting_before(node):
+                sides = [side for pair in reversed(ends) for side in pair]
+                before = graph.graph.call_function(functional.pad, (node.args[0], sides))
+            node.args = (before, *node.args[1:])
+            numbered = _padded(layer, [(0, 0)] * len(ends))
+        if numbered is not None and (is_zeros or numbered.weight.shape == layer.weight.shape):
+            replace_module(graph, node, numbered)
+
+
+def _ends(layer: Any, axis: int) -> tuple[int, int]:
+    """Return the padding before and after an axis, as torch computes it: the odd one is after."""
+    if layer.padding == "valid":
+        return 0, 0
+    total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+    return total // 2, total - total // 2
 
 
 _ROWS = 2  # dimensions of the output of a linear layer for rows: [rows, features]

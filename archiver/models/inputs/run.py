@@ -57,7 +57,7 @@ def run_on(run: Run, example: Tensors) -> Named:
     Raises:
         ModelRefused: it raises, or returns something other than tensors that a client can be sent.
     """
-    with refusing(f"running the model on {_shapes(example)}"), torch.no_grad():
+    with refusing(f"running the model on {shapes(example)}"), torch.no_grad():
         result = run(*(tensor.clone() for tensor in example))
     found = named_results(result)
     for name, tensor in found:
@@ -131,5 +131,6 @@ def _instead(dtype: torch.dtype) -> str:
     return f"expected one of {', '.join(DATATYPES.values())}"
 
 
-def _shapes(example: Tensors) -> str:
+def shapes(example: Tensors) -> str:
+    """Return the datatypes and shapes in one line: `FP32[1, 8], INT64[1]`."""
     return ", ".join(f"{DATATYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}" for tensor in example)

@@ -12,11 +12,10 @@ import io
 import math
 import pickle
 import warnings
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -28,17 +27,51 @@ from torchere.archiver.models.load.safetensors import read_safetensors
 from torchere.archiver.scan.pickles import is_plain
 from torchere.archiver.scan.weights import PICKLE, SAFETENSORS, TORCH_SAVE, classify_file
 
-_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")  # keys under which training scripts save it
+# Keys under which training scripts save a state dict, in the order in which they are tried: weights before
+# their running average, which a script may have saved beside them.
+_WRAPPERS = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+    "model_state",
+    "net",
+    "network",
+    "params",
+    "weights",
+)
+_EXPECTED = "expected names and tensors: torch.save(model.state_dict(), ...)"
+_DEEPEST = 3  # levels of dicts that are searched for state dicts
 _LIGHTNING_KEY = "pytorch-lightning_version"
+
+StateDict = dict[str, Any]
+"""Tensors by name; values that are not tensors are the settings of int8 layers, or do not matter."""
+
+
+@dataclass(frozen=True)
+class HyperParameters:
+    """The arguments that a Lightning checkpoint has for its class.
+
+    `parameter` names the one parameter that takes all of them, as in `__init__(self, hparams)`; None: each
+    argument has a parameter of its own.
+    """
+
+    values: Mapping[str, Any]
+    parameter: str | None = None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Content of a weights file: a state dict and, only if pickles are allowed, the module it belongs to."""
+    """Content of a weights file: its state dicts and, only if pickles are allowed, the module in it.
+
+    `states` has the path of keys to each state dict (`model.state_dict`; empty for the whole file), those
+    most probably meant first, and at least one.
+    """
 
     kind: str
-    tensors: StateDict
+    states: Mapping[str, StateDict]
     module: torch.nn.Module | None = None
+    hyper_parameters: HyperParameters | None = None
 
 
 def read_weights(path: Path, allow_pickle: bool = False) -> Weights:
@@ -57,10 +90,10 @@ def _read(path: Path, allow_pickle: bool) -> Weights:
     if path.is_dir():
         if not is_distributed_checkpoint(path):
             raise ModelRefused(f"{path}: a folder without .metadata; expected a torch.distributed.checkpoint")
-        return Weights("distributed checkpoint", read_distributed(path))
+        return Weights("distributed checkpoint", {"": read_distributed(path)})
     kind = classify_file(path).kind
     if kind == SAFETENSORS:
-        return Weights("safetensors", read_safetensors(path))
+        return Weights("safetensors", {"": read_safetensors(path)})
     if kind not in (TORCH_SAVE, PICKLE):
         raise ModelRefused(f"{path}: this is {kind}; expected a state dict (torch.save or safetensors)")
     return _weights_of(path, _unpickled(path, allow_pickle))
@@ -89,108 +122,55 @@ def _unpickled(path: Path, allow_pickle: bool) -> Any:
 
 def _weights_of(path: Path, found: Any) -> Weights:
     if isinstance(found, torch.nn.Module):
-        return Weights("pickled module", dict(found.state_dict()), found)
-    if isinstance(found, dict):
-        kind = "Lightning checkpoint" if _LIGHTNING_KEY in found else "state dict"
-        inner = [found.get(key) for key in _WRAPPERS]
-        candidates = [one for one in (found, *inner) if _is_state_dict(one)]
-        if candidates:  # an empty one is that of a model without parameters
-            return Weights(kind, dict(next(filter(None, candidates), candidates[0])))
-    raise ModelRefused(
-        f"{path}: it holds a {type(found).__name__} without a state dict; expected names and tensors: "
-        "torch.save(model.state_dict(), ...)"
-    )
+        return Weights("pickled module", {"": dict(found.state_dict())}, found)
+    if not isinstance(found, dict):
+        raise ModelRefused(f"{path}: it holds a {type(found).__name__} without a state dict; {_EXPECTED}")
+    inner = next((value for value in found.values() if isinstance(value, torch.nn.Module)), None)
+    if inner is not None:  # a checkpoint with the whole module in it, beside the epoch and the like
+        return Weights("pickled module", {"": dict(inner.state_dict())}, inner)
+    states = dict(_states_in(found))
+    if not states:
+        keys = some(list(map(str, found)), 20)
+        raise ModelRefused(f"{path}: it holds a dict without a state dict, with the keys {keys}; {_EXPECTED}")
+    filled = {name: state for name, state in states.items() if state}
+    kind = "Lightning checkpoint" if _LIGHTNING_KEY in found else "state dict"
+    hyper = _hyper_parameters(found) if _LIGHTNING_KEY in found else None
+    return Weights(kind, filled or states, hyper_parameters=hyper)
 
 
-def _is_state_dict(value: Any) -> TypeGuard[StateDict]:
-    return isinstance(value, dict) and all(
-        isinstance(key, str) and isinstance(item, torch.Tensor) for key, item in value.items()
-    )
+def _states_in(found: Mapping[Any, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, StateDict]]:
+    """Yield the state dicts in nested dicts, each with the path of its keys."""
+    if _is_state_dict(found):
+        yield path, cast(StateDict, found)  # not a copy, which would lose the versions torch keeps with it
+    if depth == _DEEPEST:
+        return
+    known = [key for key in _WRAPPERS if key in found]
+    for key in (*known, *(key for key in found if isinstance(key, str) and key not in known)):
+        if isinstance(found[key], Mapping):
+            yield from _states_in(found[key], f"{path}.{key}" if path else key, depth + 1)
 
 
-StateDict = dict[str, torch.Tensor]
+def _is_state_dict(value: Mapping[Any, Any]) -> bool:
+    """Return whether the dict has names, and tensors under some; an empty one has no parameters."""
+    if not all(isinstance(key, str) for key in value) or any(
+        isinstance(item, Mapping) for item in value.values()
+    ):
+        return False
+    return not value or any(isinstance(item, torch.Tensor) for item in value.values())
 
 
-def fitted(state: StateDict, wanted: Mapping[str, torch.Tensor], source: Path) -> StateDict:
-    """Return the part of `state` that a model with the state dict `wanted` takes, without its prefix.
-
-    Lightning, DistributedDataParallel, torch.compile and training scripts put a prefix before names:
-    `model.`, `module.`, `_orig_mod.`. Keys with another prefix (a loss with weights, an averaged copy) are
-    left out. If several names are one parameter in the model, one of them is enough: safetensors stores only
-    one.
-
-    Raises:
-        ModelRefused: no prefix makes the keys fit, and the text names some; or numbers would be lost.
-    """
-    keys = set(wanted)
-    if not keys:
-        return {}
-    aliases = _aliases(wanted)
-    whole = _completed(state, aliases)
-    if keys == whole.keys():
-        return _checked(whole, wanted, source)
-    probe = max(keys, key=lambda key: (key.count("."), key))
-    closest = whole
-    for prefix in sorted({one for alias in aliases[probe] for one in _prefixes(state, alias)}, key=len):
-        cut = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-        cut = _completed(cut, aliases)
-        if keys == cut.keys():
-            return _checked(cut, wanted, source)
-        closest = min(closest, cut, key=lambda one: len(keys ^ one.keys()))
-    missing, extra = sorted(keys - closest.keys()), sorted(closest.keys() - keys)
-    raise ModelRefused(
-        f"{source}: not the weights of this model: missing {_some(missing)}; unexpected {_some(extra)}"
-    )
-
-
-def _prefixes(state: StateDict, probe: str) -> list[str]:
-    return [key[: -len(probe)] for key in state if key.endswith(f".{probe}") or key == probe]
-
-
-def _aliases(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Return, for each key, all keys that are the same numbers in the model, including itself."""
-    groups: defaultdict[object, list[str]] = defaultdict(list)
-    for key, tensor in wanted.items():
-        groups[_place(tensor) or key].append(key)
-    return {key: group for group in groups.values() for key in group}
-
-
-def _place(value: object) -> object:
-    """Return a tensor's address, dtype, shape and strides; None for a value that has no such address."""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+def _hyper_parameters(found: Mapping[str, Any]) -> HyperParameters | None:
+    """Return the arguments as Lightning's own loader takes them from a checkpoint."""
+    values, name = found.get("hyper_parameters"), found.get("hparams_name")
+    if not isinstance(values, Mapping) or not values:
         return None
-    tensor = cast(torch.Tensor, value)
-    if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
-        return None
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return HyperParameters(dict(values), name if isinstance(name, str) and name != "kwargs" else None)
 
 
-def _completed(state: StateDict, aliases: Mapping[str, list[str]]) -> StateDict:
-    found = dict(state)
-    for key, group in aliases.items():
-        present = next((one for one in group if one in state), None)
-        if present is not None:
-            found.setdefault(key, state[present])
-    return found
-
-
-def _checked(state: StateDict, wanted: Mapping[str, torch.Tensor], source: Path) -> StateDict:
-    for key, tensor in state.items():
-        if _is_complex(tensor) and not _is_complex(wanted[key]):
-            raise ModelRefused(
-                f"{source}: {key} is {tensor.dtype}, and the model's is {wanted[key].dtype}: its imaginary "
-                "parts would be lost; expected real numbers"
-            )
-    return state
-
-
-def _is_complex(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_complex()
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) or "none"
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names in one line, with the number of the others."""
+    shown = ", ".join(names[:most]) or "none"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 _METADATA = ".metadata"

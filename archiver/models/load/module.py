@@ -22,12 +22,14 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.sizes import Tensors
-from torchere.archiver.models.load.checkpoint import Weights, fitted
+from torchere.archiver.models.load.checkpoint import HyperParameters
 from torchere.archiver.models.steps import refusing
 
 
-def module_from_file(path: Path) -> torch.nn.Module:
-    """Return an instance of the one `torch.nn.Module` that the file defines, made without arguments.
+def module_from_file(path: Path, given: HyperParameters | None = None) -> torch.nn.Module:
+    """Return an instance of the one `torch.nn.Module` that the file defines.
+
+    It is made without arguments, or with those of `given` that it has parameters for.
 
     The file's folder is importable meanwhile, so that the file can import its neighbours. Only classes that
     the file itself defines count. Not thread-safe.
@@ -46,12 +48,14 @@ def module_from_file(path: Path) -> torch.nn.Module:
                 f"{path} defines these torch.nn.Modules: {names}; expected one, the model; "
                 f"{_advice(path, defined)}"
             )
-        with refusing(f"{path}: making {defined[0].__name__}() without arguments"):
-            return defined[0]()
+        made: torch.nn.Module = _made(defined[0], f"{path}: making {defined[0].__name__}()", given)
+        return made
 
 
-def module_from_factory(name: str) -> torch.nn.Module:
-    """Call `module:name`, a class or a function, without arguments, and return the module that it makes.
+def module_from_factory(name: str, given: HyperParameters | None = None) -> torch.nn.Module:
+    """Call `module:name`, a class or a function, and return the module that it makes.
+
+    It is called without arguments, or with those of `given` that it has parameters for.
 
     The module may be a file in the current folder, unless an installed one has the same name.
 
@@ -64,22 +68,27 @@ def module_from_factory(name: str) -> torch.nn.Module:
     with _importable(Path.cwd(), first=False):
         with refusing(f"importing the factory {name}"):
             factory = getattr(importlib.import_module(module_name), attribute)
-        with refusing(f"calling the factory {name} without arguments"):
-            made = factory()
+        made = _made(factory, f"calling the factory {name}", given)
     if not isinstance(made, torch.nn.Module):
         raise ModelRefused(f"the factory {name} returned a {type(made).__name__}; expected a torch.nn.Module")
     return made
 
 
-def load_into(module: torch.nn.Module, weights: Weights, source: Path) -> None:
-    """Fill the module with the weights.
+def _made(maker: Any, doing: str, given: HyperParameters | None) -> Any:
+    arguments = _arguments(maker, given) if given else {}
+    told = f"with {', '.join(arguments)} of the checkpoint" if arguments else "without arguments"
+    with refusing(f"{doing} {told}"):
+        return maker(**arguments)
 
-    Raises:
-        ModelRefused: names or shapes differ from the module's.
-    """
-    state = fitted(weights.tensors, module.state_dict(), source)
-    with refusing(f"{source}: loading the weights into {type(module).__name__}"):
-        module.load_state_dict(state, assign=False)
+
+def _arguments(maker: Any, given: HyperParameters) -> dict[str, Any]:
+    """Return the hyperparameters that have a parameter; all of them, as one, where one takes them all."""
+    parameters = inspect.signature(maker).parameters
+    if given.parameter in parameters:
+        return {str(given.parameter): dict(given.values)}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(given.values)
+    return {name: value for name, value in given.values.items() if name in parameters}
 
 
 def _classes_in(path: Path) -> list[type[torch.nn.Module]]:

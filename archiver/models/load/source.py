@@ -9,7 +9,7 @@ import os
 import platform
 import zipfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load import module as huggingface
 from torchere.archiver.models.load.checkpoint import Weights, read_weights
 from torchere.archiver.models.load.exported_program import take_by_position
-from torchere.archiver.models.load.module import load_into, module_from_factory, module_from_file
+from torchere.archiver.models.load.fitting import load_into, unwrapped
+from torchere.archiver.models.load.module import module_from_factory, module_from_file
 from torchere.archiver.models.load.onnx import OnnxForm, read_onnx
 from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.steps import refusing
@@ -53,6 +54,7 @@ class Source:
     names: tuple[str, ...] | None = None
     signature: Signature | None = None
     onnx: OnnxForm | None = None
+    notes: tuple[str, ...] = ()  # lines for the user about choices that were made
 
     def names_of_inputs(self, count: int) -> tuple[str, ...]:
         """Return the names of the first `count` inputs."""
@@ -70,7 +72,13 @@ class Source:
 
 
 def read_source(
-    serialized: Path | None, model_file: Path | None, factory: str | None, allow_pickle: bool
+    serialized: Path | None,
+    model_file: Path | None,
+    factory: str | None,
+    allow_pickle: bool,
+    *,
+    strict: bool = True,
+    kept: bool = False,
 ) -> Source:
     """Read a model; modules are in eval mode, on the CPU, without gradients and with observers off.
 
@@ -79,6 +87,8 @@ def read_source(
         model_file: a Python file with the model's class; run.
         factory: `module:name` in an importable package, instead of `model_file`; run.
         allow_pickle: unpickle without restriction.
+        strict: see `load_into`.
+        kept: the server will make the class, as it is and without arguments.
 
     Raises:
         ModelRefused: it can't be used; see the text.
@@ -87,21 +97,51 @@ def read_source(
     if model_file is not None and factory is not None:
         raise ModelRefused("--model-file and --factory are both given; expected one of them")
     if model_file is not None or factory is not None:
-        module = module_from_file(model_file) if model_file else module_from_factory(str(factory))
-        return _ready(_eager(module, serialized, model_file or Path(str(factory)), allow_pickle))
+        return _ready(_eager(serialized, model_file, factory, allow_pickle, strict=strict, kept=kept), kept)
     if serialized is None:
         raise ModelRefused("no model is given; expected --serialized-file, --model-file or --factory")
     os.stat(serialized)  # raises the FileNotFoundError that names it
-    return _ready(_whole(serialized, allow_pickle))
+    return _ready(_whole(serialized, allow_pickle), kept)
 
 
-def _eager(module: torch.nn.Module, serialized: Path | None, origin: Path, allow_pickle: bool) -> Source:
-    if serialized is None:
-        return Source(EAGER, origin, module)
-    os.stat(serialized)
-    weights = read_weights(serialized, allow_pickle)
-    load_into(module, weights, serialized)
-    return Source(EAGER, serialized, module)
+def _eager(
+    serialized: Path | None,
+    model_file: Path | None,
+    factory: str | None,
+    allow_pickle: bool,
+    *,
+    strict: bool,
+    kept: bool,
+) -> Source:
+    weights = None
+    if serialized is not None:
+        os.stat(serialized)
+        weights = read_weights(serialized, allow_pickle)
+    given = weights.hyper_parameters if weights else None
+    arguments = None if kept else given
+    try:
+        module = (
+            module_from_file(model_file, arguments)
+            if model_file
+            else module_from_factory(str(factory), arguments)
+        )
+        notes = load_into(module, weights, serialized, strict) if weights and serialized else []
+    except ModelRefused as refusal:
+        if kept and given:
+            raise ModelRefused(f"{refusal}; {_KEPT_WITHOUT_ARGUMENTS}") from refusal
+        raise
+    if arguments:
+        names = ", ".join(arguments.values)
+        notes.append(
+            f"the class is made with those hyper_parameters of the checkpoint that it takes, of {names}"
+        )
+    return Source(EAGER, serialized or model_file or Path(str(factory)), module, notes=tuple(notes))
+
+
+_KEPT_WITHOUT_ARGUMENTS = (
+    "the checkpoint has hyper_parameters, and a server that keeps the class makes it without arguments: take "
+    "--format torchscript, export or aoti, or give the parameters these values as defaults"
+)
 
 
 def _whole(path: Path, allow_pickle: bool) -> Source:
@@ -208,10 +248,13 @@ def aoti_metadata(path: Path) -> dict[str, str]:
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
 
 
-def _ready(source: Source) -> Source:
+def _ready(source: Source, kept: bool) -> Source:
     module = source.module
     if module is None:
         return source
+    if not kept and source.program is None and not isinstance(module, torch.jit.ScriptModule):
+        module = unwrapped(module)
+        source = replace(source, module=module)
     if not isinstance(module, torch.jit.ScriptModule):
         for part in module.modules():
             part.training = False  # as eval() does, which exported programs refuse

@@ -10,6 +10,7 @@ computed with the product. A convolution brings its input into oneDNN's layout, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -70,6 +71,8 @@ def load_script(
 ) -> torch.jit.ScriptModule:
     """Load a module saved with `torch.jit.save`. Thread-safe; loads in one process run one after the other.
 
+    Recurrent layers of the loaded module check the batch of their initial state; see `check_states`.
+
     Args:
         source: the path of the file, or its bytes.
         check: refuse code that could read or write files, which TorchScript may run while it is loaded;
@@ -88,11 +91,10 @@ def load_script(
     if check:
         _check(source)
     with using(engine):
-        if map_file is not None and (mapped := load_mapped(map_file)) is not None:
-            return mapped
-        loaded: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
-            source, map_location=device
-        )
+        loaded = load_mapped(map_file) if map_file is not None else None
+        if loaded is None:
+            loaded = torch.jit.load(source, map_location=device)  # type: ignore[no-untyped-call]
+        check_states(loaded)
         return loaded
 
 
@@ -229,6 +231,60 @@ def _record(name: str) -> str:
 def _split(record: str) -> tuple[str, str]:
     folder, slash, key = record.rpartition("/")
     return folder + slash, key
+
+
+# Checks of initial states.
+#
+# `nn.LSTM` and its kin compare the batch of their initial state with that of their input in Python, and a
+# trace drops these checks. The operators themselves do not check: with a state of another batch they read
+# beyond its end. So traced layers get the check back, as a step of the graph.
+
+_RECURRENT = tuple(
+    f"aten::{kind}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru")
+)
+_SAID = "the initial state of a recurrent layer has a batch of "
+_CHECK = f"""
+def check(states: List[Tensor], rows: Tensor, is_packed: bool, batch_first: bool):
+    batch = int(rows[0]) if is_packed else rows.size(0 if batch_first else 1)
+    for state in states:
+        if state.size(1) != batch:
+            raise RuntimeError("{_SAID}" + str(state.size(1)) + ", and its input one of " + str(batch) +
+                "; where it is a constant, make it from the input, as x.new_zeros(layers, batch, width)")
+"""
+
+
+def check_states(module: torch.jit.ScriptModule) -> None:
+    """Add a check of the initial state to each recurrent layer, in place; torch.jit.Error when it fails.
+
+    Call it before the module runs, because a module that has run keeps the code it ran. Checks that are there
+    already are not added again.
+    """
+    for part in module.modules():
+        code: Any = getattr(part, "_c", None)
+        for name in code._method_names() if code is not None else ():
+            graph = code._get_method(name).graph
+            nodes = [node for kind in _RECURRENT for node in graph.findAllNodes(kind, True)]
+            if nodes and _SAID not in str(graph):
+                for node in nodes:
+                    _check_state(graph, node)
+
+
+def _check_state(graph: Any, node: Any) -> None:
+    inputs = list(node.inputs())
+    is_packed = "batch_sizes" in node.schema()  # rows of different lengths: (data, batch_sizes, state, ...)
+    state, rows = (inputs[2], inputs[1]) if is_packed else (inputs[1], inputs[0])
+    with graph.insert_point_guard(node):
+        if not isinstance(state.type(), torch._C.ListType):
+            state = _inserted(graph, "prim::ListConstruct", [state]).output()
+            state.setType(torch._C.ListType(torch._C.TensorType.get()))
+        batch_first = graph.insertConstant(True) if is_packed else inputs[8]
+        given = [state, rows, graph.insertConstant(is_packed), batch_first]
+        graph.insertGraph(_compiled_check().graph, given)
+
+
+@functools.cache
+def _compiled_check() -> Any:
+    return torch.jit.CompilationUnit(_CHECK).check
 
 
 # Optimisation.

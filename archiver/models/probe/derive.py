@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.examples import check_against, example_of
-from torchere.archiver.models.inputs.run import DATATYPES, Named, Run, check_tensor, run_on, seeded
+from torchere.archiver.models.inputs.run import DATATYPES, Named, Run, check_tensor, run_on, seeded, shapes
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, batch_of, resized
 from torchere.archiver.models.load.onnx import OnnxForm
-from torchere.archiver.models.probe.precision import FINE, SHARED, Precision, differing
+from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
+from torchere.archiver.models.probe.precision import FINE, SHARED, differing
 from torchere.archiver.models.probe.row_independence import VARIATIONS, Trial, Variation, refuse_mixing
 from torchere.archiver.models.steps import Say, refusing, silent
 from torchere.archiver.signature import ANY, Signature, TensorSpec
 
 _ANY_BATCH = (1, 2**31)
+_NOT_BATCHED = "not batched, requests go through the model one by one"
+_ONE_BY_ONE = "leave --dynamic-batch out to have requests go through it one by one"
 _Places = list[tuple[int, int]]  # (output, dimension)
 
 
@@ -38,7 +42,7 @@ def signature_of(
     say: Say = silent,
     variations: Sequence[Variation] = VARIATIONS,
 ) -> Signature:
-    """Return the signature of the packed model; every free size in it was tried.
+    """Return the signature of the packed model; every free size in it was tried, in a child process.
 
     Args:
         run: the model as it will be served.
@@ -51,12 +55,39 @@ def signature_of(
 
     Raises:
         ModelRefused: the model fails, or mixes rows that would come from different clients.
+        ModelEndedProcess: the model ends its process.
     """
     for name, tensor in zip(names, example, strict=True):
         check_tensor(name, tensor)
+
+    def tried(looks_for_batch: bool) -> Signature:
+        return isolated(
+            lambda tell, say: _tried(
+                Trial(run, example, tell=tell, variations=variations), names, sizes, looks_for_batch, say
+            ),
+            say,
+        )
+
+    try:
+        return tried(probe_batch)
+    except ModelEndedProcess as end:
+        if any(free.is_batch(example) for free in sizes):
+            raise ModelEndedProcess(f"{end}; {_ONE_BY_ONE}") from end
+        if not probe_batch:
+            raise
+        refusal = end
+    found = tried(False)  # it may also have ended on the example itself, and then does so again
+    say(f"{_NOT_BATCHED}: {refusal}")
+    return found
+
+
+def _tried(
+    trial: Trial, names: Sequence[str], sizes: Sequence[FreeSize], probe_batch: bool, say: Say
+) -> Signature:
+    example = trial.example
     is_asked = any(free.is_batch(example) for free in sizes)
-    trial, is_steady = _trial(run, example, is_asked, say, variations)
-    found = [(free, _varying(trial, free)) for free in sizes]
+    trial, is_steady = _ready(trial, is_asked, say)
+    found = [(free, _asked(trial, free)) for free in sizes]
     if probe_batch and is_steady and not is_asked:
         found += _found_batch(trial, say)
     made = _signature(trial, names, found)
@@ -65,26 +96,22 @@ def signature_of(
     return made
 
 
-def _trial(
-    run: Run, example: Tensors, is_asked: bool, say: Say, variations: Sequence[Variation]
-) -> tuple[Trial, bool]:
-    """Return the trial to run, and whether it makes sense to look for a batch."""
-    base = run_on(run, example)
+def _ready(trial: Trial, is_asked: bool, say: Say) -> tuple[Trial, bool]:
+    """Run the example; return the trial with its results, and whether it makes sense to look for a batch."""
+    base = trial.answers(trial.example)
     try:
-        random = is_random(run, example, base)
+        random = is_random(trial.run, trial.example, base)
     except ModelRefused as reason:
         if is_asked:
-            raise ModelRefused(
-                f"{reason}; leave --dynamic-batch out to have requests go through it one by one"
-            ) from reason
+            raise ModelRefused(f"{reason}; {_ONE_BY_ONE}") from reason
         say(f"not batched: {reason}")
-        return Trial(run, example, base, variations=variations), False
+        return replace(trial, base=base), False
     if random:
         say(
             "two runs on the same example differ: the model is random, and is tried with fixed random numbers"
         )
-        base = seeded(run, example)
-    return Trial(run, example, base, random, variations=variations), True
+        base = seeded(trial.run, trial.example)
+    return replace(trial, base=base, is_random=random), True
 
 
 def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSize, _Places]]) -> Signature:
@@ -101,6 +128,16 @@ def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSiz
     )
 
 
+def _asked(trial: Trial, free: FreeSize) -> _Places:
+    """Return the dimensions of the outputs that vary with a size that the user asked for."""
+    try:
+        return _varying(trial, free)
+    except ModelRefused as reason:
+        if not free.is_batch(trial.example):
+            raise
+        raise ModelRefused(f"{reason}; {_ONE_BY_ONE}") from reason
+
+
 def _common(sizes: Sequence[FreeSize]) -> tuple[int, int]:
     """Return the bounds common to all sizes of first dimensions: a server takes these for one batch."""
     first = [free for free in sizes if any(dimension == 0 for _, dimension in free.places)]
@@ -113,16 +150,16 @@ def _found_batch(trial: Trial, say: Say) -> list[tuple[FreeSize, _Places]]:
         free = batch_of(trial.example, _ANY_BATCH)
         return [(free, _varying(trial, free))]
     except ModelRefused as reason:
-        say(f"not batched, requests go through the model one by one: {reason}")
+        say(f"{_NOT_BATCHED}: {reason}")
         return []
 
 
-def batch_refusal(run: Run, example: Tensors, precision: Precision) -> ModelRefused | None:
+def batch_refusal(trial: Trial) -> ModelRefused | None:
     """Return why the model takes no other batch than the example's; None if it takes others."""
     try:
-        base = run_on(run, example)
-        trial = Trial(run, example, base, is_random(run, example, base), precision)
-        _varying(trial, batch_of(example, _ANY_BATCH))
+        base = trial.answers(trial.example)
+        trial = replace(trial, base=base, is_random=is_random(trial.run, trial.example, base))
+        _varying(trial, batch_of(trial.example, _ANY_BATCH))
     except ModelRefused as reason:
         return reason
     return None
@@ -201,6 +238,16 @@ def tried_signature(path: Path, form: OnnxForm, example: Tensors | None, say: Sa
         ModelRefused: the example does not fit the model; or the model does not say how many dimensions an
             input or output has, and can't be run to find out.
     """
+    rows = example[0].shape[0] if example is not None else 1
+    try:
+        return isolated(lambda tell, say: _tried_form(path, form, example, tell, say), say)
+    except ModelEndedProcess as end:
+        if form.unshaped or not form.signature.batched:
+            raise
+        return _fixed(form, rows, str(end), say)
+
+
+def _tried_form(path: Path, form: OnnxForm, example: Tensors | None, tell: Say, say: Say) -> Signature:
     load = functools.cache(functools.partial(_loaded, path))  # at most one session
     if form.unshaped:
         form = _ranked(path, form, example, load)
@@ -210,7 +257,7 @@ def tried_signature(path: Path, form: OnnxForm, example: Tensors | None, say: Sa
         return form.signature
     rows = example[0].shape[0] if example is not None else 1
     try:
-        refusal = _refusal(form, example, load)
+        refusal = _refusal(form, example, load, tell)
     except ModelRefused as reason:
         return _by_names(form, rows, f"rows were not tried together: {reason}", say)
     if refusal is None:
@@ -238,13 +285,17 @@ def _ranked(path: Path, form: OnnxForm, example: Tensors | None, load: Callable[
     return form.with_ranks({name: rank for name, rank in ranks.items() if name in form.unshaped})
 
 
-def _refusal(form: OnnxForm, example: Tensors | None, load: Callable[[], Run]) -> ModelRefused | None:
+def _refusal(
+    form: OnnxForm, example: Tensors | None, load: Callable[[], Run], tell: Say
+) -> ModelRefused | None:
     """Return why the model takes no batches, or None; raise ModelRefused when that can't be tried."""
     given = _made_up(form.signature) if example is None else example
     run = load()
+    tell(shapes(given))
     with refusing("running the model on the example"):
         run(*given)
-    return batch_refusal(run, given, SHARED if form.is_quantised else FINE)
+    precision = SHARED if form.is_quantised else FINE
+    return batch_refusal(Trial(run, given, precision=precision, tell=tell))
 
 
 def _made_up(signature: Signature) -> Tensors:

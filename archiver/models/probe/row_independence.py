@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.run import Named, Run, run_on, seeded
+from torchere.archiver.models.inputs.run import Named, Run, run_on, seeded, shapes
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.probe.precision import Precision, differing, precision_of
+from torchere.archiver.models.steps import Say, silent
 
 # Variations of an example's inputs: values that other clients might send, or that take other branches.
 #
@@ -77,13 +78,15 @@ class Trial:
 
     run: Run
     example: Tensors
-    base: Named  # the model's results on the example
+    base: Named = field(default_factory=list)  # the model's results on the example
     is_random: bool = False
     precision: Precision | None = None  # None: found by `precision_of`
     variations: Sequence[Variation] = VARIATIONS
+    tell: Say = silent  # takes the inputs of each run before it begins
 
     def answers(self, inputs: Tensors) -> Named:
         """Run the model; a random one gets the same random numbers each time."""
+        self.tell(shapes(inputs))
         return seeded(self.run, inputs) if self.is_random else run_on(self.run, inputs)
 
 

@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch.nn import functional
 
 from torchere.archiver.models.fold import convolutions as folding
-from torchere.archiver.models.fold.convolutions import Axis, NotTraceable, fold, folded_axis, folded_paddings
+from torchere.archiver.models.fold.convolutions import Axis, NotTraceable, fold, folded_axis
+from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.quantize.static import clipped_by_format
 
 PICTURE = (torch.rand(1, 3, 9, 9),)
@@ -138,12 +139,14 @@ def test_a_padding_that_is_not_zero_stays(mode: str) -> None:
 
 
 def test_a_model_that_branches_on_values_is_refused_with_what_to_do() -> None:
-    class Branching(nn.Module):
+    class Branching(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(NotTraceable, match=r"Branching can't be traced.*use int8-dynamic"):
+    with pytest.raises(NotTraceable, match=r"Branching can't be traced.*take the branch out of its forward"):
         fold(Branching(), PICTURE)
+    with pytest.raises(NotTraceable, match=r"Branching can't be traced.*use int8-dynamic"):
+        fold(Branching(nn.Linear(2, 2)), PICTURE)
 
 
 def test_torchscript_is_refused_with_what_to_do() -> None:
@@ -200,16 +203,16 @@ def test_a_clip_at_another_limit_stays() -> None:
     assert clipped_by_format(graph) == ()
 
 
-class Masked(nn.Module):
-    """Branches on an optional argument, which tracing takes for given."""
+class Typed(nn.Module):
+    """Branches on whether its input is a tensor; a symbol of tracing is none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.padded = Padded((1, 1, 1, 1))
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         answer: torch.Tensor = self.padded(x)
-        return answer if mask is None else answer * mask
+        return answer if isinstance(x, torch.Tensor) else answer * 2
 
 
 def test_paddings_of_a_model_that_stays_in_fp32_are_folded() -> None:
@@ -225,12 +228,9 @@ def test_paddings_of_a_model_that_stays_in_fp32_are_folded() -> None:
     [
         (nn.Linear(3, 4), torch.rand(2, 3)),
         (nn.Conv2d(3, 4, 3, padding=1), torch.rand(2, 3, 9, 9)),
-        (Masked(), torch.rand(2, 3, 9, 9)),
     ],
 )
-def test_a_model_without_paddings_or_that_tracing_misunderstands_is_left_alone(
-    module: nn.Module, example: torch.Tensor
-) -> None:
+def test_a_model_without_paddings_is_left_alone(module: nn.Module, example: torch.Tensor) -> None:
     assert folded_paddings(module.eval(), (example,)) is None
 
 
@@ -282,5 +282,92 @@ def test_where_the_folded_model_answers_otherwise_nothing_is_folded(monkeypatch:
 
 
 def test_a_model_that_tracing_misunderstands_is_refused_with_what_to_do() -> None:
-    with pytest.raises(NotTraceable, match=r"Masked answers the example otherwise.*use int8-dynamic"):
-        fold(Masked().eval(), PICTURE)
+    for made in (fold, folded_paddings):
+        with pytest.raises(NotTraceable, match=r"Typed answers the example otherwise.*take the branch"):
+            made(Typed().eval(), PICTURE)
+
+
+class Flagged(nn.Module):
+    """Takes options after its input, which no example has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Padded((0, 1, 0, 1))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        features: bool = False,
+        scales: tuple[int, ...] = (1, 2),
+        mask: torch.Tensor | None = None,
+        *,
+        deep: bool = False,
+        **more: Any,
+    ) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(x)
+        if features:
+            return hidden
+        if mask is not None:
+            hidden = hidden * mask
+        for scale in scales:
+            hidden = hidden * (scale if not deep and not more else 0)
+        return hidden.mean((2, 3))
+
+
+class Summed(nn.Module):
+    """Takes any number of pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Padded((0, 1, 0, 1))
+
+    def forward(self, *pictures: torch.Tensor) -> torch.Tensor:
+        return sum(self.inner(one) for one in pictures)  # type: ignore[return-value]
+
+
+def test_parameters_that_the_example_lacks_have_their_defaults() -> None:
+    module = Flagged().eval()
+    folded = fold(module, PICTURE)
+    assert (folded.paddings, folded.normalisations) == (1, 1)
+    assert type(module) is Flagged
+    torch.testing.assert_close(folded.module(*PICTURE), module(*PICTURE))
+    assert len([node for node in folded.module.graph.nodes if node.op == "placeholder"]) == 1
+
+
+def test_a_model_of_any_number_of_inputs_is_folded_for_as_many_as_the_example_has() -> None:
+    module = Summed().eval()
+    pair = (PICTURE[0], PICTURE[0] * 2)
+    torch.testing.assert_close(fold(module, pair).module(*pair), module(*pair))
+
+
+def test_folding_that_is_skipped_though_the_model_pads_is_told() -> None:
+    class Masking(Padded):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            return found if found.sum() > 0 else -found
+
+    with pytest.raises(
+        NotTraceable, match=r"Masking can't be traced as a graph.*take the branch out"
+    ) as caught:
+        folded_paddings(Masking((0, 1, 0, 1)).eval(), PICTURE)
+    assert "int8" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["same", "valid"])
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        (lambda word: nn.Conv1d(4, 6, 5, padding=word), (2, 4, 20)),
+        (lambda word: nn.Conv1d(4, 6, 4, padding=word, groups=2), (2, 4, 20)),
+        (lambda word: nn.Conv1d(4, 6, 4, padding=word, dilation=3), (2, 4, 20)),
+        (lambda word: nn.Conv1d(4, 6, 5, padding=word, padding_mode="reflect"), (2, 4, 20)),
+        (lambda word: nn.Conv2d(4, 6, (3, 4), padding=word, dilation=(2, 1), bias=False), (2, 4, 9, 11)),
+        (lambda word: nn.Conv3d(4, 6, (3, 2, 1), padding=word), (1, 4, 5, 6, 7)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using padding=.same.:UserWarning")
+def test_paddings_that_are_words_become_numbers(layer: Any, sizes: tuple[int, ...], word: str) -> None:
+    module, example = nn.Sequential(layer(word)).eval(), torch.rand(sizes)
+    made = fold(module, (example,)).module
+    torch.testing.assert_close(made(example), module(example), atol=1e-5, rtol=1e-5)
+    assert not [one for one in made.modules() if isinstance(getattr(one, "padding", None), str)]

@@ -280,17 +280,18 @@ def test_packing_parses_the_file_once(
 
 def test_onnxruntime_loads_the_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = pytest.importorskip("onnxruntime", reason=NEEDS_RUNTIME)
-    loads = []
+    loads = tmp_path / "loads"  # a file, because a child process loads the model
     real_session = runtime.InferenceSession
 
     def spy(path: str, **options: Any) -> Any:
-        loads.append(path)
+        with loads.open("a") as file:
+            file.write(f"{path}\n")
         return real_session(path, **options)
 
     monkeypatch.setattr(runtime, "InferenceSession", spy)
     path = unshaped_relu(tmp_path / "m.onnx", "n", 3)
     assert tried(path)[0].batched
-    assert loads == [str(path)]
+    assert loads.read_text() == f"{path}\n"
 
 
 def test_what_has_no_shape_is_refused_where_it_can_not_be_run(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.checkpoint import fitted, read_weights
-from torchere.archiver.models.load.module import load_into
+from torchere.archiver.models.load.checkpoint import read_weights
+from torchere.archiver.models.load.fitting import fitted, load_into
 
 ZERO = torch.zeros(1)
 
@@ -73,4 +73,4 @@ def test_an_empty_state_dict_is_that_of_a_model_without_parameters(tmp_path: Pat
     with pytest.raises(ModelRefused, match="missing bias, weight"):
         load_into(torch.nn.Linear(1, 1), read_weights(path), path)
     torch.save({"state_dict": {}, "model": zeros("a")}, path)
-    assert list(read_weights(path).tensors) == ["a"]
+    assert read_weights(path).states == {"model": zeros("a")}

@@ -1,0 +1,49 @@
+"""Folding for models that stay in fp32: worth it only where a padding moves into a convolution."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchere.archiver.models.fold.convolutions import Folded, NotTraceable, fold
+
+
+def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
+    """Call `fold` for a model that stays in fp32; return None if it has no padding to fold.
+
+    Raises:
+        NotTraceable: the model pads with zeros, and can't be traced as a graph.
+    """
+    if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
+        return None  # saves the copy that `fold` makes
+    try:
+        folded = fold(module, example)
+    # Broad: tracing runs the model's own code in a way that its author did not intend. Folding is optional.
+    except Exception as error:
+        if not _pads(module, example):
+            return None
+        reason = error.reason if isinstance(error, NotTraceable) else str(error)
+        raise NotTraceable(reason, "take the branch out of its forward, as torch.where") from error
+    return folded if folded.paddings else None
+
+
+class _Paddings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own have no types
+    """Records whether the operator that pads with a constant runs."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func is torch.ops.aten.constant_pad_nd.default
+        return func(*args, **(kwargs or {}))
+
+
+def _pads(module: nn.Module, example: tuple[torch.Tensor, ...]) -> bool:
+    watch = _Paddings()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), watch:
+        module(*copy.deepcopy(example))
+    return watch.found

@@ -1,0 +1,221 @@
+"""Runs the trials of a model in a forked child process, so that a crash of the model ends as one error line.
+
+A model on other sizes than its author tried may read beyond the end of a tensor, exit, hang or fill the
+memory. A fork takes 10 to 50 ms and shares the loaded model; a fresh interpreter would import torch and read
+the model again, which takes seconds. The child computes in a new thread: OpenMP's threads do not survive a
+fork, and each thread that starts parallel work has a pool of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.steps import Say, refusing, silent
+from torchere.archiver.signature import Signature, TensorSpec
+
+Work = Callable[[Say, Say], Signature]
+"""Tries a model. Arguments: takes the inputs of each run before it begins; takes lines for the user."""
+
+_FIRST_S = 60.0  # limit of the first run; a longer one is repeated in this process
+_LEAST_S, _TIMES = 60.0, 30  # limit of each further run: the larger of this and so many times the first one
+_SHARE = 0.9  # of the available memory, which the child may take
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MEMORY = Path("/proc/meminfo")
+_OWN_MEMORY = Path("/proc/self/status")
+
+
+class ModelEndedProcess(ModelRefused):
+    """The model ended the child process, or a run took too long; the text has the inputs of that run."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """The run of the model that the child is in, by its messages."""
+
+    number: int = 0  # from 1; 0 before the first one
+    inputs: str = "its inputs"
+    started_s: float = field(default_factory=time.monotonic)
+    first_s: float = 0.0  # duration of the first run
+
+    @property
+    def limit_s(self) -> float:
+        """How long the run may take."""
+        return _FIRST_S if self.number <= 1 else max(_LEAST_S, _TIMES * self.first_s)
+
+    def begin(self, inputs: str) -> None:
+        """Record that the child begins the next run."""
+        now = time.monotonic()
+        if self.number == 1:
+            self.first_s = now - self.started_s
+        self.number, self.inputs, self.started_s = self.number + 1, inputs, now
+
+
+def isolated(work: Work, say: Say) -> Signature:
+    """Do the work in a child process and return its result.
+
+    The work is done in this process on systems other than Linux, and when the first run takes longer than
+    a minute: a model may wait for threads of its own that do not survive the fork.
+
+    Args:
+        work: see `Work`. Its changes of the model and of other objects are lost.
+        say: takes the lines for the user.
+
+    Raises:
+        ModelRefused: raised by `work`.
+        ModelEndedProcess: the child ended without a result, or a run took too long.
+    """
+    if sys.platform != "linux":
+        return work(silent, say)
+    run = _Run()
+    with tempfile.TemporaryFile() as errors:
+        child, messages = _forked(work, errors)
+        try:
+            kind, content = _answer(messages, run, say)
+        finally:
+            messages.close()
+            status = _reaped(child)
+        if kind == "ended":
+            how = _how(status, errors)
+            raise ModelEndedProcess(f"the model ended the process ({how}) when it was run on {run.inputs}")
+        _repeat(errors)
+    if kind == "late":
+        if run.number <= 1:
+            return work(silent, say)
+        raise ModelEndedProcess(f"the model did not return within {run.limit_s:.0f} s on {run.inputs}")
+    if kind == "refused":
+        raise ModelRefused(content)
+    inputs, outputs = ([TensorSpec(n, kind, tuple(shape)) for n, kind, shape in specs] for specs in content)
+    return Signature(tuple(inputs), tuple(outputs))
+
+
+def _forked(work: Work, errors: IO[bytes]) -> tuple[int, Connection[Any, Any]]:
+    """Start the child; return its process id and the end of the pipe that its messages arrive at."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # else the child would write the buffered text again
+    receiving, sending = Pipe(duplex=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 on, about forks with threads
+        child = os.fork()
+    if child == 0:
+        receiving.close()
+        _work(work, sending, errors)
+    sending.close()
+    return child, receiving
+
+
+def _answer(messages: Connection[Any, Any], run: _Run, say: Say) -> tuple[str, Any]:
+    """Read messages until the last one; return ("ended", None) without one, ("late", None) on time-out."""
+    while True:
+        if not messages.poll(max(run.started_s + run.limit_s - time.monotonic(), 0)):
+            return "late", None
+        try:
+            kind, content = json.loads(messages.recv_bytes())
+        except EOFError:
+            return "ended", None
+        if kind == "run":
+            run.begin(content)
+        elif kind == "say":
+            say(content)
+        else:
+            return kind, content
+
+
+def _reaped(child: int) -> int:
+    """Kill the child unless it has ended by itself within a second; return its exit status."""
+    until_s = time.monotonic() + 1
+    while time.monotonic() < until_s:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+def _how(status: int, errors: IO[bytes]) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    errors.seek(0)
+    lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"{how}: {lines[-1].strip()[:200]}" if lines else how
+
+
+def _repeat(errors: IO[bytes]) -> None:
+    errors.seek(0)
+    sys.stderr.write(errors.read().decode(errors="replace"))
+
+
+# In the child.
+
+
+def _work(work: Work, messages: Connection[Any, Any], errors: IO[bytes]) -> NoReturn:
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        faulthandler.disable()
+        os.dup2(errors.fileno(), 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _bound_memory()
+        thread = threading.Thread(target=_report, args=(work, messages))
+        thread.start()
+        thread.join()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # without the exit handlers of the parent
+
+
+def _report(work: Work, messages: Connection[Any, Any]) -> None:
+    def send(kind: str, content: Any) -> None:
+        messages.send_bytes(json.dumps([kind, content]).encode())
+
+    try:
+        with refusing("trying the model"):
+            made = work(lambda inputs: send("run", inputs), lambda line: send("say", line))
+        roles = (made.inputs, made.outputs)
+        send("done", [[(spec.name, spec.datatype, spec.shape) for spec in specs] for specs in roles])
+    except (ModelRefused, FileNotFoundError) as refusal:
+        send("refused", str(refusal))
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+
+
+def _bound_memory() -> None:
+    """Limit the memory that the child takes in addition: the operating system would end any process."""
+    try:
+        used, available = _bytes_of(_OWN_MEMORY, "VmData:"), _bytes_of(_MEMORY, "MemAvailable:")
+    except (OSError, LookupError):
+        return
+    limit = used + int(available * _SHARE)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
+
+
+def _bytes_of(file: Path, name: str) -> int:
+    """Return the number, in KiB, on the line that begins with `name`; LookupError without one."""
+    lines = [line.split() for line in file.read_text().splitlines() if line.startswith(name)]
+    return int(lines[0][1]) * 1024
