@@ -1,7 +1,8 @@
 #!/bin/sh
 # The arguments of the image, as TorchServe's image takes them:
 #
-#   (none) | serve            the bundled configuration, tokens off
+#   (none) | serve            the bundled configuration, tokens off; `serve` with a folder /opt/ml/model or
+#                             /opt/ml/models: those of SageMaker
 #   torchserve --start ...    a command line for TorchServe; kept in the foreground, so that the container lives and
 #                             dies with its server (TorchServe's image goes on without one)
 #   'torchserve --start ...'  the same as one word; TorchServe's image evaluates it
@@ -66,6 +67,12 @@ else
       done
       ;;
   esac
+fi
+
+# SageMaker starts its containers with `serve`, and puts models below /opt/ml.
+base=${SAGEMAKER_BASE_DIR:-/opt/ml}
+if [ "$*" = serve ] && { [ -d "$base/model" ] || [ -d "$base/models" ]; }; then
+  exec torchere sagemaker
 fi
 
 if [ $# -eq 0 ] || [ "$1" = serve ]; then

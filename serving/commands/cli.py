@@ -38,6 +38,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("bench", "load-test a model on a running server", cli_tools.add_bench),
     ("config", "explain a configuration file", cli_tools.add_config),
     ("migrate", "check whether a TorchServe deployment can move to torchere", cli_tools.add_migrate),
+    ("sagemaker", "serve the model folders of a SageMaker container", cli_tools.add_sagemaker),
     ("version", "print the versions of torchere, PyTorch and Python", cli_tools.add_version),
 )
 

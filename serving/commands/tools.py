@@ -152,10 +152,26 @@ def add_migrate(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(run=_check_migration)
 
 
+def add_sagemaker(parser: argparse.ArgumentParser) -> None:
+    """Set up `torchere sagemaker`."""
+    described(
+        parser,
+        "Serve the model folders of a SageMaker container, as its variables ask for. See docs/sagemaker.md.",
+        "torchere sagemaker",
+    )
+    parser.set_defaults(run=_sagemaker)
+
+
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Set up `torchere version`."""
     described(parser, "Print the versions of torchere, PyTorch and Python.", "torchere version")
     parser.set_defaults(run=_version)
+
+
+def _sagemaker(options: argparse.Namespace) -> int:
+    from torchere.serving.commands.sagemaker import run_sagemaker
+
+    return run_sagemaker()
 
 
 def _check_config(options: argparse.Namespace) -> int:

@@ -1,0 +1,177 @@
+"""Formats and errors of SageMaker's inference toolkit, and the module names under which scripts import them.
+
+Scripts (`inference.py`) import helpers from `sagemaker_inference`. Where that package is not installed,
+`install` provides the modules that scripts use. What is read and written here equals what the toolkit reads
+and writes, except that NumPy files with pickled objects are refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from torchere.handlers.tensors.npy import read_npy
+
+JSON = "application/json"
+CSV = "text/csv"
+OCTET_STREAM = "application/octet-stream"
+ANY = "*/*"
+NPY = "application/x-npy"
+NPZ = "application/x-npz"
+UTF8_TYPES = [JSON, CSV]
+
+
+class UnsupportedFormatError(Exception):
+    """There is no decoder or encoder for a content type."""
+
+    def __init__(self, content_type: str | None, **kwargs: Any) -> None:
+        super().__init__(
+            f"Content type {content_type} is not supported by this framework.\n\n"
+            "Please implement input_fn to to deserialize the request data or an output_fn to\n"
+            "serialize the response. For more information, see the SageMaker Python SDK README.",
+            **kwargs,
+        )
+
+
+class ModelLoadError(Exception):
+    """The model file is not TorchScript, and the script has no `model_fn`."""
+
+
+class BaseInferenceToolkitError(Exception):
+    """An error with an HTTP status of its own; scripts raise it or derive from it."""
+
+    def __init__(self, status_code: int, message: str, phrase: str) -> None:
+        self.status_code = status_code
+        self.message = message
+        self.phrase = phrase
+        super().__init__(status_code, message, phrase)
+
+
+class GenericInferenceToolkitError(BaseInferenceToolkitError):
+    """The error that stands for any other exception of a script."""
+
+    def __init__(self, status_code: int, message: str | None = None, phrase: str | None = None) -> None:
+        message = message or "Invalid Request"
+        super().__init__(status_code, message, phrase or message)
+
+
+def _json_to_numpy(text: str, dtype: Any = None) -> Any:
+    return np.array(json.loads(text), dtype=dtype)
+
+
+def _csv_to_numpy(text: str, dtype: Any = None) -> Any:
+    return np.genfromtxt(io.StringIO(text), dtype=dtype, delimiter=",")
+
+
+def _npy_to_numpy(data: bytes) -> Any:
+    return read_npy(data, "the body")  # refuses pickles, which the toolkit runs
+
+
+def _npz_to_sparse(data: bytes) -> Any:
+    import scipy.sparse  # type: ignore[import-untyped]  # noqa: PLC0415  # rarely needed, not a dependency
+
+    return scipy.sparse.load_npz(io.BytesIO(data))
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    NPY: _npy_to_numpy,
+    CSV: _csv_to_numpy,
+    JSON: _json_to_numpy,
+    NPZ: _npz_to_sparse,
+}
+
+
+def decode(obj: Any, content_type: str | None) -> Any:
+    """Return the NumPy array (a sparse matrix for npz) that a request body holds.
+
+    Args:
+        obj: text for JSON and CSV, else bytes.
+        content_type: one of JSON, CSV, NPY and NPZ; parameters after a semicolon are ignored.
+
+    Raises:
+        UnsupportedFormatError: it is another content type.
+        ValueError: the body is not of that type; TensorError for a NumPy file.
+    """
+    decoder = _DECODERS.get((content_type or "").partition(";")[0].strip())
+    if decoder is None:
+        raise UnsupportedFormatError(content_type)
+    return decoder(obj)
+
+
+def _as_list(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return json.JSONEncoder().default(value)
+
+
+def _array_to_json(array_like: Any) -> str:
+    return json.dumps(array_like, default=_as_list)
+
+
+def _array_to_npy(array_like: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array_like)  # a dictionary is pickled, as by the toolkit: it is the client that reads it
+    return buffer.getvalue()
+
+
+def _array_to_csv(array_like: Any) -> str:
+    stream = io.StringIO()
+    np.savetxt(stream, array_like, delimiter=",", fmt="%s")
+    return stream.getvalue()
+
+
+_ENCODERS: dict[str, Callable[[Any], Any]] = {NPY: _array_to_npy, CSV: _array_to_csv, JSON: _array_to_json}
+SUPPORTED_CONTENT_TYPES = set(_ENCODERS)
+
+
+def encode(array_like: Any, content_type: str) -> Any:
+    """Return an array or a list as text (JSON, CSV) or bytes (NPY).
+
+    Raises:
+        UnsupportedFormatError: it is another content type.
+    """
+    encoder = _ENCODERS.get(content_type)
+    if encoder is None:
+        raise UnsupportedFormatError(content_type)
+    return encoder(array_like)
+
+
+def parse_accept(accept: str) -> list[str]:
+    """Return the content types of an `Accept` header."""
+    return accept.replace(" ", "").split(",")
+
+
+_MODULES: dict[str, tuple[str, ...]] = {
+    "sagemaker_inference": (),
+    "sagemaker_inference.content_types": ("JSON", "CSV", "OCTET_STREAM", "ANY", "NPY", "NPZ", "UTF8_TYPES"),
+    "sagemaker_inference.decoder": ("decode",),
+    "sagemaker_inference.encoder": ("encode", "SUPPORTED_CONTENT_TYPES"),
+    "sagemaker_inference.errors": (
+        "UnsupportedFormatError",
+        "BaseInferenceToolkitError",
+        "GenericInferenceToolkitError",
+    ),
+    "sagemaker_inference.utils": ("parse_accept",),
+}
+
+
+def install() -> None:
+    """Make `import sagemaker_inference` work in this process, unless the package is installed. Idempotent."""
+    if "sagemaker_inference" in sys.modules or importlib.util.find_spec("sagemaker_inference") is not None:
+        return
+    for name, members in _MODULES.items():
+        module = ModuleType(name)
+        module.__dict__.update({member: globals()[member] for member in members})
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+        else:
+            module.__path__ = []
+        sys.modules[name] = module

@@ -1,0 +1,111 @@
+"""`torchere sagemaker`: serves the model folders of a SageMaker container.
+
+The variables are those of SageMaker's inference toolkit. Everything is on one port, as SageMaker expects.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchere.serving.commands.serve_options import LaunchRefused
+
+logger = logging.getLogger(__name__)
+
+HANDLER = "torchere.handlers.sagemaker"
+MODEL = "model"
+_PER_MODEL = {  # of a single model; if one is set, the others have the toolkit's defaults
+    "minWorkers": ("SAGEMAKER_TS_MIN_WORKERS", 1),
+    "maxWorkers": ("SAGEMAKER_TS_MAX_WORKERS", 1),
+    "batchSize": ("SAGEMAKER_TS_BATCH_SIZE", 1),
+    "maxBatchDelay": ("SAGEMAKER_TS_MAX_BATCH_DELAY", 100),
+    "responseTimeout": ("SAGEMAKER_TS_RESPONSE_TIMEOUT", 60),
+}
+
+
+def run_sagemaker() -> int:
+    """Install the requirements of the model folder, and serve it; return the exit status.
+
+    Raises:
+        LaunchRefused: a variable is invalid, the folder does not exist, or a requirement can't be installed.
+    """
+    environ = os.environ
+    base = Path(environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+    several = environ.get("SAGEMAKER_MULTI_MODEL") == "true"
+    folder = base / ("models" if several else "model")
+    if not folder.is_dir():
+        raise LaunchRefused(f"{folder} not found: expected the folder in which SageMaker puts models")
+    if not several:
+        _install_requirements(folder / "code" / "requirements.txt")
+    file = Path(tempfile.gettempdir(), "torchere-sagemaker.properties")
+    file.write_text(properties_of(environ, folder, several), encoding="utf-8")
+    command = [sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--ts-config", str(file)]
+    command += ["--model-store", str(folder)]
+    command += [] if several else ["--models", f"{MODEL}={folder}"]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)  # the container's first process gets SIGTERM
+
+
+def properties_of(environ: Mapping[str, str], folder: Path, several: bool) -> str:
+    """Return the configuration that the variables ask for.
+
+    Raises:
+        LaunchRefused: a number is invalid.
+    """
+    port = _number(environ, "SAGEMAKER_BIND_TO_PORT", 8080)
+    timeout_s = _number(environ, "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", 0)
+    timeout_s = timeout_s or _number(environ, "SAGEMAKER_MODEL_SERVER_TIMEOUT", 60)
+    address = f"http://0.0.0.0:{port}"
+    values = {
+        "inference_address": address,
+        # SageMaker loads and unloads models of an endpoint for several on the same port.
+        "management_address": address if several else "http://127.0.0.1:0",
+        "insecure_management": str(several).lower(),
+        "metrics_address": "http://127.0.0.1:0",
+        "grpc_inference_address": "127.0.0.1",
+        "grpc_inference_port": "0",
+        "grpc_management_address": "127.0.0.1",
+        "grpc_management_port": "0",
+        "default_service_handler": HANDLER,
+        "decode_input_request": "false",
+        "disable_token_authorization": "true",
+        "enable_model_api": str(several).lower(),
+        "enable_envvars_config": "true",
+        "default_response_timeout": str(timeout_s),
+    }
+    workers = _number(environ, "SAGEMAKER_MODEL_SERVER_WORKERS", 0)
+    if workers:
+        values["default_workers_per_model"] = str(workers)
+    megabytes = _number(environ, "SAGEMAKER_MAX_PAYLOAD_IN_MB", 0)
+    if megabytes:
+        values["max_request_size"] = str(megabytes * 1024 * 1024)
+    if not several and any(variable in environ for variable, _ in _PER_MODEL.values()):
+        settings = {key: _number(environ, name, default) for key, (name, default) in _PER_MODEL.items()}
+        entry = {"defaultVersion": True, "marName": MODEL, **settings}
+        values["models"] = json.dumps({MODEL: {"1.0": entry}})
+    return "".join(f"{key}={value}\n" for key, value in values.items())
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise LaunchRefused(f"{name} is {text!r}, expected a whole number")
+    return int(text)
+
+
+def _install_requirements(requirements: Path) -> None:
+    """Install the packages of a model folder into this environment, as SageMaker's containers do."""
+    if not requirements.is_file():
+        return
+    logger.info("installing the packages of %s", requirements)
+    command = [sys.executable, "-m", "pip", "install", "-r", str(requirements)]
+    if subprocess.run(command, check=False).returncode:
+        raise LaunchRefused(f"{requirements}: pip could not install the packages; its messages are above")

@@ -1,0 +1,213 @@
+"""Model folders as SageMaker users have them, the requests to each, and what the toolkit answered.
+
+`recorded.json` holds what sagemaker-inference 1.10.1 and sagemaker-pytorch-inference 2.0.25 answered on
+TorchServe 0.12.0 with torch 2.13.0: status, content type and body, without tracebacks.
+"""
+
+import io
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+JSON, CSV, NPY = "application/json", "text/csv", "application/x-npy"
+BINARY = "application/octet-stream"
+
+
+class Folder(NamedTuple):
+    """A folder: its script, the name of its model file, and the requests that are sent."""
+
+    script: str | None
+    model: str | None = None
+    requests: str = "tensors"
+
+
+def npy(values: list[list[float]] | list[int]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array(values, dtype="float32"))
+    return buffer.getvalue()
+
+
+FOLDERS = {
+    "plain": Folder(None, "model.pt", "tensors"),
+    "named": Folder(None, "net.pth", "tensors"),
+    "model_fn": Folder(
+        """
+import torch
+def model_fn(model_dir):
+    m = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(m.weight, 2.0); torch.nn.init.constant_(m.bias, 0.5)
+    return m.eval()
+""",
+        None,
+        "tensors",
+    ),
+    "input_fn": Folder(
+        """
+import json, torch
+def input_fn(data, content_type):
+    if content_type == 'application/x-pairs':
+        return torch.tensor([[float(x) for x in data.decode().split(';')]])
+    raise ValueError('only pairs, not ' + str(content_type))
+""",
+        "model.pt",
+        "pairs",
+    ),
+    "predict_fn": Folder(
+        """
+def predict_fn(data, model):
+    return {'sum': float(data.sum()), 'out': model(data).tolist()}
+""",
+        "model.pt",
+        "tensors",
+    ),
+    "output_fn": Folder(
+        """
+def output_fn(prediction, accept):
+    return 'text:' + str(prediction.tolist()), 'text/plain'
+""",
+        "model.pt",
+        "tensors",
+    ),
+    "output_plain": Folder(
+        """
+def output_fn(prediction, accept):
+    return str(prediction.tolist()) + ' as ' + accept
+""",
+        "model.pt",
+        "tensors",
+    ),
+    "transform_fn": Folder(
+        """
+def transform_fn(model, data, content_type, accept):
+    return repr((type(data).__name__, data, content_type, accept))
+""",
+        "model.pt",
+        "all",
+    ),
+    "context": Folder(
+        """
+def model_fn(model_dir, context):
+    return context.model_name
+def input_fn(data, content_type, context):
+    return (data, content_type, context.model_name)
+def predict_fn(data, model, context):
+    return [str(data), model]
+def output_fn(prediction, accept, context):
+    return str(prediction)
+""",
+        None,
+        "all",
+    ),
+    "errors": Folder(
+        """
+from sagemaker_inference.errors import BaseInferenceToolkitError
+def model_fn(d): return None
+def input_fn(data, content_type):
+    if data == 'input': raise ValueError('bad input')
+    return data
+def predict_fn(data, model):
+    if data == 'predict': raise RuntimeError('bad predict')
+    if data == 'own': raise BaseInferenceToolkitError(422, 'own message', 'own phrase')
+    return data
+def output_fn(p, accept):
+    if p == 'output': raise KeyError('bad output')
+    return p
+""",
+        None,
+        "errors",
+    ),
+    "toolkit": Folder(
+        """
+from sagemaker_inference import content_types, decoder, encoder, errors
+def model_fn(d): return 3
+def input_fn(data, content_type):
+    return decoder.decode(data, content_type)
+def predict_fn(data, model):
+    return data * model
+def output_fn(p, accept):
+    if accept == content_types.OCTET_STREAM: raise errors.UnsupportedFormatError(accept)
+    return encoder.encode(p, accept)
+""",
+        None,
+        "tensors",
+    ),
+    "arity": Folder(
+        """
+def model_fn(a, b, c): return None
+""",
+        None,
+        "tensors",
+    ),
+    "both": Folder(
+        """
+def transform_fn(m, d, c, a): return 'x'
+def input_fn(d, c): return d
+""",
+        "model.pt",
+        "tensors",
+    ),
+    "beside": Folder(
+        """
+from helper import factor
+def model_fn(d): return factor
+def input_fn(d, c): return float(d)
+def predict_fn(d, m): return d * m
+def output_fn(p, a): return str(p)
+""",
+        None,
+        "number",
+    ),
+}
+
+REQUESTS: dict[str, list[tuple[str | None, bytes, str | None]]] = {
+    "tensors": [
+        (JSON, b"[[1.0, 2.0], [3, 4]]", None),
+        (JSON, b"[[1.0, 2.0]]", CSV),
+        (JSON, b"[[1.0, 2.0]]", "*/*"),
+        (JSON, b"[[1.0, 2.0]]", "text/csv, application/json"),
+        (CSV, b"1.0,2.0\n3,4\n", JSON),
+        (NPY, npy([[1, 2]]), JSON),
+        (NPY, npy([[1, 2]]), NPY),
+        (BINARY, b"xx", JSON),
+        (JSON, b"no json", JSON),
+        (JSON, b"[[1.0]]", JSON),
+        (JSON, b"[[1.0, 2.0]]", "image/png"),
+        (JSON, b"[[1.0, 2.0]]", BINARY),
+    ],
+    "all": [
+        (JSON, b'{"a": 1}', JSON),
+        (CSV, b"a,b", CSV),
+        (BINARY, b"\x00\x01", None),
+        (NPY, npy([1]), JSON),
+        ("text/plain", "gr\u00fcn".encode(), "text/plain"),
+        (None, b"raw", None),
+    ],
+    "pairs": [("application/x-pairs", b"1;2", JSON), (JSON, b"[[1,2]]", JSON)],
+    "errors": [(CSV, text, JSON) for text in (b"fine", b"input", b"predict", b"own", b"output")],
+    "number": [(JSON, b"2.5", JSON)],
+}
+
+
+class Linear(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        torch.nn.init.constant_(self.layer.weight, 1.0)
+        torch.nn.init.constant_(self.layer.bias, 0.25)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(values)
+
+
+def write(name: str, folder: Path) -> None:
+    """Write one of the folders, as SageMaker unpacks its `model.tar.gz`."""
+    script, model, _ = FOLDERS[name]
+    (folder / "code").mkdir(parents=True)
+    if model:
+        torch.jit.script(Linear()).save(str(folder / model))
+    if script:
+        (folder / "code" / "inference.py").write_text(script)
+    if name == "beside":
+        (folder / "code" / "helper.py").write_text("factor = 4\n")
