@@ -137,8 +137,8 @@ MISSED_KEYS = frozenset(
 )
 # Keys whose default differs from TorchServe's; reported if the file does not set them.
 OTHER_DEFAULTS = {
-    "allowed_urls": "TorchServe fetches archives from any URL unless told otherwise; here only from URLs "
-    "that match allowed_urls, and from none without it",
+    "allowed_urls": "TorchServe fetches archives from any URL unless told otherwise; here a client may "
+    "register only from URLs that match allowed_urls, and from none without it",
     "metrics_mode": "TorchServe's default is log; here it is prometheus, so that the metrics API answers, "
     "and ts_metrics.log and model_metrics.log are not written",
 }

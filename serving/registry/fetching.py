@@ -31,7 +31,7 @@ class Fetching:
         self._under_way: set[Interrupt] = set()
         self._closed = False
 
-    async def fetch(self, url: str, reuse: bool) -> Download | None:
+    async def fetch(self, url: str, by_operator: bool) -> Download | None:
         """Download a URL into the store; return None when `url` is not a URL. See `Store.download`.
 
         Cancellation interrupts the download and deletes a copy that is completed anyway.
@@ -43,7 +43,7 @@ class Fetching:
             return None
         interrupt = Interrupt()
         # The slot stays taken until the thread returns: a DNS lookup can't be interrupted.
-        job = asyncio.ensure_future(self._in_turn(url, reuse, interrupt))
+        job = asyncio.ensure_future(self._in_turn(url, by_operator, interrupt))
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
@@ -53,14 +53,16 @@ class Fetching:
             job.add_done_callback(self._undo)
             raise
 
-    async def _in_turn(self, url: str, reuse: bool, interrupt: Interrupt) -> Download:
+    async def _in_turn(self, url: str, by_operator: bool, interrupt: Interrupt) -> Download:
         async with self._turns.take():
             if self._closed:
                 raise _stopping()
             self._under_way.add(interrupt)
             loop = asyncio.get_running_loop()
             try:
-                return await loop.run_in_executor(self._threads, self._store.download, url, reuse, interrupt)
+                return await loop.run_in_executor(
+                    self._threads, self._store.download, url, by_operator, interrupt
+                )
             except DownloadFailed:
                 if self._closed:
                     raise _stopping() from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import os
+import re
 import socket
 import ssl
 import stat
@@ -95,7 +96,7 @@ class Downloader:
         self,
         url: str,
         folder: Path,
-        reuse: bool = False,
+        by_operator: bool = False,
         interrupt: Interrupt | None = None,
         *,
         max_bytes: int | None = None,
@@ -105,8 +106,9 @@ class Downloader:
         Args:
             url: the URL of the archive.
             folder: the model store.
-            reuse: use an existing file of that name, which an earlier start downloaded, unless it is empty: a
-                server that was killed in `_give_name` leaves an empty file.
+            by_operator: the operator names the URL (at a start), so `allowed_urls` need not match it. A file
+                of that name, which an earlier start downloaded, is used, unless it is empty: a server that
+                was killed in `_give_name` leaves an empty file.
             interrupt: aborts the download from another thread.
             max_bytes: a smaller limit of the size, for a file that is not an archive.
 
@@ -116,13 +118,14 @@ class Downloader:
             ServingError: a file of that name exists, or the file can't be written. No error leaves a file in
                 the folder.
         """
-        source = allow(url, self._patterns)
+        patterns = self._patterns_for(url, by_operator)
+        source = allow(url, patterns)
         target = folder / source.file_name
         interrupt = interrupt or Interrupt()
         interrupt.check(source)
         try:
             if target.exists():
-                if not reuse:
+                if not by_operator:
                     raise _exists(target)
                 if target.stat().st_size:
                     return Download(target, is_new=False)
@@ -131,7 +134,7 @@ class Downloader:
         except OSError as err:
             raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
         try:
-            chunks = self._chunks(source, interrupt, max_bytes)
+            chunks = self._chunks(source, patterns, interrupt, max_bytes)
             with os.fdopen(descriptor, "wb") as file, closing(chunks):
                 lock(file)  # marks the part as in use for `sweep_parts` of other servers
                 file.writelines(chunks)
@@ -139,7 +142,7 @@ class Downloader:
                 os.fsync(file.fileno())  # otherwise a power failure could truncate the file
             _give_name(part, target)
         except FileExistsError as err:
-            if not reuse:
+            if not by_operator:
                 raise _exists(target) from err
             return Download(target, is_new=False)  # another server that started at the same time was faster
         except OSError as err:
@@ -149,14 +152,15 @@ class Downloader:
         return Download(target, is_new=True)
 
     def _chunks(
-        self, source: Source, interrupt: Interrupt, max_bytes: int | None
+        self, source: Source, patterns: Sequence[str], interrupt: Interrupt, max_bytes: int | None
     ) -> Generator[bytes, None, None]:
         """Yield the bytes of a source; convert every I/O error to `DownloadFailed`."""
         received = 0
         limit = min(self._max_bytes, max_bytes or self._max_bytes)
         if source.scheme == "s3":
             source = signed(source)
-        fetched = _file_chunks(source) if source.scheme == "file" else self._http_chunks(source, interrupt)
+        is_file = source.scheme == "file"
+        fetched = _file_chunks(source) if is_file else self._http_chunks(source, patterns, interrupt)
         try:
             with closing(fetched):  # close the connection immediately, also on an error
                 for chunk in fetched:
@@ -172,13 +176,23 @@ class Downloader:
             raise _failed(source, reason) from err
         interrupt.check(source)  # a closed connection looks like the end of a body without a length
 
-    def _http_chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
+    def _patterns_for(self, url: str, by_operator: bool) -> Sequence[str]:
+        """Return the patterns of a download: the operator's own URL is allowed, and what it redirects to."""
+        if not by_operator:
+            return self._patterns
+        parts = urlsplit(url)
+        same_server = re.escape(f"{parts.scheme}://{parts.netloc}/") + ".*"
+        return (*self._patterns, re.escape(url), same_server, "https?://.*")
+
+    def _http_chunks(
+        self, source: Source, patterns: Sequence[str], interrupt: Interrupt
+    ) -> Generator[bytes, None, None]:
         deadline_s = time.monotonic() + self._timeout_s
         asked = source
         for _ in range(MAX_REDIRECTS + 1):
             with self._answer(source, deadline_s, interrupt) as response:
                 if 300 <= response.status < 400 and (location := response.getheader("Location")):
-                    source = self._redirected(asked, source, location)
+                    source = self._redirected(asked, source, location, patterns)
                     continue
                 if response.status != 200:
                     raise _failed(asked, f"the server answered {response.status} {response.reason[:200]}")
@@ -186,9 +200,9 @@ class Downloader:
                 return
         raise _failed(asked, f"more than {MAX_REDIRECTS} redirects")
 
-    def _redirected(self, asked: Source, source: Source, location: str) -> Source:
+    def _redirected(self, asked: Source, source: Source, location: str, patterns: Sequence[str]) -> Source:
         try:
-            target = allow(urljoin(source.url, location), self._patterns)
+            target = allow(urljoin(source.url, location), patterns)
         except (ModelNotFound, ValueError) as err:  # ValueError: not a URL
             shown = location.partition("?")[0][:200]  # without the query, which may contain a signature
             raise _failed(asked, f"it redirects to {shown!r}, which allowed_urls does not match") from err

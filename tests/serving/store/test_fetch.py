@@ -262,10 +262,26 @@ def test_a_file_that_is_there_is_not_overwritten(at: str, tmp_path: Path) -> Non
 
 def test_at_a_start_a_file_that_is_there_is_the_copy_of_the_last_one(tmp_path: Path) -> None:
     (tmp_path / "a.mar").write_text("copy")
-    found = downloader(("http://.*",)).download("http://models.internal/a.mar", tmp_path, reuse=True)
+    found = downloader(("http://.*",)).download("http://models.internal/a.mar", tmp_path, by_operator=True)
     assert found == Download(tmp_path / "a.mar", is_new=False)
-    with pytest.raises(ModelNotFound):  # still only what is allowed
-        downloader(()).download("http://models.internal/a.mar", tmp_path, reuse=True)
+    with pytest.raises(ModelNotFound):  # a client's URL
+        downloader(()).download("http://models.internal/a.mar", tmp_path)
+
+
+def test_a_url_that_the_operator_names_needs_no_pattern(at: str, tmp_path: Path) -> None:
+    url = f"{at}/good/a.mar?signature=a+b(c)"
+    with pytest.raises(ModelNotFound):
+        downloader(()).download(url, tmp_path)
+    assert downloader(()).download(url, tmp_path, by_operator=True).path.read_bytes() == BODY
+
+
+def test_a_redirect_of_the_operators_url_does_not_reach_other_private_hosts(at: str, tmp_path: Path) -> None:
+    for path in ("elsewhere/a.mar", "tofile/a.mar"):
+        with pytest.raises(DownloadFailed):
+            downloader(()).download(f"{at}/{path}", tmp_path, by_operator=True)
+    assert (
+        downloader(()).download(f"{at}/to/good/b.mar", tmp_path, by_operator=True).path.read_bytes() == BODY
+    )
 
 
 def test_of_two_servers_that_start_the_slower_one_takes_the_copy_of_the_other(
@@ -275,14 +291,14 @@ def test_of_two_servers_that_start_the_slower_one_takes_the_copy_of_the_other(
         (tmp_path / "a.mar").write_text("the other's")  # while ours is under way
         return ["127.0.0.1"]
 
-    found = downloader(resolver=address).download(f"{at}/good/a.mar", tmp_path, reuse=True)
+    found = downloader(resolver=address).download(f"{at}/good/a.mar", tmp_path, by_operator=True)
     assert found == Download(tmp_path / "a.mar", is_new=False)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["the other's"]
 
 
 def test_an_empty_file_is_no_copy_of_an_earlier_start(at: str, tmp_path: Path) -> None:
     (tmp_path / "a.mar").touch()
-    found = downloader().download(f"{at}/good/a.mar", tmp_path, reuse=True)
+    found = downloader().download(f"{at}/good/a.mar", tmp_path, by_operator=True)
     assert found == Download(tmp_path / "a.mar", is_new=True)
     assert found.path.read_bytes() == BODY
 

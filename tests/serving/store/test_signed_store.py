@@ -199,7 +199,7 @@ def test_the_signature_of_a_download_comes_and_goes_with_it(
     stored = replace(store.unpack(url, opened), downloaded=downloaded.path)
     opened.close()
     (shop / "m.mar.sig").unlink()
-    assert not store.download(url, reuse=True).is_new  # a start after this one
+    assert not store.download(url, by_operator=True).is_new  # a start after this one
     store.remove(stored, keep_download=True)
     assert sorted(path.name for path in root.iterdir()) == ["m.mar", "m.mar.sig"]
     store.remove(stored)
