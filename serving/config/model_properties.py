@@ -8,13 +8,12 @@ from typing import Any, TypeAlias
 
 from torchere.serving.config.kinds import WHOLE, Kind, near
 from torchere.serving.config.model_settings import UNSUPPORTED_KEYS, unsupported_keys
-from torchere.serving.config.server_settings import SnapshotModel, SnapshotWorkflow, largest
+from torchere.serving.config.server_settings import OURS, SnapshotModel, SnapshotWorkflow, largest
 
 # Members of an entry of a model in the property `models`.
 _COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
 _SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
-# The last two are our extensions to snapshots.
-_MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "runtimeType", "handler", "path"))
+_MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "runtimeType", OURS))
 _MOST_NAMED = 5  # unknown members named in a message
 
 _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
@@ -90,14 +89,17 @@ def _count(value: object, key: str, model: str, signed: bool = False) -> int:
 def _read_snapshot(text: str) -> tuple[SnapshotModel | SnapshotWorkflow, ...]:
     snapshot = _json_object(text)
     models = _versions(_object(snapshot.get("models", {}), "models"))
-    missing = snapshot.get("missing", [])
-    if not isinstance(missing, list):
-        raise ValueError(f"missing is {_shown(missing)}, expected a JSON list")
-    workflows = snapshot.get("workflows", [])
-    if not isinstance(workflows, list):
-        raise ValueError(f"workflows is {_shown(workflows)}, expected a JSON list")
+    ours = _object(snapshot.get(OURS, {}), OURS)
+    missing, workflows = _list(ours, "missing"), _list(ours, "workflows")
     served = [_snapshot_model(*one) for one in _each(models)]
     return (*served, *map(_never_served, missing), *map(_snapshot_workflow, workflows))
+
+
+def _list(members: dict[str, Any], name: str) -> list[object]:
+    found = members.get(name, [])
+    if not isinstance(found, list):
+        raise ValueError(f"{name} is {_shown(found)}, expected a JSON list")
+    return found
 
 
 def _snapshot_workflow(entry: object) -> SnapshotWorkflow:

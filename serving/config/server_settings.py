@@ -112,6 +112,11 @@ class Limits:
     max_download_bytes: int = 16 * 2**30  # of an archive downloaded from a URL
 
 
+# Member of a snapshot, and of its models, with what only torchere knows. TorchServe ignores keys that it does
+# not know, so its users' files may hold any others.
+OURS = "torchere"
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotModel:
     """One version in a `model_snapshot`, to be loaded at startup with these settings."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torchere.handlers.cgroup import available_cores
 from torchere.serving.config.model_settings import Asked
-from torchere.serving.config.server_settings import ServerSettings, SnapshotModel
+from torchere.serving.config.server_settings import OURS, ServerSettings, SnapshotModel
 from torchere.serving.errors import InvalidSnapshot
 from torchere.serving.registry.names import default_model_name
 from torchere.serving.store.package import OpenedArchive
@@ -102,6 +102,7 @@ def _served_before(model: SnapshotModel) -> Wanted:
         value = model.settings.get(key)
         return value if isinstance(value, str) and value else None
 
+    handler = _ours(model).get("handler")
     asked = Asked(
         batch_size=integer("batchSize"),
         max_batch_delay_ms=0 if model.settings.get("maxBatchDelay") == 0 else integer("maxBatchDelay"),
@@ -114,7 +115,7 @@ def _served_before(model: SnapshotModel) -> Wanted:
         _location(model),
         asked,
         name=model.name,
-        handler=text("handler"),
+        handler=handler if isinstance(handler, str) and handler else None,
         runtime=text("runtimeType"),
         at_startup=True,
         executor_range=(low, max(low, high)),
@@ -122,8 +123,14 @@ def _served_before(model: SnapshotModel) -> Wanted:
     )
 
 
+def _ours(model: SnapshotModel) -> dict[str, object]:
+    """Return what only torchere writes into the entry of a model."""
+    found = model.settings.get(OURS)
+    return found if isinstance(found, dict) else {}
+
+
 def _location(model: SnapshotModel) -> str:
-    path = model.settings.get("path")  # our extension: a folder outside of the store
+    path = _ours(model).get("path")  # a folder outside of the store
     return path if isinstance(path, str) and path else model.archive
 
 

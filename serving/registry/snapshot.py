@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from torchere.serving.config.server_settings import SnapshotModel, SnapshotSettings
+from torchere.serving.config.server_settings import OURS, SnapshotModel, SnapshotSettings
 from torchere.serving.registry.serving_map import EMPTY, ServingMap
 from torchere.serving.registry.version import Version
 from torchere.serving.store.scratch import sweep_parts
@@ -90,11 +90,12 @@ def _version_entry(version: Version) -> dict[str, Any]:
         "startupTimeout": math.ceil(settings.startup_timeout_s),
         "runtimeType": origin.runtime,
     }
+    ours = {}
     if origin.handler != named:
-        entry["handler"] = origin.handler  # our extension: TorchServe loses it
+        ours["handler"] = origin.handler  # TorchServe loses it
     if origin.archive.outside_store:
-        entry["path"] = origin.archive.url  # our extension, too
-    return entry
+        ours["path"] = origin.archive.url
+    return {**entry, OURS: ours} if ours else entry
 
 
 def snapshot_text(
@@ -290,11 +291,9 @@ class SnapshotKeeper:
         self._noted = self._served()
         lacking = self._lacking()
         missing = never_served(lacking)
-        more = {"missing": missing, "workflows": list(self._workflows())}
-        return {
-            "models": model_table(self._noted, lacking),
-            **{key: entries for key, entries in more.items() if entries},
-        }
+        lists = {"missing": missing, "workflows": list(self._workflows())}
+        ours = {name: entries for name, entries in lists.items() if entries}
+        return {"models": model_table(self._noted, lacking), **({OURS: ours} if ours else {})}
 
     async def _write(self, kind: SnapshotKind) -> None:
         if self._settings is None:

@@ -394,7 +394,7 @@ def test_a_start_restores_the_workflows_of_a_snapshot(server, start_server, pack
     pack_workflow("kept", "dag:\n  start: [left]\n")
     kept = {"workflowUrl": "kept.war", "workflowName": "kept", "responseTimeout": 9}
     lost = {"workflowUrl": "lost.war", "workflowName": "lost"}
-    snapshot = json.dumps({"models": {}, "workflows": [kept, lost]})
+    snapshot = json.dumps({"models": {}, "torchere": {"workflows": [kept, lost]}})
     again = start_server(
         "--disable-token-auth", "--enable-model-api", properties=f"model_snapshot={snapshot}\n"
     )

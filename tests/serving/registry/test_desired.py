@@ -66,15 +66,24 @@ def test_a_range_that_is_upside_down_is_read_as_its_lower_end() -> None:
 
 
 def test_fields_of_ours_come_back() -> None:
-    model = restored(handler="other.py", path="/opt/ml/model")
+    model = restored(torchere={"handler": "other.py", "path": "/opt/ml/model"})
     (wanted,) = startup_models(ServerSettings(snapshot_models=(model,)), list)
     assert (wanted.handler, wanted.url) == ("other.py", "/opt/ml/model")
+
+
+@pytest.mark.parametrize("ours", [{}, {"torchere": "theirs"}, {"torchere": {"handler": 3, "path": []}}])
+def test_keys_that_torchserve_ignores_are_the_users_own(ours: dict[str, object]) -> None:
+    model = restored(handler={"name": "x"}, path="/predictions/m", missing=[1], **ours)
+    (wanted,) = startup_models(ServerSettings(snapshot_models=(model,)), list)
+    assert (wanted.handler, wanted.url) == (None, "m.mar")
 
 
 def test_a_snapshot_with_a_missing_archive_is_refused_by_name() -> None:
     check_snapshot((restored(),), lambda name, trusted: True)
     with pytest.raises(InvalidSnapshot) as caught:
-        check_snapshot((restored(), restored(path="/gone")), lambda name, trusted: name == "m.mar")
+        check_snapshot(
+            (restored(), restored(torchere={"path": "/gone"})), lambda name, trusted: name == "m.mar"
+        )
     assert "not in the model store: /gone (m 1.0)" in caught.value.message
     assert "--ncs" in caught.value.detail
 

@@ -101,8 +101,8 @@ def test_what_torchserve_forgets_is_kept_in_fields_of_ours() -> None:
     outside = {"outside_store": True, "url": "/opt/ml/model", "file_name": "model"}
     one = version(handler="other.py:handle", archive=outside)
     table = model_table({"m": SimpleNamespace(default_version="1", versions={"1": one})})  # type: ignore[dict-item]
-    assert table["m"]["1"]["handler"] == "other.py:handle"
-    assert (table["m"]["1"]["marName"], table["m"]["1"]["path"]) == ("model", "/opt/ml/model")
+    assert table["m"]["1"]["torchere"]["handler"] == "other.py:handle"
+    assert (table["m"]["1"]["marName"], table["m"]["1"]["torchere"]["path"]) == ("model", "/opt/ml/model")
 
 
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
