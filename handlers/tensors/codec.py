@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Sequence
 from itertools import chain
@@ -215,8 +216,34 @@ _ALLOWED: dict[str, tuple[frozenset[type], str]] = {
     "O": (frozenset({str}), "texts"),
 }
 _FLOAT64 = np.dtype("<f8")
+# The names of numbers that JSON lacks, as proto3's JSON mapping writes them.
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_MARKS = {b"-Infinity": b"\x01", b"Infinity": b"\x02", b"NaN": b"\x03"}  # bytes that JSON does not have
+_TEXT_OR_NAME = re.compile(rb'("(?:[^"\\]|\\.)*")|-?Infinity|NaN')
+_MAX_FOUND = 10_000  # quotes, or names beside texts with names in them: more take milliseconds to tell apart
 # The errors of msgspec for invalid JSON; bytes that are not UTF-8 can raise UnicodeDecodeError.
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def quoted_non_finite(text: bytes | memoryview) -> bytes | None:
+    """Return a JSON text with `NaN`, `Infinity` and `-Infinity` as texts; None if it can't be told.
+
+    Python and Triton write these numbers so, and parsers of strict JSON refuse them. A text without the names
+    gives None, and so does one with more than `_MAX_FOUND` quotes: long tensors have few.
+    """
+    text = bytes(text)
+    if (b"NaN" not in text and b"Infinity" not in text) or text.count(b'"') > _MAX_FOUND:
+        return None
+    quoted = text.split(b'"')[1::2]  # but for escaped quotes
+    if b"\\" not in text and not any(b"NaN" in part or b"Infinity" in part for part in quoted):
+        for name, mark in _MARKS.items():
+            text = text.replace(name, mark)
+        for name, mark in _MARKS.items():
+            text = text.replace(mark, b'"%b"' % name)
+        return text
+    if text.count(b"NaN") + text.count(b"Infinity") > _MAX_FOUND:
+        return None
+    return _TEXT_OR_NAME.sub(lambda found: found[1] or b'"%b"' % found[0], text)
 
 
 def tensor_from_json(data: object, datatype: Datatype, shape: Sequence[object], field: str) -> Any:
@@ -257,6 +284,8 @@ def array_from_elements(flat: list[Any], datatype: Datatype, name: str, first: i
     """
     kind = _kind(datatype)
     allowed = _ALLOWED[kind][0]
+    if kind == "f" and str in set(map(type, flat)):
+        flat = [_NON_FINITE.get(item, item) if type(item) is str else item for item in flat]
     if not allowed.issuperset(map(type, flat)):
         place, item = next((i, item) for i, item in enumerate(flat) if type(item) not in allowed)
         raise wrong_type(kind_of(item), datatype, name, first + place)
@@ -348,9 +377,9 @@ def _floats(flat: list[Any], datatype: Datatype, name: str, first: int) -> Array
     else:
         with np.errstate(over="ignore"):
             array = exact.astype(datatype.numpy, copy=False)
-    finite = np.isfinite(array)
-    if not finite.all():
-        place = int(np.argmin(finite))
+    overflows = ~np.isfinite(array) & np.isfinite(exact)
+    if overflows.any():
+        place = int(np.argmax(overflows))
         raise _beyond(flat[place], datatype, name, first + place)
     return array
 

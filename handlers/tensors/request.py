@@ -29,7 +29,7 @@ from torchere.handlers.tensors import (
     datatype_of_torch,
     shown,
 )
-from torchere.handlers.tensors.codec import NO_JSON, tensor_from_bytes, tensor_from_json
+from torchere.handlers.tensors.codec import NO_JSON, quoted_non_finite, tensor_from_bytes, tensor_from_json
 from torchere.handlers.tensors.npy import is_npy, read_npy
 
 _ROWS = ("inputs", "instances")
@@ -204,6 +204,10 @@ def _parsed(text: bytes, field: str, expected: str = "JSON, a .npy file or raw b
     try:
         return msgspec.json.decode(text)
     except NO_JSON as err:
+        quoted = quoted_non_finite(text)
+        if quoted is not None:
+            with contextlib.suppress(*NO_JSON):
+                return msgspec.json.decode(quoted)
         raise TensorError(field, f"text that is no JSON ({err})", expected) from err
 
 

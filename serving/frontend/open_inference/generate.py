@@ -11,7 +11,13 @@ import msgspec
 
 from torchere.archiver.signature import Signature
 from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError, shown
-from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor, kind_of
+from torchere.handlers.tensors.codec import (
+    NO_JSON,
+    array_from_json,
+    bytes_from_tensor,
+    kind_of,
+    quoted_non_finite,
+)
 from torchere.handlers.tensors.list_text import ListText, has_many_items
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.json_request import check_members, decoded, parameter_values
@@ -56,6 +62,16 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
 
 
 def _decode(body: bytes | memoryview) -> Any:
+    try:
+        return _decoded(body)
+    except InvalidRequest:
+        quoted = quoted_non_finite(body)
+        if quoted is None:
+            raise
+        return _decoded(quoted)
+
+
+def _decoded(body: bytes | memoryview) -> Any:
     """Decode the JSON of a body. JSON nested deeper than a valid request is refused while decoding.
 
     A body of at most `NAMED_BYTES` is decoded regardless, so that the caller can name the invalid member.

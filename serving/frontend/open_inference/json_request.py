@@ -10,7 +10,7 @@ import msgspec
 
 from torchere.handlers.tensors import Datatype, TensorError, datatype_named, shown
 from torchere.handlers.tensors.answer import WantedOutput
-from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor
+from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor, quoted_non_finite
 from torchere.handlers.tensors.list_text import ListText, count_members, has_many_items
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.tensor_request import (
@@ -125,6 +125,16 @@ def begins_like_request(body: bytes | memoryview) -> bool:
 
 
 def _decode(text: bytes | memoryview) -> AnyBody:
+    try:
+        return _decoded_body(text)
+    except InvalidRequest:
+        quoted = quoted_non_finite(text)
+        if quoted is None:
+            raise
+        return _decoded_body(quoted)
+
+
+def _decoded_body(text: bytes | memoryview) -> AnyBody:
     try:
         if not has_many_items(text):
             return decoded(_decoder, text)

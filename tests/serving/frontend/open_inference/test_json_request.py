@@ -228,7 +228,7 @@ def test_lengths_that_do_not_add_up_are_refused(text: bytes, json_bytes: int, me
         b'{"a":"' + b"x" * 1_000_000,
         *(
             b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP64","data":[%b]}]}' % number
-            for number in (b"NaN", b"Infinity", b"1e400", b"1" * 10_000, b'"\\ud800"', b"01", b".5")
+            for number in (b"nan", b"+Infinity", b"1e400", b"1" * 10_000, b'"\\ud800"', b"01", b".5")
         ),
     ],
 )
@@ -236,6 +236,27 @@ def test_what_is_no_json_of_the_protocol_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
         checked(text)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(("length", "name"), [(3, b"NaN"), (3, b'of \\"-Infinity\\"'), (200_003, b"x")])
+def test_numbers_that_json_lacks_are_read_as_they_are_written(length: int, name: bytes) -> None:
+    data = b"[NaN,-Infinity,%b]" % b",".join([b"Infinity"] * (length - 2))
+    tensor = b'{"name":"%b","shape":[%d],"datatype":"FP32","data":%b}' % (name, length, data)
+    (found,) = checked(b'{"inputs":[%b]}' % tensor).inputs
+    assert found.name == json.loads(b'"%b"' % name)
+    values = np.frombuffer(found.raw, "<f4")
+    assert np.isnan(values[0])
+    assert values[1] == -np.inf
+    assert (values[2:] == np.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("number", "datatype"), [(b"NaN", b"INT8"), (b"NaN", b"BOOL"), (b"null", b"FP32"), (b'"none"', b"FP32")]
+)
+def test_only_floats_have_numbers_that_json_lacks(number: bytes, datatype: bytes) -> None:
+    body = b'{"inputs":[{"name":"x","shape":[1],"datatype":"%b","data":[%b]}]}' % (datatype, number)
+    with pytest.raises(InvalidRequest, match=r"^inputs\[0\]\.data\[0\]: found "):
+        checked(body)
 
 
 @pytest.mark.parametrize("text", [b'{"inputs":[{"name":"\xe9"}]}', b'{"id":"\xff","inputs":[]}'])
