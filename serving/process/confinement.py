@@ -5,7 +5,7 @@ processes that it starts. Call them while the process has one thread: Landlock a
 thread only.
 
 Landlock is called by its three system calls, because the package `landlock` has neither its rules for TCP and
-signals nor a release (docs/decisions/0019-worker-sandbox.md). Constants are those of linux/landlock.h,
+signals nor a release (docs/decisions/0024-worker-sandbox.md). Constants are those of linux/landlock.h,
 linux/prctl.h and linux/seccomp.h. seccomp's program is made by libseccomp through `pyseccomp` (extra
 `sandbox`), once in the server, and only installed here.
 """
