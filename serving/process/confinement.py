@@ -76,6 +76,10 @@ _OWN_PROCESS_ONLY = (
     ("sched_setparam", 0, 0),
     ("sched_setattr", 0, 0),
 )
+# Landlock does not govern modes and owners: a process may change those of all files of its user, the key file
+# of the server among them.
+_OF_OWNERS = ("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat")
+_NUMBERS = {"fchmodat2": 452}  # newer than libseccomp 2.5; the same on all architectures
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of linux/sched.h.
 _NEW_NAMESPACES = (0x0002_0000, 0x0200_0000, 0x0400_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000)
 _ODD_FAMILIES = (15, 17, 29, 38, 40, 44)  # key, packet, CAN, ALG, vsock, XDP: never for a model's network
@@ -186,11 +190,13 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
             os.close(beneath)
 
 
-def make_filter(*, network: bool) -> bytes:
+def make_filter(*, network: bool, own_user: bool) -> bytes:
     """Make the seccomp program that refuses `DENIED`, and without `network` all sockets but pairs.
 
     The rest is allowed: a list of all calls that any library under a model makes would break with its next
     release.
+
+    `own_user`: files of the process's user are not the server's, so it may change their modes.
 
     Raises:
         ImportError, RuntimeError, OSError: pyseccomp or libseccomp is missing.
@@ -204,10 +210,11 @@ def make_filter(*, network: bool) -> bytes:
 
     def refuse(name: str, *conditions: Any, action: int = refused) -> None:
         number = seccomp.resolve_syscall(seccomp.system_arch(), name)
+        number = _NUMBERS.get(name, -1) if number == -1 else number
         if number >= 0:  # otherwise this architecture, or this libseccomp, does not know it
             rules.add_rule(action, number, *conditions)
 
-    for name in DENIED:
+    for name in DENIED if own_user else (*DENIED, *_OF_OWNERS):
         refuse(name)
     for name, argument, allowed in _OWN_PROCESS_ONLY:
         refuse(name, seccomp.Arg(argument, seccomp.NE, allowed))

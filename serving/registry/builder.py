@@ -163,6 +163,13 @@ class Loader:
             return None
         return replace(self._sandbox, archive=str(origin.archive.directory), gpu=bool(settings.gpu_ids))
 
+    def _is_confined_first(self, origin: Origin) -> bool:
+        """Whether the sandbox is entered before the interpreter starts, because packages may be hostile.
+
+        `basic` does not: it would cost each start of a worker a tenth more.
+        """
+        return origin.archive.environment is not None and not self._may_share_process
+
     def _launcher_of(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Launcher:
         environment = origin.archive.environment
         if environment is None:
@@ -170,7 +177,7 @@ class Loader:
         return ExecLauncher(
             worker_environment(self._server.env_vars_hidden_from_workers),
             environment.python,
-            sandbox=self._sandbox_of(origin, settings),
+            sandbox=self._sandbox_of(origin, settings) if self._is_confined_first(origin) else None,
             packages=environment.packages,
         )
 
@@ -199,8 +206,7 @@ class Loader:
             pinned=_is_stateful(settings),
             # The state is in the handler, so a request must run in the worker it is sent to.
             shares_weights=origin.isolation != "process" and not _is_stateful(settings),
-            # With an environment of its own it is entered before, by the launcher.
-            sandbox=None if origin.archive.environment else self._sandbox_of(origin, settings),
+            sandbox=None if self._is_confined_first(origin) else self._sandbox_of(origin, settings),
         )
 
     def _defaults_of(self, key: ModelKey) -> dict[str, object]:

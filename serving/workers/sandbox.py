@@ -116,7 +116,8 @@ def sandbox_of(server: ServerSettings, kernel: Kernel | None = None) -> Sandbox 
         raise _refused("strict", lacks)
     if in_view := list(_secrets_in_view(server, sandbox)):
         raise _refused("strict", in_view)
-    return replace(sandbox, program=confinement.make_filter(network=sandbox.network))
+    program = confinement.make_filter(network=sandbox.network, own_user=user is not None)
+    return replace(sandbox, program=program)
 
 
 def missing(kernel: Kernel, user: int | None, server_user: int) -> list[str]:

@@ -137,11 +137,12 @@ def start_confined(grounds: Path, python: str) -> Iterator[Callable[..., Running
 
 @pytest.fixture(scope="module", params=["user of its own", "user of the server"])
 def strict(request: pytest.FixtureRequest, start_confined: Callable[..., RunningServer]) -> RunningServer:
+    properties = "worker_sandbox=strict\ninstall_py_dep_per_model=true\n"
     if request.param == "user of the server":
-        return start_confined("worker_sandbox=strict\n", NOBODY if IS_ROOT else None)
+        return start_confined(properties, NOBODY if IS_ROOT else None)
     if not IS_ROOT:
         pytest.skip("only root can give workers a user of their own")
-    return start_confined("worker_sandbox=strict\nworker_user=nobody\nworker_memory_limit=4294967296\n")
+    return start_confined(f"{properties}worker_user=nobody\nworker_memory_limit=4294967296\n")
 
 
 def pack(store: Path, name: str, files: dict[str, str | bytes], **model: str) -> str:
@@ -250,17 +251,54 @@ def test_a_model_with_packages_of_its_own_is_served_at_every_level(
     files = {
         "handler.py": REQUIRING,
         "requirements.txt": f"--no-index\n./{wheel}\n",
-        wheel: wheel_bytes(grounds / wheel),
+        wheel: wheel_bytes(grounds / wheel, {"tiny_dependency.py": "NAME = 'from the wheel'\n"}),
     }
     archive = pack(grounds / "store", "requiring", files, requirementsFile="requirements.txt")
     assert level.register(archive, initial_workers=1, synchronous="true").status == 200, level.log()
     assert level.call("GET", "/predictions/requiring").body == b"from the wheel"
 
 
-def wheel_bytes(path: Path) -> bytes:
+ATTACKING_AT_THE_START = """
+import os
+try:
+    open({path!r}).read()
+    os.environ["OUTCOME"] = "read"
+except OSError as err:
+    os.environ["OUTCOME"] = type(err).__name__
+"""
+TELLING = """
+import os
+
+def handle(data, context):
+    return None if data is None else [os.environ["OUTCOME"]] * len(data)
+"""
+
+
+def test_packages_run_in_the_sandbox_from_the_start_of_the_interpreter(
+    strict: RunningServer, grounds: Path
+) -> None:
+    wheel = "tiny_dependency-1.0-py3-none-any.whl"
+    attack = ATTACKING_AT_THE_START.format(path=f"{strict.folder}/key_file.json")
+    files = {
+        "handler.py": TELLING,
+        "model-config.yaml": "useVenv: true\n",
+        "requirements.txt": f"--no-index\n./{wheel}\n",
+        wheel: wheel_bytes(grounds / wheel, {"attack.py": attack, "attack.pth": "import attack\n"}),
+    }
+    archive = pack(
+        *(grounds / "store", "starting", files),
+        requirementsFile="requirements.txt",
+        configFile="model-config.yaml",
+    )
+    assert strict.register(archive, initial_workers=1, synchronous="true").status == 200, strict.log()
+    assert strict.call("GET", "/predictions/starting").body == b"PermissionError"
+
+
+def wheel_bytes(path: Path, modules: dict[str, str]) -> bytes:
     info = "tiny_dependency-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr("tiny_dependency.py", "NAME = 'from the wheel'\n")
+        for name, source in modules.items():
+            wheel.writestr(name, source)
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny_dependency\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")

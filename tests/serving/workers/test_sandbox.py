@@ -58,6 +58,8 @@ FILES = {
     "changes its own archive": "open('handler.py', 'a')",
     "empties a file": "os.truncate(SECRET, 0)",
     "deletes a file": "os.unlink(SECRET)",
+    "closes a file to the server": "os.chmod(SECRET, 0)",
+    "opens a file to all users": "os.chmod('handler.py', 0o777)",
     "moves a file to itself": "os.rename(SECRET, os.environ['TMPDIR'] + '/mine')",
     "links a file to itself": "os.link(SECRET, os.environ['TMPDIR'] + '/mine')",
     "follows a link of its own": """
@@ -94,6 +96,7 @@ refused(libc.process_vm_readv(SERVER, ctypes.byref(mine), 1, ctypes.byref(its), 
 # By their numbers on x86-64, because libc has no functions for them.
 RAW_CALLS = {
     "makes one with a process": "refused(libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0))",
+    "closes a file to the server by a newer call": "refused(libc.syscall(452, -100, SECRET.encode(), 0, 0))",
     "watches the kernel": "refused(libc.syscall(298, 0, 0, -1, -1, 0))",
     "loads a program into the kernel": "refused(libc.syscall(321, 0, 0, 0))",
     "asks for an io_uring": "refused(libc.syscall(425, 1, 0))",
@@ -143,7 +146,7 @@ def caged(tmp_path: Path, hostile: Callable[..., LoadSpec]) -> Callable[..., Loa
             max_memory_bytes=MEMORY_LIMIT_BYTES,
             network=False,
             readable=made.readable,
-            program=confinement.make_filter(network=False),
+            program=confinement.make_filter(network=False, own_user=False),
         )
         return replace(spec, archive_dir=str(home), sandbox=replace(strict, **changes))
 
@@ -207,7 +210,7 @@ def test_what_handlers_usually_do_is_allowed(caged: Any) -> None:
 @needs_landlock
 @needs_seccomp
 def test_a_worker_with_network_connects_but_no_odd_socket_opens(caged: Any, tmp_path: Path) -> None:
-    program = confinement.make_filter(network=True)
+    program = confinement.make_filter(network=True, own_user=False)
     connect = {"connects": "socket.create_connection(('127.0.0.1', PORT)).close()"}
     odd = {"opens a raw socket": CALLS["opens a raw socket"]}
 
