@@ -242,6 +242,7 @@ def test_models_of_every_format_are_served_at_every_level(level: RunningServer, 
         answer = level.call("POST", f"/predictions/{name}", body, content_type="application/json")
         assert answer.status == 200, level.log()
         assert answer.json() == pytest.approx([32.0] * 8, rel=0.05)
+    assert "using a temporary folder" not in level.log()  # of a .pt2: its workers share one library
 
 
 def test_a_model_with_packages_of_its_own_is_served_at_every_level(
