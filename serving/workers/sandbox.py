@@ -40,19 +40,14 @@ SCRATCH = "scratch"  # in the folder of the version, beside its archive; deleted
 LIBRARIES = ".aot"  # in the archive: where handlers/compiled/load.py unpacks the library of a .pt2
 
 # What an interpreter, its libraries and a C compiler read. Files of /proc that belong to other processes are
-# refused by Landlock's rule for tracing, those in /sys are not secret.
+# refused by Landlock's rule for tracing, those in /sys are not secret. Of certificates not the private keys.
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/proc", "/sys"),
-    *("/etc/alternatives", "/etc/ca-certificates", "/etc/pki", "/etc/ssl", "/etc/fonts", "/etc/mime.types"),
-    *(
-        "/etc/group",
-        "/etc/passwd",
-        "/etc/nsswitch.conf",
-        "/etc/localtime",
-        "/etc/timezone",
-        "/etc/os-release",
-    ),
-    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/OpenCL", "/etc/vulkan"),
+    *("/etc/ssl/certs", "/etc/ssl/cert.pem", "/etc/ssl/openssl.cnf", "/etc/ca-certificates"),
+    *("/etc/pki/ca-trust", "/etc/pki/tls/certs", "/etc/pki/tls/cert.pem", "/etc/pki/tls/openssl.cnf"),
+    *("/etc/group", "/etc/passwd", "/etc/nsswitch.conf", "/etc/localtime", "/etc/timezone"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/os-release"),
+    *("/etc/fonts", "/etc/mime.types", "/etc/OpenCL", "/etc/vulkan"),
 )
 NETWORK = ("/etc/hosts", "/etc/host.conf", "/etc/resolv.conf", "/etc/gai.conf", "/etc/services")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -71,9 +66,7 @@ class Sandbox:
     max_tasks: int = MAX_TASKS
     max_memory_bytes: int = 0  # 0: no limit
     network: bool = True
-    readable: tuple[
-        str, ...
-    ] = ()  # of the interpreter, and what the operator adds; in strict, no other files
+    readable: tuple[str, ...] = ()  # of the interpreter, and of the operator; in strict, nothing else
     gpu: bool = False
     program: bytes = b""  # for seccomp
 
@@ -112,7 +105,8 @@ def sandbox_of(server: ServerSettings, kernel: Kernel | None = None) -> Sandbox 
     )
     if not strict:
         return sandbox
-    if lacks := missing(kernel or confinement.kernel(), user, os.geteuid()):
+    server_user = os.geteuid() if hasattr(os, "geteuid") else -1
+    if lacks := missing(kernel or confinement.kernel(), user, server_user):
         raise _refused("strict", lacks)
     if in_view := list(_secrets_in_view(server, sandbox)):
         raise _refused("strict", in_view)
