@@ -42,6 +42,7 @@ from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.torchserve import close_metric_files, open_metric_files
 from torchere.serving.telemetry.trace_setup import open_tracing
 from torchere.serving.workers.fork_client import Spawned
+from torchere.serving.workers.sandbox import announce as announce_sandbox
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Server:
             ServingError: a port is in use, or keys or certificate are unusable; all opened ports are closed.
         """
         settings = self._settings
+        announce_sandbox(settings)
         await self._ports.refuse_if_taken()
         if settings.tracing_enabled:
             self._metrics.tracing = open_tracing(__version__)

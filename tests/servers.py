@@ -96,15 +96,33 @@ class RunningServer:
         return self.process.wait(60)
 
 
-def start(folder: Path, *arguments: str, properties: str = "") -> RunningServer:
-    """Start `torchere serve` in `folder`, with the model store beside it, and wait until it is up."""
+def start(
+    folder: Path,
+    *arguments: str,
+    properties: str = "",
+    python: str = sys.executable,
+    user: int | None = None,
+) -> RunningServer:
+    """Start `torchere serve` in `folder`, with the model store beside it, and wait until it is up.
+
+    `user`: what root changes to before; None: the server's user is that of the tests.
+    """
     (folder / "config.properties").write_text(PROPERTIES + properties)
     command = [
-        *(sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--log-format", "json"),
+        *(python, "-m", "torchere.serving", "serve", "--ncs", "--log-format", "json"),
         *("--model-store", "../store", "--ts-config", "config.properties", *arguments),
     ]
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
+        )
     server = RunningServer(process, folder)
     follow(server, "Model server started.")
     for api, address in re.findall(r"(\w+) API: https?://([\d.:]+)", server.log()):

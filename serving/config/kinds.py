@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchere.handlers.resolve import ENVELOPES
-from torchere.serving.config.server_settings import ISOLATIONS, MAX_NUMBER, Address
+from torchere.serving.config.server_settings import ISOLATIONS, MAX_NUMBER, SANDBOX_LEVELS, Address
 
 MAX_PORT = 65_535
 # 100 years is practically forever, and the expiry date is still representable.
@@ -203,6 +203,13 @@ def _read_isolation(text: str) -> str:
     return isolation
 
 
+def _read_sandbox(text: str) -> str:
+    level = text.lower()
+    if level not in SANDBOX_LEVELS:
+        raise ValueError
+    return level
+
+
 def _read_metrics_mode(text: str) -> str:
     mode = "".join(text.split()).lower()
     if mode not in ("log", "prometheus", "legacy"):
@@ -223,4 +230,5 @@ def _read_envelope(text: str) -> str | None:
 
 ENVELOPE = Kind(f"one of {', '.join(ENVELOPES)}", _read_envelope)
 ISOLATION = Kind("auto, thread, process or shared", _read_isolation)
+SANDBOX = Kind("off, basic or strict", _read_sandbox)
 METRICS_MODE = Kind("log, prometheus or legacy", _read_metrics_mode)

@@ -12,8 +12,13 @@ from typing import Literal, get_args
 
 Isolation = Literal["auto", "thread", "process", "shared"]
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
+SandboxLevel = Literal["off", "basic", "strict"]
+SANDBOX_LEVELS: tuple[SandboxLevel, ...] = get_args(SandboxLevel)
 Dispatch = Literal["torchserve", "eager"]
 MetricsMode = Literal["log", "prometheus", "legacy"]
+
+# Environment variables that `strict` hides from workers, unless blacklist_env_vars names others.
+SECRET_ENV_VARS = r"(?i)(AWS|AZURE|GOOGLE|OTEL)_.*|.*(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY).*"
 
 MAX_EXECUTORS = 1024  # per version; a typo must not start a million processes
 MAX_BATCH_SIZE = 65_536
@@ -167,6 +172,17 @@ class QuarantineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxSettings:
+    """The sandbox of worker processes: `workers/sandbox.py`."""
+
+    level: SandboxLevel = "basic"
+    user: str | None = None  # name or number that workers change to; None: the server's
+    memory_limit_bytes: int = 0  # of each worker process; 0: no limit
+    network: bool = False  # whether workers may open sockets in `strict`; otherwise they may
+    read_paths: tuple[Path, ...] = ()  # what workers may read in `strict`, beside their archive and Python
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSettings:
     """The settings of one server. `resolve.py` builds it, `server.py` reads it."""
 
@@ -207,6 +223,7 @@ class ServerSettings:
     hidden_env_vars: str | None = None  # regex; matching environment variables are hidden from handlers
     max_queue_size: int = 100
     default_isolation: Isolation = "auto"  # for models whose config sets none
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     default_handler: str | None = None
     service_envelope: str | None = None
     decode_input: bool = True
@@ -238,6 +255,11 @@ class ServerSettings:
     quarantine_max_files: int = 100
     quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved
     quarantine_expiry_s: float = 86_400.0  # a convicted request is run again after this; 0: never
+
+    @property
+    def env_vars_hidden_from_workers(self) -> str | None:
+        """The regex of environment variables that workers do not get; None: they get all."""
+        return self.hidden_env_vars or (SECRET_ENV_VARS if self.sandbox.level == "strict" else None)
 
     def startup_executors(self, gpus: int, cores: int) -> int:
         """Return the number of executors for a model that is loaded at startup and does not set it."""

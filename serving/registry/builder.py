@@ -9,8 +9,8 @@ import asyncio
 import functools
 import itertools
 import logging
-import os
 import time
+from dataclasses import replace
 from typing import Literal
 
 from torchere.archiver.torchscript_options import TorchScriptOptions
@@ -37,6 +37,7 @@ from torchere.serving.workers.launch import ExecLauncher, ForkLauncher, Launcher
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.rooms import RoomLauncher
+from torchere.serving.workers.sandbox import Sandbox, sandbox_of
 from torchere.serving.workers.worker import MOST_INSIDE
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class Loader:
         self._server = server
         self._observer = observer
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
-        self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars), fork_server)
+        self._launcher = ForkLauncher(worker_environment(server.env_vars_hidden_from_workers), fork_server)
+        self._sandbox = sandbox_of(server)
         self._rooms = RoomLauncher(self._launcher)
         self._oom = OomWatch()
 
@@ -107,7 +109,7 @@ class Loader:
             archive=archive,
             handler=handler,
             runtime=runtime,
-            isolation=_isolation(key, archive, settings, handler),
+            isolation=_isolation(key, archive, settings, handler, self._may_share_process),
             loaded_at_startup=loaded_at_startup,
         )
         return self._assemble(key, origin, settings)
@@ -115,7 +117,7 @@ class Loader:
     def _assemble(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Version:
         pump = _Pump()
         observer = self._observer.watch(key)
-        launcher = self._launcher_of(key, origin)
+        launcher = self._launcher_of(key, origin, settings)
         pool = self._pool(self._spec(key, origin, settings), launcher, settings, pump, observer)
         batcher = _batcher(key, settings, pool, observer)
         pump.batcher = batcher
@@ -152,15 +154,32 @@ class Loader:
             sends_ahead=not counts_all,
         )
 
-    def _launcher_of(self, key: ModelKey, origin: Origin) -> Launcher:
+    @property
+    def _may_share_process(self) -> bool:
+        return self._sandbox is None or not self._sandbox.takes_whole_process
+
+    def _sandbox_of(self, origin: Origin, settings: ModelSettings) -> Sandbox | None:
+        if self._sandbox is None:
+            return None
+        return replace(self._sandbox, archive=str(origin.archive.directory), gpu=bool(settings.gpu_ids))
+
+    def _is_confined_first(self, origin: Origin) -> bool:
+        """Whether the sandbox is entered before the interpreter starts, because packages may be hostile.
+
+        `basic` does not: it would cost each start of a worker a tenth more.
+        """
+        return origin.archive.environment is not None and not self._may_share_process
+
+    def _launcher_of(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Launcher:
         environment = origin.archive.environment
         if environment is None:
             return self._rooms.of(key) if origin.isolation == "shared" else self._launcher
-        variables = worker_environment(self._server.hidden_env_vars)
-        if environment.packages:
-            search_path = [environment.packages, variables.get("PYTHONPATH")]
-            variables["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
-        return ExecLauncher(variables, environment.python)
+        return ExecLauncher(
+            worker_environment(self._server.env_vars_hidden_from_workers),
+            environment.python,
+            sandbox=self._sandbox_of(origin, settings) if self._is_confined_first(origin) else None,
+            packages=environment.packages,
+        )
 
     async def close(self) -> None:
         """Stop the fork server and the shared worker processes; call it when no version is left."""
@@ -187,6 +206,7 @@ class Loader:
             pinned=_is_stateful(settings),
             # The state is in the handler, so a request must run in the worker it is sent to.
             shares_weights=origin.isolation != "process" and not _is_stateful(settings),
+            sandbox=None if self._is_confined_first(origin) else self._sandbox_of(origin, settings),
         )
 
     def _defaults_of(self, key: ModelKey) -> dict[str, object]:
@@ -197,9 +217,9 @@ class Loader:
 
 
 def _isolation(
-    key: ModelKey, archive: StoredArchive, settings: ModelSettings, handler: str
+    key: ModelKey, archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool
 ) -> Literal["thread", "process", "shared"]:
-    isolation = _isolation_of(archive, settings, handler)
+    isolation = _isolation_of(archive, settings, handler, may_share)
     if settings.isolation == "shared" != isolation:
         logger.info(
             "model %s version %s can't share a process with other models and gets isolation: %s",
@@ -211,7 +231,7 @@ def _isolation(
 
 
 def _isolation_of(
-    archive: StoredArchive, settings: ModelSettings, handler: str
+    archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool
 ) -> Literal["thread", "process", "shared"]:
     if archive.environment:  # its own packages can't be loaded into a process with other packages
         return "process"
@@ -224,7 +244,10 @@ def _isolation_of(
         model,
         holds_gil=keeps_gil,
         on_gpu=on_gpu,
-        needs_own_process=_is_stateful(settings) or _switches_engine(archive) or _has_python(archive),
+        needs_own_process=not may_share
+        or _is_stateful(settings)
+        or _switches_engine(archive)
+        or _has_python(archive),
     )
 
 

@@ -14,6 +14,7 @@ import msgspec
 from torchere.handlers.metric_types import MetricDeclaration, MetricSample
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferResponse
+from torchere.serving.workers.sandbox import Sandbox
 
 Executor = TypeVar("Executor")
 
@@ -118,6 +119,7 @@ class LoadSpec:
     handler_installed: bool = False  # the operator chose `handler`: it may be an installed module
     pinned: bool = False  # batches are sent to an executor by its id (state lives in the handler)
     shares_weights: bool = False  # executors are lanes of one process, over one copy of the weights
+    sandbox: Sandbox | None = None  # to be entered before the load; None: none, or it is entered already
 
 
 FreeCallback: TypeAlias = Callable[[], None]  # an executor became free, or all have failed for good

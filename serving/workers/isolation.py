@@ -26,7 +26,8 @@ def choose_isolation(
     `on_gpu`: the version runs on a GPU, where an input that fails in CUDA (an index out of range) costs the
     process all its GPU state.
 
-    `needs_own_process`: the version keeps state between requests, or changes process-wide settings.
+    `needs_own_process`: the version keeps state between requests, changes process-wide settings, or has a
+    sandbox that is its own.
 
     `shared` shares a process with other versions where `auto` uses threads, and otherwise equals `auto`.
 

@@ -18,6 +18,7 @@ from torchere.serving.workers.fork_client import ForkServer, Spawned, spawn
 from torchere.serving.workers.lanes import LanePage
 from torchere.serving.workers.loss import Loss, loss_of_exit
 from torchere.serving.workers.oom import OomWatch
+from torchere.serving.workers.sandbox import Sandbox, entered_by
 
 # Send buffers of data sockets, as far as the system allows; Linux doubles them. The server's holds a batch of
 # images. A worker's holds one large answer: a streamed answer can be ahead of its client by as much.
@@ -87,26 +88,45 @@ class ExecLauncher:
     Args:
         environment: see `worker_environment`.
         python: the interpreter to run; None for the server's own.
+        sandbox: entered before the interpreter starts; None: none.
+        packages: a folder that the interpreter searches first; what enters the sandbox must not.
     """
 
     has_own_process = True
 
-    def __init__(self, environment: Mapping[str, str], python: str | None = None) -> None:
-        self._environment = environment
-        self._python = python or sys.executable
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        python: str | None = None,
+        *,
+        sandbox: Sandbox | None = None,
+        packages: str | None = None,
+    ) -> None:
+        self._environment = dict(environment)
+        self._sandbox = sandbox
+        self._command = [python or sys.executable, "-m", "torchere.serving.workers.process"]
+        self._search: dict[str, str] = {}
+        if packages:
+            search_path = [packages, environment.get("PYTHONPATH")]
+            self._search["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
 
     async def launch(self, requests: int) -> Launched:
         """Start a fresh interpreter, which imports everything itself."""
         return await _launched(self._start, requests)
 
     async def _start(self, descriptors: Sequence[int], output: int) -> tuple[int, asyncio.Future[int]]:
+        command, environment = [*self._command, *map(str, descriptors)], self._environment
+        if self._sandbox is not None:
+            command = entered_by(self._sandbox, self._search, command)
+        else:
+            environment = {**environment, **self._search}
         process = await asyncio.create_subprocess_exec(
-            *(self._python, "-m", "torchere.serving.workers.process", *map(str, descriptors)),
+            *command,
             pass_fds=descriptors,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,  # asyncio's own pipe would stay open as long as the worker's children live
             stderr=asyncio.subprocess.STDOUT,
-            env=self._environment,
+            env=environment,
             start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
         )
         return process.pid, asyncio.ensure_future(process.wait())

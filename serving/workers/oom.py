@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 FRESH_S = 5.0  # a kill not claimed for this long was of another process
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 _MACHINE = Path("/proc/vmstat")
+
+
+# Added to a worker's score for the killer: a worker is restarted, the server is not.
+_SCORE_ADDED = 300
+
+
+def offer_to_oom_killer() -> None:
+    """Make the kernel kill this process rather than the server when memory runs out."""
+    score = Path("/proc/self/oom_score_adj")
+    with suppress(OSError, ValueError):  # some systems lack it, and a sandbox forbids it
+        score.write_text(str(min(1000, int(score.read_text()) + _SCORE_ADDED)))
 
 
 class OomWatch:

@@ -64,9 +64,9 @@ from torchere.serving.workers.messages import (
     raw_bytes,
     run_with_raw,
 )
+from torchere.serving.workers.oom import offer_to_oom_killer
+from torchere.serving.workers.sandbox import enter
 
-# Added to the process's score for the out-of-memory killer: a worker is restarted, the server is not.
-OOM_SCORE_ADDED = 300
 HELD_LOOK_S = 0.005  # polling interval of a lane whose parts the server holds back
 # By default CPython lets a thread keep the GIL for 5 ms, while the other lanes wait.
 SWITCH_INTERVAL_S = 0.0005
@@ -296,7 +296,7 @@ class WorkerMain:
             self.page = LanePage(self._page_descriptor, requests_of(spec.batch_size))
             os.close(self._page_descriptor)
             self._take_process(spec, message.log_token)
-            return self._step(lambda: self._load(message.gpu_ids))
+            return self._step(lambda: self._load_first(message.gpu_ids))
         elif isinstance(message, AddLanes):
             return self._step(lambda: self._load(message.gpu_ids))
         elif isinstance(message, WarmUp):
@@ -334,6 +334,17 @@ class WorkerMain:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
         if spec.shares_weights:
             sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    def _load_first(self, gpu_ids: Sequence[int | None]) -> None:
+        """Enter the sandbox and load the first lanes."""
+        spec = self._loaded_spec()
+        if spec.sandbox is not None:
+            try:
+                enter(spec.sandbox)
+            except OSError as err:
+                detail = f"the worker can't enter its sandbox: {err}"
+                raise LoadFailed.of(spec.model_name, spec.model_version, detail) from err
+        self._load(gpu_ids)
 
     def _load(self, gpu_ids: Sequence[int | None]) -> None:
         """Load a lane for each GPU in turn: the first one loads the weights that the others share."""
@@ -426,7 +437,7 @@ def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
     `origin`: see `WorkerFormatter`.
     """
     die_with_parent()
-    _offer_to_oom_killer()
+    offer_to_oom_killer()
     sys.argv[:] = [""]  # model code that parses them must not find ours
     faulthandler.enable()  # logs a traceback at a crash in native code
     to_server = logging.StreamHandler()
@@ -448,13 +459,6 @@ def run(lanes: int, control: int, page: int) -> None:
     os.register_at_fork(after_in_child=worker.close_sockets)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone, so the worker ends
         worker.serve()
-
-
-def _offer_to_oom_killer() -> None:
-    """Make the kernel kill this process rather than the server when memory runs out."""
-    score = Path("/proc/self/oom_score_adj")
-    with contextlib.suppress(OSError, ValueError):  # some systems lack it
-        score.write_text(str(min(1000, int(score.read_text()) + OOM_SCORE_ADDED)))
 
 
 def main() -> None:

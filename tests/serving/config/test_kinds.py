@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from torchere.serving.config.properties import ConfigurationError, parse_properties
 from torchere.serving.config.resolve import configure
-from torchere.serving.config.server_settings import Address, ServerSettings, SnapshotModel
+from torchere.serving.config.server_settings import Address, SandboxSettings, ServerSettings, SnapshotModel
 
 
 def settings(text: str) -> ServerSettings:
@@ -187,6 +189,19 @@ def test_a_bad_metrics_mode_or_expiration_is_a_warning_and_the_default_stays() -
 @pytest.mark.parametrize("isolation", ["auto", "thread", "process", "shared"])
 def test_each_isolation_may_be_the_default(isolation: str) -> None:
     assert settings(f"default_isolation={isolation.upper()}").default_isolation == isolation
+
+
+def test_the_sandbox_of_workers_has_five_keys() -> None:
+    text = """
+        worker_sandbox=STRICT
+        worker_user=models
+        worker_memory_limit=8589934592
+        worker_network=true
+        worker_read_paths=/mnt/weights, /mnt/data
+    """
+    paths = (Path("/mnt/weights"), Path("/mnt/data"))
+    assert settings(text).sandbox == SandboxSettings("strict", "models", 2**33, True, paths)
+    assert settings("").sandbox == SandboxSettings("basic")
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "1e300"])

@@ -1,0 +1,273 @@
+"""The kernel's means to confine a process: user, limits, Landlock, seccomp. Linux only, but imports anywhere.
+
+This is the one file that names system calls. Each function confines the calling process for good, and all
+processes that it starts. Call them while the process has one thread: Landlock and seccomp confine the calling
+thread only.
+
+Landlock is called by its three system calls, because the package `landlock` has neither its rules for TCP and
+signals nor a release (docs/decisions/0024-worker-sandbox.md). Constants are those of linux/landlock.h,
+linux/prctl.h and linux/seccomp.h. seccomp's program is made by libseccomp through `pyseccomp` (extra
+`sandbox`), once in the server, and only installed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+# The same numbers on all architectures of Linux (asm-generic/unistd.h), alpha left out.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_RULESET_VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
+_RULE_PATH_BENEATH = 1
+
+_PR_SET_DUMPABLE = 4
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
+_PR_SET_NO_NEW_PRIVS = 38
+_CAPABILITY_VERSION_3 = 0x2008_0522  # linux/capability.h
+
+# LANDLOCK_ACCESS_FS_*: EXECUTE is bit 0, and so on in the order of linux/landlock.h.
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
+_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
+_FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # by least ABI
+_NET_RIGHTS = 0b11  # bind and connect of TCP
+_SCOPES = 0b11  # abstract Unix sockets, signals
+READ = _EXECUTE | _READ_FILE | _READ_DIR
+WRITE = (1 << 15) - 1  # everything but ioctl on devices
+DEVICE = _READ_FILE | _READ_DIR | _WRITE_FILE | _IOCTL_DEV
+
+FILES_ABI = 3  # Linux 6.2: truncation counts as writing
+TCP_ABI = 4  # Linux 6.7
+SCOPES_ABI = 6  # Linux 6.12
+
+# System calls that no model needs, refused with EPERM: they trace or read other processes, load code into
+# the kernel, mount, change namespaces or the machine, or have a history of holes in the kernel. Mostly those
+# that the default profile of Docker refuses, too (moby, profiles/seccomp).
+DENIED = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "pidfd_getfd"),
+    *("bpf", "perf_event_open", "userfaultfd", "lookup_dcookie", "fanotify_init"),
+    *("io_uring_setup", "io_uring_enter", "io_uring_register"),
+    *("add_key", "keyctl", "request_key"),
+    *("kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "create_module"),
+    *("mount", "umount", "umount2", "move_mount", "mount_setattr", "open_tree", "pivot_root", "chroot"),
+    *("fsopen", "fsconfig", "fsmount", "fspick", "open_by_handle_at", "uselib", "nfsservctl"),
+    *("unshare", "setns", "reboot", "swapon", "swapoff", "acct", "syslog", "quotactl", "quotactl_fd"),
+    *("settimeofday", "clock_settime", "clock_settime64", "clock_adjtime", "adjtimex", "stime"),
+    *("sethostname", "setdomainname", "iopl", "ioperm", "vm86", "vm86old", "vhangup", "personality"),
+)
+# System calls that may name another process of the same user, here the server: (name, argument, value
+# allowed). Landlock does not govern them.
+_OWN_PROCESS_ONLY = (
+    ("prlimit64", 0, 0),
+    ("setpriority", 0, 0),
+    ("setpriority", 1, 0),
+    ("ioprio_set", 1, 0),
+    ("sched_setscheduler", 0, 0),
+    ("sched_setparam", 0, 0),
+    ("sched_setattr", 0, 0),
+)
+# Landlock does not govern modes and owners: a process may change those of all files of its user, the key file
+# of the server among them.
+_OF_OWNERS = ("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat")
+_NUMBERS = {"fchmodat2": 452}  # newer than libseccomp 2.5; the same on all architectures
+# CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of linux/sched.h.
+_NEW_NAMESPACES = (0x0002_0000, 0x0200_0000, 0x0400_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000)
+_ODD_FAMILIES = (15, 17, 29, 38, 40, 44)  # key, packet, CAN, ALG, vsock, XDP: never for a model's network
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The means that this system has."""
+
+    is_linux: bool
+    landlock_abi: int  # 0: none
+    seccomp: bool  # the kernel takes filters, and pyseccomp finds libseccomp to make them
+    why_no_seccomp: str = ""
+
+
+def kernel() -> Kernel:
+    """Return the means of this system; starts `ldconfig` once, through pyseccomp."""
+    if sys.platform != "linux":
+        return Kernel(False, 0, False, f"seccomp is Linux's, and this is {sys.platform}")
+    why = _why_no_seccomp()
+    return Kernel(True, max(0, _call(_CREATE_RULESET, None, 0, _RULESET_VERSION)), not why, why)
+
+
+def _why_no_seccomp() -> str:
+    try:
+        import pyseccomp  # noqa: F401, PLC0415 - in the extra `sandbox`
+    except ImportError:
+        return "pyseccomp is not installed: pip install 'torchere[sandbox]'"
+    except RuntimeError as err:
+        return f"pyseccomp does not work ({err}): install libseccomp (Debian: libseccomp2)"
+    return "" if Path("/proc/sys/kernel/seccomp").exists() else "the kernel has no seccomp filters"
+
+
+def no_new_privileges() -> None:
+    """Make set-user-id files and file capabilities ineffective for the calling thread and its children."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def limit(name: Literal["CORE", "NOFILE", "DATA", "NPROC"], value: int) -> None:
+    """Lower a resource limit, soft and hard; a lower one stays."""
+    import resource  # noqa: PLC0415 - not available on Windows
+
+    number = getattr(resource, f"RLIMIT_{name}")
+    held = resource.getrlimit(number)
+    lower = [value if each == resource.RLIM_INFINITY else min(value, each) for each in held]
+    resource.setrlimit(number, (lower[0], lower[1]))
+
+
+def become(user: int, group: int) -> None:
+    """Change the user and groups of the whole process; only root may.
+
+    The supplementary groups are those of the user's entry in the system's files, if it has one.
+    """
+    import pwd  # noqa: PLC0415 - not available on Windows
+
+    try:
+        os.initgroups(pwd.getpwuid(user).pw_name, group)
+    except KeyError:
+        os.setgroups([group])
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+    # The change leaves /proc/self with root: open files and limits of the process would be unreadable to it.
+    _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def drop_capabilities() -> None:
+    """Give up all capabilities of the calling thread; `no_new_privileges` keeps them from coming back."""
+    nothing = bytes(2 * 3 * 4)  # effective, permitted and inheritable, twice 32 bits
+    _checked(_libc().capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), nothing))
+
+
+def restrict_files(rules: Iterable[tuple[str, int]], *, tcp: bool) -> None:
+    """Allow the process the given rights beneath the given paths, and no other files, by Landlock.
+
+    It can no longer send signals to processes outside, trace them, or connect to their abstract sockets.
+    Files that are open stay usable. The kernel's version decides which of the means it has: see `Kernel`.
+
+    Args:
+        rules: paths and rights (`READ`, `WRITE`, `DEVICE`); a path that can't be opened is left out.
+        tcp: whether TCP ports may be bound and connected to.
+
+    Raises:
+        OSError: the kernel has no Landlock, or refuses.
+    """
+    abi = _checked(_call(_CREATE_RULESET, None, 0, _RULESET_VERSION))
+    handled = next(rights for least, rights in sorted(_FILE_RIGHTS.items(), reverse=True) if abi >= least)
+    net = 0 if tcp or abi < TCP_ABI else _NET_RIGHTS
+    attributes = [handled, net, _SCOPES][: 3 if abi >= SCOPES_ABI else 2 if abi >= TCP_ABI else 1]
+    packed = struct.pack(f"={len(attributes)}Q", *attributes)
+    ruleset = _checked(_call(_CREATE_RULESET, packed, len(packed), 0))
+    try:
+        for path, rights in rules:
+            _allow(ruleset, path, rights & handled)
+        _checked(_call(_RESTRICT_SELF, ruleset, 0, 0))
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    with suppress(FileNotFoundError, PermissionError, NotADirectoryError):
+        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISDIR(os.fstat(beneath).st_mode):
+                rights &= _OF_FILES
+            rule = struct.pack("=Qi", rights, beneath)  # struct landlock_path_beneath_attr is packed
+            _checked(_call(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0))
+        finally:
+            os.close(beneath)
+
+
+def make_filter(*, network: bool, own_user: bool) -> bytes:
+    """Make the seccomp program that refuses `DENIED`, and without `network` all sockets but pairs.
+
+    The rest is allowed: a list of all calls that any library under a model makes would break with its next
+    release.
+
+    `own_user`: files of the process's user are not the server's, so it may change their modes.
+
+    Raises:
+        ImportError, RuntimeError, OSError: pyseccomp or libseccomp is missing.
+    """
+    import pyseccomp as seccomp  # noqa: PLC0415 - in the extra `sandbox`
+
+    rules = seccomp.SyscallFilter(seccomp.ALLOW)
+    with suppress(OSError):  # libseccomp before 2.5 searches from the top, which is slower
+        rules.set_attr(seccomp.Attr.CTL_OPTIMIZE, 2)
+    refused = seccomp.ERRNO(errno.EPERM)
+
+    def refuse(name: str, *conditions: Any, action: int = refused) -> None:
+        number = seccomp.resolve_syscall(seccomp.system_arch(), name)
+        number = _NUMBERS.get(name, -1) if number == -1 else number
+        if number >= 0:  # otherwise this architecture, or this libseccomp, does not know it
+            rules.add_rule(action, number, *conditions)
+
+    for name in DENIED if own_user else (*DENIED, *_OF_OWNERS):
+        refuse(name)
+    for name, argument, allowed in _OWN_PROCESS_ONLY:
+        refuse(name, seccomp.Arg(argument, seccomp.NE, allowed))
+    for flag in _NEW_NAMESPACES:
+        refuse("clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
+    # Its flags are in memory, where a filter can't look; callers then use clone.
+    refuse("clone3", action=seccomp.ERRNO(errno.ENOSYS))
+    if network:
+        for family in _ODD_FAMILIES:
+            refuse("socket", seccomp.Arg(0, seccomp.EQ, family))
+    else:
+        refuse("socket")
+    with os.fdopen(os.memfd_create("seccomp"), "w+b") as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog of linux/filter.h; an instruction has 8 bytes."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def install_filter(program: bytes) -> None:
+    """Install a program of `make_filter`; `no_new_privileges` comes first.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(_Program(len(program) // 8, program)))
+
+
+def _prctl(option: int, *arguments: Any) -> None:
+    rest = [each if not isinstance(each, int) else ctypes.c_ulong(each) for each in arguments]
+    rest += [ctypes.c_ulong(0)] * (4 - len(rest))
+    _checked(_libc().prctl(option, *rest))
+
+
+def _call(number: int, *arguments: int | bytes | None) -> int:
+    system_call = _libc().syscall
+    system_call.restype = ctypes.c_long
+    converted = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    result: int = system_call(ctypes.c_long(number), *converted)
+    return result
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
