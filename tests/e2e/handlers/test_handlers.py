@@ -170,7 +170,7 @@ def test_extra_files_are_imported_and_opened_where_handlers_look_for_them(client
         ("default", 500, "plain"),
         ("bug", 503, "Prediction failed"),
         ("memory", 507, "Out of resources"),
-        ("exit", 503, "Prediction failed"),
+        ("exit", 500, "Worker died."),
         ("short", 503, "number of batch response mismatched"),
         ("type", 503, "Invalid model predict output"),
     ],
