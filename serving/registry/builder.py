@@ -38,7 +38,7 @@ from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.rooms import RoomLauncher
 from torchere.serving.workers.sandbox import Sandbox, sandbox_of
-from torchere.serving.workers.worker import MOST_INSIDE
+from torchere.serving.workers.send_ahead import MOST_INSIDE
 
 logger = logging.getLogger(__name__)
 

@@ -35,9 +35,20 @@ class Loss:
         return self.kind in _CRASHES or (self.kind is LossKind.SIGNAL and self.signal_number in _FAULTS)
 
     @property
+    def was_killed(self) -> bool:
+        """Whether another process ended the worker by a signal."""
+        return self.kind is LossKind.SIGNAL and not self.crashed
+
+    @property
     def came_from_outside(self) -> bool:
         """Whether the worker was killed from outside, so that the model itself may be in order."""
-        return self.kind is LossKind.OUT_OF_MEMORY or (self.kind is LossKind.SIGNAL and not self.crashed)
+        return self.was_killed or self.kind is LossKind.OUT_OF_MEMORY
+
+    def silent_s(self, response_timeout_s: float, dead_after_s: float) -> float:
+        """Return how long the worker was silent before it was given up: busy, or idle (`dead_after_s`)."""
+        if self.kind is LossKind.TIMEOUT:
+            return response_timeout_s
+        return dead_after_s if self.kind is LossKind.HANG else 0.0
 
 
 _CRASHES = frozenset({LossKind.EXIT, LossKind.PROTOCOL})
@@ -81,6 +92,7 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+OUTSIDE_DELAY_S = 5.0  # at most, after a kill from outside, which is no evidence against the model
 BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0, 89.0, 144.0)
 # A worker that was in service for this long is in good health. An idle one that hangs is replaced after 10 s
 # (`heartbeat.py`), and that silence does not count.
@@ -101,16 +113,19 @@ def restart_delay_s(losses: int, down_s: float, max_retry_timeout_s: float) -> f
 class LossRow:
     """The losses of a worker in a row, which decide about its next restart.
 
-    A row ends when the worker answers a batch, or when it was in good health for `HEALTHY_S`. A shorter time
-    in service is not held against it either: the window in which it is restarted counts time out of service.
+    A row ends when the worker answers a batch, or when it was in good health for `HEALTHY_S`. Kills from
+    outside are counted for themselves, and the time out of service after one is not held against the worker.
+    A shorter time in service is not held against it either.
 
     Args:
-        max_retry_timeout_s: seconds out of service after which it is not restarted.
+        max_retry_timeout_s: seconds out of service, by its own fault, after which it is not restarted.
     """
 
     def __init__(self, max_retry_timeout_s: float) -> None:
         self._max_retry_timeout_s = max_retry_timeout_s
-        self._first_s = 0.0  # monotonic, of the first loss, moved by the time in service since then
+        self._own = 0  # losses that did not come from outside
+        self._down_s = 0.0  # out of service after those, without the time since the last loss
+        self._last_s = 0.0  # monotonic, of the last loss
         self._from_outside = False  # the last loss
         self.losses = 0
 
@@ -124,22 +139,26 @@ class LossRow:
         """
         if healthy_s >= HEALTHY_S:
             self.end()
-        if not self.losses:
-            self._first_s = now_s
-        else:
-            self._first_s += healthy_s
-        self.losses += 1
+        if self._own and not self._from_outside:
+            self._down_s += now_s - self._last_s - healthy_s
+        self._last_s = now_s
         self._from_outside = loss.came_from_outside
+        self._own += not loss.came_from_outside
+        self.losses += 1
 
     def end(self) -> None:
         """Forget the losses: the worker does its work."""
-        self.losses = 0
+        self.losses = self._own = 0
+        self._down_s = 0.0
 
     def restart_delay_s(self, now_s: float) -> float | None:
         """Return the seconds until the next restart; None: give up.
 
-        A worker that was killed from outside is always restarted: its model may be in order, and a neighbour
-        that drives the machine out of memory must not take it down for good.
+        A worker that was killed from outside is always restarted, after `OUTSIDE_DELAY_S` at most: its model
+        may be in order, and a neighbour that drives the machine out of memory must not take it down for good.
         """
-        timeout_s = math.inf if self._from_outside else self._max_retry_timeout_s
-        return restart_delay_s(self.losses, now_s - self._first_s, timeout_s)
+        if self._from_outside:
+            delay_s = restart_delay_s(self.losses - self._own, 0.0, math.inf) or 0.0
+            return min(delay_s, OUTSIDE_DELAY_S)
+        down_s = self._down_s + now_s - self._last_s
+        return restart_delay_s(self._own, down_s, self._max_retry_timeout_s)

@@ -29,11 +29,13 @@ from torchere.serving.workers.loss import Loss, LossKind, LossRow
 from torchere.serving.workers.messages import Done
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
-from torchere.serving.workers.worker_process import ProcessEvents, WorkerProcess
+from torchere.serving.workers.send_ahead import FULL_AHEAD, QUICK_S, inside_a_lane
+from torchere.serving.workers.worker_process import ENDING_GRACE_S, ProcessEvents, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = 0.8  # weight of the old value in the running mean of the handler's time, per batch
+KILLS_AT_FIRST_LOAD = 2  # signals from outside after which a first load is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +177,17 @@ class Worker:
 
     async def start(self) -> None:
         """Start the process and load its lanes; raise `LoadFailed` if that fails."""
-        try:
-            await self._start()
-        except LoadFailed:
-            if not self._process.needs_own_process:
-                raise
-            self._log(logging.INFO, "gets a process of its own, for its model changes itself")
-            self._settings.launcher.has_own_process = True
-            self._process = self._new_process()
-            await self._start()
+        while True:
+            try:
+                return await self._start()
+            except LoadFailed:
+                launcher = self._settings.launcher
+                if self._process.needs_own_process and not launcher.has_own_process:
+                    self._log(logging.INFO, "gets a process of its own, for its model changes itself")
+                    launcher.has_own_process = True
+                    self._process = self._new_process()
+                elif not await self._replaced_after_kill():
+                    raise
 
     async def _start(self) -> None:
         await self._process.start()
@@ -198,17 +202,47 @@ class Worker:
 
     async def warm_up(self) -> None:
         """Warm up and enter service, supervised from now on; raise `LoadFailed` if that fails."""
-        try:
-            await self._process.warm_up(self._settings.startup_timeout_s)
-        except LoadFailed:
-            lost = self._process.lost
-            if not (self._lanes and lost.done() and lost.result().kind is not LossKind.LOAD):
-                raise
-            # A lane was already in service and ended the process: an ordinary loss, for the supervisor.
+        while True:
+            try:
+                await self._process.warm_up(self._settings.startup_timeout_s)
+            except LoadFailed:
+                lost = self._process.lost
+                if self._lanes and lost.done() and lost.result().kind is not LossKind.LOAD:
+                    break  # a lane in service ended the process: an ordinary loss, for the supervisor
+                if not await self._replaced_after_kill():
+                    raise
+                await self.start()
+            else:
+                break
         self._ready_s = self._settings.now()
         self._heartbeat.start()
         if self._supervisor is None:
             self._supervisor = asyncio.ensure_future(self._supervise())
+
+    async def _replaced_after_kill(self) -> bool:
+        """Replace a first process that was killed from outside while it loaded, a bounded number of times.
+
+        Return False if it was not, or too often: then the load has failed.
+        """
+        loss = await self._kill_while_loading()
+        if loss is None or self._supervisor is not None or self._row.losses >= KILLS_AT_FIRST_LOAD:
+            return False
+        self._note_loss(loss)
+        await asyncio.sleep(self._row.restart_delay_s(self._settings.now()) or 0.0)
+        self._process = self._new_process()
+        return True
+
+    async def _kill_while_loading(self) -> Loss | None:
+        """Return the loss of a process that was killed from outside while it loaded; None: it was not.
+
+        A kill by the out-of-memory killer is not meant: the load itself has usually taken the memory.
+        """
+        lost = self._process.lost
+        if self._process.pid:  # else it was not even started
+            await asyncio.wait({lost}, timeout=ENDING_GRACE_S)  # its sockets may have ended before
+        if not lost.done() or not lost.result().was_killed:
+            return None
+        return replace(lost.result(), cause=f"{lost.result().cause} while it was loading")
 
     def _one_more_serves(self, process: WorkerProcess) -> None:
         if process is not self._process:
@@ -377,7 +411,7 @@ class Worker:
                     await self._process.add_lanes(missing, settings.startup_timeout_s)
                     await self._process.warm_up(settings.startup_timeout_s, beside=True)
             except LoadFailed as err:
-                self._note_loss(Loss(LossKind.LOAD, err.detail))
+                self._note_loss(await self._kill_while_loading() or Loss(LossKind.LOAD, err.detail))
                 continue
             except asyncio.TimeoutError:
                 cause = f"not loaded within startup_timeout={settings.startup_timeout_s:g} s"
@@ -405,11 +439,7 @@ class Worker:
         if self._ready_s is None:
             return 0.0
         settings = self._settings
-        silent_s = 0.0
-        if loss.kind is LossKind.TIMEOUT:
-            silent_s = settings.response_timeout_s
-        elif loss.kind is LossKind.HANG:
-            silent_s = settings.heartbeat.dead_after_s
+        silent_s = loss.silent_s(settings.response_timeout_s, settings.heartbeat.dead_after_s)
         return max(0.0, settings.now() - self._ready_s - silent_s)
 
     def _log(self, level: int, words: str, **extra: str) -> None:
@@ -465,33 +495,3 @@ class Worker:
         if self._ending:
             await asyncio.gather(*self._ending, return_exceptions=True)
         self._change(state=ExecutorState.STOPPED)
-
-
-# A lane with a shorter batch time gets batches sent ahead, so that it need not wait for the server in
-# between. A slower one does not, because a batch sent ahead can't move to a process that is free earlier.
-QUICK_S = 0.002
-# With batches of 1 to 7 ms and one sent ahead for each, two lanes did 5 to 8 % more of them (measured when
-# lanes shared a socket). With longer batches the wait for the server in between is short, and a request of
-# higher priority should not find a batch before it.
-QUICK_IN_LANES_S = 0.01
-AHEAD_S = 0.008  # at most this much work inside a quick lane
-MOST_INSIDE = 8  # from 4 to 8 the quickest handlers took 4 % less processor time for a request
-# Full batches of several requests sent ahead, at any batch time. Between two batches a lane waits for the
-# server, which handles the answers of a whole batch first: 2 ms in 120 for 16 rows of MiniLM. One batch is
-# enough for all lanes of a process, because another can be sent as soon as a lane takes it.
-FULL_AHEAD = 1
-
-
-def inside_a_lane(mean_run_s: float, lanes: int) -> int:
-    """Return how many batches each lane may have inside, including the running one.
-
-    Args:
-        mean_run_s: mean seconds of a batch in a lane.
-        lanes: the number of lanes of the process.
-
-    >>> inside_a_lane(0.0001, 1), inside_a_lane(0.004, 1), inside_a_lane(0.004, 2), inside_a_lane(0.02, 2)
-    (8, 1, 2, 1)
-    """
-    if mean_run_s < QUICK_S:
-        return min(MOST_INSIDE, int(AHEAD_S / max(mean_run_s, AHEAD_S / MOST_INSIDE)))
-    return 2 if lanes > 1 and mean_run_s < QUICK_IN_LANES_S else 1

@@ -611,19 +611,94 @@ def test_a_kill_of_the_kernel_for_memory_is_told_from_others(
     asyncio.run(main())
 
 
-def test_a_worker_that_dies_between_load_and_warm_up_fails_at_once_and_leaves_nothing(make_spec: Any) -> None:
+def test_a_worker_that_crashes_between_load_and_warm_up_fails_at_once_and_leaves_nothing(
+    make_spec: Any,
+) -> None:
     async def main() -> None:
         async with pool_in_service(make_spec(), count=1) as pool:
             await pool.resize(2)
             pids = [status.pid for status in pool.statuses()]
-            os.kill(pids[1], signal.SIGKILL)
+            os.kill(pids[1], signal.SIGSEGV)
             await asyncio.shield(pool._workers[1]._process.lost)
             with pytest.raises(LoadFailed) as caught:
                 await asyncio.wait_for(pool.warm_up(), 30)
-            assert "SIGKILL" in caught.value.detail
+            assert "SIGSEGV" in caught.value.detail
             assert [status.pid for status in pool.statuses()] == pids[:1]
 
     asyncio.run(main())
+
+
+KILLED_AT_FIRST = """
+    import os, signal
+    class Handler:
+        def initialize(self, context):
+            self.folder = context.system_properties["model_dir"]
+            self.killed("load", {loads})
+        def killed(self, step, times):
+            for number in range(times):
+                mark = os.path.join(self.folder, f"{{step}}{{number}}")
+                if not os.path.exists(mark):
+                    open(mark, "w").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        def warmup_data(self):
+            return [{{}}]
+        def handle(self, data, context):
+            self.killed("warm-up", {warm_ups})
+            return ["here"] * len(data)
+"""
+
+
+@pytest.mark.parametrize(("loads", "warm_ups"), [(2, 0), (0, 2), (1, 1)])
+def test_a_first_load_that_is_killed_from_outside_is_tried_again(
+    loads: int, warm_ups: int, make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    lost: list[str] = []
+
+    async def main() -> None:
+        spec = make_spec(KILLED_AT_FIRST.format(loads=loads, warm_ups=warm_ups))
+        async with pool_in_service(spec, on_lost=lost.append) as pool:
+            sink = make_sink()
+            sink.submit(pool, [make_request("hi")])
+            assert (await sink.outcome()).body == b"here"
+            (status,) = pool.statuses()
+            assert status.losses == 2
+            assert status.last_failure == "killed by signal 9 (SIGKILL) while it was loading"
+
+    asyncio.run(main())
+    assert lost == ["signal", "signal"]
+
+
+def test_a_first_load_that_is_killed_again_and_again_has_failed(make_spec: Any) -> None:
+    async def main() -> None:
+        with pytest.raises(LoadFailed) as caught:
+            async with pool_in_service(make_spec(KILLED_AT_FIRST.format(loads=99, warm_ups=0))):
+                pass
+        assert caught.value.detail == "killed by signal 9 (SIGKILL) while it was loading"
+        assert caught.value.out_of_memory
+
+    asyncio.run(main())
+
+
+def test_a_restart_that_is_killed_from_outside_is_no_failed_load(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    lost: list[str] = []
+
+    async def main() -> None:
+        for number in range(3):
+            (tmp_path / f"load{number}").touch()
+        spec = make_spec(KILLED_AT_FIRST.format(loads=3, warm_ups=0))
+        async with pool_in_service(spec, on_lost=lost.append, max_retry_timeout_s=0.0) as pool:
+            for number in range(3):
+                (tmp_path / f"load{number}").unlink()
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            await until(lambda: len(lost) == 4 and pool.free)
+            sink = make_sink()
+            sink.submit(pool, [make_request("hi")])
+            assert (await sink.outcome()).body == b"here"
+
+    asyncio.run(main())
+    assert lost == ["signal"] * 4
 
 
 def test_an_executor_that_gave_up_is_tried_again_when_somebody_scales(

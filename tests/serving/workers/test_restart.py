@@ -51,11 +51,28 @@ def test_a_short_time_in_service_is_no_part_of_the_recovery_window() -> None:
     assert row.restart_delay_s(13.1) is None
 
 
-@pytest.mark.parametrize("loss", [loss_of_exit(-9), loss_of_exit(-15), loss_of_exit(-9, True)])
-def test_a_worker_that_is_killed_from_outside_is_always_restarted(loss: Loss) -> None:
+FROM_OUTSIDE = pytest.mark.parametrize("loss", [loss_of_exit(-9), loss_of_exit(-15), loss_of_exit(-9, True)])
+BROKEN = Loss(LossKind.LOAD, "broken")
+
+
+@FROM_OUTSIDE
+def test_a_worker_that_is_killed_from_outside_is_always_restarted_and_soon(loss: Loss) -> None:
     row = LossRow(max_retry_timeout_s=5.0)
-    for loss_s in (0.0, 100.0, 200.0):
-        row.add(loss, 0.0, loss_s)
-    assert row.restart_delay_s(200.0) == 1.0
-    row.add(Loss(LossKind.LOAD, "broken"), 0.0, 300.0)
-    assert row.restart_delay_s(300.0) is None
+    delays = []
+    for number in range(12):
+        row.add(loss, 0.0, number * 100.0)
+        delays.append(row.restart_delay_s(number * 100.0))
+    assert delays == [0, 1, 1, 2, 3, 5, 5, 5, 5, 5, 5, 5]
+
+
+@FROM_OUTSIDE
+def test_kills_from_outside_are_not_held_against_a_worker_that_fails_by_itself(loss: Loss) -> None:
+    row = LossRow(max_retry_timeout_s=5.0)
+    for number in range(12):
+        row.add(loss, 0.0, number * 100.0)
+    row.add(BROKEN, 0.0, 1200.0)
+    assert row.restart_delay_s(1200.0) == 0.0  # its first
+    row.add(loss, 0.0, 1203.0)
+    row.add(BROKEN, 0.0, 1300.0)
+    assert row.restart_delay_s(1300.0) == 1.0  # its second: 3 s out of service by its own fault
+    assert row.restart_delay_s(1302.1) is None

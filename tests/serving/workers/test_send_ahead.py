@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchere.serving.workers.worker import inside_a_lane
+from torchere.serving.workers.send_ahead import inside_a_lane
 
 
 @pytest.mark.parametrize(
