@@ -7,9 +7,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 # How long an example takes says something of the machine's minute, nothing of the code.
 settings.register_profile("without timing", deadline=None)
@@ -60,6 +62,13 @@ NOT_UNIT = tuple(
         "serving/telemetry/test_tracing.py",
     )
 )
+# Files of `make test` that run in one process, because they share a session fixture that takes long: the
+# replay of all recorded requests, the server of all clients, a model that is compiled.
+TOGETHER = (
+    ("tests/conformance/test_grpc.py", "tests/conformance/test_rest.py"),
+    ("tests/clients/",),
+    ("tests/handlers/compiled/test_load.py", "tests/handlers/test_base.py"),
+)
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 events: list[str] = []  # audit events of the running unit test that break its promise
 
@@ -86,6 +95,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(UNIT) and not item.nodeid.startswith(NOT_UNIT):
             item.add_marker("unit")
+
+
+class FileScheduling(LoadFileScheduling):
+    """Runs the tests of a file, or of the files that are listed together, in one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return next((group[0] for group in TOGETHER if file.startswith(group)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
+    """Return the scheduler of `--dist loadfile`."""
+    return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

@@ -167,9 +167,9 @@ class ListText:
 
 def has_many_items(text: bytes | memoryview) -> bool:
     """Tell whether decoding a JSON text at once would make more than `MANY_ITEMS` objects. Never too few."""
-    codes: Array = np.frombuffer(text, np.uint8)
-    if len(codes) <= MANY_ITEMS:
+    if len(text) <= MANY_ITEMS:
         return False
+    codes: Array = np.frombuffer(text, np.uint8)
     return int(np.count_nonzero((codes == _COMMA) | (codes == _OPEN))) > MANY_ITEMS
 
 

@@ -32,6 +32,7 @@ from servers import start
 MAX_CONNECTIONS = 150
 ATTACKERS = 8
 ATTACK_S = 3.0
+CONTROLS = 120  # so many that one slow answer, of a machine that was busy, is not the 99th of a hundred
 GROWTH_BYTES = 256 * 2**20
 PATIENCE_S = 30.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -155,7 +156,7 @@ def test_idle_connections_leave_room_for_others_and_for_the_other_ports(server, 
         for _ in range(2 * MAX_CONNECTIONS):
             for address in (server.rest["inference"], server.grpc["inference"]):
                 stack.enter_context(connected(address))
-        for _ in range(50):
+        for _ in range(CONTROLS):
             for control in controls:
                 control.ask()
         held = psutil.Process(server.process.pid).num_fds() - descriptors
@@ -176,7 +177,7 @@ def test_tls_handshakes_that_never_end_leave_room_for_others(tls_server, capsys)
         for _ in range(2 * MAX_CONNECTIONS):
             for address in (tls_server.rest["inference"], tls_server.grpc["inference"]):
                 stack.enter_context(connected(address)).sendall(b"\x16\x03\x01\x02\0")
-        for _ in range(20):
+        for _ in range(CONTROLS):
             for control in controls:
                 control.ask()
         held = process.num_fds() - descriptors
