@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, Protocol
 
+from torchere.serving.access.identity import ANONYMOUS, Identity, Role
 from torchere.serving.access.reload import Reloaded
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import NotAllowed, ServingError, Unauthorized
@@ -86,14 +87,15 @@ class KeyRing:
         self._keys: Mapping[TokenKind, Key] = {kind: self._new_key(kind) for kind in NAMES_IN_FILE}
         _write_private(path, _document(self._keys))
 
-    def authorize(self, kind: TokenKind, authorization: str | None) -> None:
-        """Check that `authorization` is `Bearer <key>` with the valid key of this kind.
+    def authorize(self, role: Role, authorization: str | None) -> Identity:
+        """Check that `authorization` is `Bearer <key>` with the valid key of this role; it has no identity.
 
         Raises:
             Unauthorized: the value is missing or malformed, or the key is wrong or expired.
         """
-        if not self._accepts(kind, authorization):
+        if role == "metrics" or not self._accepts(role, authorization):
             raise Unauthorized(REFUSED)
+        return ANONYMOUS[role]
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
         """Replace the management or inference key (the token API); the old key becomes invalid immediately.
@@ -187,7 +189,7 @@ class KeyFileUnusable(ServingError):
     """The file of fixed keys is unreadable, accessible to other users, or malformed."""
 
 
-_Keys = Mapping[TokenKind, tuple[Key, ...]]
+_Keys = Mapping[str, tuple[Key, ...]]  # by the kind of token
 
 
 class FixedKeys:
@@ -208,17 +210,18 @@ class FixedKeys:
         self._clock = clock
         self._file: Reloaded[_Keys] = Reloaded("The token keys", (path,), functools.partial(read_keys, path))
 
-    def authorize(self, kind: TokenKind, authorization: str | None) -> None:
-        """Check that `authorization` is `Bearer <key>` with a valid key of this kind.
+    def authorize(self, role: Role, authorization: str | None) -> Identity:
+        """Return the identity of the client whose `authorization` is `Bearer <key>` with a key of this role.
 
         Raises:
             Unauthorized: the value is missing or malformed, or the key is wrong or expired.
         """
         offered, now_s = bearer_key(authorization), self._clock()
         # Not a generator: the duration of the check must not reveal which key matched.
-        accepted = [key.accepts(offered, now_s) for key in self._file.value[kind]]
+        accepted = [key.accepts(offered, now_s) for key in self._file.value.get(role, ())]
         if not any(accepted):
             raise Unauthorized(REFUSED)
+        return ANONYMOUS[role]
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
         """Reject the renewal, because the operator renews these keys by writing the file.
@@ -269,7 +272,7 @@ def read_keys(path: Path) -> _Keys:
         raise _unusable(
             path, f"unknown member {unknown[0]!r}" if unknown else "neither inference nor management"
         )
-    keys: dict[TokenKind, tuple[Key, ...]] = dict.fromkeys(_KINDS.values(), ())
+    keys: dict[str, tuple[Key, ...]] = dict.fromkeys(_KINDS.values(), ())
     for name, entry in document.items():
         entries = entry if isinstance(entry, list) else [entry]
         keys[_KINDS[name]] = tuple(_key(path, name, each) for each in entries)
@@ -318,14 +321,11 @@ def _unusable(path: Path, found: str, expected: str = _FORM) -> KeyFileUnusable:
     return KeyFileUnusable("The file of token_keys_file can't be used.", f"{path}: {found}; {expected}.")
 
 
-KeyKind = Literal["inference", "management"]
-
-
 class Keys(Protocol):
     """The keys of a server with token authorization, as the frontends use them."""
 
-    def authorize(self, kind: KeyKind, authorization: str | None) -> None:
-        """Check that the `Authorization` header contains a valid key of that kind.
+    def authorize(self, role: Role, authorization: str | None) -> Identity:
+        """Return the identity of the client whose `Authorization` header has a valid key of that role.
 
         Raises:
             Unauthorized: the key is missing, wrong or expired.

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from torchere.serving.access.keys import KeyKind, Keys
+from torchere.serving.access.identity import Role, address_of
+from torchere.serving.access.keys import Keys
 from torchere.serving.errors import Unauthorized
 from torchere.serving.frontend.budgets import KEY_FREE_MESSAGE_BYTES
 from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
@@ -132,14 +133,14 @@ def opener(implementation: Any, method: Method, *, streams_in: bool, streams_out
 
 
 def dispatcher(
-    openers: Openers, keys: Keys | None, kind: KeyKind, metrics: Metrics
+    openers: Openers, keys: Keys | None, role: Role, metrics: Metrics
 ) -> Callable[[Stream], CallListener]:
     """Return the function that opens or refuses each call of a port.
 
     Args:
         openers: openers of the calls, by path.
         keys: None when calls need no key.
-        kind: the key that methods need, except the model repository's, which need the management key.
+        role: the role that methods need, except the model repository's, which need the management role.
         metrics: counts calls refused because of their key.
     """
 
@@ -155,7 +156,7 @@ def dispatcher(
             )
         elif head.flaw:
             stream.end(head.flaw_code, head.flaw)
-        elif keys is not None and (error := _refusal(keys, kind, head.path, head.metadata)) is not None:
+        elif (error := _refusal(stream, keys, role)) is not None:
             metrics.refused(error)
             stream.end(*unauthorized().trailers())
         elif (opens := openers.get(head.path)) is not None:
@@ -172,14 +173,16 @@ def _is_grpc(content_type: str) -> bool:
     return content_type.startswith(_GRPC) and content_type[len(_GRPC) : len(_GRPC) + 1] in ("", "+", ";")
 
 
-def _refusal(keys: Keys, kind: KeyKind, path: str, metadata: Metadata) -> Unauthorized | None:
-    """Return the authorisation error of a call; None if it is authorised."""
-    if path.startswith(FREE_PREFIX):
-        return None
-    try:
-        keys.authorize("management" if path in _OPERATOR_PATHS else kind, _authorization(metadata))
-    except Unauthorized as error:
-        return error
+def _refusal(stream: Stream, keys: Keys | None, role: Role) -> Unauthorized | None:
+    """Set the caller of a call and return None; return the error of a call that is not authorised."""
+    path, name = stream.head.path, ""
+    if not (keys is None or path.startswith(FREE_PREFIX)):
+        needed: Role = "management" if path in _OPERATOR_PATHS else role
+        try:
+            name = keys.authorize(needed, _authorization(stream.head.metadata)).name
+        except Unauthorized as error:
+            return error
+    stream.caller = name or address_of(stream.client)
     return None
 
 

@@ -32,7 +32,7 @@ class AppExchange(Exchange):
     """One request that the app answers. When the client disconnects, the app runs on and is notified."""
 
     __slots__ = (
-        *(*SLOTS, "request_id", "started_s"),
+        *(*SLOTS, "caller", "request_id", "started_s"),
         *("_body", "_body_left", "_call", "_came", "_expects", "_held_head"),
         *("_is_gone", "_is_told", "_is_whole", "_replaced"),
     )
@@ -71,7 +71,8 @@ class AppExchange(Exchange):
         self._came.set()
 
     async def _run(self) -> None:
-        self._call = call = CallScope("rest", self.started_s, partial(tuple, self.head.headers), status_of)
+        headers = partial(tuple, self.head.headers)
+        self._call = call = CallScope("rest", self.started_s, headers, status_of, caller=self.caller)
         try:
             if self.head.place.path.endswith("\n"):
                 # The framework would route it as the path without "\n", which may need another key.

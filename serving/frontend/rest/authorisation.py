@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torchere.serving.access.keys import KeyKind
+from torchere.serving.access.identity import Role
 from torchere.serving.frontend.rest.targets import prediction_target
 
 Surface = Literal["inference", "management", "metrics"]
@@ -26,7 +26,7 @@ def is_probe(path: str) -> bool:
     return path in PROBES or path.startswith(MODEL_PROBES)
 
 
-def required_key(surfaces: Surfaces, method: str, path: str) -> KeyKind | None:
+def required_key(surfaces: Surfaces, method: str, path: str) -> Role | None:
     """Return the kind of key that a request needs; None when it needs none.
 
     No key is needed for the probes, the API description, the metrics where they are served, and `/token`,

@@ -12,6 +12,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from torchere.serving.access.identity import address_of
 from torchere.serving.errors import OverBudget
 from torchere.serving.frontend.budgets import BudgetExceeded, ConnectionBudget
 from torchere.serving.frontend.rest.asgi import AppExchange
@@ -60,7 +61,8 @@ class Connection(asyncio.BufferedProtocol):
             "_timer",
             "_times_full",
         ),
-        *("_unread", "_upload", "budget", "client", "exchange", "listener", "transport", "write_paused"),
+        *("_unread", "_upload", "address", "budget", "client", "exchange", "listener", "transport"),
+        "write_paused",
     )
     transport: asyncio.Transport
 
@@ -70,6 +72,7 @@ class Connection(asyncio.BufferedProtocol):
         self.exchange: Exchange | None = None  # the current or last one
         self.write_paused = False
         self.client: Any = None
+        self.address = ""
         self._loop = asyncio.get_running_loop()
         self._opened_s = self._loop.time()
         self._is_free = True  # no current request, no pipelined bytes, and writing is not paused
@@ -100,6 +103,7 @@ class Connection(asyncio.BufferedProtocol):
         listener.connections.add(self)
         peer = transport.get_extra_info("peername")
         self.client = peer[:2] if isinstance(peer, tuple) else None  # a Unix socket has no name
+        self.address = address_of(peer)
         self._mind_the_head()
 
     def get_buffer(self, sizehint: int) -> memoryview:

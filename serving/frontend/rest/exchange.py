@@ -44,6 +44,7 @@ class ClientConnection(Protocol):
     listener: Listener
     budget: ConnectionBudget
     client: Any  # host and port; None on a Unix socket
+    address: str  # of the client, without its port
     transport: asyncio.Transport
     write_paused: bool
 
@@ -75,11 +76,13 @@ class Exchange(ABC):
         __slots__ = ()
     request_id: str
     started_s: float
+    caller: str  # names the client: its identity, or its address
     is_chunked: bool  # whether a response in parts uses chunked encoding
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
         self.connection = connection
         self.head = head
+        self.caller = connection.address
         self.keep_alive = head.keep_alive and not connection.listener.draining
         self.status = 0
         self.complete = False  # True: nothing more is sent
@@ -121,7 +124,7 @@ class Exchange(ABC):
         if listener.keys is None or head.key is None:
             return True
         try:
-            listener.keys.authorize(head.key, head.authorization)
+            self.caller = listener.keys.authorize(head.key, head.authorization).name or self.caller
         except Unauthorized as error:
             self.refuse(error)
             return False

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from torchere.serving.access.keys import KeyKind
+from torchere.serving.access.identity import Role
 from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.rest.authorisation import Surfaces, is_probe, required_key
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
@@ -136,7 +136,7 @@ class Place(NamedTuple):
     raw_path: bytes
     path: str  # decoded, without slashes at its end
     query: bytes
-    key: KeyKind | None
+    key: Role | None
     target: Target | None  # None: not a prediction; the app answers it
 
 
