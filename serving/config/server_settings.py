@@ -243,6 +243,7 @@ class ServerSettings:
     # Further names of the server, in lower case, for requests without a token; "*": any name.
     allowed_hosts: tuple[str, ...] = ()
     token_keys_file: Path | None = None  # keys of the operator, for all replicas; replaces key_file
+    metrics_authorization: bool = False  # /metrics needs the role `metrics`; in TorchServe it needs no key
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)
     temp_dir: Path | None = None  # None: the default of the system

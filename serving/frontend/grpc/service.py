@@ -13,11 +13,11 @@ from google.protobuf.message_factory import GetMessageClass
 from torchere.serving.access.identity import Role, address_of
 from torchere.serving.access.keys import Keys
 from torchere.serving.errors import Unauthorized
+from torchere.serving.frontend.authorisation import API_KEY, grpc_rows
 from torchere.serving.frontend.budgets import KEY_FREE_MESSAGE_BYTES
 from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
 from torchere.serving.frontend.grpc.errors import Table, unauthorized
 from torchere.serving.frontend.grpc.fields import counted
-from torchere.serving.frontend.grpc.open_inference_descriptors import operator_paths
 from torchere.serving.frontend.grpc.streams import (
     Streaming,
     StreamTaskCall,
@@ -31,8 +31,6 @@ from torchere.serving.frontend.http2.messages import Received, StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, CallListener, Encoded, Stream
 from torchere.serving.telemetry.metrics import Metrics
 
-_OPERATOR_PATHS = operator_paths()
-FREE_PREFIX = "/grpc.health.v1.Health/"  # probes need no key, as with /livez and /readyz
 _NOT_POST, _NOT_GRPC = 405, 415
 _GRPC = "application/grpc"
 
@@ -86,19 +84,6 @@ def service(
     return openers
 
 
-def key_free(described: Callable[[set[Any]], Openers]) -> Callable[[set[Any]], Openers]:
-    """Limit the message size of a service whose calls need no key."""
-
-    def restricted(opens: Opener, stream: Stream) -> CallListener:
-        stream.restrict(KEY_FREE_MESSAGE_BYTES)
-        return opens(stream)
-
-    def openers(tasks: set[Any]) -> Openers:
-        return {path: partial(restricted, opens) for path, opens in described(tasks).items()}
-
-    return openers
-
-
 def _opener(
     service_name: str, described: MethodDescriptor, implementation: Any, table: Table, tasks: set[Any]
 ) -> Opener:
@@ -133,16 +118,17 @@ def opener(implementation: Any, method: Method, *, streams_in: bool, streams_out
 
 
 def dispatcher(
-    openers: Openers, keys: Keys | None, role: Role, metrics: Metrics
+    openers: Openers, keys: Keys | None, port: Role, metrics: Metrics
 ) -> Callable[[Stream], CallListener]:
     """Return the function that opens or refuses each call of a port.
 
     Args:
         openers: openers of the calls, by path.
         keys: None when calls need no key.
-        role: the role that methods need, except the model repository's, which need the management role.
+        port: the API whose port it is, and the role that methods without a row need.
         metrics: counts calls refused because of their key.
     """
+    roles = {path: row.needs for path, row in grpc_rows(port).items() if row.needs != API_KEY}
 
     def open_call(stream: Stream) -> CallListener:
         head = stream.head
@@ -156,10 +142,12 @@ def dispatcher(
             )
         elif head.flaw:
             stream.end(head.flaw_code, head.flaw)
-        elif (error := _refusal(stream, keys, role)) is not None:
+        elif (error := _refusal(stream, keys, role := roles.get(head.path, port))) is not None:
             metrics.refused(error)
             stream.end(*unauthorized().trailers())
         elif (opens := openers.get(head.path)) is not None:
+            if role is None:
+                stream.restrict(KEY_FREE_MESSAGE_BYTES)
             return opens(stream)
         else:
             stream.end(StatusCode.UNIMPLEMENTED, "Method not found!")
@@ -173,13 +161,12 @@ def _is_grpc(content_type: str) -> bool:
     return content_type.startswith(_GRPC) and content_type[len(_GRPC) : len(_GRPC) + 1] in ("", "+", ";")
 
 
-def _refusal(stream: Stream, keys: Keys | None, role: Role) -> Unauthorized | None:
+def _refusal(stream: Stream, keys: Keys | None, role: Role | None) -> Unauthorized | None:
     """Set the caller of a call and return None; return the error of a call that is not authorised."""
-    path, name = stream.head.path, ""
-    if not (keys is None or path.startswith(FREE_PREFIX)):
-        needed: Role = "management" if path in _OPERATOR_PATHS else role
+    name = ""
+    if not (keys is None or role is None):
         try:
-            name = keys.authorize(needed, _authorization(stream.head.metadata)).name
+            name = keys.authorize(role, _authorization(stream.head.metadata)).name
         except Unauthorized as error:
             return error
     stream.caller = name or address_of(stream.client)

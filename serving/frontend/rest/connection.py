@@ -245,7 +245,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange.complete:
             return False
         try:
-            self.budget.take(size, exchange.head.key is None and self.listener.keys is not None)
+            self.budget.take(size, exchange.head.role is None and self.listener.keys is not None)
         except BudgetExceeded as error:
             if exchange.prediction is None:
                 self._end(OVER_BUDGET)  # close, as the app may hold the bytes until its client disconnects

@@ -121,10 +121,10 @@ class Exchange(ABC):
         if head.refusal is not None:
             self.refuse(head.refusal)
             return False
-        if listener.keys is None or head.key is None:
+        if listener.keys is None or head.role is None:
             return True
         try:
-            self.caller = listener.keys.authorize(head.key, head.authorization).name or self.caller
+            self.caller = listener.keys.authorize(head.role, head.authorization).name or self.caller
         except Unauthorized as error:
             self.refuse(error)
             return False

@@ -42,6 +42,9 @@ class FakeStream:
     def refuse(self, status, code, message):
         self.answered = (status, code, message)
 
+    def restrict(self, limit_bytes):
+        self.limit_bytes = limit_bytes
+
 
 def opened(keys=None, kind="inference", metrics=METRICS, **changed):
     stream = FakeStream(**changed)
@@ -116,6 +119,7 @@ def test_the_identity_names_the_caller_and_where_no_key_is_asked_for_the_address
     stream = FakeStream(path=path, authorization="Bearer inference")
     dispatcher({path: lambda stream: OPENED}, planes.keys if keys else None, "inference", METRICS)(stream)
     assert stream.caller == caller
+    assert hasattr(stream, "limit_bytes") == ("Health" in path)  # short messages only, without a key
 
 
 def test_calls_without_their_key_are_counted(planes):
