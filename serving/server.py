@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
-from torchere.serving.access.keys import FixedKeys, keys_of
+from torchere.serving.access.fixed_keys import FixedKeys
+from torchere.serving.access.keys import keys_of
 from torchere.serving.access.reload import Reloadable, watch
 from torchere.serving.access.tls import Certificates, certificates_of
 from torchere.serving.config.server_settings import Address, ServerSettings

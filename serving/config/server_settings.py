@@ -243,6 +243,7 @@ class ServerSettings:
     # Further names of the server, in lower case, for requests without a token; "*": any name.
     allowed_hosts: tuple[str, ...] = ()
     token_keys_file: Path | None = None  # keys of the operator, for all replicas; replaces key_file
+    client_ca_file: Path | None = None  # PEM; clients with a certificate of these CAs need no token
     metrics_authorization: bool = False  # /metrics needs the role `metrics`; in TorchServe it needs no key
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)
@@ -261,6 +262,12 @@ class ServerSettings:
     def env_vars_hidden_from_workers(self) -> str | None:
         """The regex of environment variables that workers do not get; None: they get all."""
         return self.hidden_env_vars or (SECRET_ENV_VARS if self.sandbox.level == "strict" else None)
+
+    @property
+    def authorizes_clients(self) -> bool:
+        """Whether clients need a token or a certificate."""
+        return self.token_auth_enabled or self.client_ca_file is not None
+
 
     def startup_executors(self, gpus: int, cores: int) -> int:
         """Return the number of executors for a model that is loaded at startup and does not set it."""
