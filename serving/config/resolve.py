@@ -231,6 +231,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
         return
     needing = [name for name in _REST_ADDRESSES if (address := values.get(name)) and address.tls]
     needing += ["enable_grpc_ssl"] if values.get("grpc_tls_enabled") else []
+    needing += ["client_ca_file"] if values.get("client_ca_file") else []
     if any(tls_files):
         needing = ["certificate_file" if tls_files[0] else "private_key_file"]
     if needing:
@@ -239,7 +240,17 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:
-    fixed = values.get("token_keys_file")
+    fixed, client_ca = values.get("token_keys_file"), values.get("client_ca_file")
+    takes_tokens = values.get("token_auth_enabled", True)
+    if client_ca is not None and fixed is None:
+        message = "token_keys_file is missing, which says what the subjects of client certificates may do"
+        yield Finding("error", "configuration", "client_ca_file", _shown_value(client_ca), message)
+    if values.get("metrics_authorization") and (takes_tokens or client_ca) and fixed is None:
+        message = "the keys that a server makes have no role metrics; name keys in token_keys_file"
+        yield Finding("error", "configuration", "metrics_authorization", "true", message)
+    if values.get("metrics_authorization") and not (takes_tokens or client_ca):
+        message = "not used: disable_token_authorization switches keys off"
+        yield Finding("warning", "configuration", "metrics_authorization", "true", message)
     if fixed is None:
         return
     written = values.get("key_file", ServerSettings().key_file)
@@ -249,7 +260,7 @@ def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:
     elif "key_file" in values:
         message = "not used: token_keys_file is there, and the server makes no keys"
         yield Finding("warning", "configuration", "key_file", _shown_value(written), message)
-    if values.get("token_auth_enabled") is False:
+    if not takes_tokens and client_ca is None:
         message = "not used: disable_token_authorization switches keys off"
         yield Finding("warning", "configuration", "token_keys_file", _shown_value(fixed), message)
 

@@ -166,7 +166,8 @@ def _refusal(stream: Stream, keys: Keys | None, role: Role | None) -> Unauthoriz
     name = ""
     if not (keys is None or role is None):
         try:
-            name = keys.authorize(role, _authorization(stream.head.metadata)).name
+            authorization = _authorization(stream.head.metadata)
+            name = keys.authorize(role, authorization, stream.subjects).name
         except Unauthorized as error:
             return error
     stream.caller = name or address_of(stream.client)

@@ -92,6 +92,7 @@ class Stream(StreamFlow):
         timeout_s: timeout set by the client, in seconds; None: no deadline.
         client: address of the client; None over a Unix socket.
         caller: names the client; set when the call is authorized.
+        subjects: the names in the client's certificate.
         ended: the answer is complete, though some of it may not be sent yet.
         limit_bytes: maximum size of a received message.
         messages: how many complete messages have arrived.
@@ -99,7 +100,7 @@ class Stream(StreamFlow):
 
     __slots__ = (
         *("_head_sent", "_inbound", "_outbound", "_reader", "caller", "client", "ended", "head", "messages"),
-        *("limit_bytes", "listener", "timeout_s"),
+        *("limit_bytes", "listener", "subjects", "timeout_s"),
     )
 
     def __init__(
@@ -114,6 +115,7 @@ class Stream(StreamFlow):
         self.head, self.timeout_s = request
         self.client = client
         self.caller = ""
+        self.subjects: tuple[str, ...] = ()
         self.listener = ENDED
         self.limit_bytes = inbound.limit_bytes
         self._inbound = inbound

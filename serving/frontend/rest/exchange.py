@@ -45,6 +45,7 @@ class ClientConnection(Protocol):
     budget: ConnectionBudget
     client: Any  # host and port; None on a Unix socket
     address: str  # of the client, without its port
+    subjects: tuple[str, ...]  # the names in the client's certificate
     transport: asyncio.Transport
     write_paused: bool
 
@@ -116,7 +117,7 @@ class Exchange(ABC):
         """Process the end of the request."""
 
     def authorized(self) -> bool:
-        """Return whether the request has the required key, or needs none; if not, reject the request."""
+        """Return whether the client has the required role, or needs none; if not, reject the request."""
         listener, head = self.connection.listener, self.head
         if head.refusal is not None:
             self.refuse(head.refusal)
@@ -124,10 +125,12 @@ class Exchange(ABC):
         if listener.keys is None or head.role is None:
             return True
         try:
-            self.caller = listener.keys.authorize(head.role, head.authorization).name or self.caller
+            identity = listener.keys.authorize(head.role, head.authorization, self.connection.subjects)
         except Unauthorized as error:
             self.refuse(error)
             return False
+        if identity.name:
+            self.caller = identity.name
         return True
 
     def refuse(self, error: ServingError) -> None:

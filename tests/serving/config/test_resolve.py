@@ -231,6 +231,34 @@ def test_fixed_keys_leave_other_settings_of_tokens_without_effect() -> None:
     ]
 
 
+TLS_FILES = "certificate_file=/etc/tls.crt\nprivate_key_file=/etc/tls.key\n"
+
+
+def test_client_certificates_count_with_tokens_or_without() -> None:
+    text = f"{TLS_FILES}client_ca_file=/etc/ca.pem\ntoken_keys_file=/etc/k.json\nmetrics_authorization=true\n"
+    assert settings(text).authorizes_clients
+    assert settings(f"{text}disable_token_authorization=true").authorizes_clients
+    assert warnings(f"{text}disable_token_authorization=true") == []
+    assert not settings("disable_token_authorization=true").authorizes_clients
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{TLS_FILES}client_ca_file=/etc/ca.pem", "client_ca_file: token_keys_file is missing"),
+        ("client_ca_file=/etc/ca.pem\ntoken_keys_file=/etc/k.json", "client_ca_file: TLS needs both"),
+        ("metrics_authorization=true", "metrics_authorization: the keys that a server makes have no role"),
+    ],
+)
+def test_certificates_and_the_role_of_metrics_need_a_file_that_gives_roles(text: str, message: str) -> None:
+    assert message in error(text)
+
+
+def test_without_authorization_the_role_of_metrics_is_not_asked_for() -> None:
+    (said,) = warnings("metrics_authorization=true\ndisable_token_authorization=true")
+    assert "metrics_authorization: not used" in said
+
+
 @pytest.mark.parametrize("key", ["models", "model_snapshot"])
 def test_models_that_were_spread_over_processes_are_said(key: str) -> None:
     entry = {"defaultVersion": True, "marName": "m.mar"}

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from types import SimpleNamespace
@@ -221,7 +221,7 @@ class FakeKeys:
     def __init__(self) -> None:
         self.renewed: list[str | None] = []
 
-    def authorize(self, role: Role, authorization: str | None) -> Identity:
+    def authorize(self, role: Role, authorization: str | None, subjects: Sequence[str] = ()) -> Identity:
         if authorization != f"Bearer {role}":
             raise Unauthorized("refused")
         return Identity(f"{role} client", frozenset({role}))

@@ -35,6 +35,7 @@ class FakeStream:
         self.answered = None
         self.client = ("10.0.0.7", 4321)
         self.caller = ""
+        self.subjects = ()
 
     def end(self, code, message, details=b""):
         self.answered = (code, message)

@@ -342,7 +342,7 @@ def test_the_identity_names_the_caller_and_without_keys_the_address_does(planes,
 
 
 def test_a_known_head_does_not_outlive_its_key(planes):
-    def refuse(kind, authorization):
+    def refuse(role, authorization, subjects):
         raise Unauthorized("expired")
 
     def before(server, answered):
