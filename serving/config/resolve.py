@@ -118,6 +118,7 @@ def configure(
         _take(given, outcome)
     outcome.findings += _contradictions(outcome.values)
     settings = _build(outcome.values)
+    outcome.findings += _open_management(settings)
     findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
 
@@ -273,6 +274,26 @@ def _about_signing(values: Mapping[str, Any]) -> Iterator[Finding]:
     elif trusted and not values.get("require_signed"):
         message = "not used: signatures are verified with require_signed=true only"
         yield Finding("warning", "configuration", "trusted_signing_keys", _shown_value(trusted), message)
+
+
+def _open_management(settings: ServerSettings) -> Iterator[Finding]:
+    """Yield findings on management that every client in the network could call."""
+    addresses = {
+        "management_address": settings.management_address,
+        "grpc_management_address": settings.grpc_management_address,
+    }
+    for name, address in addresses.items():
+        if address is None or settings.authorizes_clients or address.is_local:
+            continue
+        risk = f"every client that reaches {address.authority} may change models, and so run code"
+        if settings.insecure_management:
+            yield Finding("warning", "configuration", name, address.authority, f"insecure_management: {risk}")
+            continue
+        message = (
+            f"tokens are off, so {risk}. Switch them on (remove disable_token_authorization and "
+            "--disable-token-auth), name client_ca_file, use 127.0.0.1, or set insecure_management=true"
+        )
+        yield Finding("error", "configuration", name, address.authority, message)
 
 
 _REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")

@@ -141,6 +141,11 @@ def grpc_rows(port: Role) -> Mapping[str, Row]:
     return {row.route: row for row in TABLE if (row.transport, row.port) == ("grpc", port)}
 
 
+def grpc_actions() -> Mapping[str, str]:
+    """Return what the gRPC methods change that do, by path."""
+    return {row.route: row.actions[ANY_METHOD] for row in TABLE if row.transport == "grpc" and row.actions}
+
+
 class RestPort:
     """The rows of one REST port, under the settings of the server.
 

@@ -33,15 +33,8 @@ class CallScope:
     """
 
     __slots__ = (
-        "_code_of",
-        "_headers",
-        "_many",
-        "_metrics",
-        "_started_s",
-        "caller",
-        "protocol",
-        "read_s",
-        "request",
+        *("_code_of", "_headers", "_many", "_metrics", "_started_s", "caller", "managed", "protocol"),
+        *("read_s", "request"),
     )
 
     def __init__(
@@ -61,6 +54,7 @@ class CallScope:
         self._many = many
         self.caller = caller
         self._metrics: Metrics | None = None  # set by the first prediction
+        self.managed = ("", "")  # the model and the version that the call changes
         self.read_s = 0.0  # monotonic seconds when the body was complete; 0: on arrival
         self.request: Request | None = None  # the prediction, unless the call may carry many
         _current.set(self)

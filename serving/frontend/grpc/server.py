@@ -75,7 +75,13 @@ class GrpcServer:
         self._age_s, self._age_grace_s = _ages(api, services.settings)
         self._limit = limit_of_listener(api == "inference", limits.max_connections, services.budgets)
         self._listener = Listener(
-            dispatcher(openers, services.keys, api, services.metrics),
+            dispatcher(
+                openers,
+                services.keys,
+                api,
+                services.metrics,
+                is_managed=services.settings.allows_management(address),
+            ),
             limits.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
             limits.max_response_bytes + MESSAGE_OVERHEAD_BYTES,
             self._new_age_s,

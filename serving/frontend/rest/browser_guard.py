@@ -33,7 +33,7 @@ class BrowserGuard:
         self._is_unix = address.unix_path is not None  # browsers reach no Unix socket
         self._names = frozenset(settings.allowed_hosts)
         # On other addresses, names of services in a cluster have to work without a setting.
-        self._needs_known_host = _is_loopback(self._bound) or bool(self._names)
+        self._needs_known_host = (address.is_local and not self._is_unix) or bool(self._names)
         origins = {origin.strip().lower() for origin in settings.cors_allowed_origin.split(",")}
         # "*" lets every site read predictions, which does not mean that every site may change models.
         self._origins = frozenset(origins - {ANY, "", "null"})
@@ -110,8 +110,3 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    return host == "localhost" or (address is not None and address.is_loopback)

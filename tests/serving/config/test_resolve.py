@@ -254,6 +254,33 @@ def test_certificates_and_the_role_of_metrics_need_a_file_that_gives_roles(text:
     assert message in error(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("management_address=http://0.0.0.0:8081", "0.0.0.0:8081"),
+        ("management_address=https://[::]:8081\n" + TLS_FILES, "[::]:8081"),
+        ("management_address=http://server.example:8081", "server.example:8081"),
+        ("grpc_management_address=10.0.0.7", "10.0.0.7:7071"),
+    ],
+)
+def test_management_beyond_loopback_needs_authorization(text: str, address: str) -> None:
+    off = f"{text}\ndisable_token_authorization=true\n"
+    said = error(off)
+    assert f"{text.partition('=')[0]}: tokens are off, so every client that reaches {address} may" in said
+    assert "insecure_management=true" in said
+    assert settings(text).token_auth_enabled
+    (warning,) = warnings(f"{off}insecure_management=true")
+    assert f"insecure_management: every client that reaches {address} may" in warning
+    with_certificates = f"{off}client_ca_file=/ca\ntoken_keys_file=/k.json\n{TLS_FILES}"
+    assert settings(with_certificates).client_ca_file == Path("/ca")
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.2:1", "http://[::1]:1", "http://localhost:1", "unix:/m"])
+def test_management_on_this_machine_alone_needs_no_authorization(address: str) -> None:
+    text = f"management_address={address}\ninference_address=http://0.0.0.0:80\n"
+    assert not settings(f"{text}disable_token_authorization=true").authorizes_clients
+
+
 def test_without_authorization_the_role_of_metrics_is_not_asked_for() -> None:
     (said,) = warnings("metrics_authorization=true\ndisable_token_authorization=true")
     assert "metrics_authorization: not used" in said
