@@ -101,3 +101,10 @@ class CallScope:
 def current_call() -> CallScope | None:
     """Return the call that the current task answers, or None."""
     return _current.get()
+
+
+def manages(model: str, version: str | None = None) -> None:
+    """Record the model, or the workflow, that the current call changes, for the audit log."""
+    call = _current.get()
+    if call is not None:
+        call.managed = (model, version or "")

@@ -27,7 +27,7 @@ from torchere.serving.errors import (
     Unavailable,
     UnregisterTimeout,
 )
-from torchere.serving.frontend.call_scope import current_call
+from torchere.serving.frontend.call_scope import manages
 from torchere.serving.frontend.dataplane import DataPlane, condition
 from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.registry.desired import Wanted
@@ -126,10 +126,10 @@ class ControlPlane:
             LoadFailed: loading failed; the version is unregistered again (only when synchronous).
             Conflict: another call unregistered the version while it was loading (only when synchronous).
         """
-        _manages(wish.model_name or wish.url.partition("?")[0])  # a signed URL has a secret in its query
+        manages(wish.model_name or wish.url.partition("?")[0])  # a signed URL has a secret in its query
         self.check_model_api()
         version = await self._registry.register(_wanted(wish, self._settings.default_executors))
-        _manages(*version.key)
+        manages(*version.key)
         executors = version.target
         if executors and not wish.synchronous:
             await begun()
@@ -150,7 +150,7 @@ class ControlPlane:
         Raises:
             NotAllowed, ModelNotFound, VersionNotFound, DefaultVersionInUse, UnregisterTimeout.
         """
-        _manages(model, version)
+        manages(model, version)
         self.check_model_api()
         leaving = await self._registry.unregister(model, version)
         try:
@@ -187,7 +187,7 @@ class ControlPlane:
             LoadFailed: synchronous, and an executor would not start.
             Conflict: synchronous, and it was unregistered meanwhile.
         """
-        _manages(model, version)
+        manages(model, version)
         if max_executors < min_executors:
             raise InvalidRequest("max_worker cannot be less than min_worker.")
         if min_executors < 0 or max_executors > MAX_EXECUTORS:
@@ -213,7 +213,7 @@ class ControlPlane:
         Raises:
             ModelNotFound, VersionNotFound.
         """
-        _manages(model, version)
+        manages(model, version)
         self._registry.set_default(model, version)
         await self._registry.written()
 
@@ -242,7 +242,7 @@ class ControlPlane:
         Raises:
             ModelNotFound, VersionNotFound; NotFound: no request of that digest is quarantined.
         """
-        _manages(model, version)
+        manages(model, version)
         lifted = self._registry.find(model, version).batcher.quarantine.lift(digest)
         if digest is not None and not lifted:
             raise NotFound(f"No request of digest {digest} is quarantined.")
@@ -294,13 +294,6 @@ class ControlPlane:
             ModelNotFound.
         """
         return self._registry.find(model, None).pool.size > 0
-
-
-def _manages(model: str, version: str | None = None) -> None:
-    """Tell the audit of the current call which model it changes."""
-    call = current_call()
-    if call is not None:
-        call.managed = (model, version or "")
 
 
 def _wanted(wish: Registration, default_executors: int) -> Wanted:

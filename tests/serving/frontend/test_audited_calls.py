@@ -86,6 +86,17 @@ def test_calls_that_fail_or_that_the_server_does_not_take_are_audited(ask, plane
     ]
 
 
+def test_changes_of_workflows_are_audited(ask, audited):
+    ask("management", "POST", "/workflows?url=graph.war")
+    ask("management", "DELETE", "/workflows/graph/")
+    common = ("", "127.0.0.1", "rest")
+    assert [call[:6] for call in audited()] == [
+        (*common, "register-workflow", "graph.war", ""),
+        (*common, "unregister-workflow", "graph", ""),
+    ]
+    assert {call[6] for call in audited()} == {"failed"}
+
+
 @pytest.mark.parametrize("case", [("api", "done", 200), ("other", "refused", 400)])
 def test_renewals_of_keys_are_audited(ask, planes, audited, case):
     key, outcome, status = case

@@ -37,7 +37,8 @@ def flat(routes):
 def rest_routes(planes, surfaces):
     """Path and method of every route of a port with these APIs."""
     app = routes(surfaces, planes.data, planes.control, planes.services(keys=planes.keys))
-    found = {(route.path, method) for route in flat(app.routes) for method in route.methods}
+    # The connection strips slashes at the end of a path.
+    found = {(route.path.rstrip("/") or "/", way) for route in flat(app.routes) for way in route.methods}
     assert len(found) > 10
     return {(path, method) for path, method in found if path != ALL_PATHS}
 
@@ -63,7 +64,8 @@ def test_a_request_gets_the_row_of_the_route_that_answers_it(planes, surfaces):
 
 def filled(route):
     """A path of the route, as a client writes it."""
-    return route.replace(":path", "").replace("{", "a-").replace("}", "")
+    plain = route.replace("{first:wfpredict}", "WfPredict").replace(":path", "")
+    return plain.replace("{", "a-").replace("}", "")
 
 
 @pytest.mark.parametrize(
@@ -92,10 +94,10 @@ def test_only_these_routes_are_for_every_client():
 
 def test_every_change_of_a_route_of_management_has_the_name_of_an_action():
     changing = {"POST", "PUT", "DELETE"}
-    silent = {"/v2/repository/index", "/workflows", "/workflows/{workflow}", "/v1/models/{model}"}
+    silent = {"/v2/repository/index", "/v1/models/{model}"}
     named = {row.route for row in TABLE if row.actions}
     managing = {row.route for row in TABLE if row.needs == "management" and row.transport == "rest"}
-    assert managing - named == silent | {route for route in managing if ":path" in route}
+    assert managing - named == silent | {"/v2/repository/{rest:path}"} | WITHOUT_ROUTE
     assert all(set(row.actions) <= {*changing, "*"} for row in TABLE)
 
 
@@ -107,6 +109,7 @@ def test_every_change_of_a_route_of_management_has_the_name_of_an_action():
         ("/models", "/models", ("", "")),
         ("/v2/repository/models/{model}/load", "/v2/repository/models/a b/load", ("a b", "")),
         ("/models/{model}", "/other", ("", "")),
+        ("/workflows/{workflow}", "/workflows/graph", ("graph", "")),
     ],
 )
 def test_the_path_names_the_model_that_is_managed(route, path, named):
