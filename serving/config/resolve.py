@@ -118,7 +118,7 @@ def configure(
         _take(given, outcome)
     outcome.findings += _contradictions(outcome.values)
     settings = _build(outcome.values)
-    outcome.findings += _open_management(settings)
+    outcome.findings += [*_open_management(settings), *_shut_out(settings)]
     findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
 
@@ -274,6 +274,21 @@ def _about_signing(values: Mapping[str, Any]) -> Iterator[Finding]:
     elif trusted and not values.get("require_signed"):
         message = "not used: signatures are verified with require_signed=true only"
         yield Finding("warning", "configuration", "trusted_signing_keys", _shown_value(trusted), message)
+
+
+def _shut_out(settings: ServerSettings) -> Iterator[Finding]:
+    """Yield findings on listeners that no client could call: they take certificates only, and have no TLS."""
+    if settings.client_ca_file is None or settings.token_auth_enabled:
+        return
+    addresses = {
+        "inference_address": settings.inference_address,
+        "management_address": settings.management_address,
+    }
+    without = [name for name, address in addresses.items() if not address.tls]
+    without += [] if settings.grpc_tls_enabled else ["enable_grpc_ssl"]
+    for name in without:
+        message = "without TLS no client can show a certificate, and tokens are off: every call is refused"
+        yield Finding("warning", "configuration", name, "", message)
 
 
 def _open_management(settings: ServerSettings) -> Iterator[Finding]:

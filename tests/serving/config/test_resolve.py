@@ -238,7 +238,14 @@ def test_client_certificates_count_with_tokens_or_without() -> None:
     text = f"{TLS_FILES}client_ca_file=/etc/ca.pem\ntoken_keys_file=/etc/k.json\nmetrics_authorization=true\n"
     assert settings(text).authorizes_clients
     assert settings(f"{text}disable_token_authorization=true").authorizes_clients
-    assert warnings(f"{text}disable_token_authorization=true") == []
+    with_tls = "inference_address=https://127.0.0.1:1\nmanagement_address=https://127.0.0.1:2\nenable_grpc_ssl=true\n"
+    assert warnings(f"{text}{with_tls}disable_token_authorization=true") == []
+    said = warnings(f"{text}disable_token_authorization=true")
+    assert [line.split(": ")[1] for line in said] == [
+        "inference_address",
+        "management_address",
+        "enable_grpc_ssl",
+    ]
     assert not settings("disable_token_authorization=true").authorizes_clients
 
 
