@@ -1,8 +1,8 @@
 #!/bin/sh
 # The arguments of the image, as TorchServe's image takes them:
 #
-#   (none) | serve            the bundled configuration, tokens off; `serve` with a folder /opt/ml/model or
-#                             /opt/ml/models: those of SageMaker
+#   (none) | serve            the bundled configuration, tokens on (TorchServe's image switches them off); `serve` with a
+#                             folder /opt/ml/model or /opt/ml/models: those of SageMaker
 #   torchserve --start ...    a command line for TorchServe; kept in the foreground, so that the container lives and
 #                             dies with its server (TorchServe's image goes on without one)
 #   'torchserve --start ...'  the same as one word; TorchServe's image evaluates it
@@ -77,7 +77,7 @@ fi
 
 if [ $# -eq 0 ] || [ "$1" = serve ]; then
   [ $# -eq 0 ] || shift
-  set -- torchserve --start --ts-config "$home/config.properties" --disable-token-auth "$@"
+  set -- torchserve --start --ts-config "$home/config.properties" "$@"
 fi
 
 if [ "$1" = torchserve ]; then

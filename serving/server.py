@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
-from torchere.serving.access.keys import FixedKeys, keys_of
+from torchere.serving.access.fixed_keys import FixedKeys
+from torchere.serving.access.keys import keys_of
 from torchere.serving.access.reload import Reloadable, watch
 from torchere.serving.access.tls import Certificates, certificates_of
 from torchere.serving.config.server_settings import Address, ServerSettings
@@ -33,6 +34,7 @@ from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders, Services, budgets_of
 from torchere.serving.io.addresses import refuse_taken, said_plainly
 from torchere.serving.logs.access_lines import access_log
+from torchere.serving.logs.audit import audit_log
 from torchere.serving.logs.lines import lost_lines, say
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.process.signals import ending_signals
@@ -84,6 +86,7 @@ class Server:
         await self._ports.refuse_if_taken()
         if settings.tracing_enabled:
             self._metrics.tracing = open_tracing(__version__)
+        audit_log.open(settings.audit_log)
         keys = keys_of(settings)
         certificates = certificates_of(settings)
         self._registry = Registry(settings, RegistryMetrics(self._metrics), self._fork_server)
@@ -158,9 +161,10 @@ class Server:
         await asyncio.to_thread(self._flush)
 
     def _flush(self) -> None:
-        """Flush and close the metric files, the access log and tracing. Blocks."""
+        """Flush and close the metric files, the access and audit logs, and tracing. Blocks."""
         close_metric_files()
         access_log.close()
+        audit_log.close()
         if self._metrics.tracing is not None:
             self._metrics.tracing.close()
 
@@ -254,6 +258,8 @@ def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:
         logger.info("%s API: %s", api.capitalize(), address)
     for api, address in endpoints.grpc.items():
         logger.info("%s gRPC: %s", api.capitalize(), address.authority)
+    if settings.client_ca_file is not None:
+        logger.info("Client certificates are accepted: of the CAs in %s", settings.client_ca_file.absolute())
     if settings.token_auth_enabled:
         logger.info(
             "Token authorization is enforced. The keys are in %s; switch it off with --disable-token-auth",

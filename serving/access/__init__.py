@@ -1,5 +1,7 @@
-"""Access control: API keys and TLS certificates.
+"""Access control: clients with their roles and identities, API keys and TLS certificates.
 
-kind of a key: the calls that it authorizes, `inference` or `management`, or renewal of the keys (`API`).
+identity: a client as the operator has named it.
+role: the calls that a client may make: `inference`, `management` or `metrics`.
+kind of a key: its role, or renewal of the keys (`API`).
 key pair: a TLS certificate chain and its private key.
 """

@@ -6,25 +6,23 @@ reports the error.
 
 from __future__ import annotations
 
-import functools
 import hmac
 import json
 import os
-import re
 import secrets
-import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, Protocol
 
-from torchere.serving.access.reload import Reloaded
+from torchere.serving.access.fixed_keys import FixedKeys
+from torchere.serving.access.identity import ANONYMOUS, REFUSED, Identity, Role, bearer_key, is_before
 from torchere.serving.config.server_settings import ServerSettings
-from torchere.serving.errors import NotAllowed, ServingError, Unauthorized
+from torchere.serving.errors import ServingError, Unauthorized
 
 TokenKind = Literal["inference", "management", "api"]
 
@@ -32,10 +30,8 @@ _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 _KEY_BYTES = 6  # TorchServe's key length, 8 characters, on which readers of key_file.json may rely
 NAMES_IN_FILE: dict[TokenKind, str] = {"management": "management", "inference": "inference", "api": "API"}
 _RENEWABLE: tuple[TokenKind, ...] = ("management", "inference")
-_BEARER = re.compile(r"Bearer\s+(\S+)", re.ASCII)
 
-# TorchServe's messages, which clients and TorchServe's own tests compare.
-REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+# TorchServe's message, which clients and TorchServe's own tests compare.
 _NOT_RENEWED = "Token Authentication failed. Token either incorrect, expired, or not provided correctly"
 
 
@@ -52,8 +48,7 @@ class Key:
 
     def accepts(self, offered: bytes, now_s: float) -> bool:
         """Return whether `offered` equals this key and the key has not expired; compares in constant time."""
-        same = hmac.compare_digest(offered, self.secret.encode())
-        return same and (self.expires_at_s is None or now_s < self.expires_at_s)
+        return hmac.compare_digest(offered, self.secret.encode()) and is_before(now_s, self.expires_at_s)
 
 
 class KeyRing:
@@ -86,14 +81,15 @@ class KeyRing:
         self._keys: Mapping[TokenKind, Key] = {kind: self._new_key(kind) for kind in NAMES_IN_FILE}
         _write_private(path, _document(self._keys))
 
-    def authorize(self, kind: TokenKind, authorization: str | None) -> None:
-        """Check that `authorization` is `Bearer <key>` with the valid key of this kind.
+    def authorize(self, role: Role, authorization: str | None, subjects: Sequence[str] = ()) -> Identity:
+        """Check that `authorization` is `Bearer <key>` with the valid key of this role; it has no identity.
 
         Raises:
             Unauthorized: the value is missing or malformed, or the key is wrong or expired.
         """
-        if not self._accepts(kind, authorization):
+        if role == "metrics" or not self._accepts(role, authorization):
             raise Unauthorized(REFUSED)
+        return ANONYMOUS[role]
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
         """Replace the management or inference key (the token API); the old key becomes invalid immediately.
@@ -124,15 +120,6 @@ class KeyRing:
 
     def _accepts(self, kind: TokenKind, authorization: str | None) -> bool:
         return self._keys[kind].accepts(bearer_key(authorization), self._clock())
-
-
-def bearer_key(authorization: str | None) -> bytes:
-    """Return the key in a `Bearer` header; b"", which is never a key, for any other header.
-
-    The result is bytes because `hmac.compare_digest` refuses text that is not ASCII.
-    """
-    match = _BEARER.fullmatch(authorization or "")
-    return match.group(1).encode("utf-8", "surrogatepass") if match else b""
 
 
 def _document(keys: Mapping[TokenKind, Key]) -> str:
@@ -169,166 +156,19 @@ def _write_private(path: Path, text: str) -> None:
         ) from err
 
 
-# Fixed keys for token authorization: a file that every replica of a server reads.
-# Each TorchServe server generates its own keys, so a client's key is valid for one server only. With a fixed
-# file the keys are the same for all replicas. The file is reloaded when it changes, so that keys can be
-# rotated without a restart: add the new key to the file, update the clients, remove the old key.
-
-MAX_FILE_BYTES = 65_536
-_KEY = re.compile(r"[!-~]{8,}")  # characters valid in a header; TorchServe's keys have 8 of them
-_KINDS: dict[str, TokenKind] = {name: kind for kind, name in NAMES_IN_FILE.items()}
-_FORM = (
-    'expected a JSON object like {"inference": "KEY", "management": "KEY"}; a list of keys, or '
-    '{"key": "KEY", "expiration time": "2030-01-01T00:00:00Z"} as in key_file.json, may stand for each KEY'
-)
-
-
-class KeyFileUnusable(ServingError):
-    """The file of fixed keys is unreadable, accessible to other users, or malformed."""
-
-
-_Keys = Mapping[TokenKind, tuple[Key, ...]]
-
-
-class FixedKeys:
-    """The keys in a file that the operator writes and the server only reads.
-
-    If the file has no key of a kind, calls of this kind are always rejected. Thread-safe: a check reads an
-    immutable map that `refresh` replaces as a whole.
-
-    Args:
-        path: the file, which only its owner and group may read; see `read_keys` for the format.
-        clock: returns seconds since the epoch. Wall time, because the file may contain expiry times.
-
-    Raises:
-        KeyFileUnusable: the file is unusable.
-    """
-
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._file: Reloaded[_Keys] = Reloaded("The token keys", (path,), functools.partial(read_keys, path))
-
-    def authorize(self, kind: TokenKind, authorization: str | None) -> None:
-        """Check that `authorization` is `Bearer <key>` with a valid key of this kind.
-
-        Raises:
-            Unauthorized: the value is missing or malformed, or the key is wrong or expired.
-        """
-        offered, now_s = bearer_key(authorization), self._clock()
-        # Not a generator: the duration of the check must not reveal which key matched.
-        accepted = [key.accepts(offered, now_s) for key in self._file.value[kind]]
-        if not any(accepted):
-            raise Unauthorized(REFUSED)
-
-    def renew(self, wanted: str | None, authorization: str | None) -> None:
-        """Reject the renewal, because the operator renews these keys by writing the file.
-
-        Raises:
-            NotAllowed: always.
-        """
-        raise NotAllowed("The keys of this server come from a file that it does not write; renew them there.")
-
-    def refresh(self) -> None:
-        """Reload the file if it has changed. Blocks. An unusable file leaves the keys unchanged."""
-        self._file.refresh()
-
-
-def keys_of(settings: ServerSettings) -> KeyRing | FixedKeys | None:
-    """Return the configured keys; None if token authorization is disabled.
-
-    Raises:
-        KeyFileUnusable, KeyFileUnwritable: see `FixedKeys` and `KeyRing`.
-    """
-    if not settings.token_auth_enabled:
-        return None
-    if settings.token_keys_file is not None:
-        return FixedKeys(settings.token_keys_file)
-    return KeyRing(settings.key_file, settings.token_expiration_min)
-
-
-def read_keys(path: Path) -> _Keys:
-    """Read the keys of a file: a JSON object with `inference`, `management`, or both.
-
-    Each value is a key, TorchServe's object with `key` and optionally `expiration time` (ISO 8601), or a list
-    of these. `API`, which TorchServe's key file contains as well, is allowed but ignored. No error message
-    contains a key.
-
-    Raises:
-        KeyFileUnusable: the file is missing, accessible to other users, or malformed.
-    """
-    try:
-        document = json.loads(_read_private(path))
-    except UnicodeDecodeError as err:
-        raise _unusable(path, "no UTF-8") from err
-    except (ValueError, RecursionError) as err:  # the error text has a position, but no contents
-        raise _unusable(path, f"no JSON: {err}") from err
-    if not isinstance(document, dict):
-        raise _unusable(path, "no JSON object")
-    unknown = sorted(set(document) - set(_KINDS))
-    if unknown or not {"inference", "management"} & document.keys():
-        raise _unusable(
-            path, f"unknown member {unknown[0]!r}" if unknown else "neither inference nor management"
-        )
-    keys: dict[TokenKind, tuple[Key, ...]] = dict.fromkeys(_KINDS.values(), ())
-    for name, entry in document.items():
-        entries = entry if isinstance(entry, list) else [entry]
-        keys[_KINDS[name]] = tuple(_key(path, name, each) for each in entries)
-    return keys
-
-
-def _read_private(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if mode & (stat.S_IRWXO | stat.S_IWGRP):
-                raise _unusable(
-                    path, f"mode {mode:04o}, open to others", "expected 0600, or 0440 with a group"
-                )
-            text = file.read(MAX_FILE_BYTES + 1)
-    except OSError as err:
-        raise _unusable(path, str(err.strerror), "expected a file that this process may read") from err
-    if len(text) > MAX_FILE_BYTES:
-        raise _unusable(path, f"more than {MAX_FILE_BYTES} bytes")
-    return text.decode("utf-8")
-
-
-def _key(path: Path, name: str, entry: object) -> Key:
-    plain = {"key": entry} if isinstance(entry, str) else entry
-    if not isinstance(plain, dict) or not isinstance(plain.get("key"), str):
-        raise _unusable(path, f"no key in {name!r}")
-    if not _KEY.fullmatch(plain["key"]):
-        found = f"a key in {name!r} is shorter than 8 characters, or has others than printable ASCII"
-        raise _unusable(path, found)
-    return Key(plain["key"], _expiry(path, name, plain.get("expiration time")))
-
-
-def _expiry(path: Path, name: str, text: object) -> float | None:
-    if text is None:
-        return None
-    try:
-        # Python 3.10 rejects "Z" and fractions other than 3 or 6 digits; TorchServe writes 9.
-        exact = re.sub(r"\.(\d+)", lambda fraction: f".{fraction[1][:6]:0<6}", str(text))
-        moment = datetime.fromisoformat(re.sub("Z$", "+00:00", exact))
-    except ValueError as err:
-        raise _unusable(path, f"the expiration time of {name!r} is no ISO 8601 time") from err
-    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
-
-
-def _unusable(path: Path, found: str, expected: str = _FORM) -> KeyFileUnusable:
-    return KeyFileUnusable("The file of token_keys_file can't be used.", f"{path}: {found}; {expected}.")
-
-
-KeyKind = Literal["inference", "management"]
-
-
 class Keys(Protocol):
-    """The keys of a server with token authorization, as the frontends use them."""
+    """The keys and certificates of clients, as the frontends use them."""
 
-    def authorize(self, kind: KeyKind, authorization: str | None) -> None:
-        """Check that the `Authorization` header contains a valid key of that kind.
+    def authorize(self, role: Role, authorization: str | None, subjects: Sequence[str] = ()) -> Identity:
+        """Return the identity of the client that has a role.
+
+        Args:
+            role: the role that the call needs.
+            authorization: the `Authorization` header.
+            subjects: the names in the client's certificate; see `subjects_of`.
 
         Raises:
-            Unauthorized: the key is missing, wrong or expired.
+            Unauthorized: the key is missing, wrong or expired, and the certificate is not one with this role.
         """
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
@@ -337,3 +177,16 @@ class Keys(Protocol):
         Raises:
             Unauthorized: the API key is missing or wrong, or the kind does not exist.
         """
+
+
+def keys_of(settings: ServerSettings) -> KeyRing | FixedKeys | None:
+    """Return the configured keys; None if every client may call.
+
+    Raises:
+        KeyFileUnusable, KeyFileUnwritable: see `FixedKeys` and `KeyRing`.
+    """
+    if not settings.authorizes_clients:
+        return None
+    if settings.token_keys_file is not None:
+        return FixedKeys(settings.token_keys_file, takes_tokens=settings.token_auth_enabled)
+    return KeyRing(settings.key_file, settings.token_expiration_min)

@@ -29,10 +29,17 @@ class CertificateUnusable(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of a listener's certificate chain and key."""
+    """PEM files of a listener's certificate chain and key, and of the CAs of its clients."""
 
     certificate: Path
     private_key: Path
+    client_ca: Path | None = None  # None: clients are not asked for a certificate
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """All of them."""
+        own = (self.certificate, self.private_key)
+        return own if self.client_ca is None else (*own, self.client_ca)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +61,7 @@ class Certificates:
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        self._pair: Reloaded[KeyPair] = Reloaded(
-            "The TLS certificate", (files.certificate, files.private_key), lambda: read_pair(files)
-        )
+        self._pair: Reloaded[KeyPair] = Reloaded("The TLS certificate", files.all, lambda: read_pair(files))
 
     @property
     def pair(self) -> KeyPair:
@@ -83,7 +88,9 @@ def certificates_of(settings: ServerSettings) -> Certificates | None:
     """
     if settings.certificate_file is None or settings.private_key_file is None:
         return None
-    return Certificates(TlsFiles(settings.certificate_file, settings.private_key_file))
+    return Certificates(
+        TlsFiles(settings.certificate_file, settings.private_key_file, settings.client_ca_file)
+    )
 
 
 class _CurrentContext(ssl.SSLContext):
@@ -104,14 +111,16 @@ class _CurrentContext(ssl.SSLContext):
 
 
 def read_pair(files: TlsFiles) -> KeyPair:
-    """Read both files and have OpenSSL check that they match.
+    """Read the files and have OpenSSL check that certificate and key match.
 
     Raises:
-        CertificateUnusable: the pair cannot be loaded. The message names both files but never includes their
+        CertificateUnusable: a file cannot be loaded. The message names the files but never includes their
             contents.
     """
     try:
         pair = KeyPair(_context(files), _context(files), _expires_at_s(files))
+        for context in (pair.context, pair.http2_context):
+            _ask_for_certificates(context, files.client_ca)
     except (OSError, ValueError) as err:  # SSLError is an OSError
         raise CertificateUnusable(
             "The TLS certificate can't be used.",
@@ -140,6 +149,26 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.certificate, files.private_key, password=_no_pass_phrase)
     return context
+
+
+def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path | None) -> None:
+    """Ask clients for a certificate of these CAs; one of another CA, or an expired one, ends the handshake.
+
+    A client without a certificate is let in: probes have none, and a route may take a token instead.
+
+    Raises:
+        CertificateUnusable: the file holds no certificates.
+    """
+    if client_ca is None:
+        return
+    try:
+        context.load_verify_locations(cafile=client_ca)
+    except (OSError, ValueError) as err:
+        raise CertificateUnusable(
+            "The certificates of client_ca_file can't be used.",
+            f"{client_ca}: {_said(err)}; expected the certificates of CAs in PEM.",
+        ) from err
+    context.verify_mode = ssl.CERT_OPTIONAL
 
 
 def _no_pass_phrase() -> str:

@@ -47,6 +47,7 @@ class Request:
         headers: in the client's spelling; the last duplicate wins.
         deadline_s: when it expires.
         priority: its priority among the waiting requests of its version; see `priority.py`.
+        caller: the name of the client's identity, or its address if it has none; "": the server itself.
         group: requests share a batch only with others of equal group.
         meter: the counters of its version; None: not found yet.
         named: whether the client named a version.
@@ -66,7 +67,8 @@ class Request:
     """
 
     __slots__ = (
-        *("answered", "answered_s", "company_s", "counted", "deadline_s", "dequeued_s", "enqueued_s"),
+        *("answered", "answered_s", "caller", "company_s", "counted", "deadline_s", "dequeued_s"),
+        "enqueued_s",
         *("group", "headers", "ledger", "meter", "named", "parameters", "parts", "priority", "read_s"),
         *("request_id", "running", "sending_s", "stages_s", "started_s", "suspect", "trace"),
     )
@@ -75,6 +77,7 @@ class Request:
     def __init__(self, request_id: str, started_s: float) -> None:
         self.request_id = request_id
         self.started_s = started_s
+        self.caller = ""
         self.parameters: Sequence[Parameter] = ()
         self.headers: Sequence[tuple[str, str]] = ()
         self.deadline_s = NO_DEADLINE

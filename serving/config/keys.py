@@ -183,6 +183,9 @@ _WITHOUT_EFFECT = (
 _OURS = (
     _key("key_file", kinds.PATH, "key_file"),
     _key("token_keys_file", kinds.PATH, "token_keys_file"),
+    _key("client_ca_file", kinds.PATH, "client_ca_file"),
+    _key("insecure_management", kinds.BOOLEAN, "insecure_management"),
+    _key("metrics_authorization", kinds.BOOLEAN, "metrics_authorization"),
     _key("allowed_hosts", kinds.HOSTS, "allowed_hosts"),
     _key("drain_delay_s", kinds.seconds(0), "drain_delay_s"),
     _key("drain_timeout_s", kinds.seconds(0), "drain_timeout_s"),
@@ -196,6 +199,7 @@ _OURS = (
     _key("install_timeout_s", kinds.seconds(1), "install_timeout_s"),
     _key("require_signed", kinds.BOOLEAN, "require_signed"),
     _key("trusted_signing_keys", kinds.PATHS, "trusted_signing_keys"),
+    _key("audit_log", kinds.PATH, "audit_log"),
     _key("log_files", kinds.BOOLEAN, "log_files"),
     _key("default_isolation", kinds.ISOLATION, "default_isolation"),
     _key("worker_sandbox", kinds.SANDBOX, "sandbox.level"),

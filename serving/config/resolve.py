@@ -118,6 +118,7 @@ def configure(
         _take(given, outcome)
     outcome.findings += _contradictions(outcome.values)
     settings = _build(outcome.values)
+    outcome.findings += [*_open_management(settings), *_shut_out(settings)]
     findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
 
@@ -231,6 +232,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
         return
     needing = [name for name in _REST_ADDRESSES if (address := values.get(name)) and address.tls]
     needing += ["enable_grpc_ssl"] if values.get("grpc_tls_enabled") else []
+    needing += ["client_ca_file"] if values.get("client_ca_file") else []
     if any(tls_files):
         needing = ["certificate_file" if tls_files[0] else "private_key_file"]
     if needing:
@@ -239,7 +241,17 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:
-    fixed = values.get("token_keys_file")
+    fixed, client_ca = values.get("token_keys_file"), values.get("client_ca_file")
+    takes_tokens = values.get("token_auth_enabled", True)
+    if client_ca is not None and fixed is None:
+        message = "token_keys_file is missing, which says what the subjects of client certificates may do"
+        yield Finding("error", "configuration", "client_ca_file", _shown_value(client_ca), message)
+    if values.get("metrics_authorization") and (takes_tokens or client_ca) and fixed is None:
+        message = "the keys that a server makes have no role metrics; name keys in token_keys_file"
+        yield Finding("error", "configuration", "metrics_authorization", "true", message)
+    if values.get("metrics_authorization") and not (takes_tokens or client_ca):
+        message = "not used: disable_token_authorization switches keys off"
+        yield Finding("warning", "configuration", "metrics_authorization", "true", message)
     if fixed is None:
         return
     written = values.get("key_file", ServerSettings().key_file)
@@ -249,7 +261,7 @@ def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:
     elif "key_file" in values:
         message = "not used: token_keys_file is there, and the server makes no keys"
         yield Finding("warning", "configuration", "key_file", _shown_value(written), message)
-    if values.get("token_auth_enabled") is False:
+    if not takes_tokens and client_ca is None:
         message = "not used: disable_token_authorization switches keys off"
         yield Finding("warning", "configuration", "token_keys_file", _shown_value(fixed), message)
 
@@ -262,6 +274,41 @@ def _about_signing(values: Mapping[str, Any]) -> Iterator[Finding]:
     elif trusted and not values.get("require_signed"):
         message = "not used: signatures are verified with require_signed=true only"
         yield Finding("warning", "configuration", "trusted_signing_keys", _shown_value(trusted), message)
+
+
+def _shut_out(settings: ServerSettings) -> Iterator[Finding]:
+    """Yield findings on listeners that no client could call: they take certificates only, and have no TLS."""
+    if settings.client_ca_file is None or settings.token_auth_enabled:
+        return
+    addresses = {
+        "inference_address": settings.inference_address,
+        "management_address": settings.management_address,
+    }
+    without = [name for name, address in addresses.items() if not address.tls]
+    without += [] if settings.grpc_tls_enabled else ["enable_grpc_ssl"]
+    for name in without:
+        message = "without TLS no client can show a certificate, and tokens are off: every call is refused"
+        yield Finding("warning", "configuration", name, "", message)
+
+
+def _open_management(settings: ServerSettings) -> Iterator[Finding]:
+    """Yield findings on management that every client in the network could call."""
+    addresses = {
+        "management_address": settings.management_address,
+        "grpc_management_address": settings.grpc_management_address,
+    }
+    for name, address in addresses.items():
+        if address is None or settings.authorizes_clients or address.is_local:
+            continue
+        risk = f"every client that reaches {address.authority} may change models, and so run code"
+        if settings.insecure_management:
+            yield Finding("warning", "configuration", name, address.authority, f"insecure_management: {risk}")
+            continue
+        message = (
+            f"tokens are off, so {risk}. Switch them on (remove disable_token_authorization and "
+            "--disable-token-auth), name client_ca_file, use 127.0.0.1, or set insecure_management=true"
+        )
+        yield Finding("error", "configuration", name, address.authority, message)
 
 
 _REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")

@@ -6,6 +6,7 @@ This module reads no file and no environment variable: `resolve.py` builds these
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -50,6 +51,16 @@ class Address:
         """`host:port` as in URLs and gRPC targets, with brackets around an IPv6 address."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only clients on this machine reach it: loopback, or a Unix socket."""
+        if self.unix_path is not None or self.host.lower() == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, which may resolve to any address
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +246,7 @@ class ServerSettings:
     install_dependencies: bool = False  # install the requirements file of an archive
     install_timeout_s: float = 600.0  # for one archive
     snapshots: SnapshotSettings | None = None  # None: none are written
+    audit_log: Path | None = None  # also write the lines of the audit log to this file
     log_files: bool = False  # also write TorchServe's three log files
     model_api_enabled: bool = False  # allow registering and unregistering over the network
     token_auth_enabled: bool = True
@@ -243,6 +255,9 @@ class ServerSettings:
     # Further names of the server, in lower case, for requests without a token; "*": any name.
     allowed_hosts: tuple[str, ...] = ()
     token_keys_file: Path | None = None  # keys of the operator, for all replicas; replaces key_file
+    client_ca_file: Path | None = None  # PEM; clients with a certificate of these CAs need no token
+    insecure_management: bool = False  # allow management without authorisation on addresses beyond loopback
+    metrics_authorization: bool = False  # /metrics needs the role `metrics`; in TorchServe it needs no key
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)
     temp_dir: Path | None = None  # None: the default of the system
@@ -260,6 +275,18 @@ class ServerSettings:
     def env_vars_hidden_from_workers(self) -> str | None:
         """The regex of environment variables that workers do not get; None: they get all."""
         return self.hidden_env_vars or (SECRET_ENV_VARS if self.sandbox.level == "strict" else None)
+
+    @property
+    def authorizes_clients(self) -> bool:
+        """Whether clients need a token or a certificate."""
+        return self.token_auth_enabled or self.client_ca_file is not None
+
+    def allows_management(self, address: Address) -> bool:
+        """Whether a listener with this address may serve management.
+
+        Who may register an archive may run code, so without authorisation only clients on this machine may.
+        """
+        return self.authorizes_clients or self.insecure_management or address.is_local
 
     def startup_executors(self, gpus: int, cores: int) -> int:
         """Return the number of executors for a model that is loaded at startup and does not set it."""

@@ -28,10 +28,14 @@ class CallScope:
         started_s: arrival time, in monotonic seconds.
         headers: returns the headers or metadata of the call; called when a prediction begins.
         code_of: maps an error to the status of its response: HTTP status, or name of the gRPC code.
+        caller: names the client; see `Request`.
         many: the call is a stream that may carry many predictions; each ends when it is answered.
     """
 
-    __slots__ = ("_code_of", "_headers", "_many", "_metrics", "_started_s", "protocol", "read_s", "request")
+    __slots__ = (
+        *("_code_of", "_headers", "_many", "_metrics", "_started_s", "caller", "managed", "protocol"),
+        *("read_s", "request"),
+    )
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class CallScope:
         headers: Callable[[], Iterable[tuple[str | bytes, str | bytes]]],
         code_of: Callable[[ServingError], str | int],
         *,
+        caller: str = "",
         many: bool = False,
     ) -> None:
         self.protocol: Protocol = protocol
@@ -47,7 +52,9 @@ class CallScope:
         self._headers = headers
         self._code_of = code_of
         self._many = many
+        self.caller = caller
         self._metrics: Metrics | None = None  # set by the first prediction
+        self.managed = ("", "")  # the model and the version that the call changes
         self.read_s = 0.0  # monotonic seconds when the body was complete; 0: on arrival
         self.request: Request | None = None  # the prediction, unless the call may carry many
         _current.set(self)
@@ -57,6 +64,7 @@ class CallScope:
         self._metrics = metrics
         request.started_s = time.monotonic() if self._many else self._started_s
         request.trace = trace_of_headers(self._headers())
+        request.caller = self.caller
         metrics.prediction_begins(request)
         if not self._many:
             request.read_s = self.read_s
@@ -93,3 +101,10 @@ class CallScope:
 def current_call() -> CallScope | None:
     """Return the call that the current task answers, or None."""
     return _current.get()
+
+
+def manages(model: str, version: str | None = None) -> None:
+    """Record the model, or the workflow, that the current call changes, for the audit log."""
+    call = _current.get()
+    if call is not None:
+        call.managed = (model, version or "")

@@ -27,6 +27,7 @@ from torchere.serving.errors import (
     Unavailable,
     UnregisterTimeout,
 )
+from torchere.serving.frontend.call_scope import manages
 from torchere.serving.frontend.dataplane import DataPlane, condition
 from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.registry.desired import Wanted
@@ -125,8 +126,10 @@ class ControlPlane:
             LoadFailed: loading failed; the version is unregistered again (only when synchronous).
             Conflict: another call unregistered the version while it was loading (only when synchronous).
         """
+        manages(wish.model_name or wish.url.partition("?")[0])  # a signed URL has a secret in its query
         self.check_model_api()
         version = await self._registry.register(_wanted(wish, self._settings.default_executors))
+        manages(*version.key)
         executors = version.target
         if executors and not wish.synchronous:
             await begun()
@@ -147,6 +150,7 @@ class ControlPlane:
         Raises:
             NotAllowed, ModelNotFound, VersionNotFound, DefaultVersionInUse, UnregisterTimeout.
         """
+        manages(model, version)
         self.check_model_api()
         leaving = await self._registry.unregister(model, version)
         try:
@@ -183,6 +187,7 @@ class ControlPlane:
             LoadFailed: synchronous, and an executor would not start.
             Conflict: synchronous, and it was unregistered meanwhile.
         """
+        manages(model, version)
         if max_executors < min_executors:
             raise InvalidRequest("max_worker cannot be less than min_worker.")
         if min_executors < 0 or max_executors > MAX_EXECUTORS:
@@ -208,6 +213,7 @@ class ControlPlane:
         Raises:
             ModelNotFound, VersionNotFound.
         """
+        manages(model, version)
         self._registry.set_default(model, version)
         await self._registry.written()
 
@@ -236,6 +242,7 @@ class ControlPlane:
         Raises:
             ModelNotFound, VersionNotFound; NotFound: no request of that digest is quarantined.
         """
+        manages(model, version)
         lifted = self._registry.find(model, version).batcher.quarantine.lift(digest)
         if digest is not None and not lifted:
             raise NotFound(f"No request of digest {digest} is quarantined.")

@@ -26,6 +26,7 @@ from torchere.serving.errors import (
     StepFailed,
     Unavailable,
 )
+from torchere.serving.frontend.call_scope import manages
 from torchere.serving.frontend.dataplane import STARTING, DataPlane
 from torchere.serving.registry.workflows import Workflow, Workflows
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
@@ -66,8 +67,11 @@ class WorkflowPlane:
             WorkflowNotFound, DownloadFailed, InvalidWorkflow, InvalidRequest, Conflict, WorkflowFailed: it is
                 not registered.
         """
+        manages(wanted.name or wanted.url.partition("?")[0])  # a signed URL has a secret in its query
         self.check_model_api()
-        return (await self._workflows.register(wanted)).name
+        name = (await self._workflows.register(wanted)).name
+        manages(name)
+        return name
 
     async def unregister(self, name: str) -> None:
         """Remove a workflow and its models after its requests are answered.

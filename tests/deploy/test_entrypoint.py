@@ -16,7 +16,6 @@ SERVE = [
     "--start",
     "--ts-config",
     "/home/model-server/config.properties",
-    "--disable-token-auth",
 ]
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from torchere.serving.config.properties import read_properties
 from torchere.serving.config.resolve import Configuration, configure
-from torchere.serving.frontend.rest.authorisation import PROBES
+from torchere.serving.frontend.authorisation import PROBES
 from torchere.serving.telemetry.metrics import Metrics
 
 VALUES = sorted(path.stem for path in (Path(__file__).parent / "values").glob("*.yaml"))

@@ -40,6 +40,9 @@
 {{- if and .Values.auth.secretName (not .Values.auth.enabled) -}}
 {{- fail "auth.secretName has no effect without auth.enabled: everybody would pass. Set auth.enabled, or remove the name." -}}
 {{- end -}}
+{{- if and .Values.management.enabled (ne $v.configFrom "volume") (not .Values.auth.enabled) (not .Values.management.insecure) -}}
+{{- fail "management.enabled needs auth.enabled: without tokens the server does not start with management beyond loopback. Set auth.enabled and auth.secretName, or management.insecure to let every client that reaches the port change models." -}}
+{{- end -}}
 {{- if and .Values.management.modelApi (not .Values.management.enabled) -}}
 {{- fail "management.modelApi needs management.enabled; without it nobody could call the model API." -}}
 {{- end -}}

@@ -25,6 +25,7 @@
       "drain_timeout_s" .Values.server.drainTimeoutSeconds
       "ts_open_inference_protocol" .Values.server.openInferenceProtocol
       "enable_model_api" .Values.management.modelApi
+      "insecure_management" .Values.management.insecure
       "disable_token_authorization" (not .Values.auth.enabled) -}}
 {{- if and .Values.auth.enabled .Values.auth.secretName -}}
 {{- $_ := set $own "token_keys_file" "/run/torchere-keys/keys.json" -}}

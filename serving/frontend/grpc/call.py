@@ -286,6 +286,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
         try:
             model, version, asked = self.asked(request)
             self.fill(asked)
+            self.caller = self.stream.caller
             self.trace = trace_of_headers(self.stream.head.metadata)
             metrics.prediction_begins(self)
             self._version = dataplane.admit(self, model, version)

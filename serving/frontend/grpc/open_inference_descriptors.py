@@ -20,13 +20,6 @@ SERVICE: ServiceDescriptor = _FILE.services_by_name["GRPCInferenceService"]
 PUBLIC_NAME: str = SERVICE.full_name
 TORCHSERVE_PACKAGE = "org.pytorch.serve.grpc.openinference"
 TORCHSERVE_NAME = f"{TORCHSERVE_PACKAGE}.{SERVICE.name}"
-REPOSITORY_METHODS = frozenset({"RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"})
-
-
-def operator_paths() -> frozenset[str]:
-    """Return the gRPC paths of the model repository methods, which need the management key on every port."""
-    names = (PUBLIC_NAME, TORCHSERVE_NAME)
-    return frozenset(f"/{name}/{method}" for name in names for method in REPOSITORY_METHODS)
 
 
 def reflection_pool(files: Iterable[FileDescriptor]) -> DescriptorPool:

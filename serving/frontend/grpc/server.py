@@ -33,7 +33,7 @@ from torchere.serving.frontend.grpc.open_inference_descriptors import (
     reflection_pool,
 )
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
-from torchere.serving.frontend.grpc.service import Openers, dispatcher, key_free, service
+from torchere.serving.frontend.grpc.service import Openers, dispatcher, service
 from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.open_inference.service import TensorService
@@ -70,11 +70,18 @@ class GrpcServer:
         openers: Openers = {}
         for one in (*offered, reflection_service(names)):
             openers |= one(self._tasks)
+        self.methods = frozenset(openers)  # paths
         limits = services.settings.limits
         self._age_s, self._age_grace_s = _ages(api, services.settings)
         self._limit = limit_of_listener(api == "inference", limits.max_connections, services.budgets)
         self._listener = Listener(
-            dispatcher(openers, services.keys, api, services.metrics),
+            dispatcher(
+                openers,
+                services.keys,
+                api,
+                services.metrics,
+                is_managed=services.settings.allows_management(address),
+            ),
             limits.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
             limits.max_response_bytes + MESSAGE_OVERHEAD_BYTES,
             self._new_age_s,
@@ -145,7 +152,7 @@ def inference_server(
         names += [PUBLIC_NAME, TORCHSERVE_NAME]
         offered += open_inference_services(dataplane, controlplane, services)
     health = HealthService(dataplane, frozenset(names), services.budgets)
-    offered.append(key_free(service(HEALTH, health.methods(), MANAGEMENT)))
+    offered.append(service(HEALTH, health.methods(), MANAGEMENT))
     return GrpcServer("inference", address, services, offered, (*names, HEALTH.full_name))
 
 
@@ -157,7 +164,7 @@ def management_server(
     health = HealthService(dataplane, frozenset({_MANAGEMENT.full_name}), services.budgets)
     offered = [
         service(_MANAGEMENT, ManagementService(controlplane).methods(), MANAGEMENT),
-        key_free(service(HEALTH, health.methods(), MANAGEMENT)),
+        service(HEALTH, health.methods(), MANAGEMENT),
     ]
     return GrpcServer("management", address, services, offered, names)
 

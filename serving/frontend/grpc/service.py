@@ -10,13 +10,15 @@ from typing import Any, NamedTuple, cast
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from torchere.serving.access.keys import KeyKind, Keys
-from torchere.serving.errors import Unauthorized
+from torchere.serving.access.identity import Role, address_of
+from torchere.serving.access.keys import Keys
+from torchere.serving.errors import ServingError, Unauthorized
+from torchere.serving.frontend.authorisation import API_KEY, grpc_actions, grpc_rows
 from torchere.serving.frontend.budgets import KEY_FREE_MESSAGE_BYTES
+from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
 from torchere.serving.frontend.grpc.errors import Table, unauthorized
 from torchere.serving.frontend.grpc.fields import counted
-from torchere.serving.frontend.grpc.open_inference_descriptors import operator_paths
 from torchere.serving.frontend.grpc.streams import (
     Streaming,
     StreamTaskCall,
@@ -28,10 +30,14 @@ from torchere.serving.frontend.grpc.streams import (
 from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import Received, StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, CallListener, Encoded, Stream
+from torchere.serving.logs.audit import AuditedCall, Outcome, audit_log
 from torchere.serving.telemetry.metrics import Metrics
 
-_OPERATOR_PATHS = operator_paths()
-FREE_PREFIX = "/grpc.health.v1.Health/"  # probes need no key, as with /livez and /readyz
+_ACTIONS = grpc_actions()
+_UNMANAGED = (
+    "Models are not changed over this address without authorization. Switch tokens on, name client_ca_file, "
+    "or set insecure_management=true."
+)
 _NOT_POST, _NOT_GRPC = 405, 415
 _GRPC = "application/grpc"
 
@@ -85,19 +91,6 @@ def service(
     return openers
 
 
-def key_free(described: Callable[[set[Any]], Openers]) -> Callable[[set[Any]], Openers]:
-    """Limit the message size of a service whose calls need no key."""
-
-    def restricted(opens: Opener, stream: Stream) -> CallListener:
-        stream.restrict(KEY_FREE_MESSAGE_BYTES)
-        return opens(stream)
-
-    def openers(tasks: set[Any]) -> Openers:
-        return {path: partial(restricted, opens) for path, opens in described(tasks).items()}
-
-    return openers
-
-
 def _opener(
     service_name: str, described: MethodDescriptor, implementation: Any, table: Table, tasks: set[Any]
 ) -> Opener:
@@ -111,8 +104,11 @@ def _opener(
         coded.encode or GetMessageClass(described.output_type).SerializeToString,
         tasks,
     )
+    implementation = coded.implementation
+    if f"/{method.path}" in _ACTIONS:
+        implementation = audited(cast("Waiting", implementation))
     return opener(
-        coded.implementation,
+        implementation,
         method,
         streams_in=described.client_streaming,
         streams_out=described.server_streaming,
@@ -132,16 +128,24 @@ def opener(implementation: Any, method: Method, *, streams_in: bool, streams_out
 
 
 def dispatcher(
-    openers: Openers, keys: Keys | None, kind: KeyKind, metrics: Metrics
+    openers: Openers,
+    keys: Keys | None,
+    port: Role,
+    metrics: Metrics,
+    *,
+    is_managed: bool = True,
 ) -> Callable[[Stream], CallListener]:
     """Return the function that opens or refuses each call of a port.
 
     Args:
         openers: openers of the calls, by path.
         keys: None when calls need no key.
-        kind: the key that methods need, except the model repository's, which need the management key.
+        port: the API whose port it is, and the role that methods without a row need.
         metrics: counts calls refused because of their key.
+        is_managed: False refuses the calls that change models; see `ServerSettings.allows_management`.
     """
+    roles = {path: row.needs for path, row in grpc_rows(port).items() if row.needs != API_KEY}
+    changing = frozenset(path for path, row in grpc_rows(port).items() if row.actions)
 
     def open_call(stream: Stream) -> CallListener:
         head = stream.head
@@ -155,10 +159,16 @@ def dispatcher(
             )
         elif head.flaw:
             stream.end(head.flaw_code, head.flaw)
-        elif keys is not None and (error := _refusal(keys, kind, head.path, head.metadata)) is not None:
+        elif (error := _refusal(stream, keys, role := roles.get(head.path, port))) is not None:
             metrics.refused(error)
+            audit(stream, "PERMISSION_DENIED")
             stream.end(*unauthorized().trailers())
+        elif not is_managed and head.path in changing:
+            audit(stream, "PERMISSION_DENIED")
+            stream.end(StatusCode.PERMISSION_DENIED, _UNMANAGED)
         elif (opens := openers.get(head.path)) is not None:
+            if role is None:
+                stream.restrict(KEY_FREE_MESSAGE_BYTES)
             return opens(stream)
         else:
             stream.end(StatusCode.UNIMPLEMENTED, "Method not found!")
@@ -172,15 +182,53 @@ def _is_grpc(content_type: str) -> bool:
     return content_type.startswith(_GRPC) and content_type[len(_GRPC) : len(_GRPC) + 1] in ("", "+", ";")
 
 
-def _refusal(keys: Keys, kind: KeyKind, path: str, metadata: Metadata) -> Unauthorized | None:
-    """Return the authorisation error of a call; None if it is authorised."""
-    if path.startswith(FREE_PREFIX):
-        return None
-    try:
-        keys.authorize("management" if path in _OPERATOR_PATHS else kind, _authorization(metadata))
-    except Unauthorized as error:
-        return error
+def _refusal(stream: Stream, keys: Keys | None, role: Role | None) -> Unauthorized | None:
+    """Set the caller of a call and return None; return the error of a call that is not authorised."""
+    name = ""
+    if not (keys is None or role is None):
+        try:
+            authorization = _authorization(stream.head.metadata)
+            name = keys.authorize(role, authorization, stream.subjects).name
+        except Unauthorized as error:
+            return error
+    stream.caller = name or address_of(stream.client)
     return None
+
+
+def audit(stream: Stream, code: str, managed: tuple[str, str] = ("", "")) -> None:
+    """Write a call to the audit log if it changes models, with the name of its status code."""
+    action = _ACTIONS.get(stream.head.path)
+    if action is None:
+        return
+    address = address_of(stream.client)
+    identity = "" if stream.caller == address else stream.caller
+    outcome: Outcome = (
+        "done" if code == "OK" else "refused" if code == StatusCode.PERMISSION_DENIED.name else "failed"
+    )
+    audit_log.add(AuditedCall(identity, address, "grpc", action, *managed, outcome=outcome, status=code))
+
+
+def audited(implementation: Waiting) -> Waiting:
+    """Return a method that writes each of its calls to the audit log when it ends."""
+
+    async def answer(request: Any, call: Call) -> Any:
+        code = "CANCELLED"
+        try:
+            answered = await implementation(request, call)
+            code = "OK"
+            return answered
+        except ServingError as error:
+            code = call.method.code_of(error)
+            raise
+        except Exception:
+            code = StatusCode.INTERNAL.name
+            raise
+        finally:
+            scope = current_call()
+            named = str(getattr(request, "model_name", "")), str(getattr(request, "model_version", ""))
+            audit(call.stream, code, named if scope is None or not scope.managed[0] else scope.managed)
+
+    return answer
 
 
 def _authorization(metadata: Metadata) -> str | None:

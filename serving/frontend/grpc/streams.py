@@ -68,7 +68,10 @@ class TaskCall(Call):
 
     async def _run(self, request: Any, *, many: bool) -> None:
         metadata = self.metadata
-        self._scope = CallScope("grpc", self.started_s, lambda: metadata, self.method.code_of, many=many)
+        caller = self.stream.caller
+        self._scope = CallScope(
+            "grpc", self.started_s, lambda: metadata, self.method.code_of, caller=caller, many=many
+        )
         self._scope.read_s = self.read_s
         try:
             await self._answer(self, request)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
+from torchere.serving.access.identity import subjects_of
 from torchere.serving.frontend.budgets import FLOOD, ConnectionBudget
 from torchere.serving.frontend.http2 import frames as f
 from torchere.serving.frontend.http2.flood_guard import CANCELLATIONS, FloodGuard
@@ -88,6 +89,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writes = TurnWrites()
         self._write = self._writes.write
         self.client: Any = None  # host and port; None over a Unix socket
+        self._subjects: tuple[str, ...] = ()  # the names in the client's certificate
         self._streams: dict[int, Stream] = {}
         self._last_id = 0  # of the streams that were begun
         self._answers = 0
@@ -126,6 +128,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._writes.begin(self._transport)
         self.client = transport.get_extra_info("peername") or None
+        self._subjects = subjects_of(transport.get_extra_info("peercert"))
         limit = self._listener.connection_limit
         is_admitted = transport.get_extra_info("sslcontext") is not None  # when it was accepted
         if not (limit is None or is_admitted or limit.admits(self._listener.connections)):
@@ -250,6 +253,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.outbound.held_bytes > MAX_HELD_BYTES:
             request = self._unaffordable(request)
         stream = Stream(stream_id, request, self.client, self.inbound, self.outbound)
+        stream.subjects = self._subjects
         stream.remote_open = not is_last
         self._streams[stream_id] = stream
         stream.listener = self._listener.open_call(stream)

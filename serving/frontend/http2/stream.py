@@ -91,14 +91,16 @@ class Stream(StreamFlow):
         head: the request headers.
         timeout_s: timeout set by the client, in seconds; None: no deadline.
         client: address of the client; None over a Unix socket.
+        caller: names the client; set when the call is authorized.
+        subjects: the names in the client's certificate.
         ended: the answer is complete, though some of it may not be sent yet.
         limit_bytes: maximum size of a received message.
         messages: how many complete messages have arrived.
     """
 
     __slots__ = (
-        *("_head_sent", "_inbound", "_outbound", "_reader", "client", "ended", "head", "messages"),
-        *("limit_bytes", "listener", "timeout_s"),
+        *("_head_sent", "_inbound", "_outbound", "_reader", "caller", "client", "ended", "head", "messages"),
+        *("limit_bytes", "listener", "subjects", "timeout_s"),
     )
 
     def __init__(
@@ -112,6 +114,8 @@ class Stream(StreamFlow):
         StreamFlow.__init__(self, stream_id, outbound.initial_window)
         self.head, self.timeout_s = request
         self.client = client
+        self.caller = ""
+        self.subjects: tuple[str, ...] = ()
         self.listener = ENDED
         self.limit_bytes = inbound.limit_bytes
         self._inbound = inbound

@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.types import ASGIApp
 
 from torchere.serving.config.server_settings import Address, ServerSettings
+from torchere.serving.frontend.authorisation import Surfaces
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.listener import DeferredApp, Listener
 from torchere.serving.frontend.services import Services
 

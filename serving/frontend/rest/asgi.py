@@ -13,15 +13,18 @@ from starlette.types import Message, Scope
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import NotFound, ServingError
 from torchere.serving.frontend import wording
+from torchere.serving.frontend.authorisation import API_KEY, named_model
 from torchere.serving.frontend.call_scope import CLIENT_GONE, CallScope
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
 from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange, status_of
 from torchere.serving.frontend.rest.heads import Head
 from torchere.serving.frontend.rest.wire import CONTINUE, NO_CONTENT
+from torchere.serving.logs.audit import AuditedCall, Outcome, audit_log
 from torchere.serving.logs.fields import fields_of
 
 HELD_BYTES = 65_536  # buffered body bytes that the app has not received; beyond it reading pauses
+_REFUSALS = frozenset({403, 405})  # the model API is off, or the default version would be removed
 _OF_THE_CONNECTION = frozenset({b"connection", b"transfer-encoding"})  # set by us, not by the app
 _LINE_BREAK = re.compile(rb"[\r\n\x00]")  # in a header these allow header injection
 
@@ -32,9 +35,9 @@ class AppExchange(Exchange):
     """One request that the app answers. When the client disconnects, the app runs on and is notified."""
 
     __slots__ = (
-        *(*SLOTS, "request_id", "started_s"),
+        *(*SLOTS, "caller", "request_id", "started_s"),
         *("_body", "_body_left", "_call", "_came", "_expects", "_held_head"),
-        *("_is_gone", "_is_told", "_is_whole", "_replaced"),
+        *("_is_gone", "_is_refused", "_is_told", "_is_whole", "_replaced"),
     )
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
@@ -47,6 +50,7 @@ class AppExchange(Exchange):
         self._came = asyncio.Event()  # set on more body bytes, the end of the body or of the connection
         self._expects = head.expects
         self._is_gone = False  # the client disconnected, or got an answer from the connection itself
+        self._is_refused = False  # before the app was asked
         self._replaced = 0  # the status of that answer
         self._held_head = b""  # head of the response, sent with the first part of its body
         self._body_left: int | None = None  # bytes left of the response's Content-Length; None: no length
@@ -56,6 +60,30 @@ class AppExchange(Exchange):
         """Start the app in a task. The app reads the body with `receive`."""
         self.task = asyncio.get_running_loop().create_task(self._run())
         self.connection.listener.keep(self.task)
+
+    def refuse(self, error: ServingError) -> None:
+        """Answer with an error, before the request is read, and count the refusal."""
+        self._is_refused = True
+        super().refuse(error)
+
+    def finished(self, status: int) -> None:
+        """Count the response, and write its line to the access log, and one to the audit log if it is due."""
+        super().finished(status)
+        action = self.head.place.row.action(self.head.method)
+        if action:
+            self._audit(action, status)
+
+    def _audit(self, action: str, status: int) -> None:
+        place, address = self.head.place, self.connection.address
+        model, version = ("", "") if self._call is None else self._call.managed
+        if not model:
+            model, version = named_model(place.row.route, place.path)
+        is_refused = self._is_refused or status in _REFUSALS or place.row.needs == API_KEY
+        outcome: Outcome = "done" if status < 400 else "refused" if is_refused else "failed"
+        identity = "" if self.caller == address else self.caller
+        audit_log.add(
+            AuditedCall(identity, address, "rest", action, model, version, outcome=outcome, status=status)
+        )
 
     def take(self, piece: bytes) -> None:
         """Buffer the next bytes of the body."""
@@ -71,7 +99,8 @@ class AppExchange(Exchange):
         self._came.set()
 
     async def _run(self) -> None:
-        self._call = call = CallScope("rest", self.started_s, partial(tuple, self.head.headers), status_of)
+        headers = partial(tuple, self.head.headers)
+        self._call = call = CallScope("rest", self.started_s, headers, status_of, caller=self.caller)
         try:
             if self.head.place.path.endswith("\n"):
                 # The framework would route it as the path without "\n", which may need another key.

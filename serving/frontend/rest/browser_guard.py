@@ -11,7 +11,7 @@ import ipaddress
 
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import Forbidden
-from torchere.serving.frontend.rest.authorisation import Surfaces
+from torchere.serving.frontend.authorisation import API_KEY, Need, Surfaces
 
 ANY = "*"
 
@@ -19,32 +19,37 @@ ANY = "*"
 class BrowserGuard:
     """The hosts and origins that one listener accepts where it asks for no token.
 
-    Management requests are always checked, inference requests only if `allowed_hosts` is set: a proxy in
-    front of the inference port may keep the public name in `Host`, and a prediction changes nothing.
+    Requests to management and to the metrics are always checked, others only if `allowed_hosts` is set: a
+    proxy in front of the inference port may keep the public name in `Host`, and a prediction changes nothing.
     """
 
     def __init__(self, surfaces: Surfaces, settings: ServerSettings) -> None:
-        address = settings.management_address if "management" in surfaces else settings.inference_address
+        address = settings.inference_address
+        if "management" in surfaces:
+            address = settings.management_address
+        elif "metrics" in surfaces and settings.metrics_address is not None:
+            address = settings.metrics_address
         self._bound = address.host.lower()
         self._is_unix = address.unix_path is not None  # browsers reach no Unix socket
         self._names = frozenset(settings.allowed_hosts)
         # On other addresses, names of services in a cluster have to work without a setting.
-        self._needs_known_host = _is_loopback(self._bound) or bool(self._names)
+        self._needs_known_host = (address.is_local and not self._is_unix) or bool(self._names)
         origins = {origin.strip().lower() for origin in settings.cors_allowed_origin.split(",")}
         # "*" lets every site read predictions, which does not mean that every site may change models.
         self._origins = frozenset(origins - {ANY, "", "null"})
-        self._keys = {"management", "inference"} if self._names else {"management"}
+        # A server without authorisation checks no API key, either.
+        self._always: frozenset[Need] = frozenset({"management", "metrics", API_KEY})
 
-    def refusal(self, key: str | None, host: bytes, origin: bytes | None) -> Forbidden | None:
+    def refusal(self, needs: Need, host: bytes, origin: bytes | None) -> Forbidden | None:
         """Return the error of a request that a browser may have sent for a foreign site; else None.
 
         Args:
-            key: the kind of key that the request would need if tokens were on.
+            needs: what the table of authorisation says of its route.
             host: the valid value of `Host`; empty without that header.
             origin: the value of `Origin`. Browsers send it with every request that changes something; None
                 means another client, or a rebound page that reads.
         """
-        if key not in self._keys:
+        if needs not in self._always and not self._names:
             return None
         authority = host.decode("ascii").lower()
         if origin is not None:
@@ -105,8 +110,3 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    return host == "localhost" or (address is not None and address.is_loopback)

@@ -12,6 +12,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from torchere.serving.access.identity import address_of, subjects_of
 from torchere.serving.errors import OverBudget
 from torchere.serving.frontend.budgets import BudgetExceeded, ConnectionBudget
 from torchere.serving.frontend.rest.asgi import AppExchange
@@ -49,18 +50,9 @@ class Connection(asyncio.BufferedProtocol):
 
     __slots__ = (
         *("__weakref__", "_ahead", "_body_left", "_chunks", "_drained", "_idle", "_is_free", "_is_held"),
-        *(
-            "_known",
-            "_known_size",
-            "_known_text",
-            "_loop",
-            "_opened_s",
-            "_reader",
-            "_room",
-            "_timer",
-            "_times_full",
-        ),
-        *("_unread", "_upload", "budget", "client", "exchange", "listener", "transport", "write_paused"),
+        *("_known", "_known_size", "_known_text", "_loop", "_opened_s", "_reader", "_room", "_timer"),
+        *("_times_full", "_unread", "_upload", "address", "budget", "client", "exchange", "listener"),
+        *("subjects", "transport", "write_paused"),
     )
     transport: asyncio.Transport
 
@@ -70,6 +62,8 @@ class Connection(asyncio.BufferedProtocol):
         self.exchange: Exchange | None = None  # the current or last one
         self.write_paused = False
         self.client: Any = None
+        self.address = ""
+        self.subjects: tuple[str, ...] = ()  # the names in the client's certificate
         self._loop = asyncio.get_running_loop()
         self._opened_s = self._loop.time()
         self._is_free = True  # no current request, no pipelined bytes, and writing is not paused
@@ -100,6 +94,8 @@ class Connection(asyncio.BufferedProtocol):
         listener.connections.add(self)
         peer = transport.get_extra_info("peername")
         self.client = peer[:2] if isinstance(peer, tuple) else None  # a Unix socket has no name
+        self.address = address_of(peer)
+        self.subjects = subjects_of(transport.get_extra_info("peercert"))
         self._mind_the_head()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -241,7 +237,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange.complete:
             return False
         try:
-            self.budget.take(size, exchange.head.key is None and self.listener.keys is not None)
+            self.budget.take(size, exchange.head.role is None and self.listener.keys is not None)
         except BudgetExceeded as error:
             if exchange.prediction is None:
                 self._end(OVER_BUDGET)  # close, as the app may hold the bytes until its client disconnects

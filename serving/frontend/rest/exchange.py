@@ -44,6 +44,8 @@ class ClientConnection(Protocol):
     listener: Listener
     budget: ConnectionBudget
     client: Any  # host and port; None on a Unix socket
+    address: str  # of the client, without its port
+    subjects: tuple[str, ...]  # the names in the client's certificate
     transport: asyncio.Transport
     write_paused: bool
 
@@ -75,11 +77,13 @@ class Exchange(ABC):
         __slots__ = ()
     request_id: str
     started_s: float
+    caller: str  # names the client: its identity, or its address
     is_chunked: bool  # whether a response in parts uses chunked encoding
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
         self.connection = connection
         self.head = head
+        self.caller = connection.address
         self.keep_alive = head.keep_alive and not connection.listener.draining
         self.status = 0
         self.complete = False  # True: nothing more is sent
@@ -113,18 +117,20 @@ class Exchange(ABC):
         """Process the end of the request."""
 
     def authorized(self) -> bool:
-        """Return whether the request has the required key, or needs none; if not, reject the request."""
+        """Return whether the client has the required role, or needs none; if not, reject the request."""
         listener, head = self.connection.listener, self.head
         if head.refusal is not None:
             self.refuse(head.refusal)
             return False
-        if listener.keys is None or head.key is None:
+        if listener.keys is None or head.role is None:
             return True
         try:
-            listener.keys.authorize(head.key, head.authorization)
+            identity = listener.keys.authorize(head.role, head.authorization, self.connection.subjects)
         except Unauthorized as error:
             self.refuse(error)
             return False
+        if identity.name:
+            self.caller = identity.name
         return True
 
     def refuse(self, error: ServingError) -> None:

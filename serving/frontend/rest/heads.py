@@ -10,9 +10,9 @@ from urllib.parse import unquote
 
 import httptools
 
-from torchere.serving.access.keys import KeyKind
+from torchere.serving.access.identity import Role
 from torchere.serving.errors import Forbidden, InvalidRequest
-from torchere.serving.frontend.rest.authorisation import Surfaces, is_probe, required_key
+from torchere.serving.frontend.authorisation import RestPort, Row, is_probe
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import media_type, text_headers
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
@@ -131,12 +131,13 @@ class HeadReader:
 
 
 class Place(NamedTuple):
-    """A parsed request line: path, query, required key and prediction target."""
+    """A parsed request line: path, query, row of the table of authorisation and prediction target."""
 
     raw_path: bytes
     path: str  # decoded, without slashes at its end
     query: bytes
-    key: KeyKind | None
+    row: Row
+    role: Role | None  # that its client must have; None: it is for every client
     target: Target | None  # None: not a prediction; the app answers it
 
 
@@ -160,7 +161,6 @@ class Head:
         ),
         *(
             "keep_alive",
-            "key",
             "length",
             "method",
             "mime",
@@ -169,6 +169,7 @@ class Head:
             "priority",
             "refusal",
             "request_line",
+            "role",
             "target",
         ),
         *("text", "texts"),
@@ -181,7 +182,7 @@ class Head:
         self.version = reader.version
         self.request_line = b"%b %b HTTP/%b" % (reader.method, reader.url, reader.version.encode())
         self.place = place
-        self.key = place.key
+        self.role = place.role
         self.target = place.target
         self.is_head = reader.method == b"HEAD"
         self.is_probe = is_probe(place.path)
@@ -241,15 +242,15 @@ class Heads:
     only.
 
     Args:
-        surfaces: the APIs that the listener serves.
+        port: the rows of the listener's port.
         max_body_bytes: the longest body to accept.
         speaks_tensors: whether the listener supports the Open Inference Protocol.
-        guard: checks hosts and origins; None where tokens are asked for.
+        guard: checks hosts and origins where no token is asked for; None: they are not checked.
     """
 
     def __init__(
         self,
-        surfaces: Surfaces,
+        port: RestPort,
         max_body_bytes: int,
         *,
         speaks_tensors: bool,
@@ -257,7 +258,7 @@ class Heads:
     ) -> None:
         self.known: dict[bytes, Head] = {}
         self._max_body_bytes = max_body_bytes
-        self._surfaces = surfaces
+        self._port = port
         self._speaks_tensors = speaks_tensors
         self._guard = guard
         # Clients use few request lines.
@@ -271,8 +272,8 @@ class Heads:
                 the end of the body can't be determined.
         """
         head = Head(reader, self._place_of(reader.method, reader.url))
-        if self._guard is not None:
-            head.refusal = self._guard.refusal(head.key, head.host, head.origin)
+        if self._guard is not None and not self._port.asks(head.place.row):
+            head.refusal = self._guard.refusal(head.place.row.needs, head.host, head.origin)
         target = head.target
         if target is not None:
             head.texts = text_headers(head.headers) + target.headers
@@ -307,10 +308,10 @@ class Heads:
         if "%" in path:
             path = unquote(path)
         path = path.rstrip("/") or "/"
-        is_prediction = "inference" in self._surfaces and method != b"OPTIONS"
+        is_prediction = "inference" in self._port.surfaces and method != b"OPTIONS"
         target = prediction_target(path) if is_prediction else None
-        key = required_key(self._surfaces, method.decode("ascii"), path)
-        return Place(raw_path, path, parsed.query or b"", key, target)
+        row = self._port.row(method.decode("ascii"), path)
+        return Place(raw_path, path, parsed.query or b"", row, self._port.role(row), target)
 
 
 def _host(reader: HeadReader) -> bytes:

@@ -13,12 +13,12 @@ from typing import Protocol
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchere.serving.errors import NotFound
+from torchere.serving.frontend.authorisation import RestPort, Surfaces
 from torchere.serving.frontend.connection_limit import IdleConnection, limit_of_listener
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.json_request import begins_like_request, looks_like_request
 from torchere.serving.frontend.open_inference.service import TensorService
-from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.heads import Heads
 from torchere.serving.frontend.rest.targets import Target
@@ -104,11 +104,16 @@ class Listener:
         self.tensors: Tensors | None = None  # None: handlers get requests of that protocol as plain bodies
         if settings.open_inference_protocol:
             self.tensors = Tensors(dataplane, settings.service_envelope)
-        self.heads = Heads(
+        port = RestPort(
             surfaces,
+            authorizes=services.keys is not None,
+            asks_for_metrics=settings.metrics_authorization,
+        )
+        self.heads = Heads(
+            port,
             settings.limits.max_request_bytes,
             speaks_tensors=self.tensors is not None,
-            guard=BrowserGuard(surfaces, settings) if services.keys is None else None,
+            guard=BrowserGuard(surfaces, settings),
         )
         self.buffer = bytearray(READ_BYTES)  # shared by all connections: see `Connection`
         self.view = memoryview(self.buffer)

@@ -9,7 +9,7 @@ import msgspec
 
 from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.rest.authorisation import Surfaces
+from torchere.serving.frontend.authorisation import Surfaces
 
 Document = dict[str, Any]
 

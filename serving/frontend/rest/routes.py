@@ -12,11 +12,11 @@ from starlette.types import ASGIApp
 
 from torchere.serving.errors import InvalidRequest, NotFound
 from torchere.serving.frontend import wording
+from torchere.serving.frontend.authorisation import Surfaces
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, answer_errors, json_answer, no_such_method
-from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.management import (
     ModelRoutes,
     log_level_routes,

@@ -15,7 +15,7 @@ from torchere.serving.config.server_settings import SnapshotWorkflow
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.budgets import DecodeQueue
-from torchere.serving.frontend.call_scope import CallScope
+from torchere.serving.frontend.call_scope import CallScope, current_call
 from torchere.serving.frontend.control import integer, text
 from torchere.serving.frontend.description import workflow_page_text, workflow_text
 from torchere.serving.frontend.priority import prioritised
@@ -104,8 +104,10 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> APIRou
         started_s = time.monotonic()
         workflows.check_exists(workflow)
         headers = request_headers(request.scope)
+        of_listener = current_call()
+        caller = "" if of_listener is None else of_listener.caller
         # Not the scope of the listener: this call makes several predictions.
-        CallScope("rest", started_s, lambda: headers, status_of, many=True)
+        CallScope("rest", started_s, lambda: headers, status_of, caller=caller, many=True)
         timeout_ms = request.headers.get("x-torchere-timeout-ms", "").encode("latin-1", "replace")
         deadline_s = deadline(timeout_ms, started_s) if timeout_ms else NO_DEADLINE
         length = int(request.headers.get("content-length", "0"))

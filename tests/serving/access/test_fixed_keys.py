@@ -11,14 +11,9 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.access.keys import (
-    MAX_FILE_BYTES,
-    FixedKeys,
-    KeyFileUnusable,
-    KeyRing,
-    TokenKind,
-    read_keys,
-)
+from torchere.serving.access.fixed_keys import MAX_FILE_BYTES, FixedKeys, KeyFileUnusable, read_clients
+from torchere.serving.access.identity import Identity, Role
+from torchere.serving.access.keys import KeyRing
 from torchere.serving.errors import NotAllowed, Unauthorized
 
 PLAIN = {"inference": "inference-key", "management": "management-key"}
@@ -36,7 +31,7 @@ def write(path: Path, content: object, mode: int = 0o600) -> None:
     os.replace(draft, path)
 
 
-def passes(keys: FixedKeys, kind: TokenKind, key: str) -> bool:
+def passes(keys: FixedKeys, kind: Role, key: str) -> bool:
     try:
         keys.authorize(kind, f"Bearer {key}")
     except Unauthorized:
@@ -100,9 +95,9 @@ def test_a_time_without_a_zone_is_utc_wherever_the_server_is(
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("TZ", "America/New_York")
         time.tzset()
-        keys = read_keys(path)
+        clients = read_clients(path)
     time.tzset()
-    assert [key.expires_at_s for key in keys["inference"]] == [1_735_689_600.0]
+    assert [key.expires_at_s for key in clients.keys["inference"].values()] == [1_735_689_600.0]
 
 
 def test_of_several_keys_each_one_passes_so_that_they_can_be_rotated(path: Path) -> None:
@@ -179,7 +174,7 @@ def test_owner_and_group_may_read_it(path: Path, mode: int) -> None:
         ({"inference": "with a blank"}, "others than printable ASCII"),
         ({"inference": "inference-key\n"}, "others than printable ASCII"),
         ({"inference": {"key": "inference-key", "expiration time": "soon"}}, "no ISO 8601 time"),
-        (" " * (MAX_FILE_BYTES + 1), "more than 65536 bytes"),
+        (" " * (MAX_FILE_BYTES + 1), "more than 1048576 bytes"),
     ],
 )
 def test_what_is_no_key_file_is_refused_with_what_was_found(path: Path, content: Any, found: str) -> None:
@@ -198,3 +193,100 @@ def test_bytes_that_are_no_text_are_refused(path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_refused(path: Path) -> None:
     assert f"{path}: No such file or directory" in refusal(path)
+
+
+IDENTITIES = {
+    "inference": [{"key": "key-of-team-a", "identity": "team-a"}, "nameless-key"],
+    "metrics": "prometheus-key",
+    "identities": [
+        {"identity": "ci", "roles": ["management", "inference"], "key": ["ci-key-1", "ci-key-2"]},
+        {"identity": "mesh", "roles": "inference", "subject": ["CN=mesh,O=Example", "URI:spiffe://a/mesh"]},
+        {"identity": "both", "roles": "metrics", "key": "key-of-both", "subject": "CN=both"},
+    ],
+}
+CI = Identity("ci", frozenset({"management", "inference"}))
+
+
+@pytest.mark.parametrize(
+    ("role", "key", "identity"),
+    [
+        ("inference", "key-of-team-a", Identity("team-a", frozenset({"inference"}))),
+        ("inference", "nameless-key", Identity("", frozenset({"inference"}))),
+        ("metrics", "prometheus-key", Identity("", frozenset({"metrics"}))),
+        ("management", "ci-key-1", CI),
+        ("inference", "ci-key-2", CI),
+        ("metrics", "key-of-both", Identity("both", frozenset({"metrics"}))),
+    ],
+)
+def test_a_key_belongs_to_an_identity_with_roles(
+    path: Path, role: Role, key: str, identity: Identity
+) -> None:
+    write(path, IDENTITIES)
+    assert FixedKeys(path).authorize(role, f"Bearer {key}") == identity
+
+
+@pytest.mark.parametrize(
+    ("role", "key"),
+    [("management", "key-of-team-a"), ("inference", "prometheus-key"), ("metrics", "ci-key-1")],
+)
+def test_an_identity_has_no_role_but_its_own(path: Path, role: Role, key: str) -> None:
+    write(path, IDENTITIES)
+    assert not passes(FixedKeys(path), role, key)
+
+
+@pytest.mark.parametrize("takes_tokens", [True, False])
+@pytest.mark.parametrize("subjects", [("CN=mesh,O=Example",), ("CN=x", "URI:spiffe://a/mesh")])
+def test_a_name_of_a_certificate_is_enough(path: Path, subjects: list[str], takes_tokens: bool) -> None:
+    write(path, IDENTITIES)
+    keys = FixedKeys(path, takes_tokens=takes_tokens)
+    assert keys.authorize("inference", None, subjects).name == "mesh"
+    with pytest.raises(Unauthorized):
+        keys.authorize("management", None, subjects)
+    with pytest.raises(Unauthorized):
+        keys.authorize("inference", None, ["CN=mesh"])
+
+
+def test_a_certificate_without_the_role_leaves_the_key_to_count(path: Path) -> None:
+    write(path, IDENTITIES)
+    assert FixedKeys(path).authorize("management", "Bearer ci-key-1", ["CN=mesh,O=Example"]) == CI
+
+
+def test_without_tokens_no_key_passes(path: Path) -> None:
+    write(path, IDENTITIES)
+    assert not passes(FixedKeys(path, takes_tokens=False), "management", "ci-key-1")
+
+
+def test_of_two_entries_of_one_key_the_longer_one_counts(path: Path) -> None:
+    soon = {"key": "inference-key", "expiration time": "2025-01-01T00:00:00Z"}
+    for entries in (["inference-key", soon], [soon, "inference-key"]):
+        write(path, {"inference": entries})
+        assert passes(FixedKeys(path), "inference", "inference-key")
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        ("ci", "no object in 'identities'"),
+        ({"roles": ["inference"], "key": "inference-key"}, "the name of an identity is missing"),
+        ({"identity": "a b", "roles": ["inference"], "key": "inference-key"}, "has others than letters"),
+        ({"identity": "ci", "key": "inference-key"}, "no roles of identity 'ci'"),
+        ({"identity": "ci", "roles": ["api"], "key": "inference-key"}, "an unknown role of identity 'ci'"),
+        ({"identity": "ci", "roles": [["x"]], "key": "inference-key"}, "an unknown role of identity 'ci'"),
+        ({"identity": "ci", "roles": ["inference"]}, "neither key nor subject of identity 'ci'"),
+        ({"identity": "ci", "roles": ["inference"], "subject": 7}, "a subject of identity 'ci' is no text"),
+        ({"identity": "ci", "roles": ["inference"], "keys": "x"}, "unknown member 'keys' of identity 'ci'"),
+        ({"identity": "ci", "roles": ["metrics"], "key": "short"}, "a key in 'ci' is shorter"),
+        ({"identity": "ci", "roles": ["inference"], "key": "key-of-team-a"}, "that of another identity"),
+        ({"identity": "ci", "roles": ["inference"], "subject": "CN=both"}, "the subject of another one"),
+    ],
+)
+def test_an_identity_that_can_not_be_read_is_refused(path: Path, entry: Any, found: str) -> None:
+    write(path, {**IDENTITIES, "identities": [*IDENTITIES["identities"], entry]})
+    detail = refusal(path)
+    assert found in detail
+    assert "inference-key" not in detail
+
+
+def test_a_file_of_subjects_alone_is_enough(path: Path) -> None:
+    write(path, {"identities": [{"identity": "ci", "roles": ["management"], "subject": "CN=ci"}]})
+    assert FixedKeys(path).authorize("management", None, ["CN=ci"]).name == "ci"

@@ -231,6 +231,68 @@ def test_fixed_keys_leave_other_settings_of_tokens_without_effect() -> None:
     ]
 
 
+TLS_FILES = "certificate_file=/etc/tls.crt\nprivate_key_file=/etc/tls.key\n"
+
+
+def test_client_certificates_count_with_tokens_or_without() -> None:
+    text = f"{TLS_FILES}client_ca_file=/etc/ca.pem\ntoken_keys_file=/etc/k.json\nmetrics_authorization=true\n"
+    assert settings(text).authorizes_clients
+    assert settings(f"{text}disable_token_authorization=true").authorizes_clients
+    with_tls = "inference_address=https://127.0.0.1:1\nmanagement_address=https://127.0.0.1:2\nenable_grpc_ssl=true\n"
+    assert warnings(f"{text}{with_tls}disable_token_authorization=true") == []
+    said = warnings(f"{text}disable_token_authorization=true")
+    assert [line.split(": ")[1] for line in said] == [
+        "inference_address",
+        "management_address",
+        "enable_grpc_ssl",
+    ]
+    assert not settings("disable_token_authorization=true").authorizes_clients
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{TLS_FILES}client_ca_file=/etc/ca.pem", "client_ca_file: token_keys_file is missing"),
+        ("client_ca_file=/etc/ca.pem\ntoken_keys_file=/etc/k.json", "client_ca_file: TLS needs both"),
+        ("metrics_authorization=true", "metrics_authorization: the keys that a server makes have no role"),
+    ],
+)
+def test_certificates_and_the_role_of_metrics_need_a_file_that_gives_roles(text: str, message: str) -> None:
+    assert message in error(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("management_address=http://0.0.0.0:8081", "0.0.0.0:8081"),
+        ("management_address=https://[::]:8081\n" + TLS_FILES, "[::]:8081"),
+        ("management_address=http://server.example:8081", "server.example:8081"),
+        ("grpc_management_address=10.0.0.7", "10.0.0.7:7071"),
+    ],
+)
+def test_management_beyond_loopback_needs_authorization(text: str, address: str) -> None:
+    off = f"{text}\ndisable_token_authorization=true\n"
+    said = error(off)
+    assert f"{text.partition('=')[0]}: tokens are off, so every client that reaches {address} may" in said
+    assert "insecure_management=true" in said
+    assert settings(text).token_auth_enabled
+    (warning,) = warnings(f"{off}insecure_management=true")
+    assert f"insecure_management: every client that reaches {address} may" in warning
+    with_certificates = f"{off}client_ca_file=/ca\ntoken_keys_file=/k.json\n{TLS_FILES}"
+    assert settings(with_certificates).client_ca_file == Path("/ca")
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.2:1", "http://[::1]:1", "http://localhost:1", "unix:/m"])
+def test_management_on_this_machine_alone_needs_no_authorization(address: str) -> None:
+    text = f"management_address={address}\ninference_address=http://0.0.0.0:80\n"
+    assert not settings(f"{text}disable_token_authorization=true").authorizes_clients
+
+
+def test_without_authorization_the_role_of_metrics_is_not_asked_for() -> None:
+    (said,) = warnings("metrics_authorization=true\ndisable_token_authorization=true")
+    assert "metrics_authorization: not used" in said
+
+
 @pytest.mark.parametrize("key", ["models", "model_snapshot"])
 def test_models_that_were_spread_over_processes_are_said(key: str) -> None:
     entry = {"defaultVersion": True, "marName": "m.mar"}

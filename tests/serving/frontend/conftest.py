@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from types import SimpleNamespace
@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from torchere.serving.access.identity import Identity, Role
 from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Limits, ModelSettings, ServerSettings
 from torchere.serving.errors import ModelNotFound, NotAllowed, ServingError, Unauthorized, VersionNotFound
 from torchere.serving.frontend.budgets import Budgets
+from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.control import ModelPage, Progress, Registered, VersionDescription
 from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.model_facts import ModelFacts
@@ -35,11 +37,12 @@ class FakeDataPlane:
     """Knows the model `echo` in version `1.0`, and answers with the first parameter's value.
 
     Set `behave` to answer otherwise; it gets the request and may raise or wait. `asked` keeps every
-    (model, version, request), and `withdrawn` counts those that were cancelled.
+    (model, version, request), `callers` their callers, and `withdrawn` counts those that were cancelled.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None, InferRequest]] = []
+        self.callers: list[str] = []
         self.behave: Callable[[InferRequest], Awaitable[Any]] | None = None
         self.withdrawn = 0
         self.sole: str | None = None
@@ -61,6 +64,12 @@ class FakeDataPlane:
         )
 
     async def infer(self, model: str, version: str | None, request: InferRequest, group: str = "") -> Any:
+        scope = current_call()
+        if scope is not None:
+            self.callers.append(scope.caller)
+        return await self._answer(model, version, request)
+
+    async def _answer(self, model: str, version: str | None, request: InferRequest) -> Any:
         self.check_exists(model, version)
         self.asked.append((model, version, request))
         if self.behave is None:
@@ -73,6 +82,7 @@ class FakeDataPlane:
 
     def admit(self, request: Request, model: str, version: str | None) -> Any:
         self.check_exists(model, version)
+        self.callers.append(request.caller)
         task = asyncio.get_running_loop().create_task(self._reply(model, version, request))
         return SimpleNamespace(batcher=SimpleNamespace(withdraw=lambda _: task.cancel()))
 
@@ -85,7 +95,7 @@ class FakeDataPlane:
             request.priority,
         )
         try:
-            outcome = await self.infer(model, version, asked)
+            outcome = await self._answer(model, version, asked)
         except ServingError as error:
             outcome = error
         request.finish(outcome)
@@ -211,9 +221,10 @@ class FakeKeys:
     def __init__(self) -> None:
         self.renewed: list[str | None] = []
 
-    def authorize(self, kind: str, authorization: str | None) -> None:
-        if authorization != f"Bearer {kind}":
+    def authorize(self, role: Role, authorization: str | None, subjects: Sequence[str] = ()) -> Identity:
+        if authorization != f"Bearer {role}":
             raise Unauthorized("refused")
+        return Identity(f"{role} client", frozenset({role}))
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
         if authorization != "Bearer api" or wanted not in ("inference", "management"):

@@ -9,9 +9,10 @@ def test_a_prediction_of_a_call_with_many_counts_as_cancelled_when_nobody_waits_
     metrics = Metrics()
     meter = metrics.meter("m", "1")
     metrics.show(meter)
-    scope = CallScope("grpc", 0.0, lambda: (), str, many=True)
+    scope = CallScope("grpc", 0.0, lambda: (), str, caller="team", many=True)
     request = Request("id", 0.0)
     scope.begin(metrics, request)
+    assert request.caller == "team"
     request.meter = meter
 
     scope.cancelled(request)

@@ -19,9 +19,8 @@ def answered(keys, *metadata):
     """How a call with this metadata is ended; None: it is opened."""
     ended = []
     head, _ = request_head([*HEAD, *metadata])
-    stream = SimpleNamespace(
-        head=head, end=lambda *how: ended.append(how), refuse=lambda *how: ended.append(how)
-    )
+    stream = SimpleNamespace(head=head, client=("10.0.0.7", 4321), caller="", subjects=())
+    stream.end = stream.refuse = lambda *how: ended.append(how)
     dispatcher({PATH: lambda stream: None}, keys, "inference", Metrics())(stream)
     return ended[0] if ended else None
 

@@ -11,7 +11,6 @@ from torchere.serving.frontend.grpc.open_inference_descriptors import (
     PUBLIC_NAME,
     SERVICE,
     TORCHSERVE_NAME,
-    operator_paths,
     reflection_pool,
 )
 from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
@@ -95,9 +94,3 @@ def test_reflection_knows_the_protocol_under_both_names():
     tensor = wanted.fields_by_name["inputs"].message_type
     assert tensor.full_name == "org.pytorch.serve.grpc.openinference.ModelInferRequest.InferInputTensor"
     assert pool.FindServiceByName("org.pytorch.serve.grpc.inference.InferenceAPIsService")
-
-
-def test_operators_calls_are_those_of_the_repository():
-    assert "/inference.GRPCInferenceService/RepositoryModelLoad" in operator_paths()
-    assert "/inference.GRPCInferenceService/ModelInfer" not in operator_paths()
-    assert len(operator_paths()) == 6

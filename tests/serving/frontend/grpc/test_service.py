@@ -33,12 +33,18 @@ class FakeStream:
             headers[":path"] = path
         self.head, _ = request_head(headers.items())
         self.answered = None
+        self.client = ("10.0.0.7", 4321)
+        self.caller = ""
+        self.subjects = ()
 
     def end(self, code, message, details=b""):
         self.answered = (code, message)
 
     def refuse(self, status, code, message):
         self.answered = (status, code, message)
+
+    def restrict(self, limit_bytes):
+        self.limit_bytes = limit_bytes
 
 
 def opened(keys=None, kind="inference", metrics=METRICS, **changed):
@@ -100,6 +106,23 @@ def test_probes_need_no_key_and_what_operators_call_needs_the_other_one(planes, 
     assert opened(planes.keys, path=path, authorization=f"Bearer {key}")[0] == code
 
 
+@pytest.mark.parametrize(
+    ("path", "keys", "caller"),
+    [
+        (PATH, True, "inference client"),
+        (PATH, False, "10.0.0.7"),
+        ("/grpc.health.v1.Health/Check", True, "10.0.0.7"),
+    ],
+)
+def test_the_identity_names_the_caller_and_where_no_key_is_asked_for_the_address_does(
+    planes, path, keys, caller
+):
+    stream = FakeStream(path=path, authorization="Bearer inference")
+    dispatcher({path: lambda stream: OPENED}, planes.keys if keys else None, "inference", METRICS)(stream)
+    assert stream.caller == caller
+    assert hasattr(stream, "limit_bytes") == ("Health" in path)  # short messages only, without a key
+
+
 def test_calls_without_their_key_are_counted(planes):
     for authorization in ("", "Bearer management", "Bearer inference"):
         opened(planes.keys, metrics=planes.metrics, authorization=authorization)
@@ -116,7 +139,7 @@ def test_what_still_comes_of_a_call_that_was_refused_is_passed_over():
 
 def test_a_plain_function_answers_within_the_half_close_and_without_a_task():
     answered = []
-    stream = SimpleNamespace(head=request_head([])[0], timeout_s=None, client=None, ended=False)
+    stream = SimpleNamespace(head=request_head([])[0], timeout_s=None, client=None, caller="", ended=False)
     stream.consumed_all = lambda: None
     stream.answer = answered.append
     tasks = set()

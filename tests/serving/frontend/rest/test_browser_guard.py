@@ -14,9 +14,9 @@ LOOPBACK = Address("127.0.0.1", 8081)
 EVERYWHERE = Address("0.0.0.0", 8081)
 
 
-def refused(host, origin=None, key="management", address=LOOPBACK, **settings) -> bool:
+def refused(host, origin=None, needs="management", address=LOOPBACK, **settings) -> bool:
     settings = ServerSettings(management_address=address, **settings)
-    return BrowserGuard(MANAGEMENT, settings).refusal(key, host, origin) is not None
+    return BrowserGuard(MANAGEMENT, settings).refusal(needs, host, origin) is not None
 
 
 @pytest.mark.parametrize("address", [LOOPBACK, EVERYWHERE, Address(unix_path="/x")])
@@ -84,10 +84,48 @@ def test_a_named_host_is_fine_as_host_and_as_origin():
     assert refused(b"localhost:8081", SITE, allowed_hosts=("*",))
 
 
-def test_inference_is_checked_once_hosts_are_named_and_probes_and_metrics_never():
-    assert not refused(b"evil.example", SITE, key="inference")
-    assert refused(b"evil.example", SITE, key="inference", allowed_hosts=("models.example",))
-    assert not refused(b"evil.example", SITE, key=None, allowed_hosts=("models.example",))
+@pytest.mark.parametrize("needs", ["inference", None])
+def test_predictions_and_probes_are_checked_once_hosts_are_named(needs):
+    assert not refused(b"evil.example", SITE, needs=needs)
+    assert refused(b"evil.example", SITE, needs=needs, allowed_hosts=("models.example",))
+
+
+@pytest.mark.parametrize("needs", ["management", "metrics", "api key"])
+def test_management_and_metrics_are_always_checked(needs):
+    assert refused(b"evil.example", SITE, needs=needs)
+
+
+def test_the_metrics_port_has_an_address_of_its_own():
+    settings = ServerSettings(metrics_address=EVERYWHERE)
+    guard = BrowserGuard(frozenset({"metrics"}), settings)
+    assert guard.refusal("metrics", b"metrics.monitoring.svc:8082", None) is None
+    assert guard.refusal("metrics", b"localhost:8082", SITE) is not None
+
+
+@pytest.mark.parametrize("target", ["/metrics", "/metrics/x"])
+def test_with_tokens_on_pages_of_foreign_sites_read_no_metrics(ask, planes, target):
+    assert ask("metrics", "GET", target, keys=planes.keys, origin="http://evil.example").status == 403
+    assert ask("metrics", "GET", target, keys=planes.keys, host="evil.example").status == 403
+    assert ask("metrics", "GET", target, keys=planes.keys).status in (200, 404)
+
+
+def test_with_tokens_on_probes_are_checked_once_hosts_are_named(planes, ask_listener):
+    services = planes.services(keys=planes.keys, allowed_hosts=("models.example",))
+    listener = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
+
+    async def main():
+        hosts = ("models.example", "10.0.0.7:8080", "evil.example")
+        return [(await ask_listener(listener, "GET", "/readyz", host=host)).status for host in hosts]
+
+    assert asyncio.run(main()) == [200, 200, 403]
+
+
+def test_the_token_api_asks_for_a_token_itself(ask, planes):
+    evil = {"host": "evil.example", "origin": "http://evil.example"}
+    target = "/token?type=inference"
+    assert (
+        ask("management", "GET", target, keys=planes.keys, authorization="Bearer api", **evil).status == 200
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from torchere.serving.frontend.authorisation import RestPort
 from torchere.serving.frontend.rest import heads as module
 from torchere.serving.frontend.rest.heads import CHUNKED, MAX_KNOWN_HEADS, BadHead, Head, HeadReader, Heads
 
@@ -12,7 +13,7 @@ BYTES = LINE + b"\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
 
 @pytest.fixture
 def heads() -> Heads:
-    return Heads(frozenset({"inference"}), MAX_BODY_BYTES, speaks_tensors=True)
+    return Heads(RestPort(frozenset({"inference"}), authorizes=True), MAX_BODY_BYTES, speaks_tensors=True)
 
 
 def read(heads: Heads, text: bytes, size: int = 100_000) -> Head:

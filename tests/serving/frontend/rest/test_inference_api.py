@@ -1,10 +1,12 @@
 import asyncio
 import json
 import uuid
+from types import SimpleNamespace
 
 import pytest
 
 from torchere.serving.errors import HandlerFailed, QueueFull, Restarting, Unavailable
+from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
@@ -308,6 +310,19 @@ def test_options_on_a_prediction_path_gives_the_models_document(ask, planes):
     planes.data.signature = "not json"
     answer = ask("inference", "OPTIONS", "/predictions/echo")
     assert (answer.status, answer.json["message"]) == (400, "Failed to parse signature.json")
+
+
+def test_the_steps_of_a_workflow_have_its_caller(ask, planes):
+    callers = []
+
+    async def infer(workflow, request):
+        callers.append(current_call().caller)
+        return InferResponse(b"done")
+
+    planes.control.workflows = SimpleNamespace(check_exists=lambda workflow: None, infer=infer)
+    key = {"keys": planes.keys, "authorization": "Bearer inference"}
+    assert ask("inference", "POST", "/wfpredict/graph", **key).status == 200
+    assert callers == ["inference client"]
 
 
 def test_workflows_are_unknown(ask):

@@ -333,8 +333,16 @@ def test_a_known_head_ends_the_connection_of_a_server_that_drains(planes):
     assert [b"connection: close" in answer for answer in answers] == [False, False, True, False]
 
 
+@pytest.mark.parametrize(("keyed", "caller"), [(True, "inference client"), (False, "127.0.0.1")])
+def test_the_identity_names_the_caller_and_without_keys_the_address_does(planes, keyed, caller):
+    key = b"Authorization: Bearer inference\r\n"
+    messages = [plain(b"x", headers=key), plain(b"x", headers=key), plain(b"x", headers=key + CLOSE)]
+    exchange(planes, *messages, keys=planes.keys if keyed else None)
+    assert planes.data.callers == [caller] * 3
+
+
 def test_a_known_head_does_not_outlive_its_key(planes):
-    def refuse(kind, authorization):
+    def refuse(role, authorization, subjects):
         raise Unauthorized("expired")
 
     def before(server, answered):

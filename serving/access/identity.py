@@ -1,0 +1,98 @@
+"""Who calls: the identity of a client, its roles, and the names by which it proves them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Role = Literal["inference", "management", "metrics"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+# TorchServe's message, which clients and TorchServe's own tests compare.
+REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+_BEARER = re.compile(r"Bearer\s+(\S+)", re.ASCII)
+UNIX_CLIENT = "unix"  # the address of all clients of a Unix socket
+_IPV4_IN_IPV6 = "::ffff:"  # a listener on "::" sees clients of IPv4 so
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """An authorized client.
+
+    Attributes:
+        name: as the operator has named the client; "": the client is anonymous, and its address names it.
+        roles: the APIs that it may call.
+    """
+
+    name: str
+    roles: frozenset[Role]
+
+
+# For clients with a key that belongs to no identity, such as those of TorchServe's key file.
+ANONYMOUS: Mapping[Role, Identity] = {role: Identity("", frozenset({role})) for role in ROLES}
+
+
+def address_of(peer: object) -> str:
+    """Return the client's address without its port; `peer`: as the socket names it."""
+    if not isinstance(peer, tuple):
+        return UNIX_CLIENT
+    return str(peer[0]).removeprefix(_IPV4_IN_IPV6)
+
+
+def is_before(now_s: float, expires_at_s: float | None) -> bool:
+    """Tell whether a moment is before an expiry time; None: it never expires."""
+    return expires_at_s is None or now_s < expires_at_s
+
+
+def bearer_key(authorization: str | None) -> bytes:
+    """Return the key in a `Bearer` header; b"", which is never a key, for any other header.
+
+    The result is bytes because `hmac.compare_digest` refuses text that is not ASCII.
+    """
+    match = _BEARER.fullmatch(authorization or "")
+    return match.group(1).encode("utf-8", "surrogatepass") if match else b""
+
+
+# Short names of RFC 4514; other types of attributes keep OpenSSL's long name.
+_SHORT_NAMES = {
+    "commonName": "CN",
+    "localityName": "L",
+    "stateOrProvinceName": "ST",
+    "organizationName": "O",
+    "organizationalUnitName": "OU",
+    "countryName": "C",
+    "streetAddress": "STREET",
+    "domainComponent": "DC",
+    "userId": "UID",
+}
+_SPECIAL = re.compile(r'([,+"\\<>;]|^[ #]| $)')
+_ALTERNATIVE_NAMES = ("DNS", "URI", "email")
+
+
+def subjects_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the names in a client's certificate: its subject, then its alternative names.
+
+    The subject has the form of RFC 4514, which `openssl x509 -noout -subject -nameopt RFC2253` prints:
+    `CN=ci,O=Example`. Alternative names have their kind in front: `DNS:ci.example`, `URI:spiffe://...`.
+
+    Args:
+        certificate: as `ssl.SSLObject.getpeercert` returns it; empty or None: the client has shown none.
+    """
+    if not certificate:
+        return ()
+    parts = ["+".join(map(_attribute, group)) for group in reversed(certificate.get("subject", ()))]
+    others = [
+        f"{kind}:{value}"
+        for kind, value in certificate.get("subjectAltName", ())
+        if kind in _ALTERNATIVE_NAMES
+    ]
+    return tuple(name for name in (",".join(parts), *others) if name)
+
+
+def _attribute(attribute: tuple[str, str]) -> str:
+    kind, value = attribute
+    # Escaped, so that one name with a comma in it is not taken for two names.
+    escaped = _SPECIAL.sub(lambda special: f"\\{special[0]}", value)
+    return f"{_SHORT_NAMES.get(kind, kind)}={escaped}"

@@ -1,0 +1,66 @@
+"""What names a client that has no identity."""
+
+import pytest
+
+from torchere.serving.access.identity import ANONYMOUS, ROLES, address_of, subjects_of
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        (("10.0.0.7", 4321), "10.0.0.7"),
+        (("fe80::1", 4321, 0, 2), "fe80::1"),
+        (("::ffff:10.0.0.7", 4321, 0, 0), "10.0.0.7"),
+        ("", "unix"),
+        ("/run/client.sock", "unix"),
+        (b"", "unix"),
+        (None, "unix"),
+    ],
+)
+def test_an_address_has_no_port_and_clients_of_unix_sockets_share_one(peer, address):
+    assert address_of(peer) == address
+
+
+def test_an_anonymous_client_has_its_one_role_and_no_name():
+    assert {role: ANONYMOUS[role].roles for role in ROLES} == {role: {role} for role in ROLES}
+    assert {identity.name for identity in ANONYMOUS.values()} == {""}
+
+
+def subject(*attributes):
+    return tuple((attribute,) for attribute in attributes)
+
+
+@pytest.mark.parametrize(
+    ("certificate", "names"),
+    [
+        (None, ()),
+        ({}, ()),
+        (
+            {"subject": subject(("countryName", "DE"), ("organizationName", "A & B"), ("commonName", "ci"))},
+            ("CN=ci,O=A & B,C=DE",),
+        ),
+        ({"subject": ((("commonName", "ci"), ("userId", "7")),)}, ("CN=ci+UID=7",)),
+        ({"subject": subject(("emailAddress", "a@b.example"))}, ("emailAddress=a@b.example",)),
+        (
+            {
+                "subject": (),
+                "subjectAltName": (
+                    ("DNS", "ci.example"),
+                    ("IP Address", "10.0.0.7"),
+                    ("URI", "spiffe://example/ci"),
+                ),
+            },
+            ("DNS:ci.example", "URI:spiffe://example/ci"),
+        ),
+    ],
+)
+def test_a_certificate_names_its_client_by_subject_and_alternative_names(certificate, names):
+    assert subjects_of(certificate) == names
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [("ci,O=Admins", r"ci\,O=Admins"), ("#ci", r"\#ci"), (" ci ", r"\ ci\ "), ("a+b\\", r"a\+b" + 2 * "\\")],
+)
+def test_a_name_can_not_pretend_to_be_two(value, written):
+    assert subjects_of({"subject": subject(("commonName", value))}) == (f"CN={written}",)

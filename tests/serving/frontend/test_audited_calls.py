@@ -1,0 +1,195 @@
+"""Which calls are audited, over REST and gRPC, and with which outcome."""
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+
+from torchere.serving.config.server_settings import Address
+from torchere.serving.errors import LoadFailed, ModelNotFound
+from torchere.serving.frontend.grpc.protos import management_pb2, open_inference_pb2
+from torchere.serving.frontend.grpc.server import inference_server, management_server
+
+MANAGEMENT = "/org.pytorch.serve.grpc.management.ManagementAPIsService"
+REPOSITORY = "/inference.GRPCInferenceService"
+FIELDS = ("identity", "address", "transport", "action", "model", "version", "outcome", "status")
+
+
+@pytest.fixture
+def audited(caplog):
+    """The audited calls so far, as tuples of `FIELDS`."""
+    caplog.set_level(logging.ERROR)  # which does not leave out the audit
+    caplog.handler.setLevel(logging.NOTSET)
+    return lambda: [
+        tuple(vars(record)[name] for name in FIELDS)
+        for record in caplog.records
+        if record.name == "AUDIT_LOG"
+    ]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("POST", "/models?url=echo.mar", "register", "", ""),
+        ("PUT", "/models/echo?min_worker=2", "scale", "echo", ""),
+        ("DELETE", "/models/echo/1.0", "unregister", "echo", "1.0"),
+        ("PUT", "/models/echo/1.0/set-default", "set-default", "echo", "1.0"),
+        ("DELETE", "/models/echo/1.0/quarantine", "lift-quarantine", "echo", "1.0"),
+        ("DELETE", "/models/echo/1.0/quarantine/d1", "lift-quarantine", "echo", "1.0"),
+        ("POST", "/v2/repository/models/echo/load", "load", "echo", ""),
+        ("POST", "/v2/repository/models/echo/unload", "unload", "echo", ""),
+    ],
+)
+def test_a_change_over_rest_is_audited_with_its_identity(ask, planes, audited, case):
+    method, target, action, model, version = case
+    key = {"keys": planes.keys, "authorization": "Bearer management"}
+    assert ask("management", method, target, **key).status == 200
+    expected = ("management client", "127.0.0.1", "rest", action, model, version, "done", 200)
+    assert audited() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        ("GET", "/models"),
+        ("GET", "/models/echo"),
+        ("GET", "/models/echo/1.0/quarantine"),
+        ("GET", "/log-level"),
+        ("POST", "/v2/repository/index"),
+        ("OPTIONS", "/models/echo"),
+        ("GET", "/readyz"),
+    ],
+)
+def test_a_call_that_reads_is_not_audited(ask, audited, method, target):
+    assert ask("management", method, target).status == 200
+    assert audited() == []
+
+
+def test_refused_calls_are_audited_without_an_identity(ask, planes, audited):
+    for headers in ({}, {"authorization": "Bearer inference"}):
+        assert ask("management", "DELETE", "/models/echo", keys=planes.keys, **headers).status == 400
+    assert ask("management", "DELETE", "/models/echo", origin="http://evil.example").status == 403
+    refused = ("", "127.0.0.1", "rest", "unregister", "echo", "", "refused")
+    assert audited() == [(*refused, 400), (*refused, 400), (*refused, 403)]
+
+
+def test_calls_that_fail_or_that_the_server_does_not_take_are_audited(ask, planes, audited):
+    planes.control.error = ModelNotFound.named("other")
+    ask("management", "PUT", "/models/other")
+    planes.control.error = None
+    planes.control.model_api_off = True
+    ask("management", "POST", "/models?url=echo.mar")
+    assert audited() == [
+        ("", "127.0.0.1", "rest", "scale", "other", "", "failed", 404),
+        ("", "127.0.0.1", "rest", "register", "", "", "refused", 405),
+    ]
+
+
+def test_changes_of_workflows_are_audited(ask, audited):
+    ask("management", "POST", "/workflows?url=graph.war")
+    ask("management", "DELETE", "/workflows/graph/")
+    common = ("", "127.0.0.1", "rest")
+    assert [call[:6] for call in audited()] == [
+        (*common, "register-workflow", "graph.war", ""),
+        (*common, "unregister-workflow", "graph", ""),
+    ]
+    assert {call[6] for call in audited()} == {"failed"}
+
+
+@pytest.mark.parametrize("case", [("api", "done", 200), ("other", "refused", 400)])
+def test_renewals_of_keys_are_audited(ask, planes, audited, case):
+    key, outcome, status = case
+    ask("management", "GET", "/token?type=inference", keys=planes.keys, authorization=f"Bearer {key}")
+    assert audited() == [("", "127.0.0.1", "rest", "renew-token", "", "", outcome, status)]
+
+
+CALLS = {
+    "RegisterModel": (management_pb2.RegisterModelRequest(url="echo.mar", model_name="echo"), "register", ""),
+    "ScaleWorker": (management_pb2.ScaleWorkerRequest(model_name="echo"), "scale", ""),
+    "SetDefault": (
+        management_pb2.SetDefaultRequest(model_name="echo", model_version="1.0"),
+        "set-default",
+        "1.0",
+    ),
+    "UnregisterModel": (management_pb2.UnregisterModelRequest(model_name="echo"), "unregister", ""),
+}
+
+
+def code_of(planes, start, path, request, *, address=None, **settings):
+    """Name of the status code of one call to a fresh server."""
+    metadata = settings.pop("metadata", ())
+
+    async def main():
+        services = planes.services(**settings)
+        server = start(planes.data, planes.control, services, address or Address("127.0.0.1", 0))
+        bound = await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{bound.port}") as channel:
+                call = channel.unary_unary(path, lambda message: message.SerializeToString(), bytes)
+                await call(request, metadata=metadata, timeout=20)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        finally:
+            await server.stop(1)
+        return "OK"
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_change_over_grpc_is_audited_with_its_identity(planes, audited, method):
+    request, action, version = CALLS[method]
+    key = {"keys": planes.keys, "metadata": (("authorization", "Bearer management"),)}
+    assert code_of(planes, management_server, f"{MANAGEMENT}/{method}", request, **key) == "OK"
+    assert audited() == [("management client", "127.0.0.1", "grpc", action, "echo", version, "done", "OK")]
+
+
+def test_refused_and_failed_calls_over_grpc_are_audited(planes, audited):
+    path, request = f"{MANAGEMENT}/UnregisterModel", management_pb2.UnregisterModelRequest(model_name="echo")
+    code_of(planes, management_server, path, request, keys=planes.keys)
+    planes.control.error = ModelNotFound.named("echo")
+    code_of(planes, management_server, path, request)
+    planes.control.error = LoadFailed("no")
+    code_of(planes, management_server, f"{MANAGEMENT}/ScaleWorker", CALLS["ScaleWorker"][0])
+    assert audited() == [
+        ("", "127.0.0.1", "grpc", "unregister", "", "", "refused", "PERMISSION_DENIED"),
+        ("", "127.0.0.1", "grpc", "unregister", "echo", "", "failed", "NOT_FOUND"),
+        ("", "127.0.0.1", "grpc", "scale", "echo", "", "failed", "INTERNAL"),
+    ]
+
+
+def test_reads_over_grpc_are_not_audited(planes, audited):
+    path = f"{MANAGEMENT}/DescribeModel"
+    request = management_pb2.DescribeModelRequest(model_name="echo")
+    assert code_of(planes, management_server, path, request) == "OK"
+    assert code_of(planes, management_server, path, request, keys=planes.keys) == "PERMISSION_DENIED"
+    assert audited() == []
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "code"),
+    [
+        ("0.0.0.0", {"token_auth_enabled": False}, "PERMISSION_DENIED"),
+        ("0.0.0.0", {"token_auth_enabled": False, "insecure_management": True}, "OK"),
+        ("127.0.0.1", {"token_auth_enabled": False}, "OK"),
+    ],
+)
+def test_beyond_loopback_models_are_not_changed_over_an_inference_port_without_authorization(
+    planes, audited, host, settings, code
+):
+    path = f"{REPOSITORY}/RepositoryModelLoad"
+    request = open_inference_pb2.RepositoryModelLoadRequest(model_name="echo")
+    address = Address(host, 0)
+    assert code_of(planes, inference_server, path, request, address=address, **settings) == code
+    (call,) = audited()
+    assert call[2:] == (
+        *("grpc", "load", "" if code != "OK" else "echo", ""),
+        *("refused" if code != "OK" else "done", code),
+    )
+    assert (
+        code_of(
+            planes, inference_server, f"{REPOSITORY}/RepositoryIndex", request, address=address, **settings
+        )
+        == "OK"
+    )
