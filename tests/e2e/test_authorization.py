@@ -1,6 +1,7 @@
 """Identities, the audit log, and management that no client may call, on a running server."""
 
 import json
+import time
 
 import pytest
 
@@ -35,7 +36,11 @@ def test_changes_are_audited_with_identity_and_the_name_that_an_archive_gets(ser
     assert server.call("GET", "/models", api="management", **bearer("key-of-ci")).status == 200
     assert server.call("POST", "/models?url=none.mar", api="management", **bearer("key-of-ci")).status == 404
     assert server.call("DELETE", "/models/net", api="management", **bearer("key-of-ci")).status == 200
-    lines = [json.loads(line) for line in (server.folder / "audit/audit.json").read_text().splitlines()]
+    log = server.folder / "audit/audit.json"
+    until_s = time.monotonic() + 30
+    while log.read_text().count("\n") < 4 and time.monotonic() < until_s:
+        time.sleep(0.01)  # a line is written once its response is sent
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
     names = ("identity", "address", "transport", "action", "model", "version", "outcome", "status")
     assert [tuple(line[name] for name in names) for line in lines] == [
         ("", "127.0.0.1", "rest", "register", "", "", "refused", 400),
