@@ -183,6 +183,16 @@ class OverBudget(Unavailable):
     code = "over_budget"
 
 
+class TooManyRequests(ServingError):
+    """The client has reached a limit on its requests; `retry_after_s` is the delay before a retry."""
+
+    code = "too_many_requests"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class DeadlineExceeded(ServingError):
     """The deadline passed, or would have passed, before the response."""
 

@@ -11,6 +11,7 @@ from torchere.serving.errors import ServingError
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
 if TYPE_CHECKING:
+    from torchere.serving.access.client_limits import Account
     from torchere.serving.logs.trace_context import TraceContext
     from torchere.serving.telemetry.numbers import VersionNumbers
     from torchere.serving.workers.run import Run
@@ -48,6 +49,7 @@ class Request:
         deadline_s: when it expires.
         priority: its priority among the waiting requests of its version; see `priority.py`.
         caller: the name of the client's identity, or its address if it has none; "": the server itself.
+        account: the account of the caller; None: clients have no limits, or the server makes the request.
         group: requests share a batch only with others of equal group.
         meter: the counters of its version; None: not found yet.
         named: whether the client named a version.
@@ -67,8 +69,8 @@ class Request:
     """
 
     __slots__ = (
-        *("answered", "answered_s", "caller", "company_s", "counted", "deadline_s", "dequeued_s"),
-        "enqueued_s",
+        *("account", "answered", "answered_s", "caller", "company_s", "counted", "deadline_s"),
+        *("dequeued_s", "enqueued_s"),
         *("group", "headers", "ledger", "meter", "named", "parameters", "parts", "priority", "read_s"),
         *("request_id", "running", "sending_s", "stages_s", "started_s", "suspect", "trace"),
     )
@@ -82,6 +84,7 @@ class Request:
         self.headers: Sequence[tuple[str, str]] = ()
         self.deadline_s = NO_DEADLINE
         self.priority = 0
+        self.account: Account | None = None
         self.group = ""
         self.meter: VersionNumbers | None = None
         self.ledger: Ledger | None = None  # None: not admitted
@@ -132,6 +135,8 @@ class Request:
 
     def finish(self, outcome: InferResponse | ServingError) -> None:
         """Complete the answer; without effect if it is complete."""
+        if self.account is not None and self.open:
+            self.account.leave()  # before the answer: the client's next request may be here already
         if self.parts is not None:
             stream, self.parts = self.parts, None
             if isinstance(outcome, ServingError):

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from torchere.serving.errors import Cancelled, DeadlineExceeded, Restarting, ServingError
+from torchere.serving.errors import Cancelled, DeadlineExceeded, QueueFull, Restarting, ServingError
 from torchere.serving.telemetry.distributions import Distributions, Histogram
 from torchere.serving.telemetry.refusals import USUAL, refusal_reason
 from torchere.serving.telemetry.saturation import BusyTime, LoadSample
@@ -193,7 +193,7 @@ class VersionNumbers:
             self.cancelled[stage] += 1
         elif isinstance(error, DeadlineExceeded):
             self.expired[stage] += 1
-        elif isinstance(error, Restarting):
+        elif isinstance(error, (QueueFull, Restarting)):
             self.rejected[refusal_reason(error)] += 1
 
     def finished(self, request: Marks, code: str | int, now_s: float) -> None:

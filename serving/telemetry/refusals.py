@@ -11,6 +11,7 @@ from torchere.serving.errors import (
     QueueFull,
     Restarting,
     ServingError,
+    TooManyRequests,
     Unauthorized,
     Unavailable,
 )
@@ -19,6 +20,7 @@ TOO_LARGE = "too_large"  # of a body; there is no `ServingError` class for it
 # The first matching class counts, so subclasses come before their base classes.
 _REASONS: tuple[tuple[type[ServingError], str], ...] = (
     (QueueFull, "queue_full"),
+    (TooManyRequests, "client_limit"),
     (OverBudget, "budget"),
     (Restarting, "restarting"),
     (Unavailable, "not_ready"),

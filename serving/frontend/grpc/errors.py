@@ -84,6 +84,7 @@ MANAGEMENT: Table = {
     e.DependenciesFailed: (StatusCode.INVALID_ARGUMENT, f"{_MODEL}ModelException"),
     e.DownloadFailed: (StatusCode.INVALID_ARGUMENT, "org.pytorch.serve.archive.DownloadArchiveException"),
     e.Unavailable: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
+    e.TooManyRequests: (StatusCode.RESOURCE_EXHAUSTED, ""),  # TorchServe has no such limits
     e.DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, INTERNAL_SERVER),
     e.Cancelled: (StatusCode.CANCELLED, INTERNAL_SERVER),
     e.LeftUnread: (StatusCode.RESOURCE_EXHAUSTED, INTERNAL_SERVER),

@@ -73,6 +73,7 @@ TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.InvalidArchive: (400, "InvalidModelException"),
     e.DependenciesFailed: (400, "ModelException"),
     e.DownloadFailed: (400, "DownloadArchiveException"),
+    e.TooManyRequests: (429, "TooManyRequestsException"),  # TorchServe has no such limits
     e.Unavailable: (503, "ServiceUnavailableException"),
     e.DeadlineExceeded: (504, "RequestTimeoutException"),  # TorchServe never answers here at all
     e.Cancelled: (CLIENT_GONE, INTERNAL),

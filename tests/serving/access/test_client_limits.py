@@ -1,0 +1,186 @@
+"""The limits for each client with a clock that the test moves by hand."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.access import client_limits
+from torchere.serving.access.client_limits import (
+    CONCURRENCY,
+    MAX_ACCOUNTS,
+    RATE,
+    ClientLimits,
+    Quota,
+    network_of,
+)
+from torchere.serving.errors import TooManyRequests
+
+
+class Stage:
+    """Limits, their clock and their counters."""
+
+    def __init__(self, default: Quota, quotas: Mapping[str, Quota] | None = None) -> None:
+        self.now_s = 100.0
+        self.refused: Counter[str] = Counter()
+        self.quotas = quotas or {}
+        self.limits = ClientLimits(default, self.refused, lambda: self.quotas, lambda: self.now_s)
+
+    def accepts(self, client: str = "a") -> bool:
+        """Whether a request of the client is within its rate."""
+        try:
+            self.limits.charge(client)
+        except TooManyRequests:
+            return False
+        return True
+
+
+def test_a_client_may_send_its_burst_at_once_and_then_its_rate() -> None:
+    stage = Stage(Quota(rate=10.0, burst=3))
+    assert [stage.accepts() for _ in range(4)] == [True, True, True, False]
+    stage.now_s += 0.1
+    assert [stage.accepts() for _ in range(2)] == [True, False]
+
+
+def test_without_a_burst_a_client_may_send_the_requests_of_a_second_at_once_and_at_least_one() -> None:
+    assert sum(Stage(Quota(rate=5.0)).accepts() for _ in range(1)) == 1
+    stage = Stage(Quota(rate=5.0))
+    assert sum(stage.accepts() for _ in range(20)) == 5
+    slow = Stage(Quota(rate=0.1))
+    assert [slow.accepts(), slow.accepts()] == [True, False]
+    slow.now_s += 10.0
+    assert slow.accepts()
+
+
+@given(
+    rate=st.floats(0.5, 1000.0),
+    burst=st.integers(1, 50),
+    pauses_s=st.lists(st.floats(0.0, 0.5), min_size=1, max_size=60),
+)
+def test_no_client_gets_more_than_its_burst_and_its_rate(
+    rate: float, burst: int, pauses_s: list[float]
+) -> None:
+    stage = Stage(Quota(rate=rate, burst=burst))
+    began_s, accepted = stage.now_s, 0
+    for pause_s in pauses_s:
+        stage.now_s += pause_s
+        accepted += stage.accepts()
+    assert accepted <= burst + (stage.now_s - began_s) * rate + 1e-6
+
+
+def test_a_refusal_says_when_the_next_request_is_within_the_rate() -> None:
+    stage = Stage(Quota(rate=0.5, burst=1))
+    stage.limits.charge("a")
+    with pytest.raises(TooManyRequests) as refusal:
+        stage.limits.charge("a")
+    assert refusal.value.retry_after_s == pytest.approx(2.0)
+    stage.now_s += refusal.value.retry_after_s
+    assert stage.accepts()
+
+
+def test_a_refused_request_is_not_charged() -> None:
+    stage = Stage(Quota(rate=1.0, burst=1))
+    assert [stage.accepts() for _ in range(10)].count(True) == 1
+    stage.now_s += 1.0
+    assert stage.accepts()
+
+
+def test_clients_do_not_use_up_the_rates_of_others() -> None:
+    stage = Stage(Quota(rate=1.0, burst=1))
+    assert [stage.accepts(name) for name in ("a", "b", "a", "b")] == [True, True, False, False]
+
+
+def test_a_client_has_no_more_unanswered_predictions_than_it_may() -> None:
+    stage = Stage(Quota(concurrency=2))
+    first = stage.limits.enter("a")
+    stage.limits.enter("a")
+    with pytest.raises(TooManyRequests) as refusal:
+        stage.limits.enter("a")
+    assert refusal.value.retry_after_s == 1.0
+    assert not stage.accepts("a")  # nor is the next body read
+    stage.limits.enter("b")
+    first.leave()
+    stage.limits.enter("a")
+    assert stage.refused[CONCURRENCY] == 2
+
+
+def test_a_quota_of_an_identity_replaces_the_default() -> None:
+    stage = Stage(Quota(rate=1.0, burst=1), {"a": Quota(rate=1.0, burst=3), "b": Quota()})
+    assert sum(stage.accepts("a") for _ in range(9)) == 3
+    assert sum(stage.accepts("b") for _ in range(9)) == 9
+    assert sum(stage.accepts("c") for _ in range(9)) == 1
+
+
+def test_a_changed_quota_holds_from_the_next_request_on() -> None:
+    stage = Stage(Quota(), {"a": Quota(concurrency=1)})
+    stage.limits.enter("a")
+    stage.quotas = {"a": Quota(concurrency=2)}
+    stage.limits.enter("a")
+    with pytest.raises(TooManyRequests):
+        stage.limits.enter("a")
+
+
+def test_refusals_are_counted_by_limit_and_for_identities_only_by_name() -> None:
+    stage = Stage(Quota(rate=1.0, burst=1), {"a": Quota(rate=1.0, burst=1, concurrency=1)})
+    for client in ("a", "a", "10.0.0.1", "10.0.0.1", "10.0.0.1"):
+        stage.accepts(client)
+    stage.limits.enter("a")
+    stage.accepts("a")
+    assert stage.refused == {RATE: 3, CONCURRENCY: 1, client_limits.QUEUE_SHARE: 0}
+    tallies = stage.limits.tallies()
+    assert set(tallies) == {"", "a"}
+    assert (tallies["a"].refused[RATE], tallies["a"].refused[CONCURRENCY]) == (1, 1)
+    assert (tallies["a"].admitted, tallies["a"].running) == (1, 1)
+    assert tallies[""].refused[RATE] == 2
+
+
+def test_an_identity_that_leaves_the_file_takes_its_series_with_it() -> None:
+    stage = Stage(Quota(), {"a": Quota(weight=2)})
+    account = stage.limits.enter("a")
+    stage.quotas = {}
+    stage.limits.charge("b")
+    assert set(stage.limits.tallies()) == {""}
+    assert stage.limits.tallies()[""].running == 1
+    account.leave()
+    assert stage.limits.tallies()[""].running == 0
+
+
+def test_the_number_of_remembered_clients_is_bounded_and_busy_ones_are_kept() -> None:
+    stage = Stage(Quota(concurrency=1))
+    stage.limits.enter("busy")
+    for number in range(MAX_ACCOUNTS + 100):
+        stage.limits.charge(f"client {number}")
+    assert len(stage.limits) == MAX_ACCOUNTS
+    assert not stage.accepts("busy")
+
+
+def test_the_client_that_was_idle_for_longest_is_forgotten() -> None:
+    stage = Stage(Quota(rate=0.001, burst=1))
+    stage.limits.charge("first")
+    stage.limits.charge("second")
+    for number in range(MAX_ACCOUNTS - 2):
+        stage.limits.charge(f"client {number}")
+    assert not stage.accepts("first")  # a refused request counts as use
+    stage.limits.charge("one more")
+    assert not stage.accepts("first")
+    assert stage.accepts("second")
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("spiffe://example/a", "spiffe://example/a"),
+    ],
+)
+def test_all_addresses_of_a_network_of_ipv6_are_one_client(address: str, network: str) -> None:
+    assert network_of(address) == network
+
+
+def test_a_client_with_many_addresses_of_ipv6_has_one_rate() -> None:
+    stage = Stage(Quota(rate=1.0, burst=2))
+    assert sum(stage.accepts(f"2001:db8::{number:x}") for number in range(20)) == 2
