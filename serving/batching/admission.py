@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from torchere.serving.access.client_limits import QUEUE_SHARE
 from torchere.serving.batching.quarantine import Quarantine, Verdict
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.batching.service_time import ServiceTime
@@ -22,6 +23,7 @@ from torchere.serving.errors import (
     HandlerFailed,
     LeftUnread,
     Quarantined,
+    QueueFull,
     Restarting,
     ServingError,
     Unavailable,
@@ -239,6 +241,12 @@ class Admission(ABC):
             self._observer.left_unread()
             logger.warning("request %s: %s %s", request.request_id, reason, reason.detail)
         self.withdraw(request, reason)
+
+    def _refuse_displaced(self, request: Request) -> None:
+        """Refuse a waiting request whose place another client's has taken; see `FairQueue.displace`."""
+        if request.account is not None:
+            request.account.count_refusal(QUEUE_SHARE)
+        self.withdraw(request, QueueFull(self.refusal))
 
     def _screen(self, request: Request) -> None:
         """Raise `Quarantined` for a convicted request; mark a suspect request to run alone."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
 from torchere.serving.batching.admission import Admission, BatchObserver, Pool
+from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
-from torchere.serving.batching.priority import position
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.config.server_settings import BatchSettings
 from torchere.serving.errors import Cancelled, DeadlineExceeded, HandlerFailed, QueueFull, ServingError
@@ -35,8 +34,7 @@ class Batcher(Admission):
     ) -> None:
         super().__init__(pool, observer=observer, now=now, refusal=refusal)
         self._settings = settings
-        self._queue: deque[Request] = deque()
-        self._ranked = False  # a waiting request may have a priority: ordered by `priority.py`
+        self._queue = FairQueue(settings.max_batch_size)
         self._has_priorities = False  # a request had a priority: later ones may have to overtake
         self._timer: asyncio.TimerHandle | None = None
         self._company_since_s = 0.0  # when an executor became free for a partial batch; 0: none is free
@@ -56,25 +54,24 @@ class Batcher(Admission):
         return max(0, self._settings.max_queue_size - self.queue_length)
 
     def _enqueue(self, request: Request) -> None:
-        if self.queue_length >= self._settings.max_queue_size:
+        queue = self._queue
+        is_full = self.queue_length >= self._settings.max_queue_size
+        if is_full and not queue.has_share_left(request):
             raise QueueFull(self.refusal)
-        if self._settings.use_tickets and len(self._queue) >= self._pool.free:
+        if self._settings.use_tickets and len(queue) >= self._pool.free:
             raise QueueFull(self.refusal)  # a ticket is an idle executor
-        if self._ranked or request.priority:
-            self._ranked = bool(self._queue or request.priority)
-            self._has_priorities = self._has_priorities or bool(request.priority)
-            at = position(self._queue, request)
-            self._refuse_if_hopeless(request, at)
-            self._queue.insert(at, request)
-        else:
-            if request.deadline_s != NO_DEADLINE:
-                self._refuse_if_hopeless(request, len(self._queue))
-            self._queue.append(request)
+        if request.priority:
+            self._has_priorities = True
+        if request.deadline_s != NO_DEADLINE:
+            self._refuse_if_hopeless(request)
+        queue.add(request)
+        if is_full:
+            self._refuse_displaced(queue.displace())
 
-    def _refuse_if_hopeless(self, request: Request, before: int) -> None:
-        if request.deadline_s == NO_DEADLINE or not (self._runs or self._queue):
+    def _refuse_if_hopeless(self, request: Request) -> None:
+        if not (self._runs or self._queue):
             return  # running it delays no other request, and updates the estimate
-        in_front = len(self._runs) + before // self._settings.max_batch_size
+        in_front = len(self._runs) + self._queue.before(request) // self._settings.max_batch_size
         answer_s = self._service_time.answer_s(in_front, self._pool.in_service)
         if request.enqueued_s + answer_s > request.deadline_s:
             raise QueueFull(self.refusal, retry_after_s=answer_s)
@@ -85,7 +82,7 @@ class Batcher(Admission):
         return settings.dispatch == "eager" and settings.max_batch_size > 1
 
     def _remove(self, request: Request) -> None:
-        if request.running is None and request in self._queue:
+        if request.running is None:
             self._queue.remove(request)
 
     def _waiting(self) -> list[Request]:
@@ -113,16 +110,20 @@ class Batcher(Admission):
             self._company_since_s = 0.0
 
     def _view(self) -> QueueView:
-        head = self._queue[0]
+        size = self._settings.max_batch_size
+        if self._queue.behind and not (self._pool.free or (self._pool.ahead and not self._has_priorities)):
+            return QueueView(0, False, 0.0, 0)  # who is next is settled when an executor is free
+        queue = self._queue.first(size)
+        head = queue[0]
         if head.suspect:
             return QueueView(1, True, head.enqueued_s, self._pool.empty)
         free = self._pool.free
         if head.group and head.group == alone(head.request_id):
             return QueueView(1, True, head.enqueued_s, free)
-        if not head.group and len(self._queue) == 1:
+        if not head.group and len(queue) == 1:
             return QueueView(1, False, head.enqueued_s, free or self._ahead(1))
         run = 0
-        for request in islice(self._queue, self._settings.max_batch_size):
+        for request in islice(queue, size):
             if request.group != head.group:
                 return QueueView(run, True, head.enqueued_s, free)
             run += 1
@@ -134,11 +135,13 @@ class Batcher(Admission):
         if run < full or self._has_priorities or not self._pool.ahead:
             return 0
         # A long batch that is sent ahead delays a request with a deadline unnecessarily.
-        timed = full > 1 and any(one.deadline_s != NO_DEADLINE for one in islice(self._queue, run))
+        queue = self._queue.first(run)
+        timed = full > 1 and any(one.deadline_s != NO_DEADLINE for one in islice(queue, run))
         return 0 if timed else self._pool.ahead
 
     def _dispatch(self, size: int) -> None:
-        taken = [self._queue.popleft() for _ in range(size)]
+        queue = self._queue.first(size)
+        taken = [queue.popleft() for _ in range(size)]
         if self._company_since_s:
             now_s = self._now()
             for request in taken:
@@ -177,7 +180,7 @@ class Batcher(Admission):
         self._put_back(requests)
 
     def _requeue(self, request: Request) -> None:
-        self._queue.appendleft(request)
+        self._queue.put_back(request)
 
 
 def _failed_as_one(report: BatchReport) -> bool:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Callable
 
 from torchere.serving.batching.admission import Admission, BatchObserver, Pool
+from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
-from torchere.serving.batching.priority import position
 from torchere.serving.batching.request import Request
 from torchere.serving.batching.sequences import Sequence, SequenceTable
 from torchere.serving.config.server_settings import BatchSettings, SequenceSettings
@@ -49,7 +48,7 @@ class StatefulBatcher(Admission):
         super().__init__(pool, observer=observer, now=now, refusal=refusal)
         self._settings = settings
         self._table = SequenceTable(sequences, refusal) if sequences else None
-        self._queue: deque[Request] = deque()  # requests of no sequence
+        self._queue = FairQueue(settings.max_batch_size)  # requests of no sequence
         self._going_on: dict[int, list[Request]] = {}  # unfinished requests, by the executor they live on
         self._timer: asyncio.TimerHandle | None = None
 
@@ -65,18 +64,21 @@ class StatefulBatcher(Admission):
 
     def _enqueue(self, request: Request) -> None:
         self._end_what_is_over()
-        if self.queue_length >= self._settings.max_queue_size:
+        in_sequence = self._table is not None and not request.group  # a describe call belongs to no sequence
+        is_full = self.queue_length >= self._settings.max_queue_size
+        if is_full and (in_sequence or not self._queue.has_share_left(request)):
             raise QueueFull(self.refusal)
         if self._settings.use_tickets and self.queue_length >= len(self._pool.idle_ids()):
             raise QueueFull(self.refusal)
-        if self._table is None or request.group:  # a describe call belongs to no sequence
-            self._queue.insert(position(self._queue, request), request)
-        else:
+        if self._table is not None and in_sequence:
             self._table.add(sequence_of(request), request, self._now())
+            return
+        self._queue.add(request)
+        if is_full:
+            self._refuse_displaced(self._queue.displace())
 
     def _remove(self, request: Request) -> None:
-        if request in self._queue:
-            self._queue.remove(request)
+        self._queue.remove(request)
         if self._table is not None:
             self._table.remove(request)
         for going_on in self._going_on.values():
@@ -129,7 +131,8 @@ class StatefulBatcher(Admission):
             taken = list(going_on)
             if self._table is not None:
                 taken += [self._table.take(sequence, executor_id) for sequence in heads]
-            taken += [self._queue.popleft() for _ in range(newcomers)]
+            queue = self._queue.first(newcomers)
+            taken += [queue.popleft() for _ in range(newcomers)]
             late = self._run_live(taken, executor_id)
             for request in late:
                 self._sequence_done(request)
@@ -143,8 +146,9 @@ class StatefulBatcher(Admission):
         size = self._settings.max_batch_size
         heads = self._table.joining(going_on, 2 * size - len(going_on))
         heads += self._table.heads(executor_id, max(0, size - len(going_on) - len(heads)))
-        if self._queue and self._queue[0].group:
-            first_s = self._queue[0].enqueued_s
+        queue = self._queue.first(1)
+        if queue and queue[0].group:
+            first_s = queue[0].enqueued_s
             heads = [sequence for sequence in heads if sequence.waiting[0].enqueued_s <= first_s]
         return heads
 
@@ -154,7 +158,7 @@ class StatefulBatcher(Admission):
         A describe request is never batched with others.
         """
         run = 0
-        for request in self._queue:
+        for request in self._queue.first(room):
             if run >= room or (request.group and (alone or run)):
                 break
             run += 1
@@ -166,8 +170,9 @@ class StatefulBatcher(Admission):
         count = len(heads_s) + newcomers
         if not count:
             return QueueView(0, False, 0.0, 0)
-        oldest_s = min([*heads_s, *(self._queue[i].enqueued_s for i in range(newcomers))])
-        closed = newcomers == 1 and not heads_s and bool(self._queue[0].group)
+        queue = self._queue.first(newcomers)
+        oldest_s = min([*heads_s, *(queue[at].enqueued_s for at in range(newcomers))])
+        closed = newcomers == 1 and not heads_s and bool(queue[0].group)
         return QueueView(count, closed, oldest_s, free_executors=1)
 
     def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
@@ -212,7 +217,7 @@ class StatefulBatcher(Admission):
 
     def _requeue(self, request: Request) -> None:
         if self._table is None or request.group:
-            self._queue.appendleft(request)
+            self._queue.put_back(request)
         elif not self._table.give_back(sequence_of(request), request):
             self._finish(request, Unavailable(self.refusal))
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from datetime import datetime, timezone
 from functools import wraps
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from fakes import AwaitedRequest
 
+from torchere.serving.access.client_limits import QUEUE_SHARE, Account, Quota, Tally
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.request import Answer, Ledger, Request
 from torchere.serving.config.server_settings import BatchSettings
@@ -156,9 +158,11 @@ class Stage:
         *,
         priority: int = 0,
         content: str = "",
+        account: Account | None = None,
     ) -> AwaitedRequest:
         request = AwaitedRequest(name, 0.0)
         request.group, request.deadline_s, request.priority = group, deadline_s, priority
+        request.account = account
         if content:
             request.parameters = (Parameter("body", content.encode()),)
         self.batcher.submit(request)
@@ -1079,3 +1083,137 @@ async def test_a_request_withdrawn_by_the_answer_of_a_late_neighbour_is_cancelle
     stage.pool.executors = 1
     stage.batcher.pump()
     assert (stage.running, stage.pool.cancelled) == ([["leaving"]], [(0, 0)])
+
+
+def client(name: str, weight: int = 1) -> Account:
+    """An account without limits."""
+    return Account(name, Quota(weight=weight), Tally(), Counter())
+
+
+@run
+async def test_a_client_with_a_thousand_waiting_requests_delays_another_by_no_more_than_one_batch() -> None:
+    stage = Stage(BatchSettings(max_batch_size=8, max_queue_size=2000))
+    many, one = client("many"), client("one")
+    for number in range(1008):
+        stage.submit(f"m{number}", account=many)
+    first = stage.submit("first", account=one)
+    stage.pool.finish()
+    assert "first" in stage.running[0]
+    stage.pool.finish()
+    assert (await first.future).body == b"first"
+    second = stage.submit("second", account=one)
+    stage.pool.finish()
+    assert "second" in stage.running[0]
+    assert len(stage.running[0]) == 8
+    stage.pool.finish()
+    assert (await second.future).body == b"second"
+
+
+@run
+async def test_all_requests_of_several_clients_are_answered() -> None:
+    stage = Stage(BatchSettings(max_batch_size=3, dispatch="eager"), executors=2)
+    clients = [client(name) for name in "abc"]
+    asked = [stage.submit(str(number), account=clients[number % 7 % 3]) for number in range(50)]
+    await asyncio.sleep(0)
+    while stage.pool.runs:
+        stage.pool.finish()
+    assert [(await each.future).body for each in asked] == [str(number).encode() for number in range(50)]
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_clients_take_turns_by_weight() -> None:
+    stage = Stage(BatchSettings(max_batch_size=6), executors=0)
+    heavy, light = client("heavy", weight=2), client("light")
+    for number in range(9):
+        stage.submit(f"h{number}", account=heavy)
+        stage.submit(f"l{number}", account=light)
+    stage.pool.executors = 1
+    stage.batcher.pump()
+    assert stage.running == [["h0", "h1", "l0", "h2", "h3", "l1"]]
+
+
+@run
+async def test_a_client_that_fills_the_queue_keeps_no_other_out_and_is_told_when_to_come_back() -> None:
+    stage = Stage(BatchSettings(max_queue_size=4))
+    many, one = client("many"), client("one")
+    asked = [stage.submit(f"m{number}", account=many) for number in range(5)]  # the first one runs
+    stage.submit("a", account=one)
+    stage.submit("b", account=one)
+    with pytest.raises(QueueFull):
+        stage.submit("c", account=one)  # it has its half
+    with pytest.raises(QueueFull):
+        stage.submit("m5", account=many)
+    for displaced in asked[3:]:
+        with pytest.raises(QueueFull) as refusal:
+            await displaced.future
+        assert refusal.value.retry_after_s == 1.0
+    assert stage.batcher.queue_length == 4
+    assert many.tally.refused[QUEUE_SHARE] == 2
+    order = []
+    while stage.pool.runs:
+        order += stage.pool.finish()
+    assert order == ["m0", "m1", "a", "m2", "b"]
+
+
+@run
+async def test_a_request_that_is_refused_for_its_deadline_displaces_no_other() -> None:
+    stage = Stage(BatchSettings(max_queue_size=2))
+    many, one = client("many"), client("one")
+    stage.submit("m0", account=many)
+    stage.now_s += 1.0
+    stage.pool.finish(began_s=100.0)  # a batch takes a second
+    asked = [stage.submit(f"m{number}", account=many) for number in range(1, 4)]
+    with pytest.raises(QueueFull):
+        stage.submit("late", account=one, deadline_s=stage.now_s + 0.1)
+    assert not any(each.future.done() for each in asked)
+
+
+@run
+async def test_a_deadline_passes_and_a_client_leaves_while_several_clients_wait() -> None:
+    stage = Stage(BatchSettings())
+    first, second = client("first"), client("second")
+    for number in range(3):
+        stage.submit(f"f{number}", account=first)
+    late = stage.submit("late", account=second, deadline_s=stage.now_s + 5.0)
+    gone = stage.submit("gone", account=second)
+    stage.batcher.withdraw(gone)
+    stage.now_s += 10.0
+    order = []
+    while stage.pool.runs:
+        order += stage.pool.finish()
+    assert order == ["f0", "f1", "f2"]
+    with pytest.raises(DeadlineExceeded):
+        await late.future
+
+
+@run
+async def test_a_prediction_counts_for_its_client_until_it_is_answered() -> None:
+    stage = Stage(BatchSettings())
+    account = client("a")
+    account.running = 3
+    stage.submit("answered", account=account)
+    stage.pool.finish()
+    assert account.running == 2
+    stage.batcher.withdraw(stage.submit("gone", account=account))
+    assert account.running == 1
+    stage.pool.finish()
+    request = stage.submit("streamed", account=account)
+    stage.pool.runs[0].part(0, InferResponse(b"part"))
+    assert (account.running, request.future.done()) == (1, True)
+    stage.pool.finish()
+    assert account.running == 0
+
+
+@run
+async def test_a_client_may_send_its_next_request_from_within_the_answer() -> None:
+    """As a pipelined request is: it is parsed as soon as the answer before it is written."""
+    stage = Stage(BatchSettings())
+    account = client("a")
+    account.running = 1
+    seen: list[int] = []
+    asked = CallingRequest("a", lambda _: seen.append(account.running))
+    asked.account = account
+    stage.batcher.submit(asked)
+    stage.pool.finish()
+    assert seen == [0]

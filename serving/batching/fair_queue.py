@@ -1,0 +1,222 @@
+"""The waiting requests of one version, in the order in which they run: clients take turns.
+
+While requests of one client wait, or fewer than a batch, they run in order of rank (`priority.py`). Otherwise
+the waiting clients take turns (weighted round robin): in its turn, a client has as many requests run as its
+weight, in order of rank. So a client waits for one turn of each other client at most, however many requests
+these have waiting. A priority orders the requests of one client only: each client chooses its own.
+
+Requests without an account count as those of one client.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from torchere.serving.access.client_limits import Account
+from torchere.serving.batching.priority import position
+from torchere.serving.batching.request import Request
+
+
+class _Mixed:
+    """Marks that several clients wait."""
+
+
+_MIXED = _Mixed()
+
+
+class _Line:
+    """The waiting requests of one client, and the rest of its turn."""
+
+    __slots__ = ("requests", "turn", "weight")
+
+    def __init__(self, weight: int) -> None:
+        self.requests: deque[Request] = deque()
+        self.weight = self.turn = weight
+
+
+class FairQueue:
+    """A queue of requests. Lives on the event loop.
+
+    The requests that run next are in one deque, in order: all of them as long as there is one client or less
+    than a batch. Beyond that, the rest wait in a line for each client, from which `first` refills the deque.
+
+    Args:
+        batch_size: the largest number of requests in a batch.
+
+    Attributes:
+        behind: how many requests wait in lines. Unless it is 0, call `first` only to dispatch: a client that
+            comes later waits for the requests that are in front already.
+    """
+
+    __slots__ = ("_batch_size", "_client", "_front", "_is_ranked", "_lines", "_turns", "_weights", "behind")
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._front: deque[Request] = deque()
+        self._client: Account | _Mixed | None = None  # of the requests in front
+        self._is_ranked = False  # a request may have a priority
+        self._lines: dict[Account | None, _Line] = {}
+        self._turns: deque[_Line] = deque()  # the same lines; the first has its turn
+        self.behind = 0
+        self._weights = 0  # of the lines together
+
+    def __len__(self) -> int:
+        return len(self._front) + self.behind
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._front
+        for line in self._turns:
+            yield from line.requests
+
+    def first(self, count: int) -> deque[Request]:
+        """Return the requests that run next, in order: `count` or more if so many wait.
+
+        The caller takes them from the left of the deque.
+        """
+        front = self._front
+        while self.behind and len(front) < count:
+            if len(self._turns) == 1 and not front:
+                self._unite()
+                return self._front
+            front.append(self._take())
+        return front
+
+    def add(self, request: Request) -> None:
+        """Add a request at its place."""
+        self._is_ranked = bool(request.priority) or (self._is_ranked and len(self) > 0)
+        front, account = self._front, request.account
+        if not self.behind:
+            if not front:
+                self._client = account
+            elif self._client is not account:
+                if len(front) >= self._batch_size:
+                    self._divide()
+                    self._add_behind(request)
+                    return
+                self._client = _MIXED  # all of them share the next batch
+            self._insert(front, request)
+        else:
+            self._add_behind(request)
+
+    def put_back(self, request: Request) -> None:
+        """Add a request that was taken at the front: it runs next."""
+        if self._front and self._client is not request.account:
+            self._client = _MIXED
+        elif not self._front:
+            self._client = request.account
+        self._front.appendleft(request)
+
+    def remove(self, request: Request) -> bool:
+        """Remove a request; return False if it does not wait here."""
+        if request in self._front:
+            self._front.remove(request)
+            return True
+        line = self._lines.get(request.account)
+        if line is None or request not in line.requests:
+            return False
+        line.requests.remove(request)
+        self._taken_from(line, request.account)
+        return True
+
+    def before(self, request: Request) -> int:
+        """Return how many requests would run before this one if it were added now."""
+        if not self.behind and (self._client is request.account or len(self._front) < self._batch_size):
+            return self._place(self._front, request)
+        if not self.behind:
+            return 0
+        weight = _weight(request.account)
+        line = self._lines.get(request.account)
+        own = 0 if line is None else self._place(line.requests, request)
+        others = self._weights - (0 if line is None else weight)
+        return min(len(self), len(self._front) + own + (own // weight + 1) * others)
+
+    def has_share_left(self, request: Request) -> bool:
+        """Tell whether the client of a request would have its share of the queue, or less, with this one.
+
+        A share is the queue, divided by weight among the clients that wait.
+        """
+        account = request.account
+        if not self.behind:
+            if self._client is account or not self._front:
+                return False
+            self._divide()
+        line, weight = self._lines.get(account), _weight(account)
+        own, weights = (0, self._weights + weight) if line is None else (len(line.requests), self._weights)
+        return (own + 1) * weights <= weight * self.behind
+
+    def displace(self) -> Request:
+        """Remove and return the last request of the client that has most requests for its weight.
+
+        Call it only after `has_share_left` was True of a request and that was added.
+        """
+        longest = max(self._turns, key=lambda each: len(each.requests) / each.weight)
+        displaced = longest.requests.pop()
+        self._taken_from(longest, displaced.account)
+        return displaced
+
+    def _insert(self, requests: deque[Request], request: Request) -> None:
+        if self._is_ranked:
+            requests.insert(position(requests, request), request)
+        else:
+            requests.append(request)
+
+    def _place(self, requests: deque[Request], request: Request) -> int:
+        is_ranked = self._is_ranked or request.priority
+        return position(requests, request) if is_ranked else len(requests)
+
+    def _divide(self) -> None:
+        """Move the requests of the front into lines."""
+        front, self._front = self._front, deque()
+        if isinstance(self._client, _Mixed):
+            for request in front:
+                self._line(request.account).requests.append(request)
+        else:
+            self._line(self._client).requests = front
+        self.behind = len(front)
+
+    def _unite(self) -> None:
+        """Make the only line the front."""
+        (self._client,) = self._lines
+        self._front = self._turns[0].requests
+        self._lines.clear()
+        self._turns.clear()
+        self.behind = self._weights = 0
+
+    def _line(self, account: Account | None) -> _Line:
+        line = self._lines.get(account)
+        if line is None:
+            line = self._lines[account] = _Line(_weight(account))
+            self._turns.append(line)
+            self._weights += line.weight
+        return line
+
+    def _add_behind(self, request: Request) -> None:
+        self._insert(self._line(request.account).requests, request)
+        self.behind += 1
+
+    def _take(self) -> Request:
+        """Take the next request out of the lines."""
+        line = self._turns[0]
+        request = line.requests.popleft()
+        if self._front and self._client is not request.account:
+            self._client = _MIXED
+        elif not self._front:
+            self._client = request.account
+        line.turn -= 1
+        if not line.turn and line.requests:
+            line.turn = line.weight
+            self._turns.rotate(-1)
+        self._taken_from(line, request.account)
+        return request
+
+    def _taken_from(self, line: _Line, account: Account | None) -> None:
+        self.behind -= 1
+        if not line.requests:
+            del self._lines[account]
+            self._turns.remove(line)
+            self._weights -= line.weight
+
+
+def _weight(account: Account | None) -> int:
+    return 1 if account is None else account.quota.weight
