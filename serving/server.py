@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
+from torchere.serving.access.client_limits import client_limits_of
 from torchere.serving.access.fixed_keys import FixedKeys
 from torchere.serving.access.keys import keys_of
 from torchere.serving.access.reload import Reloadable, watch
@@ -90,17 +91,23 @@ class Server:
         keys = keys_of(settings)
         certificates = certificates_of(settings)
         self._registry = Registry(settings, RegistryMetrics(self._metrics), self._fork_server)
+        budgets = budgets_of(settings.limits)
+        client_limits = client_limits_of(settings.clients, dict, budgets.refused)
         self._dataplane = DataPlane(
-            self._registry, self._metrics, readiness_of_all_models=settings.readiness_of_all_models
+            self._registry,
+            self._metrics,
+            client_limits=client_limits,
+            readiness_of_all_models=settings.readiness_of_all_models,
         )
         self._observe()
         if certificates is not None:
             self._metrics.process.watch_certificate(lambda: certificates.pair.expires_at_s)
         controlplane = self._controlplane = ControlPlane(self._registry, self._dataplane, settings)
-        budgets = budgets_of(settings.limits)
         self._metrics.watch_budgets(lambda: budgets.held_bytes, budgets.refused)
+        if client_limits is not None:
+            self._metrics.watch_clients(client_limits.tallies)
         services = Services(
-            settings, self._metrics, keys, __version__, _cors(settings), budgets, certificates
+            settings, self._metrics, keys, __version__, _cors(settings), budgets, certificates, client_limits
         )
         self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
         try:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from torchere.serving.config.server_settings import MAX_CLIENT_LIMIT, ClientSettings
 from torchere.serving.errors import TooManyRequests
 
 MAX_ACCOUNTS = 10_000  # 300 bytes each
@@ -22,7 +23,7 @@ EVICTION_TRIES = 8  # accounts with unanswered predictions are kept
 # A client of IPv6 has a network of 2**64 addresses (RFC 6177), each of which would be a client of its own.
 IPV6_PREFIX = 64
 RETRY_S = 1.0  # after a refusal for concurrency, as for a full queue
-MAX_WEIGHT = 100  # else the turn of one client could take minutes
+MAX_WEIGHT = 100  # a longer turn of one client would delay the others for too long
 
 # The limits, as label values beside those of `frontend/budgets.py`.
 RATE, CONCURRENCY, QUEUE_SHARE = "client_rate", "client_concurrency", "client_queue_share"
@@ -98,34 +99,38 @@ class Account:
             raise TooManyRequests(_TEXTS[CONCURRENCY], RETRY_S)
 
 
+LimitsOf = Callable[[], Mapping[str, Mapping[str, float]]]
+
+
 class ClientLimits:
     """The accounts of all clients.
 
     Args:
-        default: the quota of a client without one of its own.
+        default: the quota of a client without limits of its own.
         refused: counts refusals by limit, for all clients together.
-        quotas: returns the quotas of the identities by name; a new mapping after a change. Metrics have a
-            series for each of these identities, and one for all other clients.
+        limits_of: returns the limits of each identity, which replace those of the default; a new mapping
+            after a change. Metrics have a series for each of these identities, and one for all other clients.
         now: monotonic seconds.
     """
 
-    __slots__ = ("_accounts", "_default", "_now", "_quotas", "_quotas_of", "_refused", "_tallies")
+    __slots__ = ("_accounts", "_default", "_limits", "_limits_of", "_now", "_refused", "_tallies")
 
     def __init__(
         self,
         default: Quota,
         refused: Counter[str],
-        quotas: Callable[[], Mapping[str, Quota]] = dict,
+        limits_of: LimitsOf = dict,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._default = default
         self._refused = refused
         self._refused.update(dict.fromkeys(CLIENT_LIMITS, 0))
-        self._quotas_of = quotas
-        self._quotas = quotas()
+        self._limits_of = limits_of
+        self._limits: Mapping[str, Mapping[str, float]] = {}
         self._now = now
         self._accounts: OrderedDict[str, Account] = OrderedDict()  # the most recently used is last
         self._tallies: dict[str, Tally] = {"": Tally()}
+        self._take(limits_of())
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -168,9 +173,9 @@ class ClientLimits:
         return self._tallies
 
     def _account(self, client: str) -> Account:
-        quotas = self._quotas_of()
-        if quotas is not self._quotas:
-            self._take(quotas)
+        limits = self._limits_of()
+        if limits is not self._limits:
+            self._take(limits)
         name = network_of(client) if ":" in client else client
         accounts = self._accounts
         account = accounts.get(name)
@@ -183,29 +188,24 @@ class ClientLimits:
         return account
 
     def _quota(self, name: str) -> Quota:
-        return self._quotas.get(name, self._default)
+        limits = self._limits.get(name)
+        return self._default._replace(**limits) if limits else self._default  # type: ignore[arg-type]
 
     def _tally(self, name: str) -> Tally:
-        if name not in self._quotas:
-            return self._tallies[""]
-        return self._tallies.setdefault(name, Tally())
+        return self._tallies.get(name) or self._tallies[""]
 
-    def _take(self, quotas: Mapping[str, Quota]) -> None:
-        """Give every account its new quota, and drop the counters of identities that are gone."""
-        self._quotas = quotas
+    def _take(self, limits: Mapping[str, Mapping[str, float]]) -> None:
+        """Give every account its new quota; add counters of new identities, and drop those of others."""
+        self._limits = limits
+        known = self._tallies
+        self._tallies = {"": known[""]} | {name: known.get(name) or Tally() for name in limits}
         for account in self._accounts.values():
             account.quota = self._quota(account.name)
-        for name in [name for name in self._tallies if name and name not in quotas]:
-            del self._tallies[name]
-        for account in self._accounts.values():
-            self._retally(account)
-
-    def _retally(self, account: Account) -> None:
-        tally = self._tally(account.name)
-        if tally is not account.tally:
-            account.tally.running -= account.running
-            tally.running += account.running
-            account.tally = tally
+            tally = self._tally(account.name)
+            if tally is not account.tally:
+                account.tally.running -= account.running
+                tally.running += account.running
+                account.tally = tally
 
     def _forget_one(self) -> None:
         """Forget the client that was idle for longest, unless the oldest ones have unanswered predictions."""
@@ -226,3 +226,39 @@ def network_of(address: str) -> str:
     except ValueError:
         return address
     return str(ipaddress.IPv6Network((int(found), IPV6_PREFIX), strict=False))
+
+
+_MOST = {name: MAX_CLIENT_LIMIT for name in ("rate", "burst", "concurrency")} | {"weight": MAX_WEIGHT}
+
+
+def limits_in(entry: Mapping[str, object]) -> dict[str, float]:
+    """Return the limits among the members of an entry of the file of keys; see `Quota`.
+
+    Raises:
+        ValueError: one is no number, or out of its range; the text says which.
+    """
+    limits: dict[str, float] = {}
+    for name, most in _MOST.items():
+        value = entry.get(name)
+        if value is None:
+            continue
+        least = 1 if name == "weight" else 0
+        is_number = type(value) is int or (name == "rate" and type(value) is float)
+        if not (is_number and isinstance(value, (int, float)) and least <= value <= most):
+            kind = "a number" if name == "rate" else "a whole number"
+            raise ValueError(f"its {name} is {value!r}, expected {kind} from {least} to {most}")
+        limits[name] = value
+    return limits
+
+
+def client_limits_of(
+    settings: ClientSettings, limits_of: LimitsOf, refused: Counter[str]
+) -> ClientLimits | None:
+    """Return the configured limits; None if no setting and no identity asks to tell clients apart.
+
+    It is decided once: the first identity that is named while the server runs has limits from the next start.
+    """
+    if settings == ClientSettings() and not limits_of():
+        return None
+    default = Quota(settings.rate, settings.burst, settings.concurrency)
+    return ClientLimits(default, refused, limits_of)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torchere.serving.config import kinds
 from torchere.serving.config.kinds import Kind
 from torchere.serving.config.model_properties import MODEL_DEFAULTS, SNAPSHOT
-from torchere.serving.config.server_settings import MAX_EXECUTORS
+from torchere.serving.config.server_settings import MAX_CLIENT_LIMIT, MAX_EXECUTORS
 
 ENV_GATE = "enable_envvars_config"
 URLS_ENV_GATE = "use_env_allowed_urls"
@@ -192,6 +192,10 @@ _OURS = (
     _key("max_held_bytes", kinds.whole(0), "limits.max_held_bytes"),
     _key("max_connections", kinds.whole(0), "limits.max_connections"),
     _key("min_upload_rate", kinds.whole(0), "limits.min_upload_rate"),
+    _key("client_rate", kinds.number(0, MAX_CLIENT_LIMIT), "clients.rate"),
+    _key("client_burst", kinds.whole(0, MAX_CLIENT_LIMIT), "clients.burst"),
+    _key("client_concurrency", kinds.whole(0, MAX_CLIENT_LIMIT), "clients.concurrency"),
+    _key("fair_queueing", kinds.BOOLEAN, "clients.fair_queueing"),
     _key("max_archive_entries", kinds.whole(1), "limits.max_archive_entries"),
     _key("max_archive_bytes", kinds.whole(1), "limits.max_archive_bytes"),
     _key("max_download_bytes", kinds.whole(1), "limits.max_download_bytes"),

@@ -81,6 +81,12 @@ def seconds(minimum: float) -> Kind:
     return Kind(expected, lambda text: _finite(text, minimum, MAX_NUMBER))
 
 
+def number(minimum: float, maximum: float) -> Kind:
+    """Return the kind of numbers, fractions allowed, from `minimum` to `maximum`."""
+    expected = f"a number from {minimum:g} to {maximum:g}"
+    return Kind(expected, lambda text: _finite(text, minimum, maximum))
+
+
 def _finite(text: str, minimum: float, maximum: float) -> float:
     if not _NUMBER.fullmatch(text):
         raise ValueError

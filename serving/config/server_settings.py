@@ -24,6 +24,7 @@ SECRET_ENV_VARS = r"(?i)(AWS|AZURE|GOOGLE|OTEL)_.*|.*(SECRET|TOKEN|PASSWORD|PASS
 MAX_EXECUTORS = 1024  # per version; a typo must not start a million processes
 MAX_BATCH_SIZE = 65_536
 MAX_NUMBER = 2**31 - 1  # for all other numbers, which are Java ints in TorchServe; 68 years in seconds
+MAX_CLIENT_LIMIT = 10**6  # requests a second, or at once
 _BOUNDS = {"minWorkers": MAX_EXECUTORS, "maxWorkers": MAX_EXECUTORS, "batchSize": MAX_BATCH_SIZE}
 
 
@@ -131,6 +132,17 @@ class Limits:
 # Member of a snapshot, and of its models, with what only torchere knows. TorchServe ignores keys that it does
 # not know, so its users' files may hold any others.
 OURS = "torchere"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """Limits for each client: an identity, or an address where it has none. 0: no limit."""
+
+    rate: float = 0.0  # inference requests a second
+    burst: int = 0  # requests at once after a pause; 0: those of one second
+    concurrency: int = 0  # unanswered predictions
+    # Waiting clients take turns; any limit above, or an identity in `token_keys_file`, implies it.
+    fair_queueing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +272,7 @@ class ServerSettings:
     metrics_authorization: bool = False  # /metrics needs the role `metrics`; in TorchServe it needs no key
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)
+    clients: ClientSettings = field(default_factory=ClientSettings)
     temp_dir: Path | None = None  # None: the default of the system
     drain_delay_s: float = 0.0  # after SIGTERM: keep serving for this time, while reporting not ready
     drain_timeout_s: float = 30.0  # then limit for finishing the accepted requests

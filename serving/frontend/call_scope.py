@@ -33,7 +33,7 @@ class CallScope:
     """
 
     __slots__ = (
-        *("_code_of", "_headers", "_many", "_metrics", "_started_s", "caller", "managed", "protocol"),
+        *("_code_of", "_headers", "_metrics", "_started_s", "caller", "managed", "many", "protocol"),
         *("read_s", "request"),
     )
 
@@ -51,7 +51,7 @@ class CallScope:
         self._started_s = started_s
         self._headers = headers
         self._code_of = code_of
-        self._many = many
+        self.many = many
         self.caller = caller
         self._metrics: Metrics | None = None  # set by the first prediction
         self.managed = ("", "")  # the model and the version that the call changes
@@ -62,17 +62,17 @@ class CallScope:
     def begin(self, metrics: Metrics, request: Request) -> None:
         """Record the start of a prediction, just before it is admitted by the data plane."""
         self._metrics = metrics
-        request.started_s = time.monotonic() if self._many else self._started_s
+        request.started_s = time.monotonic() if self.many else self._started_s
         request.trace = trace_of_headers(self._headers())
         request.caller = self.caller
         metrics.prediction_begins(request)
-        if not self._many:
+        if not self.many:
             request.read_s = self.read_s
             self.request = request
 
     def answered(self, request: Request) -> None:
         """Record that a prediction has its response, or the start of a streamed one."""
-        if self._many:
+        if self.many:
             self._end(request, "OK" if self.protocol == "grpc" else 200)
 
     def failed(self, request: Request, error: ServingError) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torchere.serving.batching.request import Answer, Ledger, Request
 from torchere.serving.batching.stateful import begin_sequence
-from torchere.serving.errors import NotFound, QueueFull, ServingError, Unavailable
+from torchere.serving.errors import NotFound, QueueFull, ServingError, TooManyRequests, Unavailable
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.model_facts import ModelFacts, facts_of
 from torchere.serving.registry.version import Version, VersionState
@@ -19,6 +19,7 @@ from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Mod
 from torchere.serving.workers.executor import ExecutorState
 
 if TYPE_CHECKING:
+    from torchere.serving.access.client_limits import ClientLimits
     from torchere.serving.registry.registry import Registry
 
 ON_THEIR_WAY = (VersionState.NEW, VersionState.LOADING, VersionState.WARMING)
@@ -107,9 +108,15 @@ class DataPlane:
     """
 
     def __init__(
-        self, registry: Registry, metrics: Metrics, *, readiness_of_all_models: bool = False
+        self,
+        registry: Registry,
+        metrics: Metrics,
+        *,
+        client_limits: ClientLimits | None = None,
+        readiness_of_all_models: bool = False,
     ) -> None:
         self._registry = registry
+        self._client_limits = client_limits
         self._readiness_of_all_models = readiness_of_all_models
         self._metrics = metrics
         self._ledger = Ledger()
@@ -149,6 +156,7 @@ class DataPlane:
         Raises:
             ModelNotFound, VersionNotFound: the model or version is not registered.
             Unavailable, QueueFull: it has no executor, or its queue is full.
+            TooManyRequests: the client has reached its limits.
             DeadlineExceeded, HandlerFailed, OutOfResources, ExecutorDied: the prediction failed.
         """
         answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
@@ -159,6 +167,8 @@ class DataPlane:
         asked.protocol = scope.protocol
         scope.begin(self._metrics, asked)
         try:
+            if scope.many and self._client_limits is not None:  # other calls were charged when they began
+                self._charge(self._client_limits, asked)
             response = await self._awaited(asked, answer, model, version)
         except ServingError as error:
             scope.failed(asked, error)
@@ -187,10 +197,37 @@ class DataPlane:
 
         Raises:
             ModelNotFound, VersionNotFound, Unavailable, QueueFull, DeadlineExceeded: it was not admitted.
+            TooManyRequests: the client has too many unanswered predictions.
         """
+        if self._client_limits is not None and request.caller:
+            return self._admit_within(self._client_limits, request, model, version)
         target = self._find(model, version)
         self._submit(request, target, model, version)
         return target
+
+    def _admit_within(
+        self, limits: ClientLimits, request: Request, model: str, version: str | None
+    ) -> Version:
+        """Admit a request that counts for its client until it is answered."""
+        try:
+            request.account = account = limits.enter(request.caller)
+        except TooManyRequests as error:
+            self._metrics.refused(error)
+            raise
+        try:
+            target = self._find(model, version)
+            self._submit(request, target, model, version)
+        except BaseException:
+            account.leave()
+            raise
+        return target
+
+    def _charge(self, limits: ClientLimits, request: Request) -> None:
+        try:
+            limits.charge(request.caller)
+        except TooManyRequests as error:
+            self._metrics.refused(error)
+            raise
 
     def _submit(self, request: Request, target: Version, model: str, version: str | None) -> None:
         meter = target.observer.meter

@@ -1,4 +1,4 @@
-"""Services shared by all listeners: settings, metrics, keys, CORS headers, budgets, certificates."""
+"""Services shared by all listeners: settings, metrics, keys, CORS headers, limits, certificates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from torchere.handlers.cgroup import sample_cgroup
+from torchere.serving.access.client_limits import ClientLimits
 from torchere.serving.access.keys import Keys
 from torchere.serving.access.tls import Certificates
 from torchere.serving.config.server_settings import Limits, ServerSettings
@@ -36,6 +37,7 @@ class Services:
     cors: CorsHeaders = field(default_factory=CorsHeaders)
     budgets: Budgets = field(default_factory=Budgets)
     certificates: Certificates | None = None  # of every listener with TLS
+    client_limits: ClientLimits | None = None  # None: clients are not told apart
 
 
 def budgets_of(limits: Limits) -> Budgets:

@@ -56,6 +56,9 @@ CGROUP_MEMORY_LIMIT = "torchere_cgroup_memory_limit_bytes"
 CGROUP_MEMORY = "torchere_cgroup_memory_bytes"
 HELD = "torchere_held_bytes"
 BUDGET_REFUSED = "torchere_budget_refusals_total"
+CLIENT_PREDICTIONS = "torchere_client_predictions_total"
+CLIENT_IN_FLIGHT = "torchere_client_predictions_in_flight"
+CLIENT_REFUSED = "torchere_client_refusals_total"
 LOG_DROPPED = "torchere_access_log_dropped_lines_total"
 
 FAMILIES: dict[str, tuple[Kind, str]] = {
@@ -106,6 +109,9 @@ FAMILIES: dict[str, tuple[Kind, str]] = {
     CGROUP_MEMORY: ("gauge", "Memory use of the container, including the page cache."),
     HELD: ("gauge", "Bytes of unfinished requests that the server holds."),
     BUDGET_REFUSED: ("counter", "Requests, calls and connections refused because of a limit, by budget."),
+    CLIENT_PREDICTIONS: ("counter", "Predictions within the limits of their client, by identity."),
+    CLIENT_IN_FLIGHT: ("gauge", "Unanswered predictions, by identity of the client."),
+    CLIENT_REFUSED: ("counter", "Requests refused because of a limit for each client, by identity."),
     LOG_DROPPED: ("counter", "Log lines dropped because the output was too slow."),
 }
 # prometheus_client's families about the process; its names of counter families lack the suffix `_total`.

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.config.server_settings import MetricsMode
@@ -25,10 +27,18 @@ from torchere.serving.telemetry.predictions import Predicted, Tracing
 from torchere.serving.telemetry.refusals import TOO_LARGE, refusal_reason
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S
-from torchere.serving.telemetry.scrape import Exposure, States
+from torchere.serving.telemetry.scrape import ClientNumbers, Exposure, States
 from torchere.serving.telemetry.torchserve import ServerMetrics
 
 PREDICTION_TIME = "PredictionTime"
+
+
+class ClientTally(Protocol):
+    """The counters of one client, as `ClientNumbers` has them."""
+
+    admitted: int
+    running: int
+    refused: Counter[str]
 
 
 class Metrics:
@@ -82,6 +92,7 @@ class Metrics:
             (catalogue.READY, catalogue.SERVER_IN_FLIGHT, catalogue.HELD, catalogue.LOG_DROPPED), float
         )
         self._over_budget: Mapping[str, int] = {}
+        self._clients: Callable[[], Mapping[str, ClientTally]] = dict
         self._executors: dict[tuple[str, str], dict[int, str]] = {}  # by version: id -> label
 
     def prediction_begins(self, prediction: Predicted) -> None:
@@ -186,6 +197,10 @@ class Metrics:
         self._server_values[catalogue.HELD] = held_bytes
         self._over_budget = refused
 
+    def watch_clients(self, tallies: Callable[[], Mapping[str, ClientTally]]) -> None:
+        """Expose the counters of clients: by identity, which must be named by the operator; "" for others."""
+        self._clients = tallies
+
     def know_states(self, states: States) -> None:
         """Set all possible states of executors and versions."""
         self._states = states
@@ -228,6 +243,10 @@ class Metrics:
             states=self._states,
             refused=dict(numbers.refused),
             over_budget=dict(self._over_budget),
+            clients={
+                name: ClientNumbers(tally.admitted, tally.running, dict(tally.refused))
+                for name, tally in self._clients().items()
+            },
             server={name: float(value()) for name, value in self._server_values.items()},
             process=self.process,
         )

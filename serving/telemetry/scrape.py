@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client import Metric
 
@@ -26,6 +27,14 @@ class States:
     version: tuple[str, ...] = ()
 
 
+class ClientNumbers(NamedTuple):
+    """The counters of one identity."""
+
+    admitted: int  # predictions
+    running: int  # of these, without an answer
+    refused: Mapping[str, int]  # requests, by limit
+
+
 @dataclass(frozen=True, slots=True)
 class Exposure:
     """A copy of the counters, for any thread; `families` and `process` are the thread-safe originals."""
@@ -37,6 +46,7 @@ class Exposure:
     states: States
     refused: Mapping[str, int]  # rejections before the model was known, by reason
     over_budget: Mapping[str, int]  # rejections by budget
+    clients: Mapping[str, ClientNumbers]  # by identity; "": all clients without one
     server: Mapping[str, float]  # by the name of a metric family without labels
     process: ProcessMetrics
 
@@ -59,7 +69,21 @@ class Exposure:
         for budget, count in self.over_budget.items():
             family.add_sample(catalogue.BUDGET_REFUSED, {"budget": budget}, count)
         yield family
+        yield from client_families(self.clients)
         yield from self.process.collect()
+
+
+def client_families(clients: Mapping[str, ClientNumbers]) -> Iterable[Metric]:
+    """Return the families of clients, by identity."""
+    families = names.families((names.CLIENT_PREDICTIONS, names.CLIENT_IN_FLIGHT, names.CLIENT_REFUSED))
+    for client, numbers in clients.items():
+        labels = {"client": client}
+        families[names.CLIENT_PREDICTIONS].add_sample(names.CLIENT_PREDICTIONS, labels, numbers.admitted)
+        families[names.CLIENT_IN_FLIGHT].add_sample(names.CLIENT_IN_FLIGHT, labels, numbers.running)
+        for limit, count in numbers.refused.items():
+            named = {**labels, "budget": limit}
+            families[names.CLIENT_REFUSED].add_sample(names.CLIENT_REFUSED, named, count)
+    return families.values()
 
 
 FAMILIES = (

@@ -43,6 +43,7 @@ grpc_management_port=0
 default_workers_per_model=1
 certificate_file=cert.pem
 private_key_file=key.pem
+fair_queueing=true
 """
 HANDLER = """
 from ts.torch_handler.base_handler import BaseHandler

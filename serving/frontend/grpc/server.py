@@ -81,6 +81,7 @@ class GrpcServer:
                 api,
                 services.metrics,
                 is_managed=services.settings.allows_management(address),
+                limits=services.client_limits,
             ),
             limits.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
             limits.max_response_bytes + MESSAGE_OVERHEAD_BYTES,

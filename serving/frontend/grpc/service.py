@@ -10,14 +10,15 @@ from typing import Any, NamedTuple, cast
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from torchere.serving.access.client_limits import ClientLimits
 from torchere.serving.access.identity import Role, address_of
 from torchere.serving.access.keys import Keys
-from torchere.serving.errors import ServingError, Unauthorized
+from torchere.serving.errors import ServingError, TooManyRequests, Unauthorized
 from torchere.serving.frontend.authorisation import API_KEY, grpc_actions, grpc_rows
 from torchere.serving.frontend.budgets import KEY_FREE_MESSAGE_BYTES
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
-from torchere.serving.frontend.grpc.errors import Table, unauthorized
+from torchere.serving.frontend.grpc.errors import MANAGEMENT, Table, failure, unauthorized
 from torchere.serving.frontend.grpc.fields import counted
 from torchere.serving.frontend.grpc.streams import (
     Streaming,
@@ -134,6 +135,7 @@ def dispatcher(
     metrics: Metrics,
     *,
     is_managed: bool = True,
+    limits: ClientLimits | None = None,
 ) -> Callable[[Stream], CallListener]:
     """Return the function that opens or refuses each call of a port.
 
@@ -141,8 +143,9 @@ def dispatcher(
         openers: openers of the calls, by path.
         keys: None when calls need no key.
         port: the API whose port it is, and the role that methods without a row need.
-        metrics: counts calls refused because of their key.
+        metrics: counts calls refused because of their key or the limits of their client.
         is_managed: False refuses the calls that change models; see `ServerSettings.allows_management`.
+        limits: of each client, for calls with the inference role; None: there are none.
     """
     roles = {path: row.needs for path, row in grpc_rows(port).items() if row.needs != API_KEY}
     changing = frozenset(path for path, row in grpc_rows(port).items() if row.actions)
@@ -159,10 +162,11 @@ def dispatcher(
             )
         elif head.flaw:
             stream.end(head.flaw_code, head.flaw)
-        elif (error := _refusal(stream, keys, role := roles.get(head.path, port))) is not None:
+        elif (error := _refusal(stream, keys, role := roles.get(head.path, port), limits)) is not None:
             metrics.refused(error)
             audit(stream, "PERMISSION_DENIED")
-            stream.end(*unauthorized().trailers())
+            failed = unauthorized() if isinstance(error, Unauthorized) else failure(error, MANAGEMENT)
+            stream.end(*failed.trailers())
         elif not is_managed and head.path in changing:
             audit(stream, "PERMISSION_DENIED")
             stream.end(StatusCode.PERMISSION_DENIED, _UNMANAGED)
@@ -182,16 +186,19 @@ def _is_grpc(content_type: str) -> bool:
     return content_type.startswith(_GRPC) and content_type[len(_GRPC) : len(_GRPC) + 1] in ("", "+", ";")
 
 
-def _refusal(stream: Stream, keys: Keys | None, role: Role | None) -> Unauthorized | None:
-    """Set the caller of a call and return None; return the error of a call that is not authorised."""
-    name = ""
-    if not (keys is None or role is None):
-        try:
+def _refusal(
+    stream: Stream, keys: Keys | None, role: Role | None, limits: ClientLimits | None
+) -> Unauthorized | TooManyRequests | None:
+    """Set the caller of a call; return the error of one without the role, or over its client's limits."""
+    stream.caller = address_of(stream.client)
+    try:
+        if keys is not None and role is not None:
             authorization = _authorization(stream.head.metadata)
-            name = keys.authorize(role, authorization, stream.subjects).name
-        except Unauthorized as error:
-            return error
-    stream.caller = name or address_of(stream.client)
+            stream.caller = keys.authorize(role, authorization, stream.subjects).name or stream.caller
+        if limits is not None and role == "inference":
+            limits.charge(stream.caller)
+    except (Unauthorized, TooManyRequests) as error:
+        return error
     return None
 
 

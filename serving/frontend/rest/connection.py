@@ -173,7 +173,7 @@ class Connection(asyncio.BufferedProtocol):
         """Run a prediction whose body arrived with its head."""
         exchange = TensorPrediction(self, head) if head.is_tensors else Prediction(self, head)
         self.exchange = exchange
-        if (self.listener.keys is None or exchange.authorized()) and self._take(exchange, len(body)):
+        if (self.listener.is_open or exchange.authorized()) and self._take(exchange, len(body)):
             exchange.run(body)
 
     def _begin(self, head: Head) -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchere.serving.batching.request import Request
-from torchere.serving.errors import ServingError, Unauthorized
+from torchere.serving.errors import ServingError, TooManyRequests, Unauthorized
 from torchere.serving.frontend.budgets import ConnectionBudget
 from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.rest.bodies import WholeBody
@@ -117,20 +117,23 @@ class Exchange(ABC):
         """Process the end of the request."""
 
     def authorized(self) -> bool:
-        """Return whether the client has the required role, or needs none; if not, reject the request."""
+        """Return whether the client has the required role, or needs none, and is within its limits.
+
+        If not, refuse the request.
+        """
         listener, head = self.connection.listener, self.head
         if head.refusal is not None:
             self.refuse(head.refusal)
             return False
-        if listener.keys is None or head.role is None:
-            return True
         try:
-            identity = listener.keys.authorize(head.role, head.authorization, self.connection.subjects)
-        except Unauthorized as error:
+            if listener.keys is not None and head.role is not None:
+                identity = listener.keys.authorize(head.role, head.authorization, self.connection.subjects)
+                self.caller = identity.name or self.caller
+            if listener.client_limits is not None and head.role == "inference":
+                listener.client_limits.charge(self.caller)
+        except (Unauthorized, TooManyRequests) as error:
             self.refuse(error)
             return False
-        if identity.name:
-            self.caller = identity.name
         return True
 
     def refuse(self, error: ServingError) -> None:

@@ -96,6 +96,8 @@ class Listener:
         self.dataplane = dataplane
         self.metrics = services.metrics
         self.keys = services.keys
+        self.client_limits = services.client_limits
+        self.is_open = self.keys is None and self.client_limits is None  # no request needs `authorized`
         self.limits = settings.limits
         self.budgets = services.budgets
         self.cors = cors_headers(services.cors)

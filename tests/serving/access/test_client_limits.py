@@ -14,19 +14,22 @@ from torchere.serving.access.client_limits import (
     RATE,
     ClientLimits,
     Quota,
+    client_limits_of,
+    limits_in,
     network_of,
 )
+from torchere.serving.config.server_settings import ClientSettings
 from torchere.serving.errors import TooManyRequests
 
 
 class Stage:
     """Limits, their clock and their counters."""
 
-    def __init__(self, default: Quota, quotas: Mapping[str, Quota] | None = None) -> None:
+    def __init__(self, default: Quota, own: Mapping[str, Mapping[str, float]] | None = None) -> None:
         self.now_s = 100.0
         self.refused: Counter[str] = Counter()
-        self.quotas = quotas or {}
-        self.limits = ClientLimits(default, self.refused, lambda: self.quotas, lambda: self.now_s)
+        self.own = own or {}
+        self.limits = ClientLimits(default, self.refused, lambda: self.own, lambda: self.now_s)
 
     def accepts(self, client: str = "a") -> bool:
         """Whether a request of the client is within its rate."""
@@ -106,24 +109,24 @@ def test_a_client_has_no_more_unanswered_predictions_than_it_may() -> None:
     assert stage.refused[CONCURRENCY] == 2
 
 
-def test_a_quota_of_an_identity_replaces_the_default() -> None:
-    stage = Stage(Quota(rate=1.0, burst=1), {"a": Quota(rate=1.0, burst=3), "b": Quota()})
+def test_the_limits_of_an_identity_replace_those_of_the_default() -> None:
+    stage = Stage(Quota(rate=1.0, burst=1), {"a": {"burst": 3}, "b": {"rate": 0}})
     assert sum(stage.accepts("a") for _ in range(9)) == 3
     assert sum(stage.accepts("b") for _ in range(9)) == 9
     assert sum(stage.accepts("c") for _ in range(9)) == 1
 
 
 def test_a_changed_quota_holds_from_the_next_request_on() -> None:
-    stage = Stage(Quota(), {"a": Quota(concurrency=1)})
+    stage = Stage(Quota(), {"a": {"concurrency": 1}})
     stage.limits.enter("a")
-    stage.quotas = {"a": Quota(concurrency=2)}
+    stage.own = {"a": {"concurrency": 2}}
     stage.limits.enter("a")
     with pytest.raises(TooManyRequests):
         stage.limits.enter("a")
 
 
 def test_refusals_are_counted_by_limit_and_for_identities_only_by_name() -> None:
-    stage = Stage(Quota(rate=1.0, burst=1), {"a": Quota(rate=1.0, burst=1, concurrency=1)})
+    stage = Stage(Quota(rate=1.0, burst=1), {"a": {"concurrency": 1}})
     for client in ("a", "a", "10.0.0.1", "10.0.0.1", "10.0.0.1"):
         stage.accepts(client)
     stage.limits.enter("a")
@@ -137,9 +140,9 @@ def test_refusals_are_counted_by_limit_and_for_identities_only_by_name() -> None
 
 
 def test_an_identity_that_leaves_the_file_takes_its_series_with_it() -> None:
-    stage = Stage(Quota(), {"a": Quota(weight=2)})
+    stage = Stage(Quota(), {"a": {"weight": 2}})
     account = stage.limits.enter("a")
-    stage.quotas = {}
+    stage.own = {}
     stage.limits.charge("b")
     assert set(stage.limits.tallies()) == {""}
     assert stage.limits.tallies()[""].running == 1
@@ -184,3 +187,37 @@ def test_all_addresses_of_a_network_of_ipv6_are_one_client(address: str, network
 def test_a_client_with_many_addresses_of_ipv6_has_one_rate() -> None:
     stage = Stage(Quota(rate=1.0, burst=2))
     assert sum(stage.accepts(f"2001:db8::{number:x}") for number in range(20)) == 2
+
+
+def test_an_identity_gets_the_limits_of_its_entry_and_no_others() -> None:
+    entry = {"key": "secret12", "identity": "a", "rate": 2.5, "burst": 4, "concurrency": 3, "weight": 2}
+    assert limits_in(entry) == {"rate": 2.5, "burst": 4, "concurrency": 3, "weight": 2}
+    assert limits_in({"key": "secret12"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"rate": "5"}, "its rate is '5', expected a number from 0 to 1000000"),
+        ({"rate": -1}, "its rate is -1"),
+        ({"rate": float("nan")}, "its rate is nan"),
+        ({"burst": 1.5}, "its burst is 1.5, expected a whole number from 0"),
+        ({"concurrency": True}, "its concurrency is True"),
+        ({"weight": 0}, "its weight is 0, expected a whole number from 1 to 100"),
+        ({"weight": 101}, "its weight is 101"),
+    ],
+)
+def test_a_limit_out_of_its_range_is_named(entry: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        limits_in(entry)
+
+
+def test_clients_are_told_apart_only_where_a_setting_or_an_identity_asks_for_it() -> None:
+    assert client_limits_of(ClientSettings(), dict, Counter()) is None
+    assert client_limits_of(ClientSettings(fair_queueing=True), dict, Counter()) is not None
+    assert client_limits_of(ClientSettings(), lambda: {"a": {}}, Counter()) is not None
+    limits = client_limits_of(ClientSettings(rate=1.0, burst=1), dict, Counter())
+    assert limits is not None
+    limits.charge("a")
+    with pytest.raises(TooManyRequests):
+        limits.charge("a")

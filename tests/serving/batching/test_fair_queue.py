@@ -151,7 +151,7 @@ def test_shares_of_the_queue_are_by_weight() -> None:
     assert not queue.has_share_left(clients.request("b"))
 
 
-Steps = st.lists(st.tuples(st.sampled_from(["add", "take", "remove", "back"]), st.sampled_from("abcd")))
+Steps = st.lists(st.tuples(st.sampled_from(["add", "displace", "take", "remove", "back"]), st.sampled_from("abcd")))
 
 
 @settings(max_examples=300)
@@ -162,10 +162,15 @@ def test_no_request_is_lost_or_doubled_and_those_of_a_client_stay_in_order(
     clients, queue = Clients(b=2), FairQueue(batch_size)
     waiting: dict[str, Request] = {}
     for step, name in steps:
-        if step == "add":
+        if step in ("add", "displace"):
             request = clients.request(name)
+            displaces = step == "displace" and queue.has_share_left(request)
             queue.add(request)
             waiting[request.request_id] = request
+            if displaces:
+                displaced = queue.displace()
+                assert displaced.account is not request.account
+                del waiting[displaced.request_id]
         elif step == "remove" and waiting:
             request = waiting.pop(next(iter(waiting)))
             assert queue.remove(request)

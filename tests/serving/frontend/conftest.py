@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from torchere.serving.access.client_limits import ClientLimits
 from torchere.serving.access.identity import Identity, Role
 from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.batching.request import Request
@@ -351,11 +352,13 @@ def planes():
         max_request_bytes: int = 1000,
         min_upload_rate: int = 0,
         budgets: Budgets | None = None,
+        client_limits: ClientLimits | None = None,
         **settings: Any,
     ) -> Services:
         limits = Limits(max_request_bytes=max_request_bytes, min_upload_rate=min_upload_rate)
         settings = ServerSettings(limits=limits, **settings)
-        return Services(settings, metrics, keys, "9.9", budgets=budgets or Budgets())
+        budgets = budgets or Budgets()
+        return Services(settings, metrics, keys, "9.9", budgets=budgets, client_limits=client_limits)
 
     data, control = FakeDataPlane(), FakeControlPlane()
     registry: Any = SimpleNamespace()

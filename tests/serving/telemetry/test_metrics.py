@@ -2,12 +2,14 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchere.serving.access.client_limits import ClientLimits, Quota
 from torchere.serving.batching.request import Request as Prediction
 from torchere.serving.errors import (
     Cancelled,
@@ -17,6 +19,7 @@ from torchere.serving.errors import (
     Quarantined,
     QueueFull,
     Restarting,
+    TooManyRequests,
     Unauthorized,
     Unavailable,
 )
@@ -411,4 +414,23 @@ def test_held_bytes_and_refusals_by_budget_are_told():
         'torchere_budget_refusals_total{budget="all",} 2.0',
         'torchere_budget_refusals_total{budget="connection",} 0.0',
         'torchere_budget_refusals_total{budget="key_free",} 2.0',
+    ]
+
+
+def test_clients_are_told_by_identity_and_those_without_one_together():
+    metrics = Metrics("host")
+    limits = ClientLimits(Quota(concurrency=1), Counter(), lambda: {"team a": {}})
+    metrics.watch_clients(limits.tallies)
+    limits.enter("team a")
+    for client in ("10.0.0.1", "10.0.0.2"):
+        limits.enter(client).leave()
+    with pytest.raises(TooManyRequests):
+        limits.charge("team a")
+    families = [name for name in catalogue.FAMILIES if name.startswith("torchere_client_")]
+    told = [line for line in metrics.exposition(families).splitlines() if not line.startswith("#")]
+    assert [line for line in told if not line.endswith(" 0.0")] == [
+        'torchere_client_predictions_total{client="",} 2.0',
+        'torchere_client_predictions_total{client="team a",} 1.0',
+        'torchere_client_predictions_in_flight{client="team a",} 1.0',
+        'torchere_client_refusals_total{client="team a",budget="client_concurrency",} 1.0',
     ]

@@ -310,7 +310,11 @@ def test_reflection_lists_the_services_of_the_port(serving):
 def test_the_settings_say_which_ports_to_open(planes):
     def opened(**settings):
         services = SimpleNamespace(
-            settings=ServerSettings(**settings), keys=None, metrics=None, budgets=Budgets()
+            settings=ServerSettings(**settings),
+            keys=None,
+            metrics=None,
+            budgets=Budgets(),
+            client_limits=None,
         )
         return [server.api for server in grpc_listeners(planes.data, planes.control, services)]
 

@@ -1,0 +1,176 @@
+"""The limits for each client at the doors, over the fakes, and in the data plane."""
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchere.serving.access.client_limits import ClientLimits, Quota
+from torchere.serving.errors import ModelNotFound, TooManyRequests
+from torchere.serving.frontend.call_scope import CallScope
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.grpc.service import dispatcher
+from torchere.serving.frontend.http2.header_blocks import request_head
+from torchere.serving.frontend.http2.messages import StatusCode
+from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.types import InferRequest
+
+
+def limits_of(**quota: Any) -> ClientLimits:
+    return ClientLimits(Quota(**quota), Counter(), now=lambda: 100.0)
+
+
+def listener(planes: Any, surfaces: str = "inference", **quota: Any) -> Any:
+    services = planes.services(client_limits=limits_of(**quota))
+    return listener_of(frozenset(surfaces.split("+")), planes.data, planes.control, services)
+
+
+def test_a_client_over_its_rate_gets_429_and_the_time_of_the_next_request(planes, ask_listener):
+    async def main():
+        door = listener(planes, rate=0.25, burst=1)
+        first = await ask_listener(door, "POST", "/predictions/echo", b"x")
+        return first, await ask_listener(door, "POST", "/predictions/echo", b"x")
+
+    first, second = asyncio.run(main())
+    assert first.status == 200
+    assert (second.status, second.headers["retry-after"]) == (429, "4")
+    assert second.json == {
+        "code": 429,
+        "type": "TooManyRequestsException",
+        "message": "This client sends requests faster than it may. Try again later.",
+    }
+    assert len(planes.data.asked) == 1
+    assert 'reason="client_limit",} 1.0' in planes.metrics.exposition({"torchere_requests_rejected_total"})
+
+
+def test_the_body_of_a_client_over_its_rate_is_not_read(planes, ask_listener):
+    async def main():
+        door = listener(planes, rate=0.25, burst=1)
+        await ask_listener(door, "POST", "/predictions/echo", b"x")
+        return await ask_listener(door, "POST", "/predictions/echo", b"x" * 5000)
+
+    assert asyncio.run(main()).status == 429  # not 413: the body is longer than allowed
+
+
+def test_probes_and_operators_are_not_limited(planes, ask_listener):
+    async def main():
+        door = listener(planes, "inference+management", rate=0.25, burst=1)
+        paths = ("/livez", "/livez", "/models", "/models", "/ping", "/ping")
+        return [(await ask_listener(door, "GET", path)).status for path in paths]
+
+    assert asyncio.run(main()) == [200, 200, 200, 200, 200, 429]
+
+
+PATH = "/test.Service/echo"
+
+
+class FakeStream:
+    """A call of a client, which keeps how it was answered."""
+
+    def __init__(self, client: str) -> None:
+        headers = {":method": "POST", ":path": PATH, "content-type": "application/grpc"}
+        self.head, _ = request_head(headers.items())
+        self.client = (client, 4321)
+        self.caller = ""
+        self.answered: Any = None
+
+    def end(self, code: StatusCode, message: str, details: bytes = b"") -> None:
+        self.answered = code, message, details
+
+
+def test_a_call_over_the_rate_of_its_client_is_not_opened_and_says_when_to_come_back():
+    from google.rpc.error_details_pb2 import RetryInfo
+    from google.rpc.status_pb2 import Status
+
+    opened: list[FakeStream] = []
+    open_call = dispatcher(
+        {PATH: opened.append},
+        None,
+        "inference",
+        Metrics(),
+        limits=limits_of(rate=0.25, burst=1),
+    )
+    first, second, other = FakeStream("10.0.0.1"), FakeStream("10.0.0.1"), FakeStream("10.0.0.2")
+    for stream in (first, second, other):
+        open_call(stream)
+    assert opened == [first, other]
+    code, message, details = second.answered
+    assert code == StatusCode.RESOURCE_EXHAUSTED
+    assert message == "This client sends requests faster than it may. Try again later."
+    delay = RetryInfo()
+    assert Status.FromString(details).details[1].Unpack(delay)
+    assert delay.retry_delay.seconds == 4
+
+
+def test_calls_of_operators_are_not_limited():
+    opened: list[FakeStream] = []
+    open_call = dispatcher(
+        {PATH: opened.append},
+        None,
+        "management",
+        Metrics(),
+        limits=limits_of(rate=0.25, burst=1),
+    )
+    for _ in range(3):
+        open_call(FakeStream("10.0.0.1"))
+    assert len(opened) == 3
+
+
+class EmptyRegistry:
+    """Knows no model."""
+
+    def find(self, model: str, version: str | None) -> Any:
+        raise ModelNotFound.named(model)
+
+
+def plane_with(limits: ClientLimits) -> DataPlane:
+    plane = DataPlane(EmptyRegistry(), Metrics(), client_limits=limits)  # type: ignore[arg-type]
+    plane.opened()
+    return plane
+
+
+def asked_by(client: str) -> Any:
+    return SimpleNamespace(caller=client, account=None)
+
+
+def test_a_prediction_that_is_not_admitted_does_not_count_as_unanswered():
+    limits = limits_of(concurrency=1)
+    plane = plane_with(limits)
+    for _ in range(3):
+        with pytest.raises(ModelNotFound):
+            plane.admit(asked_by("a"), "nothing", None)
+    assert limits.tallies()[""].running == 0
+
+
+def test_a_prediction_over_the_concurrency_of_its_client_is_not_admitted():
+    limits = limits_of(concurrency=1)
+    plane = plane_with(limits)
+    limits.enter("a")
+    with pytest.raises(TooManyRequests):
+        plane.admit(asked_by("a"), "nothing", None)
+    with pytest.raises(ModelNotFound):
+        plane.admit(asked_by("b"), "nothing", None)
+    with pytest.raises(ModelNotFound):
+        plane.admit(asked_by(""), "nothing", None)  # the server itself
+
+
+def test_each_prediction_of_a_stream_is_charged():
+    limits = limits_of(rate=0.25, burst=2)
+    plane = plane_with(limits)
+
+    async def ask() -> str:
+        try:
+            await plane.infer("nothing", None, InferRequest("", ()))
+        except (ModelNotFound, TooManyRequests) as error:
+            return error.code
+        return ""
+
+    async def main(*, many: bool) -> list[str]:
+        CallScope("grpc", 0.0, tuple, lambda error: error.code, caller="a", many=many)
+        return [await ask() for _ in range(3)]
+
+    assert asyncio.run(main(many=False)) == ["model_not_found"] * 3  # charged as a call
+    assert asyncio.run(main(many=True)) == ["model_not_found", "model_not_found", "too_many_requests"]
