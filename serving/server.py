@@ -92,7 +92,8 @@ class Server:
         certificates = certificates_of(settings)
         self._registry = Registry(settings, RegistryMetrics(self._metrics), self._fork_server)
         budgets = budgets_of(settings.limits)
-        client_limits = client_limits_of(settings.clients, dict, budgets.refused)
+        own_limits = keys.client_limits if isinstance(keys, FixedKeys) else None
+        client_limits = client_limits_of(settings.clients, own_limits, budgets.refused)
         self._dataplane = DataPlane(
             self._registry,
             self._metrics,

@@ -100,6 +100,7 @@ class Account:
 
 
 LimitsOf = Callable[[], Mapping[str, Mapping[str, float]]]
+_NONE: Mapping[str, Mapping[str, float]] = {}
 
 
 class ClientLimits:
@@ -119,7 +120,7 @@ class ClientLimits:
         self,
         default: Quota,
         refused: Counter[str],
-        limits_of: LimitsOf = dict,
+        limits_of: LimitsOf = lambda: _NONE,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._default = default
@@ -231,6 +232,9 @@ def network_of(address: str) -> str:
 _MOST = {name: MAX_CLIENT_LIMIT for name in ("rate", "burst", "concurrency")} | {"weight": MAX_WEIGHT}
 
 
+LIMIT_NAMES = frozenset(_MOST)
+
+
 def limits_in(entry: Mapping[str, object]) -> dict[str, float]:
     """Return the limits among the members of an entry of the file of keys; see `Quota`.
 
@@ -252,13 +256,13 @@ def limits_in(entry: Mapping[str, object]) -> dict[str, float]:
 
 
 def client_limits_of(
-    settings: ClientSettings, limits_of: LimitsOf, refused: Counter[str]
+    settings: ClientSettings, limits_of: LimitsOf | None, refused: Counter[str]
 ) -> ClientLimits | None:
     """Return the configured limits; None if no setting and no identity asks to tell clients apart.
 
     It is decided once: the first identity that is named while the server runs has limits from the next start.
     """
+    limits_of = limits_of or (lambda: _NONE)
     if settings == ClientSettings() and not limits_of():
         return None
-    default = Quota(settings.rate, settings.burst, settings.concurrency)
-    return ClientLimits(default, refused, limits_of)
+    return ClientLimits(Quota(settings.rate, settings.burst, settings.concurrency), refused, limits_of)

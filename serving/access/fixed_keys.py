@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast
 
+from torchere.serving.access.client_limits import LIMIT_NAMES, limits_in
 from torchere.serving.access.identity import (
     ANONYMOUS,
     REFUSED,
@@ -36,12 +37,12 @@ _KEY = re.compile(r"[!-~]{8,}")  # characters valid in a header; TorchServe's ke
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,99}")  # appears in logs and labels
 _IDENTITIES = "identities"
 _UNUSED = "API"  # TorchServe's key file has it
-_MEMBERS = frozenset({"identity", "roles", "key", "subject", "expiration time"})
+_MEMBERS = frozenset({"identity", "roles", "key", "subject", "expiration time", *LIMIT_NAMES})
 _FORM = (
     'expected a JSON object like {"inference": "KEY", "management": "KEY"}; a list of keys, or '
     '{"key": "KEY", "expiration time": "2030-01-01T00:00:00Z"} as in key_file.json, may stand for each KEY; '
     '"identities" is a list of objects like {"identity": "NAME", "roles": ["inference"], "key": "KEY"}, with '
-    '"subject" for the name in a certificate'
+    '"subject" for the name in a certificate, and its limits: "rate", "burst", "concurrency", "weight"'
 )
 
 
@@ -65,10 +66,12 @@ class Clients:
         keys: by role and SHA-256 of the key. A look-up by digest takes as long for a wrong key as for a right
             one, however many keys there are.
         subjects: identities by the name in a certificate.
+        limits: of identities with the role `inference`, by name; see `client_limits.py`.
     """
 
     keys: dict[Role, dict[bytes, FixedKey]] = field(default_factory=lambda: {role: {} for role in ROLES})
     subjects: dict[str, Identity] = field(default_factory=dict)
+    limits: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -120,6 +123,10 @@ class FixedKeys:
                 return key.identity
         raise Unauthorized(REFUSED)
 
+    def client_limits(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the limits of each identity, by name; another mapping after each change of the file."""
+        return self._file.value.limits
+
     def renew(self, wanted: str | None, authorization: str | None) -> None:
         """Reject the renewal, because the operator renews these keys by writing the file.
 
@@ -143,8 +150,8 @@ def read_clients(path: Path) -> Clients:
     Its members `inference`, `management` and `metrics` hold keys of that role: a key, TorchServe's object
     with `key` and optionally `expiration time` (ISO 8601), to which `identity` may be added, or a list.
     `identities` is a list of objects with `identity`, `roles`, a `key`, a `subject` of certificates or both,
-    and optionally `expiration time`. `API`, which TorchServe's key file contains as well, is allowed but
-    ignored. No error message contains a key.
+    and optionally `expiration time`. An entry with an identity may have its limits, too. `API`, which
+    TorchServe's key file contains as well, is allowed but ignored. No error message contains a key.
 
     Raises:
         KeyFileUnusable: the file is missing, accessible to other users, or malformed.
@@ -180,6 +187,7 @@ def _read_document(document: object) -> Clients:
             name = "" if plain.get("identity") is None else _identity_name(plain)
             identity = Identity(name, frozenset({role})) if name else ANONYMOUS[role]
             _add_key(clients, role, plain, identity)
+            _add_limits(clients, plain, identity)
     for entry in _listed(document.get(_IDENTITIES, [])):
         _add_identity(clients, entry)
     if clients.is_empty:
@@ -214,6 +222,22 @@ def _add_identity(clients: Clients, entry: object) -> None:
         if subject in clients.subjects:
             raise _Flaw(f"identity {name!r} has the subject of another one")
         clients.subjects[subject] = identity
+    _add_limits(clients, entry, identity)
+
+
+def _add_limits(clients: Clients, entry: Mapping[str, object], identity: Identity) -> None:
+    """Add the limits of an entry to those that its identity has by other entries."""
+    try:
+        limits = limits_in(entry)
+    except ValueError as err:
+        raise _Flaw(f"a limit of {identity.name!r} is unusable: {err}") from None
+    if limits and not identity.name:
+        raise _Flaw("an entry has limits and no identity")
+    if identity.name and "inference" in identity.roles:
+        known = clients.limits.setdefault(identity.name, {})
+        if any(known.get(name, value) != value for name, value in limits.items()):
+            raise _Flaw(f"two entries of identity {identity.name!r} have different limits")
+        known |= limits
 
 
 def _identity_name(entry: Mapping[str, object]) -> str:

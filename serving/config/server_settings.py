@@ -141,7 +141,7 @@ class ClientSettings:
     rate: float = 0.0  # inference requests a second
     burst: int = 0  # requests at once after a pause; 0: those of one second
     concurrency: int = 0  # unanswered predictions
-    # Waiting clients take turns; any limit above, or an identity in `token_keys_file`, implies it.
+    # Waiting clients take turns. Any limit above implies it, and so does an identity in `token_keys_file`.
     fair_queueing: bool = False
 
 

@@ -213,10 +213,10 @@ def test_a_limit_out_of_its_range_is_named(entry: dict[str, object], text: str) 
 
 
 def test_clients_are_told_apart_only_where_a_setting_or_an_identity_asks_for_it() -> None:
-    assert client_limits_of(ClientSettings(), dict, Counter()) is None
-    assert client_limits_of(ClientSettings(fair_queueing=True), dict, Counter()) is not None
+    assert client_limits_of(ClientSettings(), None, Counter()) is None
+    assert client_limits_of(ClientSettings(fair_queueing=True), None, Counter()) is not None
     assert client_limits_of(ClientSettings(), lambda: {"a": {}}, Counter()) is not None
-    limits = client_limits_of(ClientSettings(rate=1.0, burst=1), dict, Counter())
+    limits = client_limits_of(ClientSettings(rate=1.0, burst=1), None, Counter())
     assert limits is not None
     limits.charge("a")
     with pytest.raises(TooManyRequests):

@@ -290,3 +290,47 @@ def test_an_identity_that_can_not_be_read_is_refused(path: Path, entry: Any, fou
 def test_a_file_of_subjects_alone_is_enough(path: Path) -> None:
     write(path, {"identities": [{"identity": "ci", "roles": ["management"], "subject": "CN=ci"}]})
     assert FixedKeys(path).authorize("management", None, ["CN=ci"]).name == "ci"
+
+
+def test_an_identity_has_the_limits_of_its_entries(path: Path) -> None:
+    team = {"identity": "team", "roles": ["inference"], "rate": 2.5, "concurrency": 3, "weight": 2}
+    other = {"identity": "other", "roles": ["inference"], "key": "other-key-1"}
+    admin = {"identity": "admin", "roles": ["management"], "key": "admin-key-1"}
+    old = {"identity": "team", "key": "team-key-0", "burst": 4}
+    write(path, {"inference": old, "identities": [team | {"key": "team-key-1"}, other, admin]})
+    keys = FixedKeys(path)
+    assert keys.client_limits() == {
+        "team": {"rate": 2.5, "burst": 4, "concurrency": 3, "weight": 2},
+        "other": {},
+    }
+    assert keys.client_limits() is keys.client_limits()
+    write(path, {"identities": [other]})
+    keys.refresh()
+    assert keys.client_limits() == {"other": {}}
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        (
+            {"inference": {"identity": "team", "key": "team-key-1", "rate": "5"}},
+            "a limit of 'team' is unusable: its rate is '5'",
+        ),
+        ({"inference": {"key": "team-key-1", "rate": 5}}, "an entry has limits and no identity"),
+        (
+            {
+                "inference": [
+                    {"identity": "team", "key": "team-key-1", "rate": 5},
+                    {"identity": "team", "key": "team-key-2", "rate": 6},
+                ]
+            },
+            "two entries of identity 'team' have different limits",
+        ),
+    ],
+)
+def test_unusable_limits_are_named(path: Path, document: dict[str, Any], text: str) -> None:
+    write(path, document)
+    with pytest.raises(KeyFileUnusable) as error:
+        FixedKeys(path)
+    assert text in error.value.detail
+    assert "team-key" not in error.value.detail
