@@ -13,7 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torchere.serving.config.server_settings import MAX_CLIENT_LIMIT, ClientSettings
 from torchere.serving.errors import TooManyRequests
@@ -22,6 +22,7 @@ MAX_ACCOUNTS = 10_000  # 300 bytes each
 EVICTION_TRIES = 8  # accounts with unanswered predictions are kept
 # A client of IPv6 has a network of 2**64 addresses (RFC 6177), each of which would be a client of its own.
 IPV6_PREFIX = 64
+ROUNDING_S = 1e-9
 RETRY_S = 1.0  # after a refusal for concurrency, as for a full queue
 MAX_WEIGHT = 100  # a longer turn of one client would delay the others for too long
 
@@ -43,21 +44,22 @@ class Quota(NamedTuple):
     concurrency: int = 0  # unanswered predictions
     weight: int = 1  # predictions that run in its turn while other clients wait
 
-    @property
-    def burst_s(self) -> float:
-        """The time in which the requests of a burst are earned, in seconds."""
-        return (self.burst or max(1.0, self.rate)) / self.rate if self.rate else 0.0
-
 
 class Tally:
-    """Counters of one identity, or of all clients without one."""
+    """Counters of one identity, or of all clients without one.
+
+    Attributes:
+        admitted: predictions.
+        running: those of them without an answer; counted at each scrape.
+        refused: requests, by limit.
+    """
 
     __slots__ = ("admitted", "refused", "running")
 
     def __init__(self) -> None:
-        self.admitted = 0  # predictions
-        self.running = 0  # of these, without an answer
-        self.refused: Counter[str] = Counter(dict.fromkeys(CLIENT_LIMITS, 0))  # requests, by limit
+        self.admitted = 0
+        self.running = 0
+        self.refused: Counter[str] = Counter(dict.fromkeys(CLIENT_LIMITS, 0))
 
 
 class Account:
@@ -65,42 +67,63 @@ class Account:
 
     Attributes:
         name: its identity, or its address.
-        quota: what it may use.
-        running: its unanswered predictions.
-        paid_until_s: when its requests are all earned, in monotonic seconds: with R requests a second each
-            adds 1/R (the generic cell rate algorithm, ITU-T I.371: a token bucket in one number).
+        weight: predictions that run in its turn.
+        running: its unanswered predictions. `enter` counts one, and its end takes it off.
         tally: where its requests are counted.
     """
 
-    __slots__ = ("_refused", "name", "paid_until_s", "quota", "running", "tally")
+    __slots__ = (
+        *("_burst_s", "_concurrency", "_interval_s", "_paid_until_s", "_refused"),
+        *("name", "running", "tally", "weight"),
+    )
 
     def __init__(self, name: str, quota: Quota, tally: Tally, refused: Counter[str]) -> None:
         self.name = name
-        self.quota = quota
         self.running = 0
-        self.paid_until_s = 0.0
         self.tally = tally
         self._refused = refused
+        # The generic cell rate algorithm (ITU-T I.371), a token bucket in one number: each request adds an
+        # interval to the time until which the client has used its rate, in monotonic seconds.
+        self._paid_until_s = 0.0
+        self.allow(quota)
 
-    def leave(self) -> None:
-        """Record that a prediction has its answer, or was not admitted."""
-        self.running -= 1
-        self.tally.running -= 1
+    def allow(self, quota: Quota) -> None:
+        """Set what the client may use."""
+        self.weight = quota.weight
+        self._concurrency = quota.concurrency or MAX_CLIENT_LIMIT
+        self._interval_s = 1 / quota.rate if quota.rate else 0.0
+        self._burst_s = (quota.burst or max(1.0, quota.rate)) * self._interval_s + ROUNDING_S
+
+    def charge(self, now_s: float) -> None:
+        """Charge a request to the rate; raises as `ClientLimits.charge`."""
+        if self.running >= self._concurrency:
+            self._refuse(CONCURRENCY, RETRY_S)
+        interval_s = self._interval_s
+        if interval_s:
+            paid_until_s = self._paid_until_s
+            paid_until_s = (paid_until_s if paid_until_s > now_s else now_s) + interval_s
+            if paid_until_s - now_s > self._burst_s:
+                self._refuse(RATE, paid_until_s - now_s - self._burst_s + ROUNDING_S)
+            self._paid_until_s = paid_until_s
+
+    def enter(self) -> None:
+        """Count a prediction as unanswered; raises as `ClientLimits.enter`."""
+        if self.running >= self._concurrency:
+            self._refuse(CONCURRENCY, RETRY_S)
+        self.running += 1
+        self.tally.admitted += 1
 
     def count_refusal(self, limit: str) -> None:
         """Count a request that one of the limits refused."""
         self._refused[limit] += 1
         self.tally.refused[limit] += 1
 
-    def refuse_over_concurrency(self) -> None:
-        """Raise `TooManyRequests` if one more prediction would be too many."""
-        if 0 < self.quota.concurrency <= self.running:
-            self.count_refusal(CONCURRENCY)
-            raise TooManyRequests(_TEXTS[CONCURRENCY], RETRY_S)
+    def _refuse(self, limit: str, retry_after_s: float) -> NoReturn:
+        self.count_refusal(limit)
+        raise TooManyRequests(_TEXTS[limit], retry_after_s)
 
 
-LimitsOf = Callable[[], Mapping[str, Mapping[str, float]]]
-_NONE: Mapping[str, Mapping[str, float]] = {}
+OwnLimits = Mapping[str, Mapping[str, float]]  # by identity, and then by the names of `Quota`
 
 
 class ClientLimits:
@@ -109,29 +132,30 @@ class ClientLimits:
     Args:
         default: the quota of a client without limits of its own.
         refused: counts refusals by limit, for all clients together.
-        limits_of: returns the limits of each identity, which replace those of the default; a new mapping
-            after a change. Metrics have a series for each of these identities, and one for all other clients.
+        own_limits: returns the limits that replace those of the default; a new mapping after a change.
+            Metrics have a series for each of its identities, and one for all others. None: there are none.
         now: monotonic seconds.
     """
 
-    __slots__ = ("_accounts", "_default", "_limits", "_limits_of", "_now", "_refused", "_tallies")
+    __slots__ = ("_accounts", "_default", "_now", "_own", "_own_limits", "_refused", "_tallies")
 
     def __init__(
         self,
         default: Quota,
         refused: Counter[str],
-        limits_of: LimitsOf = lambda: _NONE,
+        own_limits: Callable[[], OwnLimits] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._default = default
         self._refused = refused
         self._refused.update(dict.fromkeys(CLIENT_LIMITS, 0))
-        self._limits_of = limits_of
-        self._limits: Mapping[str, Mapping[str, float]] = {}
+        self._own_limits = own_limits
+        self._own: OwnLimits = {}
         self._now = now
         self._accounts: OrderedDict[str, Account] = OrderedDict()  # the most recently used is last
         self._tallies: dict[str, Tally] = {"": Tally()}
-        self._take(limits_of())
+        if own_limits is not None:
+            self._take(own_limits())
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -142,41 +166,35 @@ class ClientLimits:
         Raises:
             TooManyRequests: it is too soon, or too many predictions of the client are unanswered.
         """
-        account = self._account(client)
-        account.refuse_over_concurrency()
-        quota = account.quota
-        if not quota.rate:
-            return
-        now_s = self._now()
-        paid_until_s = max(account.paid_until_s, now_s) + 1 / quota.rate
-        wait_s = paid_until_s - now_s - quota.burst_s
-        if wait_s > 1e-9:  # less is a rounding error
-            account.count_refusal(RATE)
-            raise TooManyRequests(_TEXTS[RATE], wait_s)
-        account.paid_until_s = paid_until_s
+        if self._own_limits is not None and (own := self._own_limits()) is not self._own:
+            self._take(own)
+        account = self._accounts.get(client)
+        if account is None:
+            account = self._account(client)
+        else:
+            self._accounts.move_to_end(client)
+        account.charge(self._now())
 
     def enter(self, client: str) -> Account:
-        """Count a prediction as unanswered; call `leave` of the account once it has ended.
+        """Count a prediction as unanswered; decrement `running` of the account once it has ended.
 
         Raises:
             TooManyRequests: too many predictions of the client are unanswered.
         """
-        account = self._account(client)
-        account.refuse_over_concurrency()
-        account.running += 1
-        tally = account.tally
-        tally.running += 1
-        tally.admitted += 1
+        account = self._accounts.get(client) or self._account(client)
+        account.enter()
         return account
 
     def tallies(self) -> Mapping[str, Tally]:
         """Return the counters by identity; those of all clients without one are under ""."""
+        for tally in self._tallies.values():
+            tally.running = 0
+        for account in self._accounts.values():
+            account.tally.running += account.running
         return self._tallies
 
     def _account(self, client: str) -> Account:
-        limits = self._limits_of()
-        if limits is not self._limits:
-            self._take(limits)
+        """Return the account of a client that is new, or has an address of IPv6."""
         name = network_of(client) if ":" in client else client
         accounts = self._accounts
         account = accounts.get(name)
@@ -189,24 +207,20 @@ class ClientLimits:
         return account
 
     def _quota(self, name: str) -> Quota:
-        limits = self._limits.get(name)
+        limits = self._own.get(name)
         return self._default._replace(**limits) if limits else self._default  # type: ignore[arg-type]
 
     def _tally(self, name: str) -> Tally:
         return self._tallies.get(name) or self._tallies[""]
 
-    def _take(self, limits: Mapping[str, Mapping[str, float]]) -> None:
+    def _take(self, own: OwnLimits) -> None:
         """Give every account its new quota; add counters of new identities, and drop those of others."""
-        self._limits = limits
+        self._own = own
         known = self._tallies
-        self._tallies = {"": known[""]} | {name: known.get(name) or Tally() for name in limits}
+        self._tallies = {"": known[""]} | {name: known.get(name) or Tally() for name in own}
         for account in self._accounts.values():
-            account.quota = self._quota(account.name)
-            tally = self._tally(account.name)
-            if tally is not account.tally:
-                account.tally.running -= account.running
-                tally.running += account.running
-                account.tally = tally
+            account.allow(self._quota(account.name))
+            account.tally = self._tally(account.name)
 
     def _forget_one(self) -> None:
         """Forget the client that was idle for longest, unless the oldest ones have unanswered predictions."""
@@ -230,8 +244,6 @@ def network_of(address: str) -> str:
 
 
 _MOST = {name: MAX_CLIENT_LIMIT for name in ("rate", "burst", "concurrency")} | {"weight": MAX_WEIGHT}
-
-
 LIMIT_NAMES = frozenset(_MOST)
 
 
@@ -256,13 +268,12 @@ def limits_in(entry: Mapping[str, object]) -> dict[str, float]:
 
 
 def client_limits_of(
-    settings: ClientSettings, limits_of: LimitsOf | None, refused: Counter[str]
+    settings: ClientSettings, own_limits: Callable[[], OwnLimits] | None, refused: Counter[str]
 ) -> ClientLimits | None:
     """Return the configured limits; None if no setting and no identity asks to tell clients apart.
 
     It is decided once: the first identity that is named while the server runs has limits from the next start.
     """
-    limits_of = limits_of or (lambda: _NONE)
-    if settings == ClientSettings() and not limits_of():
+    if settings == ClientSettings() and not (own_limits and own_limits()):
         return None
-    return ClientLimits(Quota(settings.rate, settings.burst, settings.concurrency), refused, limits_of)
+    return ClientLimits(Quota(settings.rate, settings.burst, settings.concurrency), refused, own_limits)

@@ -219,4 +219,4 @@ class FairQueue:
 
 
 def _weight(account: Account | None) -> int:
-    return 1 if account is None else account.quota.weight
+    return 1 if account is None else account.weight

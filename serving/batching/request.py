@@ -136,7 +136,7 @@ class Request:
     def finish(self, outcome: InferResponse | ServingError) -> None:
         """Complete the answer; without effect if it is complete."""
         if self.account is not None and self.open:
-            self.account.leave()  # before the answer: the client's next request may be here already
+            self.account.running -= 1  # before the answer: the client's next request may be here already
         if self.parts is not None:
             stream, self.parts = self.parts, None
             if isinstance(outcome, ServingError):

@@ -218,7 +218,7 @@ class DataPlane:
             target = self._find(model, version)
             self._submit(request, target, model, version)
         except BaseException:
-            account.leave()
+            account.running -= 1
             raise
         return target
 

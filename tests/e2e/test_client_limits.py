@@ -10,8 +10,7 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
-from torchere.serving.frontend.grpc.protos.inference_pb2_grpc import InferenceAPIsServiceStub
+from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionResponse, PredictionsRequest
 
 # Writes the order of its requests, and waits as long as a file of the name that it is sent is there.
 HANDLER = """
@@ -60,10 +59,14 @@ def predict(server: Any, key: str, text: str = "x") -> Any:
 
 def predict_by_grpc(server: Any, key: str, text: str = "x") -> bytes:
     with grpc.insecure_channel(server.grpc["inference"]) as channel:
-        stub = InferenceAPIsServiceStub(channel)
+        ask = channel.unary_unary(
+            "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions",
+            request_serializer=PredictionsRequest.SerializeToString,
+            response_deserializer=PredictionResponse.FromString,
+        )
         request = PredictionsRequest(model_name="m", input={"data": text.encode()})
-        metadata = [("authorization", f"Bearer {key}")]
-        return bytes(stub.Predictions(request, metadata=metadata, timeout=30).prediction)
+        answer = ask(request, metadata=[("authorization", f"Bearer {key}")], timeout=30)
+        return bytes(answer.prediction)
 
 
 def metrics(server: Any) -> str:

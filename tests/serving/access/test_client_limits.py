@@ -104,7 +104,7 @@ def test_a_client_has_no_more_unanswered_predictions_than_it_may() -> None:
     assert refusal.value.retry_after_s == 1.0
     assert not stage.accepts("a")  # nor is the next body read
     stage.limits.enter("b")
-    first.leave()
+    first.running -= 1
     stage.limits.enter("a")
     assert stage.refused[CONCURRENCY] == 2
 
@@ -120,6 +120,7 @@ def test_a_changed_quota_holds_from_the_next_request_on() -> None:
     stage = Stage(Quota(), {"a": {"concurrency": 1}})
     stage.limits.enter("a")
     stage.own = {"a": {"concurrency": 2}}
+    stage.limits.charge("a")
     stage.limits.enter("a")
     with pytest.raises(TooManyRequests):
         stage.limits.enter("a")
@@ -146,7 +147,7 @@ def test_an_identity_that_leaves_the_file_takes_its_series_with_it() -> None:
     stage.limits.charge("b")
     assert set(stage.limits.tallies()) == {""}
     assert stage.limits.tallies()[""].running == 1
-    account.leave()
+    account.running -= 1
     assert stage.limits.tallies()[""].running == 0
 
 

@@ -1,0 +1,147 @@
+"""What limits for each client cost a request: the tiny MLP with all of them on, and with none.
+
+    python benchmarks/client_limits.py [--pairs 9] [--seconds 4] [--old FOLDER_OR_COMMIT]
+
+Servers with and without limits are up together and have 32 clients in turns, in an order that changes with
+each pair; `--old` adds the server of another tree, which need not know the limits. The limits are too high to
+refuse a request. For each figure the median ratio of a pair is printed with its interval (order statistics):
+requests a second, and the server's processor time for a request. Then the same for the queue alone, without a
+server. Exit status 1: the goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from harness import servers
+from harness.arguments import whole_seconds
+from harness.cpu_time import tree_cpu_s
+from harness.load import http_load
+from harness.models import ENVELOPE, Workshop, instances_body
+from harness.pairs import Interval, interval, ratios
+from harness.processes import Endpoint, Probe, until_answered
+from harness.rows_http import WARM_UP_S, WORKERS
+from harness.trees import CHECKOUT, Tree, tree
+
+from torchere.serving.access.client_limits import Account, Quota, Tally
+from torchere.serving.batching.fair_queue import FairQueue
+from torchere.serving.batching.request import Request
+
+GOAL = 0.97  # requests a second with all limits, to those without
+CLIENTS = 32
+LIMITS = "client_rate=1000000\nclient_burst=1000000\nclient_concurrency=1000000\nfair_queueing=true\n"
+PROBE = Probe("/predictions/tiny", instances_body(), b'"predictions"')
+WITH, WITHOUT, OLD = "all limits", "no limits", "old tree"
+
+
+class Contender:
+    """A server that is up, and its figures, one of each kind a pair."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self.per_second: list[float] = []
+        self.cpu_us: list[float] = []
+
+    def load(self, seconds: float) -> float:
+        """Load the server; return requests a second."""
+        url = f"{self._endpoint.url}{PROBE.path}"
+        before_s = tree_cpu_s(self._endpoint.process.pid)
+        load = http_load(url, PROBE.body, CLIENTS, seconds)
+        self._cpu_us = (tree_cpu_s(self._endpoint.process.pid) - before_s) / load.requests * 1e6
+        return load.per_second
+
+    def measure(self, seconds: float) -> None:
+        """Load the server and keep the figures."""
+        self.per_second.append(self.load(seconds))
+        self.cpu_us.append(self._cpu_us)
+
+
+def served(pairs: int, seconds: float, old: Tree | None) -> dict[str, Contender]:
+    """Load all servers in turns."""
+    wanted: dict[str, tuple[Tree, str]] = {WITH: (CHECKOUT, LIMITS), WITHOUT: (CHECKOUT, "")}
+    if old is not None:
+        wanted[OLD] = (old, "")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as up:
+        contenders = {}
+        for name, (served_tree, properties) in wanted.items():
+            shop = Workshop(Path(folder), served_tree)
+            server = servers.torchere(shop, "tiny", WORKERS, ENVELOPE + properties)
+            endpoint = up.enter_context(server)
+            until_answered(endpoint, PROBE)
+            contenders[name] = Contender(endpoint)
+        for contender in contenders.values():
+            contender.load(WARM_UP_S)
+        order = list(contenders)
+        for number in range(pairs):
+            for name in order if number % 2 == 0 else reversed(order):
+                contenders[name].measure(seconds)
+            rates = (f"{name} {each.per_second[-1]:,.0f}/s" for name, each in contenders.items())
+            print(f"pair {number + 1}: {', '.join(rates)}", flush=True)
+    return contenders
+
+
+def shown(found: Interval) -> str:
+    """A median with its interval."""
+    return f"{found.median:.3f} ({found.low:.3f}-{found.high:.3f}, {found.coverage:.0%})"
+
+
+def queue_us(
+    clients: int, *, waiting: int, batch_size: int, rounds: int = 5, requests: int = 20_000
+) -> float:
+    """Processor time of one request in a queue of `waiting` requests of so many clients, in microseconds.
+
+    0 clients: requests without accounts, as without limits.
+    """
+    accounts = [Account(str(number), Quota(), Tally(), Counter()) for number in range(clients)]
+    best = float("inf")
+    for _ in range(rounds):
+        queue = FairQueue(batch_size)
+        made = [Request("", 0.0) for _ in range(requests + waiting)]
+        for number, request in enumerate(made):
+            request.account = accounts[number % clients] if clients else None
+        for request in made[:waiting]:
+            queue.add(request)
+        began_s = time.process_time()
+        for start in range(waiting, len(made), batch_size):
+            for request in made[start : start + batch_size]:
+                queue.add(request)
+            first = queue.first(batch_size)
+            for _ in range(batch_size):
+                first.popleft()
+        best = min(best, time.process_time() - began_s)
+    return best / requests * 1e6
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and compare with the goal."""
+    parser = argparse.ArgumentParser(description="The cost of limits for each client.")
+    parser.add_argument("--pairs", type=int, default=9, help="turns of each server (default: 9)")
+    parser.add_argument("--seconds", type=whole_seconds, default=4, help="of each turn (default: 4)")
+    parser.add_argument("--old", help="another tree to compare with: a commit, or a folder with a .venv")
+    asked = parser.parse_args(argv)
+    found = served(asked.pairs, asked.seconds, tree(asked.old) if asked.old else None)
+    with_limits, result = found[WITH], 0
+    for name, other in found.items():
+        if other is with_limits:
+            continue
+        rate = interval(ratios(with_limits.per_second, other.per_second))
+        cpu = interval(ratios(with_limits.cpu_us, other.cpu_us))
+        print(f"{WITH} to {name}: requests a second {shown(rate)}, processor time {shown(cpu)}")
+        result = result or int(name == WITHOUT and rate.median < GOAL)
+    for batch_size in (1, 32):
+        for clients in (0, 1, 4, 32):
+            cost_us = queue_us(clients, waiting=64, batch_size=batch_size)
+            print(f"queue, {clients:2} clients, batches of {batch_size:2}: {cost_us:.2f} us a request")
+    print(f"goal: {WITH} to {WITHOUT}, requests a second, at least {GOAL:g}")
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
