@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+import time
 from typing import Any
 
 import grpc
@@ -12,6 +13,7 @@ from google.rpc.status_pb2 import Status
 
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionResponse, PredictionsRequest
 
+PATIENCE_S = 30.0
 # Writes the order of its requests, and waits as long as a file of the name that it is sent is there.
 HANDLER = """
 import os, time
@@ -119,10 +121,16 @@ def order_after(gate: Any) -> list[str]:
     return seen[len(seen) - seen[::-1].index(str(gate)) :]
 
 
+def wait_for(server: Any, number: int, name: str, **labels: str) -> None:
+    """Wait until a metric has a value."""
+    limit_s = time.monotonic() + PATIENCE_S
+    while (found := value_of(metrics(server), name, **labels)) != number:
+        assert time.monotonic() < limit_s, f"{name} is {found}, expected {number}"
+
+
 def waits(server: Any, number: int) -> None:
     """Wait until so many predictions are in the server."""
-    while value_of(metrics(server), "torchere_requests_in_flight", model="m", version="1.0") != number:
-        continue
+    wait_for(server, number, "torchere_requests_in_flight", model="m", version="1.0")
 
 
 def test_a_client_has_no_more_unanswered_predictions_than_it_may(server: Any, gate: Any) -> None:
@@ -160,8 +168,7 @@ def test_a_client_that_fills_the_queue_delays_another_by_one_batch(
         assert {one.result().status for one in refused.done} == {503}
         asked = [clients.submit(modest, number) for number in range(3)]
         waits(server, 1 + 60)
-        while value_of(metrics(server), "torchere_client_predictions_in_flight", client="modest") != 3:
-            continue
+        wait_for(server, 3, "torchere_client_predictions_in_flight", client="modest")
         gate.unlink()
         assert [one.result() for one in asked] == [b"done"] * 3
         assert held.result().status == 200
