@@ -151,7 +151,8 @@ def test_shares_of_the_queue_are_by_weight() -> None:
     assert not queue.has_share_left(clients.request("b"))
 
 
-Steps = st.lists(st.tuples(st.sampled_from(["add", "displace", "take", "remove", "back"]), st.sampled_from("abcd")))
+STEPS = ["add", "displace", "take", "remove", "back"]
+Steps = st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from("abcd")))
 
 
 @settings(max_examples=300)
