@@ -1,6 +1,7 @@
 """The stateful batcher with executors that the test moves by hand."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from datetime import datetime, timezone
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from fakes import AwaitedRequest
 
+from torchere.serving.access.client_limits import Account, Quota, Tally
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, StatefulBatcher, begin_sequence
 from torchere.serving.config.server_settings import BatchSettings, SequenceSettings
@@ -97,8 +99,15 @@ class Stage:
     def left_unread(self) -> None:
         pass
 
-    def submit(self, name: str, sequence: str = "", deadline_s: float = NO_DEADLINE) -> AwaitedRequest:
+    def submit(
+        self,
+        name: str,
+        sequence: str = "",
+        deadline_s: float = NO_DEADLINE,
+        account: Account | None = None,
+    ) -> AwaitedRequest:
         request = AwaitedRequest(name, 0.0)
+        request.account = account
         request.parameters, request.deadline_s = (Parameter("body", b"x"),), deadline_s
         request.headers = ((SEQUENCE_ID, sequence),) if sequence else ()
         self.batcher.submit(request)
@@ -562,3 +571,47 @@ async def test_a_request_that_crashed_its_worker_twice_by_itself_is_refused_from
             await tries[1].future
         with pytest.raises(Quarantined):
             stage.submit("third", name)
+
+
+def client(name: str) -> Account:
+    """An account without limits."""
+    return Account(name, Quota(), Tally(), Counter())
+
+
+@run
+async def test_places_that_become_free_in_a_continuous_batch_go_to_clients_in_turn() -> None:
+    stage = Stage(1, size=2)
+    many, one = client("many"), client("one")
+    for number in range(8):
+        stage.submit(f"m{number}", account=many)
+    stage.pool.finish(1)
+    stage.submit("o0", account=one)
+    part = Unfinished(InferResponse(b"part"))
+    assert stage.running(1) == ["m1", "m2"]
+    stage.pool.finish(1, [part, InferResponse(b"done")])
+    assert stage.running(1) == ["m1", "m3"]
+    stage.pool.finish(1, [part, InferResponse(b"done")])
+    assert stage.running(1) == ["m1", "o0"]
+
+
+@run
+async def test_a_sequence_takes_no_place_of_another_client_in_a_full_queue() -> None:
+    stage = Stage(sequences=SEQUENCES, max_queue_size=2)
+    many, one = client("many"), client("one")
+    for name in ("a", "b"):
+        stage.submit(name, name, account=many)
+    with pytest.raises(QueueFull):
+        stage.submit("c", "c", account=one)
+
+
+@run
+async def test_a_client_below_its_share_takes_a_place_in_a_full_queue() -> None:
+    stage = Stage(size=2, max_queue_size=3)
+    many, one = client("many"), client("one")
+    asked = [stage.submit(f"m{number}", account=many) for number in range(3)]
+    stage.submit("o", account=one)
+    with pytest.raises(QueueFull):
+        await asked[2].future
+    stage.pool.ids = (1,)
+    stage.batcher.pump()
+    assert stage.running(1) == ["m0", "o"]
