@@ -115,9 +115,22 @@ def gate(store: Any) -> Any:
     path.unlink(missing_ok=True)
 
 
+def seen_by_handler(gate: Any) -> list[str]:
+    """The texts of the requests in the order in which the handler saw them."""
+    order = gate.parent / "order"
+    return order.read_text().split("\n") if order.exists() else []
+
+
+def wait_for_handler(gate: Any) -> None:
+    """Wait until the handler runs the request that the gate holds."""
+    limit_s = time.monotonic() + PATIENCE_S
+    while seen_by_handler(gate)[-2:-1] != [str(gate)]:
+        assert time.monotonic() < limit_s
+
+
 def order_after(gate: Any) -> list[str]:
-    """The texts of the requests in the order in which the handler saw them, behind the last gate."""
-    seen = (gate.parent / "order").read_text().split("\n")
+    """Those behind the last gate."""
+    seen = seen_by_handler(gate)
     return seen[len(seen) - seen[::-1].index(str(gate)) :]
 
 
@@ -128,15 +141,10 @@ def wait_for(server: Any, number: int, name: str, **labels: str) -> None:
         assert time.monotonic() < limit_s, f"{name} is {found}, expected {number}"
 
 
-def waits(server: Any, number: int) -> None:
-    """Wait until so many predictions are in the server."""
-    wait_for(server, number, "torchere_requests_in_flight", model="m", version="1.0")
-
-
 def test_a_client_has_no_more_unanswered_predictions_than_it_may(server: Any, gate: Any) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as clients:
         first = clients.submit(predict, server, "narrow-key", str(gate))
-        waits(server, 1)
+        wait_for_handler(gate)
         assert predict(server, "narrow-key").status == 429
         with pytest.raises(grpc.RpcError) as error:
             predict_by_grpc(server, "narrow-key")
@@ -159,7 +167,7 @@ def test_a_client_that_fills_the_queue_delays_another_by_one_batch(
 
     with concurrent.futures.ThreadPoolExecutor(80) as clients:
         held = clients.submit(predict, server, "greedy-key", str(gate))
-        waits(server, 1)
+        wait_for_handler(gate)  # a batch may wait for company before
         greedy = [
             clients.submit(predict, server, "greedy-key", f"greedy {protocol} {number}")
             for number in range(62)
@@ -167,7 +175,7 @@ def test_a_client_that_fills_the_queue_delays_another_by_one_batch(
         refused = concurrent.futures.wait(greedy, return_when=concurrent.futures.FIRST_COMPLETED)
         assert {one.result().status for one in refused.done} == {503}
         asked = [clients.submit(modest, number) for number in range(3)]
-        waits(server, 1 + 60)
+        wait_for(server, 1 + 60, "torchere_requests_in_flight", model="m", version="1.0")
         wait_for(server, 3, "torchere_client_predictions_in_flight", client="modest")
         gate.unlink()
         assert [one.result() for one in asked] == [b"done"] * 3
