@@ -125,6 +125,15 @@ TABLE: tuple[Row, ...] = (
     *_grpc("management", None, _HEALTH, "Check", "Watch"),
 )
 
+# The health of the server and its models, for orchestrators and load balancers, beside the probes.
+HEALTH_ROUTES = frozenset(
+    {"/ping", "/v2/health/live", "/v2/health/ready", f"{_V2_MODEL}/ready", f"{_V2_VERSION}/ready"}
+    | {
+        row.route
+        for row in TABLE
+        if row.route.endswith(("/Ping", "/ServerLive", "/ServerReady", "/ModelReady"))
+    }
+)
 PROBES = frozenset({"/livez", "/readyz", "/startupz"})
 _MODEL_PROBES = "/readyz/"  # then a model, and its version
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
@@ -134,6 +143,11 @@ _CONVERTERS = {"": "[^/]+", "path": ".*", "wfpredict": "(?i:wfpredict)"}  # by t
 def is_probe(path: str) -> bool:
     """Tell whether a path is that of a probe of the server or of a model."""
     return path in PROBES or path.startswith(_MODEL_PROBES)
+
+
+def is_charged(row: Row) -> bool:
+    """Tell whether a request counts for the rate of its client; see `access/client_limits.py`."""
+    return row.needs == "inference" and row.route not in HEALTH_ROUTES
 
 
 def grpc_rows(port: Role) -> Mapping[str, Row]:

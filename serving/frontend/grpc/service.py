@@ -14,7 +14,7 @@ from torchere.serving.access.client_limits import ClientLimits
 from torchere.serving.access.identity import Role, address_of
 from torchere.serving.access.keys import Keys
 from torchere.serving.errors import ServingError, TooManyRequests, Unauthorized
-from torchere.serving.frontend.authorisation import API_KEY, grpc_actions, grpc_rows
+from torchere.serving.frontend.authorisation import API_KEY, HEALTH_ROUTES, grpc_actions, grpc_rows
 from torchere.serving.frontend.budgets import KEY_FREE_MESSAGE_BYTES
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
@@ -195,7 +195,7 @@ def _refusal(
         if keys is not None and role is not None:
             authorization = _authorization(stream.head.metadata)
             stream.caller = keys.authorize(role, authorization, stream.subjects).name or stream.caller
-        if limits is not None and role == "inference":
+        if limits is not None and role == "inference" and stream.head.path not in HEALTH_ROUTES:
             limits.charge(stream.caller)
     except (Unauthorized, TooManyRequests) as error:
         return error

@@ -129,7 +129,7 @@ class Exchange(ABC):
             if listener.keys is not None and head.role is not None:
                 identity = listener.keys.authorize(head.role, head.authorization, self.connection.subjects)
                 self.caller = identity.name or self.caller
-            if listener.client_limits is not None and head.role == "inference":
+            if listener.client_limits is not None and head.place.is_charged:
                 listener.client_limits.charge(self.caller)
         except (Unauthorized, TooManyRequests) as error:
             self.refuse(error)

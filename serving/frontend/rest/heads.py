@@ -12,7 +12,7 @@ import httptools
 
 from torchere.serving.access.identity import Role
 from torchere.serving.errors import Forbidden, InvalidRequest
-from torchere.serving.frontend.authorisation import RestPort, Row, is_probe
+from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, is_probe
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import media_type, text_headers
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
@@ -139,6 +139,7 @@ class Place(NamedTuple):
     row: Row
     role: Role | None  # that its client must have; None: it is for every client
     target: Target | None  # None: not a prediction; the app answers it
+    is_charged: bool  # whether it counts for the rate of its client
 
 
 class Head:
@@ -311,7 +312,8 @@ class Heads:
         is_prediction = "inference" in self._port.surfaces and method != b"OPTIONS"
         target = prediction_target(path) if is_prediction else None
         row = self._port.row(method.decode("ascii"), path)
-        return Place(raw_path, path, parsed.query or b"", row, self._port.role(row), target)
+        role = self._port.role(row)
+        return Place(raw_path, path, parsed.query or b"", row, role, target, is_charged(row))
 
 
 def _host(reader: HeadReader) -> bytes:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
 
 from torchere.serving.access.client_limits import ClientLimits, Quota
 from torchere.serving.errors import ModelNotFound, TooManyRequests
@@ -55,13 +57,14 @@ def test_the_body_of_a_client_over_its_rate_is_not_read(planes, ask_listener):
     assert asyncio.run(main()).status == 429  # not 413: the body is longer than allowed
 
 
-def test_probes_and_operators_are_not_limited(planes, ask_listener):
+def test_health_and_operators_are_not_limited(planes, ask_listener):
     async def main():
         door = listener(planes, "inference+management", rate=0.25, burst=1)
-        paths = ("/livez", "/livez", "/models", "/models", "/ping", "/ping")
-        return [(await ask_listener(door, "GET", path)).status for path in paths]
+        limited = [(await ask_listener(door, "GET", "/v2/models/echo")).status for _ in range(2)]
+        paths = ("/livez", "/models", "/ping", "/v2/health/live", "/v2/health/ready", "/v2/models/echo/ready")
+        return limited, [(await ask_listener(door, "GET", path)).status for path in paths]
 
-    assert asyncio.run(main()) == [200, 200, 200, 200, 200, 429]
+    assert asyncio.run(main()) == ([200, 429], [200] * 6)
 
 
 PATH = "/test.Service/echo"
@@ -70,21 +73,21 @@ PATH = "/test.Service/echo"
 class FakeStream:
     """A call of a client, which keeps how it was answered."""
 
-    def __init__(self, client: str) -> None:
-        headers = {":method": "POST", ":path": PATH, "content-type": "application/grpc"}
+    def __init__(self, client: str, path: str = PATH) -> None:
+        headers = {":method": "POST", ":path": path, "content-type": "application/grpc"}
         self.head, _ = request_head(headers.items())
         self.client = (client, 4321)
         self.caller = ""
         self.answered: Any = None
+
+    def restrict(self, limit_bytes: int) -> None:
+        """Take the limit of messages without a key."""
 
     def end(self, code: StatusCode, message: str, details: bytes = b"") -> None:
         self.answered = code, message, details
 
 
 def test_a_call_over_the_rate_of_its_client_is_not_opened_and_says_when_to_come_back():
-    from google.rpc.error_details_pb2 import RetryInfo
-    from google.rpc.status_pb2 import Status
-
     opened: list[FakeStream] = []
     open_call = dispatcher(
         {PATH: opened.append},
@@ -105,18 +108,24 @@ def test_a_call_over_the_rate_of_its_client_is_not_opened_and_says_when_to_come_
     assert delay.retry_delay.seconds == 4
 
 
-def test_calls_of_operators_are_not_limited():
-    opened: list[FakeStream] = []
-    open_call = dispatcher(
-        {PATH: opened.append},
-        None,
-        "management",
-        Metrics(),
-        limits=limits_of(rate=0.25, burst=1),
-    )
+@pytest.mark.parametrize(
+    ("port", "path", "opened"),
+    [
+        ("management", PATH, 3),
+        ("inference", "/grpc.health.v1.Health/Check", 3),
+        ("inference", "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Ping", 3),
+        ("inference", "/inference.GRPCInferenceService/ModelReady", 3),
+        ("inference", "/inference.GRPCInferenceService/RepositoryIndex", 3),
+        ("inference", "/inference.GRPCInferenceService/ModelMetadata", 1),
+    ],
+)
+def test_calls_for_health_and_of_operators_are_not_limited(port, path, opened):
+    seen: list[FakeStream] = []
+    limits = limits_of(rate=0.25, burst=1)
+    open_call = dispatcher({path: seen.append}, None, port, Metrics(), limits=limits)
     for _ in range(3):
-        open_call(FakeStream("10.0.0.1"))
-    assert len(opened) == 3
+        open_call(FakeStream("10.0.0.1", path))
+    assert len(seen) == opened
 
 
 class EmptyRegistry:
