@@ -1,12 +1,12 @@
 """What limits for each client cost a request: the tiny MLP with all of them on, and with none.
 
-    python benchmarks/client_limits.py [--pairs 9] [--seconds 4] [--old FOLDER_OR_COMMIT]
+    python benchmarks/client_limits.py [--pairs 30] [--seconds 2] [--old FOLDER_OR_COMMIT]
 
 Servers with and without limits are up together and have 32 clients in turns, in an order that changes with
 each pair; `--old` adds the server of another tree, which need not know the limits. The limits are too high to
 refuse a request. For each figure the median ratio of a pair is printed with its interval (order statistics):
-requests a second, and the server's processor time for a request. Then the same for the queue alone, without a
-server. Exit status 1: the goal is missed.
+requests a second, and the server's processor time for a request. Then the same without sockets and workers,
+in this process: the door and the admission of a request, and the queue. Exit status 1: the goal is missed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import uvloop
 from harness import servers
 from harness.arguments import whole_seconds
 from harness.cpu_time import tree_cpu_s
@@ -29,10 +31,17 @@ from harness.pairs import Interval, interval, ratios
 from harness.processes import Endpoint, Probe, until_answered
 from harness.rows_http import WARM_UP_S, WORKERS
 from harness.trees import CHECKOUT, Tree, tree
+from rest_door import ANSWER, FLOATS, Transport, fed, message, steps_of
 
-from torchere.serving.access.client_limits import Account, Quota, Tally
+from torchere.serving.access.client_limits import Account, ClientLimits, Quota, Tally
 from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.request import Request
+from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.connection import Connection
+from torchere.serving.frontend.services import Services
+from torchere.serving.telemetry.metrics import Metrics
 
 GOAL = 0.97  # requests a second with all limits, to those without
 CLIENTS = 32
@@ -78,8 +87,10 @@ def served(pairs: int, seconds: float, old: Tree | None) -> dict[str, Contender]
             contenders[name] = Contender(endpoint)
         for contender in contenders.values():
             contender.load(WARM_UP_S)
-        order = list(contenders)
+        names = list(contenders)
         for number in range(pairs):
+            first = number // 2 % len(names)
+            order = names[first:] + names[:first]  # each name has each place as often
             for name in order if number % 2 == 0 else reversed(order):
                 contenders[name].measure(seconds)
             rates = (f"{name} {each.per_second[-1]:,.0f}/s" for name, each in contenders.items())
@@ -90,6 +101,37 @@ def served(pairs: int, seconds: float, old: Tree | None) -> dict[str, Contender]
 def shown(found: Interval) -> str:
     """A median with its interval."""
     return f"{found.median:.3f} ({found.low:.3f}-{found.high:.3f}, {found.coverage:.0%})"
+
+
+class Plane(DataPlane):
+    """A data plane that answers each request at once."""
+
+    def _find(self, model: str, version: str | None) -> Any:
+        return None
+
+    def _submit(self, request: Request, target: Any, model: str, version: str | None) -> None:
+        request.finish(ANSWER)
+
+
+async def door(rounds: int = 15, requests: int = 5000) -> None:
+    """Print what the way through the door and the admission costs, with limits and without."""
+    body = message(FLOATS)
+    connections = {}
+    for name, limits in ((WITHOUT, None), (WITH, ClientLimits(Quota(1e6, 10**6, 10**6), Counter()))):
+        services = Services(ServerSettings(), Metrics("host"), client_limits=limits)
+        plane = Plane(None, services.metrics, client_limits=limits)  # type: ignore[arg-type]
+        listener = listener_of(frozenset({"inference"}), plane, None, services)  # type: ignore[arg-type]
+        connections[name] = Connection(listener)
+        connections[name].connection_made(Transport({"peername": ("127.0.0.1", 1234)}))
+    best = dict.fromkeys(connections, float("inf"))
+    for _ in range(rounds):
+        for name, connection in connections.items():
+            began_s = time.thread_time()
+            for _ in range(requests):
+                fed(connection, body)
+            best[name] = min(best[name], (time.thread_time() - began_s) / requests * 1e6)
+    for name, connection in connections.items():
+        print(f"door and admission, {name}: {best[name]:.2f} us, {steps_of(connection, body)} bytecodes")
 
 
 def queue_us(
@@ -122,8 +164,8 @@ def queue_us(
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and compare with the goal."""
     parser = argparse.ArgumentParser(description="The cost of limits for each client.")
-    parser.add_argument("--pairs", type=int, default=9, help="turns of each server (default: 9)")
-    parser.add_argument("--seconds", type=whole_seconds, default=4, help="of each turn (default: 4)")
+    parser.add_argument("--pairs", type=int, default=30, help="turns of each server (default: 30)")
+    parser.add_argument("--seconds", type=whole_seconds, default=2, help="of each turn (default: 2)")
     parser.add_argument("--old", help="another tree to compare with: a commit, or a folder with a .venv")
     asked = parser.parse_args(argv)
     found = served(asked.pairs, asked.seconds, tree(asked.old) if asked.old else None)
@@ -136,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{mine} to {theirs}: requests a second {shown(rate)}, processor time {shown(cpu)}")
         if (mine, theirs) == (WITH, WITHOUT) and rate.median < GOAL:
             result = 1
+    uvloop.run(door())
     for batch_size in (1, 32):
         for clients in (0, 1, 4, 32):
             cost_us = queue_us(clients, waiting=64, batch_size=batch_size)

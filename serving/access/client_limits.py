@@ -9,7 +9,6 @@ Used on the event loop only. Each call takes constant time, and there is no time
 from __future__ import annotations
 
 import ipaddress
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -68,13 +67,19 @@ class Account:
     Attributes:
         name: its identity, or its address.
         weight: predictions that run in its turn.
+        concurrency: how many it may have.
         running: its unanswered predictions. `enter` counts one, and its end takes it off.
+        interval_s: time between two requests at its rate; 0: it has none.
+        burst_s: the time in which it earns a burst.
+        paid_until_s: the time until which it has used its rate, in monotonic seconds. A request adds an
+            interval, and must not lead further than a burst from now: the generic cell rate algorithm (ITU-T
+            I.371), a token bucket in one number.
         tally: where its requests are counted.
     """
 
     __slots__ = (
-        *("_burst_s", "_concurrency", "_interval_s", "_paid_until_s", "_refused"),
-        *("name", "running", "tally", "weight"),
+        *("_refused", "burst_s", "concurrency", "interval_s", "name", "paid_until_s"),
+        *("running", "tally", "weight"),
     )
 
     def __init__(self, name: str, quota: Quota, tally: Tally, refused: Counter[str]) -> None:
@@ -82,34 +87,24 @@ class Account:
         self.running = 0
         self.tally = tally
         self._refused = refused
-        # The generic cell rate algorithm (ITU-T I.371), a token bucket in one number: each request adds an
-        # interval to the time until which the client has used its rate, in monotonic seconds.
-        self._paid_until_s = 0.0
+        self.paid_until_s = 0.0
         self.allow(quota)
 
     def allow(self, quota: Quota) -> None:
         """Set what the client may use."""
         self.weight = quota.weight
-        self._concurrency = quota.concurrency or MAX_CLIENT_LIMIT
-        self._interval_s = 1 / quota.rate if quota.rate else 0.0
-        self._burst_s = (quota.burst or max(1.0, quota.rate)) * self._interval_s + ROUNDING_S
-
-    def charge(self, now_s: float) -> None:
-        """Charge a request to the rate; raises as `ClientLimits.charge`."""
-        if self.running >= self._concurrency:
-            self._refuse(CONCURRENCY, RETRY_S)
-        interval_s = self._interval_s
-        if interval_s:
-            paid_until_s = self._paid_until_s
-            paid_until_s = (paid_until_s if paid_until_s > now_s else now_s) + interval_s
-            if paid_until_s - now_s > self._burst_s:
-                self._refuse(RATE, paid_until_s - now_s - self._burst_s + ROUNDING_S)
-            self._paid_until_s = paid_until_s
+        self.concurrency = quota.concurrency or MAX_CLIENT_LIMIT
+        self.interval_s = 1 / quota.rate if quota.rate else 0.0
+        self.burst_s = (quota.burst or max(1.0, quota.rate)) * self.interval_s + ROUNDING_S
 
     def enter(self) -> None:
-        """Count a prediction as unanswered; raises as `ClientLimits.enter`."""
-        if self.running >= self._concurrency:
-            self._refuse(CONCURRENCY, RETRY_S)
+        """Count a prediction as unanswered; decrement `running` once it has ended.
+
+        Raises:
+            TooManyRequests: too many predictions of the client are unanswered.
+        """
+        if self.running >= self.concurrency:
+            self.refuse(CONCURRENCY, RETRY_S)
         self.running += 1
         self.tally.admitted += 1
 
@@ -118,7 +113,8 @@ class Account:
         self._refused[limit] += 1
         self.tally.refused[limit] += 1
 
-    def _refuse(self, limit: str, retry_after_s: float) -> NoReturn:
+    def refuse(self, limit: str, retry_after_s: float) -> NoReturn:
+        """Count a request that a limit refuses, and raise `TooManyRequests`."""
         self.count_refusal(limit)
         raise TooManyRequests(_TEXTS[limit], retry_after_s)
 
@@ -134,24 +130,21 @@ class ClientLimits:
         refused: counts refusals by limit, for all clients together.
         own_limits: returns the limits that replace those of the default; a new mapping after a change.
             Metrics have a series for each of its identities, and one for all others. None: there are none.
-        now: monotonic seconds.
     """
 
-    __slots__ = ("_accounts", "_default", "_now", "_own", "_own_limits", "_refused", "_tallies")
+    __slots__ = ("_accounts", "_default", "_own", "_own_limits", "_refused", "_tallies")
 
     def __init__(
         self,
         default: Quota,
         refused: Counter[str],
         own_limits: Callable[[], OwnLimits] | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._default = default
         self._refused = refused
         self._refused.update(dict.fromkeys(CLIENT_LIMITS, 0))
         self._own_limits = own_limits
         self._own: OwnLimits = {}
-        self._now = now
         self._accounts: OrderedDict[str, Account] = OrderedDict()  # the most recently used is last
         self._tallies: dict[str, Tally] = {"": Tally()}
         if own_limits is not None:
@@ -160,8 +153,8 @@ class ClientLimits:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def charge(self, client: str) -> None:
-        """Charge a request to the rate of its client, before its body is read.
+    def charge(self, client: str, now_s: float) -> Account:
+        """Charge a request to the rate of its client, before its body is read; return the client's account.
 
         Raises:
             TooManyRequests: it is too soon, or too many predictions of the client are unanswered.
@@ -170,19 +163,17 @@ class ClientLimits:
             self._take(own)
         account = self._accounts.get(client)
         if account is None:
-            account = self._account(client)
+            account = self.account(client)
         else:
             self._accounts.move_to_end(client)
-        account.charge(self._now())
-
-    def enter(self, client: str) -> Account:
-        """Count a prediction as unanswered; decrement `running` of the account once it has ended.
-
-        Raises:
-            TooManyRequests: too many predictions of the client are unanswered.
-        """
-        account = self._accounts.get(client) or self._account(client)
-        account.enter()
+        if account.running >= account.concurrency:
+            account.refuse(CONCURRENCY, RETRY_S)
+        if account.interval_s:
+            paid_until_s = account.paid_until_s
+            paid_until_s = (paid_until_s if paid_until_s > now_s else now_s) + account.interval_s
+            if paid_until_s - now_s > account.burst_s:
+                account.refuse(RATE, paid_until_s - now_s - account.burst_s + ROUNDING_S)
+            account.paid_until_s = paid_until_s
         return account
 
     def tallies(self) -> Mapping[str, Tally]:
@@ -193,8 +184,8 @@ class ClientLimits:
             account.tally.running += account.running
         return self._tallies
 
-    def _account(self, client: str) -> Account:
-        """Return the account of a client that is new, or has an address of IPv6."""
+    def account(self, client: str) -> Account:
+        """Return the account of a client; a new one if it has none."""
         name = network_of(client) if ":" in client else client
         accounts = self._accounts
         account = accounts.get(name)

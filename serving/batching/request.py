@@ -49,7 +49,7 @@ class Request:
         deadline_s: when it expires.
         priority: its priority among the waiting requests of its version; see `priority.py`.
         caller: the name of the client's identity, or its address if it has none; "": the server itself.
-        account: the account of the caller; None: clients have no limits, or the server makes the request.
+        account: the account of the caller; None: clients are not told apart, or the server makes the request.
         group: requests share a batch only with others of equal group.
         meter: the counters of its version; None: not found yet.
         named: whether the client named a version.
@@ -135,9 +135,10 @@ class Request:
 
     def finish(self, outcome: InferResponse | ServingError) -> None:
         """Complete the answer; without effect if it is complete."""
-        if self.account is not None and self.open:
-            self.account.running -= 1  # before the answer: the client's next request may be here already
+        account = self.account
         if self.parts is not None:
+            if account is not None:
+                account.running -= 1
             stream, self.parts = self.parts, None
             if isinstance(outcome, ServingError):
                 stream.end(outcome)
@@ -145,6 +146,8 @@ class Request:
                 stream.add(bytes(outcome.body))
                 stream.end()
         elif not self.answered:
+            if account is not None:  # before the answer: the client's next request may be here already
+                account.running -= 1
             self._answer(outcome)
 
     def _answer(self, outcome: Answer) -> None:

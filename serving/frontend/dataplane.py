@@ -209,8 +209,11 @@ class DataPlane:
         self, limits: ClientLimits, request: Request, model: str, version: str | None
     ) -> Version:
         """Admit a request that counts for its client until it is answered."""
+        account = request.account
+        if account is None:  # the door has not looked it up
+            account = request.account = limits.account(request.caller)
         try:
-            request.account = account = limits.enter(request.caller)
+            account.enter()
         except TooManyRequests as error:
             self._metrics.refused(error)
             raise
@@ -224,7 +227,7 @@ class DataPlane:
 
     def _charge(self, limits: ClientLimits, request: Request) -> None:
         try:
-            limits.charge(request.caller)
+            request.account = limits.charge(request.caller, time.monotonic())
         except TooManyRequests as error:
             self._metrics.refused(error)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import iscoroutinefunction
@@ -196,7 +197,7 @@ def _refusal(
             authorization = _authorization(stream.head.metadata)
             stream.caller = keys.authorize(role, authorization, stream.subjects).name or stream.caller
         if limits is not None and role == "inference" and stream.head.path not in HEALTH_ROUTES:
-            limits.charge(stream.caller)
+            limits.charge(stream.caller, time.monotonic())
     except (Unauthorized, TooManyRequests) as error:
         return error
     return None

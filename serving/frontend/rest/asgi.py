@@ -35,7 +35,7 @@ class AppExchange(Exchange):
     """One request that the app answers. When the client disconnects, the app runs on and is notified."""
 
     __slots__ = (
-        *(*SLOTS, "caller", "request_id", "started_s"),
+        *(*SLOTS, "account", "caller", "request_id", "started_s"),
         *("_body", "_body_left", "_call", "_came", "_expects", "_held_head"),
         *("_is_gone", "_is_refused", "_is_told", "_is_whole", "_replaced"),
     )

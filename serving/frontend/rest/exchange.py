@@ -28,6 +28,7 @@ from torchere.serving.frontend.rest.wire import (
 from torchere.serving.logs.access_lines import access_log
 
 if TYPE_CHECKING:
+    from torchere.serving.access.client_limits import Account
     from torchere.serving.frontend.rest.listener import Listener
 
 LAST_CHUNK = b"0\r\n\r\n"
@@ -78,6 +79,7 @@ class Exchange(ABC):
     request_id: str
     started_s: float
     caller: str  # names the client: its identity, or its address
+    account: Account | None  # of the client; None: clients are not told apart
     is_chunked: bool  # whether a response in parts uses chunked encoding
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
@@ -130,7 +132,7 @@ class Exchange(ABC):
                 identity = listener.keys.authorize(head.role, head.authorization, self.connection.subjects)
                 self.caller = identity.name or self.caller
             if listener.client_limits is not None and head.place.is_charged:
-                listener.client_limits.charge(self.caller)
+                self.account = listener.client_limits.charge(self.caller, self.started_s)
         except (Unauthorized, TooManyRequests) as error:
             self.refuse(error)
             return False

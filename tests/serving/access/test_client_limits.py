@@ -12,6 +12,7 @@ from torchere.serving.access.client_limits import (
     CONCURRENCY,
     MAX_ACCOUNTS,
     RATE,
+    Account,
     ClientLimits,
     Quota,
     client_limits_of,
@@ -29,12 +30,22 @@ class Stage:
         self.now_s = 100.0
         self.refused: Counter[str] = Counter()
         self.own = own or {}
-        self.limits = ClientLimits(default, self.refused, lambda: self.own, lambda: self.now_s)
+        self.limits = ClientLimits(default, self.refused, lambda: self.own)
+
+    def charge(self, client: str) -> Account:
+        """Charge a request of the client now."""
+        return self.limits.charge(client, self.now_s)
+
+    def enter(self, client: str) -> Account:
+        """Count a prediction of the client as unanswered."""
+        account = self.limits.account(client)
+        account.enter()
+        return account
 
     def accepts(self, client: str = "a") -> bool:
         """Whether a request of the client is within its rate."""
         try:
-            self.limits.charge(client)
+            self.charge(client)
         except TooManyRequests:
             return False
         return True
@@ -75,9 +86,9 @@ def test_no_client_gets_more_than_its_burst_and_its_rate(
 
 def test_a_refusal_says_when_the_next_request_is_within_the_rate() -> None:
     stage = Stage(Quota(rate=0.5, burst=1))
-    stage.limits.charge("a")
+    stage.charge("a")
     with pytest.raises(TooManyRequests) as refusal:
-        stage.limits.charge("a")
+        stage.charge("a")
     assert refusal.value.retry_after_s == pytest.approx(2.0)
     stage.now_s += refusal.value.retry_after_s
     assert stage.accepts()
@@ -97,15 +108,15 @@ def test_clients_do_not_use_up_the_rates_of_others() -> None:
 
 def test_a_client_has_no_more_unanswered_predictions_than_it_may() -> None:
     stage = Stage(Quota(concurrency=2))
-    first = stage.limits.enter("a")
-    stage.limits.enter("a")
+    first = stage.enter("a")
+    stage.enter("a")
     with pytest.raises(TooManyRequests) as refusal:
-        stage.limits.enter("a")
+        stage.enter("a")
     assert refusal.value.retry_after_s == 1.0
     assert not stage.accepts("a")  # nor is the next body read
-    stage.limits.enter("b")
+    stage.enter("b")
     first.running -= 1
-    stage.limits.enter("a")
+    stage.enter("a")
     assert stage.refused[CONCURRENCY] == 2
 
 
@@ -118,19 +129,19 @@ def test_the_limits_of_an_identity_replace_those_of_the_default() -> None:
 
 def test_a_changed_quota_holds_from_the_next_request_on() -> None:
     stage = Stage(Quota(), {"a": {"concurrency": 1}})
-    stage.limits.enter("a")
+    stage.enter("a")
     stage.own = {"a": {"concurrency": 2}}
-    stage.limits.charge("a")
-    stage.limits.enter("a")
+    stage.charge("a")
+    stage.enter("a")
     with pytest.raises(TooManyRequests):
-        stage.limits.enter("a")
+        stage.enter("a")
 
 
 def test_refusals_are_counted_by_limit_and_for_identities_only_by_name() -> None:
     stage = Stage(Quota(rate=1.0, burst=1), {"a": {"concurrency": 1}})
     for client in ("a", "a", "10.0.0.1", "10.0.0.1", "10.0.0.1"):
         stage.accepts(client)
-    stage.limits.enter("a")
+    stage.enter("a")
     stage.accepts("a")
     assert stage.refused == {RATE: 3, CONCURRENCY: 1, client_limits.QUEUE_SHARE: 0}
     tallies = stage.limits.tallies()
@@ -142,9 +153,9 @@ def test_refusals_are_counted_by_limit_and_for_identities_only_by_name() -> None
 
 def test_an_identity_that_leaves_the_file_takes_its_series_with_it() -> None:
     stage = Stage(Quota(), {"a": {"weight": 2}})
-    account = stage.limits.enter("a")
+    account = stage.enter("a")
     stage.own = {}
-    stage.limits.charge("b")
+    stage.charge("b")
     assert set(stage.limits.tallies()) == {""}
     assert stage.limits.tallies()[""].running == 1
     account.running -= 1
@@ -153,21 +164,21 @@ def test_an_identity_that_leaves_the_file_takes_its_series_with_it() -> None:
 
 def test_the_number_of_remembered_clients_is_bounded_and_busy_ones_are_kept() -> None:
     stage = Stage(Quota(concurrency=1))
-    stage.limits.enter("busy")
+    stage.enter("busy")
     for number in range(MAX_ACCOUNTS + 100):
-        stage.limits.charge(f"client {number}")
+        stage.charge(f"client {number}")
     assert len(stage.limits) == MAX_ACCOUNTS
     assert not stage.accepts("busy")
 
 
 def test_the_client_that_was_idle_for_longest_is_forgotten() -> None:
     stage = Stage(Quota(rate=0.001, burst=1))
-    stage.limits.charge("first")
-    stage.limits.charge("second")
+    stage.charge("first")
+    stage.charge("second")
     for number in range(MAX_ACCOUNTS - 2):
-        stage.limits.charge(f"client {number}")
+        stage.charge(f"client {number}")
     assert not stage.accepts("first")  # a refused request counts as use
-    stage.limits.charge("one more")
+    stage.charge("one more")
     assert not stage.accepts("first")
     assert stage.accepts("second")
 
@@ -219,6 +230,6 @@ def test_clients_are_told_apart_only_where_a_setting_or_an_identity_asks_for_it(
     assert client_limits_of(ClientSettings(), lambda: {"a": {}}, Counter()) is not None
     limits = client_limits_of(ClientSettings(rate=1.0, burst=1), None, Counter())
     assert limits is not None
-    limits.charge("a")
+    limits.charge("a", 100.0)
     with pytest.raises(TooManyRequests):
-        limits.charge("a")
+        limits.charge("a", 100.0)

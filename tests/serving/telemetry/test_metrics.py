@@ -421,16 +421,17 @@ def test_clients_are_told_by_identity_and_those_without_one_together():
     metrics = Metrics("host")
     limits = ClientLimits(Quota(concurrency=1), Counter(), lambda: {"team a": {}})
     metrics.watch_clients(limits.tallies)
-    limits.enter("team a")
-    for client in ("10.0.0.1", "10.0.0.2"):
-        limits.enter(client).running -= 1
+    for client in ("team a", "10.0.0.1", "10.0.0.2"):
+        limits.account(client).enter()
+    limits.account("10.0.0.1").running -= 1
     with pytest.raises(TooManyRequests):
-        limits.charge("team a")
+        limits.charge("team a", 100.0)
     families = [name for name in catalogue.FAMILIES if name.startswith("torchere_client_")]
     told = [line for line in metrics.exposition(families).splitlines() if not line.startswith("#")]
     assert [line for line in told if not line.endswith(" 0.0")] == [
         'torchere_client_predictions_total{client="",} 2.0',
         'torchere_client_predictions_total{client="team a",} 1.0',
+        'torchere_client_predictions_in_flight{client="",} 1.0',
         'torchere_client_predictions_in_flight{client="team a",} 1.0',
         'torchere_client_refusals_total{client="team a",budget="client_concurrency",} 1.0',
     ]
