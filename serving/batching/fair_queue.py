@@ -18,11 +18,11 @@ from torchere.serving.batching.priority import position
 from torchere.serving.batching.request import Request
 
 
-class _Mixed:
+class Mixed:
     """Marks that several clients wait."""
 
 
-_MIXED = _Mixed()
+MIXED = Mixed()
 
 
 class _Line:
@@ -45,27 +45,31 @@ class FairQueue:
         batch_size: the largest number of requests in a batch.
 
     Attributes:
+        front: the requests that run next, in order. While none is behind, and none of them has a priority, a
+            request of `client` may be appended here: a queue of one client then costs no more than a deque.
         behind: how many requests wait in lines. Unless it is 0, call `first` only to dispatch: a client that
             comes later waits for the requests that are in front already.
+        client: of all requests in front; `MIXED`: of several clients.
+        is_ranked: a request may have a priority.
     """
 
-    __slots__ = ("_batch_size", "_client", "_front", "_is_ranked", "_lines", "_turns", "_weights", "behind")
+    __slots__ = ("_batch_size", "_lines", "_turns", "_weights", "behind", "client", "front", "is_ranked")
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._front: deque[Request] = deque()
-        self._client: Account | _Mixed | None = None  # of the requests in front
-        self._is_ranked = False  # a request may have a priority
+        self.front: deque[Request] = deque()
+        self.client: Account | Mixed | None = None
+        self.is_ranked = False
         self._lines: dict[Account | None, _Line] = {}
         self._turns: deque[_Line] = deque()  # the same lines; the first has its turn
         self.behind = 0
         self._weights = 0  # of the lines together
 
     def __len__(self) -> int:
-        return len(self._front) + self.behind
+        return len(self.front) + self.behind
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._front
+        yield from self.front
         for line in self._turns:
             yield from line.requests
 
@@ -74,43 +78,43 @@ class FairQueue:
 
         The caller takes them from the left of the deque.
         """
-        front = self._front
+        front = self.front
         while self.behind and len(front) < count:
             if len(self._turns) == 1 and not front:
                 self._unite()
-                return self._front
+                return self.front
             front.append(self._take())
         return front
 
     def add(self, request: Request) -> None:
         """Add a request at its place."""
-        self._is_ranked = bool(request.priority) or (self._is_ranked and len(self) > 0)
-        front, account = self._front, request.account
+        self.is_ranked = bool(request.priority) or (self.is_ranked and len(self) > 0)
+        front, account = self.front, request.account
         if not self.behind:
             if not front:
-                self._client = account
-            elif self._client is not account:
+                self.client = account
+            elif self.client is not account:
                 if len(front) >= self._batch_size:
                     self._divide()
                     self._add_behind(request)
                     return
-                self._client = _MIXED  # all of them share the next batch
+                self.client = MIXED  # all of them share the next batch
             self._insert(front, request)
         else:
             self._add_behind(request)
 
     def put_back(self, request: Request) -> None:
         """Add a request that was taken at the front: it runs next."""
-        if self._front and self._client is not request.account:
-            self._client = _MIXED
-        elif not self._front:
-            self._client = request.account
-        self._front.appendleft(request)
+        if self.front and self.client is not request.account:
+            self.client = MIXED
+        elif not self.front:
+            self.client = request.account
+        self.front.appendleft(request)
 
     def remove(self, request: Request) -> bool:
         """Remove a request; return False if it does not wait here."""
-        if request in self._front:
-            self._front.remove(request)
+        if request in self.front:
+            self.front.remove(request)
             return True
         line = self._lines.get(request.account)
         if line is None or request not in line.requests:
@@ -121,15 +125,15 @@ class FairQueue:
 
     def before(self, request: Request) -> int:
         """Return how many requests would run before this one if it were added now."""
-        if not self.behind and (self._client is request.account or len(self._front) < self._batch_size):
-            return self._place(self._front, request)
+        if not self.behind and (self.client is request.account or len(self.front) < self._batch_size):
+            return self._place(self.front, request)
         if not self.behind:
             return 0
         weight = _weight(request.account)
         line = self._lines.get(request.account)
         own = 0 if line is None else self._place(line.requests, request)
         others = self._weights - (0 if line is None else weight)
-        return min(len(self), len(self._front) + own + (own // weight + 1) * others)
+        return min(len(self), len(self.front) + own + (own // weight + 1) * others)
 
     def has_share_left(self, request: Request) -> bool:
         """Tell whether the client of a request would have its share of the queue, or less, with this one.
@@ -138,7 +142,7 @@ class FairQueue:
         """
         account = request.account
         if not self.behind:
-            if self._client is account or not self._front:
+            if self.client is account or not self.front:
                 return False
             self._divide()
         line, weight = self._lines.get(account), _weight(account)
@@ -156,29 +160,29 @@ class FairQueue:
         return displaced
 
     def _insert(self, requests: deque[Request], request: Request) -> None:
-        if self._is_ranked:
+        if self.is_ranked:
             requests.insert(position(requests, request), request)
         else:
             requests.append(request)
 
     def _place(self, requests: deque[Request], request: Request) -> int:
-        is_ranked = self._is_ranked or request.priority
+        is_ranked = self.is_ranked or request.priority
         return position(requests, request) if is_ranked else len(requests)
 
     def _divide(self) -> None:
         """Move the requests of the front into lines."""
-        front, self._front = self._front, deque()
-        if isinstance(self._client, _Mixed):
+        front, self.front = self.front, deque()
+        if isinstance(self.client, Mixed):
             for request in front:
                 self._line(request.account).requests.append(request)
         else:
-            self._line(self._client).requests = front
+            self._line(self.client).requests = front
         self.behind = len(front)
 
     def _unite(self) -> None:
         """Make the only line the front."""
-        (self._client,) = self._lines
-        self._front = self._turns[0].requests
+        (self.client,) = self._lines
+        self.front = self._turns[0].requests
         self._lines.clear()
         self._turns.clear()
         self.behind = self._weights = 0
@@ -199,10 +203,10 @@ class FairQueue:
         """Take the next request out of the lines."""
         line = self._turns[0]
         request = line.requests.popleft()
-        if self._front and self._client is not request.account:
-            self._client = _MIXED
-        elif not self._front:
-            self._client = request.account
+        if self.front and self.client is not request.account:
+            self.client = MIXED
+        elif not self.front:
+            self.client = request.account
         line.turn -= 1
         if not line.turn and line.requests:
             line.turn = line.weight
