@@ -167,7 +167,8 @@ class DataPlane:
         asked.protocol = scope.protocol
         scope.begin(self._metrics, asked)
         try:
-            if scope.many and self._client_limits is not None:  # other calls were charged when they began
+            # Other calls were charged when they began, and so were requests to workflows (REST).
+            if scope.many and scope.protocol == "grpc" and self._client_limits is not None:
                 self._charge(self._client_limits, asked)
             response = await self._awaited(asked, answer, model, version)
         except ServingError as error:

@@ -24,6 +24,7 @@ from torchere.serving.errors import (
     Restarting,
     ServingError,
     StepFailed,
+    TooManyRequests,
     Unavailable,
 )
 from torchere.serving.frontend.call_scope import manages
@@ -118,6 +119,7 @@ class WorkflowPlane:
             WorkflowNotFound: it is not registered.
             Unavailable: the server is starting, or a step can't be admitted now.
             DeadlineExceeded: the deadline of the request passed.
+            TooManyRequests: its client has too many unanswered predictions; each step is one.
             StepFailed: a step failed in each of its attempts.
         """
         self.check_exists(name)
@@ -164,6 +166,8 @@ class WorkflowPlane:
             try:
                 response = await self._dataplane.infer(workflow.model_of(step), None, attempt)
                 return await _whole(response)
+            except TooManyRequests:  # the client has reached its limits; no step has failed
+                raise
             except ServingError as err:
                 if time.monotonic() >= request.deadline_s:
                     raise DeadlineExceeded(f"The deadline passed at the step {step}.") from err

@@ -10,6 +10,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
 from torchere.serving.access.client_limits import ClientLimits, Quota
+from torchere.serving.batching.request import Protocol
 from torchere.serving.errors import ModelNotFound, TooManyRequests
 from torchere.serving.frontend.call_scope import CallScope
 from torchere.serving.frontend.dataplane import DataPlane
@@ -177,9 +178,10 @@ def test_each_prediction_of_a_stream_is_charged():
             return error.code
         return ""
 
-    async def main(*, many: bool) -> list[str]:
-        CallScope("grpc", 0.0, tuple, lambda error: error.code, caller="a", many=many)
+    async def main(protocol: Protocol, *, many: bool) -> list[str]:
+        CallScope(protocol, 0.0, tuple, lambda error: error.code, caller="a", many=many)
         return [await ask() for _ in range(3)]
 
-    assert asyncio.run(main(many=False)) == ["model_not_found"] * 3  # charged as a call
-    assert asyncio.run(main(many=True)) == ["model_not_found", "model_not_found", "too_many_requests"]
+    assert asyncio.run(main("grpc", many=False)) == ["model_not_found"] * 3  # charged as a call
+    assert asyncio.run(main("rest", many=True)) == ["model_not_found"] * 3  # steps of a workflow
+    assert asyncio.run(main("grpc", many=True)) == ["model_not_found", "model_not_found", "too_many_requests"]
