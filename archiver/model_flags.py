@@ -112,12 +112,14 @@ def _add_example_arguments(group: argparse._ArgumentGroup, is_convert: bool) -> 
         help="let the first dimension of every input vary, for example 1:64",
     )
     add(
+        "--dynamic",
         "--dynamic-size",
+        dest="dynamic_size",
         action="append",
         default=[],
-        metavar="INPUT,...:DIM=MIN:MAX",
-        help="let another dimension vary; it has the same size in all named inputs, for example "
-        "ids,mask:1=2:512",
+        metavar="INPUT,...DIM=RANGE",
+        help="let another dimension vary; it has the same size in all named inputs: ids,mask.1=2:512; "
+        "x.1=64: (at least 64), x.2=32*k (multiples of 32), x.2=64:1024:32",
     )
 
 

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes
-from torchere.archiver.models.inputs.sizes import BATCH, Tensors, resized
+from torchere.archiver.models.inputs.sizes import Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
 from torchere.archiver.models.measure.cost import Model, one_thread, quick_ms
 from torchere.archiver.models.measure.difference import difference, flattened
@@ -94,7 +94,7 @@ def samples(program: ExportedProgram) -> list[Tensors]:
     args, keywords = program.example_inputs or ((), {})
     if keywords or not args or not all(isinstance(one, torch.Tensor) for one in args):
         return []
-    batch = next((size for size in free_sizes(program, args) if size.name == BATCH), None)
+    batch = next((size for size in free_sizes(program, args) if size.is_batch(args)), None)
     if batch is None:
         return [args]
     return [resized(args, batch, size) for size in _BATCHES if batch.low <= size <= batch.high]

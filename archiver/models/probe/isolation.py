@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.steps import Say, refusing, silent
-from torchere.archiver.signature import Signature, TensorSpec
+from torchere.archiver.signature import Signature, parse
 
 Work = Callable[[Say, Say], Signature]
 """Tries a model. Arguments: takes the inputs of each run before it begins; takes lines for the user."""
@@ -79,6 +79,7 @@ def isolated(work: Work, say: Say) -> Signature:
 
     Raises:
         ModelRefused: raised by `work`.
+        SignatureError: the result is not a valid signature.
         ModelEndedProcess: the child ended without a result, or a run took too long.
     """
     if sys.platform != "linux":
@@ -101,8 +102,7 @@ def isolated(work: Work, say: Say) -> Signature:
         raise ModelEndedProcess(f"the model did not return within {run.limit_s:.0f} s on {run.inputs}")
     if kind == "refused":
         raise ModelRefused(content)
-    inputs, outputs = ([TensorSpec(n, kind, tuple(shape)) for n, kind, shape in specs] for specs in content)
-    return Signature(tuple(inputs), tuple(outputs))
+    return parse(content)
 
 
 def _forked(work: Work, errors: IO[bytes]) -> tuple[int, Connection[Any, Any]]:
@@ -193,8 +193,7 @@ def _report(work: Work, messages: Connection[Any, Any]) -> None:
     try:
         with refusing("trying the model"):
             made = work(lambda inputs: send("run", inputs), lambda line: send("say", line))
-        roles = (made.inputs, made.outputs)
-        send("done", [[(spec.name, spec.datatype, spec.shape) for spec in specs] for specs in roles])
+        send("done", made.to_json())
     except (ModelRefused, FileNotFoundError) as refusal:
         send("refused", str(refusal))
     except SystemExit as end:
