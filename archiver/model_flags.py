@@ -61,7 +61,9 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
     )
     how = group.add_mutually_exclusive_group()
     how.add_argument(
-        "--trace", action="store_true", help="TorchScript by tracing the model on the example (default)"
+        "--trace",
+        action="store_true",
+        help="TorchScript by tracing the model on the example, only (default: --script where that fails)",
     )
     how.add_argument(
         "--script",
@@ -184,6 +186,7 @@ def _options(namespace: argparse.Namespace) -> BuildOptions:
     return BuildOptions(
         model_format=namespace.model_format,
         script=namespace.script,
+        trace=namespace.trace,
         example=namespace.example,
         dynamic_batch=namespace.dynamic_batch,
         dynamic_sizes=tuple(namespace.dynamic_size),

@@ -188,15 +188,17 @@ class _Compilation:
         method = self.options.quantize
         if method is None:
             return None
-        script = self.options.script
         told = functools.cache(self.say)  # each line once: all traced candidates give the same ones
+        compiled = functools.partial(
+            to_torchscript, script=self.options.script, only_trace=self.options.trace, say=told
+        )
         with step(self.say, f"quantising ({method})"):
             made = quantise(
                 model,
                 method,
                 samples,
                 target=str(self.options.model_format),
-                compiled=lambda module, example: to_torchscript(module, example, script=script, say=told),
+                compiled=compiled,
             )
         made = dataclasses.replace(made, notes=(*made.notes, *shared_scale(model, made.method)))
         for note in made.notes:

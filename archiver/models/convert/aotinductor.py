@@ -152,12 +152,32 @@ def compile_aoti(
         Exception: any error of the compilers.
     """
     frozen = gains_by_freezing(program) if freezing is None else freezing
-    settings = _settings(isa, frozen)
     with private_cache(path.parent):
-        _compile(program, path, settings)
+        if frozen and not _compiles_frozen(program, path, isa, say):
+            frozen = False
+        settings = _settings(isa, frozen)
+        if not frozen:
+            _compile(program, path, settings)
         given = [] if frozen or not multiplies(program) else samples(program)
         found = _with_templates(program, path, settings, given, say) if given else None
     return Compiled(aoti_metadata(path).get("AOTI_CPU_ISA", "").lower(), frozen, found)
+
+
+def _compiles_frozen(program: ExportedProgram, path: Path, isa: str | None, say: Say) -> bool:
+    """Compile with freezing; return whether that succeeded."""
+    try:
+        _compile(program, path, _settings(isa, freezing=True))
+    except ModelRefused:
+        raise
+    # Broad, because freezing runs passes of its own over the model, which may fail in any way.
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        say(
+            f"with weights packed for oneDNN it can't be compiled ({first[:200]}); compiling again without, "
+            "which may be slower ..."
+        )
+        return False
+    return True
 
 
 def gains_by_freezing(program: ExportedProgram) -> bool:
