@@ -112,7 +112,7 @@ def _refuse_adapter(path: Path) -> None:
 
 
 def _refuse_other_weights(path: Path) -> None:
-    """Raise ModelRefused when the folder has no weights that transformers reads, and say what it has."""
+    """Raise ModelRefused when the folder has no weights that transformers reads, and name its files."""
     if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
         return
     others = sorted(file.name for file in path.iterdir() if file.suffix in _OF_OTHERS)
