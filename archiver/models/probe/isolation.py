@@ -12,7 +12,6 @@ import ctypes
 import faulthandler
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -173,8 +172,7 @@ def _work(work: Work, messages: Connection[Any, Any], errors: IO[bytes]) -> NoRe
             signal.signal(number, signal.SIG_DFL)
         faulthandler.disable()
         os.dup2(errors.fileno(), 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _bound_memory()
+        _set_limits()
         thread = threading.Thread(target=_report, args=(work, messages))
         thread.start()
         thread.join()
@@ -203,8 +201,11 @@ def _report(work: Work, messages: Connection[Any, Any]) -> None:
             stream.flush()
 
 
-def _bound_memory() -> None:
-    """Limit the memory that the child takes in addition: the operating system would end any process."""
+def _set_limits() -> None:
+    """Allow no core dump, and a part of the memory: without it the system would end any process."""
+    import resource  # noqa: PLC0415  # Windows has none
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         used, available = _bytes_of(_OWN_MEMORY, "VmData:"), _bytes_of(_MEMORY, "MemAvailable:")
     except (OSError, LookupError):
