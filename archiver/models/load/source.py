@@ -23,7 +23,7 @@ from torchere.archiver.models.inputs.run import DATATYPES
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
 from torchere.archiver.models.load.checkpoint import Weights, read_weights
 from torchere.archiver.models.load.exported_program import take_by_position
-from torchere.archiver.models.load.fitting import load_into, unwrapped
+from torchere.archiver.models.load.fitting import ADAPTER, is_adapter, load_into, unwrapped
 from torchere.archiver.models.load.huggingface import Loaded, is_model_folder, load_folder
 from torchere.archiver.models.load.module import module_from_factory, module_from_file
 from torchere.archiver.models.load.onnx import OnnxForm, read_onnx
@@ -201,6 +201,8 @@ def _folder(path: Path, allow_pickle: bool) -> Source:
 def _without_class(path: Path, weights: Weights) -> Source:
     if weights.module is not None:
         return Source(weights.kind, path, weights.module)
+    if is_adapter(weights):
+        raise ModelRefused(f"{path}: {ADAPTER}")
     raise ModelRefused(
         f"{path}: a {weights.kind}, which is numbers without a model; name the model's class too: "
         "--model-file model.py, or --factory package.module:function"
