@@ -61,7 +61,9 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
     )
     how = group.add_mutually_exclusive_group()
     how.add_argument(
-        "--trace", action="store_true", help="TorchScript by tracing the model on the example (default)"
+        "--trace",
+        action="store_true",
+        help="TorchScript by tracing the model on the example, only (default: --script where that fails)",
     )
     how.add_argument(
         "--script",
@@ -112,12 +114,14 @@ def _add_example_arguments(group: argparse._ArgumentGroup, is_convert: bool) -> 
         help="let the first dimension of every input vary, for example 1:64",
     )
     add(
+        "--dynamic",
         "--dynamic-size",
+        dest="dynamic_size",
         action="append",
         default=[],
-        metavar="INPUT,...:DIM=MIN:MAX",
-        help="let another dimension vary; it has the same size in all named inputs, for example "
-        "ids,mask:1=2:512",
+        metavar="INPUT,...DIM=RANGE",
+        help="let another dimension vary; it has the same size in all named inputs: ids,mask.1=2:512; "
+        "x.1=64: (at least 64), x.2=32*k (multiples of 32), x.2=64:1024:32",
     )
 
 
@@ -182,6 +186,7 @@ def _options(namespace: argparse.Namespace) -> BuildOptions:
     return BuildOptions(
         model_format=namespace.model_format,
         script=namespace.script,
+        trace=namespace.trace,
         example=namespace.example,
         dynamic_batch=namespace.dynamic_batch,
         dynamic_sizes=tuple(namespace.dynamic_size),

@@ -41,6 +41,7 @@ class BuildOptions:
     factory: str | None = None
     model_format: str | None = None
     script: bool = False  # compile the source for TorchScript instead of tracing a run
+    trace: bool = False  # do not compile the source where tracing fails
     example: Path | None = None
     example_signature: Path | None = None  # a signature.json to make an example from, if none is given
     dynamic_batch: str | None = None  # "1:64"

@@ -7,7 +7,9 @@ The file stands at the archive's root beside the model:
      "outputs": [{"name": "output", "datatype": "FP32", "shape": [-1, 10]}]}
 
 Inputs are the model's positional arguments in order; outputs its results in order, a tuple or a dict
-flattened. Datatypes are those of the Open Inference Protocol.
+flattened. Datatypes are those of the Open Inference Protocol. Two members are optional: `limits` of an input,
+`[{"dimension": 2, "least": 64, "most": 1024, "multiple": 32}]`, and `"batched": false` beside `inputs`, which
+needs version 2: the first dimensions are free, and requests go through the model one by one all the same.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
 SIGNATURE_NAME = "signature.json"
-FORMAT = 1
+FORMAT = 2  # the latest; 1 has no `batched`
 MAX_TEXT_BYTES = 2**20  # the largest text that a reader must accept; thousands of tensors
 MAX_DIMENSIONS = 64  # torch's own limit
 ANY = -1  # a dimension that is free; the first one is then the batch
@@ -52,12 +54,39 @@ class SignatureError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """The sizes that a free dimension may have: multiples of `multiple` from `least` to `most`."""
+
+    dimension: int
+    least: int = 1
+    most: int | None = None
+    multiple: int = 1
+
+    def takes(self, size: int) -> bool:
+        """Return whether the dimension may have this size."""
+        return self.least <= size <= (self.most or size) and size % self.multiple == 0
+
+    def __str__(self) -> str:
+        bounds = f"{self.least} to {self.most}" if self.most else f"at least {self.least}"
+        sizes = f"a multiple of {self.multiple}, {bounds}" if self.multiple > 1 else bounds
+        return f"the size of dimension {self.dimension} {sizes}"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor: its name, datatype and shape. `ANY` in the shape is a dimension that may have any size."""
+    """One tensor: its name, datatype and shape. `ANY` in the shape is a dimension that may have any size.
+
+    `limits` has the free dimensions that do not take every size, those of inputs only.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    limits: tuple[Limit, ...] = ()
+
+    def exceeded(self, shape: Sequence[int]) -> Limit | None:
+        """Return the first limit that the shape, which has as many dimensions, is outside of."""
+        return next((limit for limit in self.limits if not limit.takes(shape[limit.dimension])), None)
 
     @property
     def batched(self) -> bool:
@@ -67,10 +96,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Inputs and outputs of a model, in order. Made by `parse`, or validated by `check`."""
+    """Inputs and outputs of a model, in order. Made by `parse`, or validated by `check`.
+
+    `one_by_one`: a free first dimension is not a batch, as the points of a cloud or the nodes of a graph.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    one_by_one: bool = False
 
     @property
     def batched(self) -> bool:
@@ -78,7 +111,7 @@ class Signature:
 
         They can when every input and every output has the batch as its first dimension.
         """
-        return all(spec.batched for spec in (*self.inputs, *self.outputs))
+        return not self.one_by_one and all(spec.batched for spec in (*self.inputs, *self.outputs))
 
     def check(self) -> None:
         """Raise SignatureError when a field has a value that `parse` would refuse."""
@@ -86,11 +119,13 @@ class Signature:
 
     def to_json(self) -> str:
         """Return the text of `signature.json`; `parse` turns it back into an equal signature."""
-        members = {
-            "version": FORMAT,
+        members: dict[str, Any] = {
+            "version": FORMAT if self.one_by_one else 1,
             "inputs": [_members(spec) for spec in self.inputs],
             "outputs": [_members(spec) for spec in self.outputs],
         }
+        if self.one_by_one:
+            members["batched"] = False
         return json.dumps(members, indent=2)
 
 
@@ -107,9 +142,12 @@ def parse(text: str) -> Signature:
     if not isinstance(whole, dict):
         _refuse("the whole", whole, "a JSON object")
     version = whole.get("version")
-    if isinstance(version, bool) or version != FORMAT:
-        _refuse("version", version, f"{FORMAT}; a later one needs a later torchere")
-    return Signature(_specs(whole, "inputs"), _specs(whole, "outputs"))
+    if isinstance(version, bool) or version not in range(1, FORMAT + 1):
+        _refuse("version", version, f"1 or {FORMAT}; a later one needs a later torchere")
+    batched = whole.get("batched", True)
+    if not isinstance(batched, bool):
+        _refuse("batched", batched, "true or false")
+    return Signature(_specs(whole, "inputs"), _specs(whole, "outputs"), not batched)
 
 
 def _specs(whole: dict[str, Any], field: str) -> tuple[TensorSpec, ...]:
@@ -129,7 +167,24 @@ def _spec(item: Any, field: str) -> TensorSpec:
         _refuse(f"{field}.name", name, "a text of printable characters")
     if datatype not in DATATYPES:
         _refuse(f"{field}.datatype", datatype, f"one of {', '.join(DATATYPES)}")
-    return TensorSpec(name, datatype, _shape(item.get("shape"), f"{field}.shape"))
+    shape = _shape(item.get("shape"), f"{field}.shape")
+    return TensorSpec(name, datatype, shape, _limits(item.get("limits", []), shape, f"{field}.limits"))
+
+
+def _limits(value: Any, shape: tuple[int, ...], field: str) -> tuple[Limit, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        _refuse(field, value, "a list of objects")
+    found = tuple(
+        Limit(item.get("dimension"), item.get("least", 1), item.get("most"), item.get("multiple", 1))
+        for item in value
+    )
+    for limit in found:
+        sizes = (limit.least, limit.multiple, limit.least if limit.most is None else limit.most)
+        if not all(type(size) is int and 1 <= size <= _LARGEST_DIMENSION for size in sizes):
+            _refuse(field, value, "whole numbers above 0 as least, most and multiple")
+        if type(limit.dimension) is not int or not 0 <= limit.dimension < len(shape):
+            _refuse(field, value, f"a dimension from 0 to {len(shape) - 1}")
+    return found
 
 
 def _shape(value: Any, field: str) -> tuple[int, ...]:
@@ -150,7 +205,11 @@ def _refuse_twins(specs: Sequence[TensorSpec], field: str) -> None:
 
 
 def _members(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+    members = {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+    limits = [
+        {name: value for name, value in asdict(limit).items() if value is not None} for limit in spec.limits
+    ]
+    return {**members, "limits": limits} if limits else members
 
 
 def _refuse(field: str, found: Any, expected: str) -> NoReturn:

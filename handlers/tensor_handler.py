@@ -149,6 +149,8 @@ class TensorHandler(BaseHandler):
         """Return all rows as one group if each is a single list and all have one shape, else None."""
         if not self.layout.batched or not all(isinstance(e, Example) and e.single for e in examples):
             return None
+        if self.layout.most_rows is not None and len(examples) > self.layout.most_rows:
+            return None
         columns = list(zip(*(example.values for example in examples), strict=True))  # type: ignore[union-attr]
         if not all(type(value) is list for column in columns for value in column):
             return None
@@ -168,7 +170,7 @@ class TensorHandler(BaseHandler):
                 tensors.append((place, tensors_of(example, self.layout)))
             except TensorError as err:
                 examples[place] = err
-        return grouped(tensors, self.layout.batched)
+        return grouped(tensors, self.layout.batched, self.layout.most_rows)
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:

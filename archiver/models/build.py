@@ -77,7 +77,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     signed = inputs_of(options.example_signature) if options.example_signature else ()
     if signed:  # clients use these input names; a program has its own
         source = dataclasses.replace(source, names=tuple(spec.name for spec in signed))
-    example = _example(source, options, signed)
+    source, example = _example(source, options, signed, say)
     if options.model_format == KEEP:
         if source.onnx is not None:
             signature = tried_signature(source.path, source.onnx, example, say)
@@ -105,17 +105,27 @@ def _checked(options: BuildOptions) -> BuildOptions:
     return dataclasses.replace(options, model_format=wanted)
 
 
-def _example(source: Source, options: BuildOptions, signed: Sequence[TensorSpec]) -> Tensors | None:
+def _example(
+    source: Source, options: BuildOptions, signed: Sequence[TensorSpec], say: Say
+) -> tuple[Source, Tensors | None]:
+    """Return the example, and the source with the inputs that it has."""
     if options.example is not None:
         example = read_example(options.example, doubles=source.doubles)
     elif source.example is None and signed:
         example = example_of(signed)
     else:
-        return source.example
+        if source.folder is not None and source.example is not None:
+            inputs = ", ".join(source.names_of_inputs(len(source.example)))
+            say(
+                f"tried with made-up inputs ({inputs}), since --example is not given: lengths of texts vary, "
+                "and all other sizes but the batch are fixed"
+            )
+        return source, source.example
+    source = source.taking(example.names, len(example.tensors))
     names = source.signature.inputs if source.signature else None
     count = inputs_up_to(source.module, example.names, len(example.tensors))
     wanted = [spec.name for spec in names] if names else source.names_of_inputs(count)
-    return example.ordered(wanted)
+    return source, example.ordered(wanted)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,8 @@ class _Compilation:
         module, example = self._startable(example)
         names = self.source.names_of_inputs(len(example))
         sizes = sizes_of(self.options, names, example)
+        if not self.options.dynamic_sizes:
+            sizes += self.source.sizes
         program = self.source.program
         if program is not None and not sizes:
             sizes = free_sizes(program, example)
@@ -188,15 +200,17 @@ class _Compilation:
         method = self.options.quantize
         if method is None:
             return None
-        script = self.options.script
         told = functools.cache(self.say)  # each line once: all traced candidates give the same ones
+        compiled = functools.partial(
+            to_torchscript, script=self.options.script, only_trace=self.options.trace, say=told
+        )
         with step(self.say, f"quantising ({method})"):
             made = quantise(
                 model,
                 method,
                 samples,
                 target=str(self.options.model_format),
-                compiled=lambda module, example: to_torchscript(module, example, script=script, say=told),
+                compiled=compiled,
             )
         made = dataclasses.replace(made, notes=(*made.notes, *shared_scale(model, made.method)))
         for note in made.notes:

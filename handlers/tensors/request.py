@@ -60,6 +60,7 @@ class Layout:
     names: tuple[str, ...]
     ranks: tuple[int, ...]
     single_ranks: tuple[int, ...] | None  # without the batch dimension; None: the model has none
+    most_rows: int | None = None  # that the model takes at once
 
 
 def layout_of(signature: Signature) -> Layout:
@@ -67,7 +68,9 @@ def layout_of(signature: Signature) -> Layout:
     ranks = tuple(len(spec.shape) for spec in signature.inputs)
     single = tuple(rank - 1 for rank in ranks) if signature.batched else None
     names = tuple(spec.name for spec in signature.inputs)
-    return Layout(signature.inputs, signature.batched, names, ranks, single)
+    most = [limit.most for spec in signature.inputs for limit in spec.limits if limit.dimension == 0]
+    most_rows = min((rows for rows in most if rows), default=None) if signature.batched else None
+    return Layout(signature.inputs, signature.batched, names, ranks, single, most_rows)
 
 
 def example_of(row: Mapping[str, Any], layout: Layout, type_of: Callable[[str], str]) -> Example:
@@ -237,6 +240,8 @@ def _tensor(value: Any, spec: TensorSpec, single: bool) -> Any:
         wanted not in (ANY, size) for size, wanted in zip(shape, spec.shape, strict=True)
     ):
         raise TensorError(spec.name, f"the shape {shown(shape[1:] if single else shape)}", _wanted(spec))
+    if spec.limits and (limit := spec.exceeded(shape)) is not None:
+        raise TensorError(spec.name, f"the shape {shown(shape)}", str(limit))
     return tensor
 
 
@@ -292,18 +297,37 @@ class Group:
     inputs: tuple[torch.Tensor, ...]
 
 
-def grouped(examples: Sequence[tuple[int, list[Any]]], batched: bool) -> list[Group]:
+def grouped(
+    examples: Sequence[tuple[int, list[Any]]], batched: bool, most_rows: int | None = None
+) -> list[Group]:
     """Group the examples whose inputs differ only in the number of rows, in order of arrival.
 
     Args:
         examples: (index of the request, its tensors in the signature's order, batch dimension included).
         batched: whether rows of several requests can go together; otherwise each request is its own group.
+        most_rows: the most rows in a group; no request has more.
     """
     alike: dict[object, list[tuple[int, list[Any]]]] = {}
     for place, tensors in examples:
         key = tuple(tuple(tensor.shape[1:]) for tensor in tensors) if batched else place
         alike.setdefault(key, []).append((place, tensors))
-    return [_group(items, batched) for items in alike.values()]
+    groups = alike.values()
+    parts = groups if most_rows is None else [part for items in groups for part in _parts(items, most_rows)]
+    return [_group(items, batched) for items in parts]
+
+
+def _parts(items: Sequence[tuple[int, list[Any]]], most_rows: int) -> list[list[tuple[int, list[Any]]]]:
+    """Split requests into lists of at most `most_rows` rows each."""
+    parts: list[list[tuple[int, list[Any]]]] = [[]]
+    rows = 0
+    for item in items:
+        count = len(item[1][0])
+        if parts[-1] and rows + count > most_rows:
+            parts.append([])
+            rows = 0
+        parts[-1].append(item)
+        rows += count
+    return parts
 
 
 def whole_group(inputs: Sequence[Any]) -> Group:

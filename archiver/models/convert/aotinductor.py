@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes
-from torchere.archiver.models.inputs.sizes import BATCH, Tensors, resized
+from torchere.archiver.models.inputs.sizes import Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
 from torchere.archiver.models.measure.cost import Model, one_thread, quick_ms
 from torchere.archiver.models.measure.difference import difference, flattened
@@ -94,7 +94,7 @@ def samples(program: ExportedProgram) -> list[Tensors]:
     args, keywords = program.example_inputs or ((), {})
     if keywords or not args or not all(isinstance(one, torch.Tensor) for one in args):
         return []
-    batch = next((size for size in free_sizes(program, args) if size.name == BATCH), None)
+    batch = next((size for size in free_sizes(program, args) if size.is_batch(args)), None)
     if batch is None:
         return [args]
     return [resized(args, batch, size) for size in _BATCHES if batch.low <= size <= batch.high]
@@ -152,12 +152,32 @@ def compile_aoti(
         Exception: any error of the compilers.
     """
     frozen = gains_by_freezing(program) if freezing is None else freezing
-    settings = _settings(isa, frozen)
     with private_cache(path.parent):
-        _compile(program, path, settings)
+        if frozen and not _compiles_frozen(program, path, isa, say):
+            frozen = False
+        settings = _settings(isa, frozen)
+        if not frozen:
+            _compile(program, path, settings)
         given = [] if frozen or not multiplies(program) else samples(program)
         found = _with_templates(program, path, settings, given, say) if given else None
     return Compiled(aoti_metadata(path).get("AOTI_CPU_ISA", "").lower(), frozen, found)
+
+
+def _compiles_frozen(program: ExportedProgram, path: Path, isa: str | None, say: Say) -> bool:
+    """Compile with freezing; return whether that succeeded."""
+    try:
+        _compile(program, path, _settings(isa, freezing=True))
+    except ModelRefused:
+        raise
+    # Broad, because freezing runs passes of its own over the model, which may fail in any way.
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        say(
+            f"with weights packed for oneDNN it can't be compiled ({first[:200]}); compiling again without, "
+            "which may be slower ..."
+        )
+        return False
+    return True
 
 
 def gains_by_freezing(program: ExportedProgram) -> bool:

@@ -13,10 +13,8 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.sizes import BATCH, FreeSize, Tensors, resized
+from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
 from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
-
-_LARGEST = 2**31
 
 
 def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSize]) -> ExportedProgram:
@@ -52,12 +50,13 @@ def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
                 if isinstance(size, torch.SymInt):
                     places.setdefault(size.node.expr, []).append((wanted.index(node.name), at))
     found = []
-    for symbol, where in places.items():
+    for size, where in places.items():
+        multiple, symbol = size.as_coeff_Mul()  # `32*s0` is a multiple of 32
         bounds = program.range_constraints.get(symbol)
         if bounds is not None:
-            low, high = max(int(bounds.lower), 1), int(min(bounds.upper, _LARGEST))
-            name = BATCH if where == [(index, 0) for index in range(len(example))] else str(symbol)
-            found.append(FreeSize(name, tuple(where), low, high))
+            low, high = max(int(bounds.lower), 1), int(min(bounds.upper, LARGEST // int(multiple)))
+            step = int(multiple)
+            found.append(FreeSize(str(symbol), tuple(where), low * step, high * step, step))
     return found
 
 
@@ -113,10 +112,17 @@ def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> list[dict[int, Any]]
     for free in sizes:
         if free.low == free.high:
             continue
-        dimension = Dim(free.name, min=free.low, max=free.high)
+        dimension = _dimension(free)
         for index, at in free.places:
             found[index][at] = dimension
     return found
+
+
+def _dimension(free: FreeSize) -> Any:
+    if free.multiple == 1:
+        return Dim(free.name, min=free.low, max=free.high)
+    low, high = -(-free.low // free.multiple), free.high // free.multiple
+    return free.multiple * Dim(f"{free.name}_k", min=low, max=high)
 
 
 def _from_torchscript(module: torch.jit.ScriptModule, example: Tensors) -> torch.nn.Module:

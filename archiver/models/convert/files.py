@@ -87,7 +87,7 @@ def write_model(
         return Packed(target, module, beside)
     if options.model_format == TORCHSCRIPT:
         with step(say, "scripting and freezing" if options.script else "tracing and freezing"):
-            frozen = to_torchscript(module, example, script=options.script, say=say)
+            frozen = to_torchscript(module, example, script=options.script, only_trace=options.trace, say=say)
             frozen.save(str(target))
         write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
         return Packed(target, frozen, beside)

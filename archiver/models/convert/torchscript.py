@@ -23,7 +23,12 @@ from torchere.archiver.models.steps import Say, silent
 
 
 def to_torchscript(
-    module: torch.nn.Module, example: Tensors, *, script: bool = False, say: Say = silent
+    module: torch.nn.Module,
+    example: Tensors,
+    *,
+    script: bool = False,
+    only_trace: bool = False,
+    say: Say = silent,
 ) -> torch.jit.ScriptModule:
     """Compile to frozen TorchScript; freezing folds batch normalisation into the preceding layer.
 
@@ -31,31 +36,69 @@ def to_torchscript(
         module: in eval mode; TorchScript is frozen, unless it is frozen already.
         example: the inputs of the trace. Tracing keeps only the branches that this example takes.
         script: compile the source of the module, with its branches and loops, instead of tracing.
-        say: receives a line if tracing may have fixed a value.
+        only_trace: do not compile the source where tracing fails or gives other results.
+        say: receives a line if tracing may have fixed a value, or the source was compiled instead.
 
     Raises:
-        ModelRefused: the trace differs from the module: see `trace`, `tell_unused`.
+        ModelRefused: the trace differs from the module (see `trace`, `tell_unused`), and so does its compiled
+            source, or it does not compile.
         Exception: any error of torch's compiler.
     """
     with readable_properties(module):
-        compiled = _compiled(module, example, script, say)
-    frozen: torch.jit.ScriptModule = (
-        torch.jit.freeze(compiled.eval()) if hasattr(compiled, "training") else compiled
-    )
+        if isinstance(module, torch.jit.ScriptModule):
+            frozen = _frozen(module)
+        elif script:
+            frozen = _frozen(torch.jit.script(module))
+        else:
+            frozen = _traced_or_scripted(module, example, only_trace, say)
     check_states(frozen)
-    if not script and not isinstance(module, torch.jit.ScriptModule):
-        tell_unused(module, frozen, example, say)
     return frozen
 
 
-def _compiled(module: torch.nn.Module, example: Tensors, script: bool, say: Say) -> Any:
-    if isinstance(module, torch.jit.ScriptModule):
-        return module
-    if script:
-        return torch.jit.script(module)
+def _frozen(compiled: Any) -> torch.jit.ScriptModule:
+    found: torch.jit.ScriptModule = (
+        torch.jit.freeze(compiled.eval()) if hasattr(compiled, "training") else compiled
+    )
+    return found
+
+
+def _traced_or_scripted(
+    module: torch.nn.Module, example: Tensors, only_trace: bool, say: Say
+) -> torch.jit.ScriptModule:
     if isinstance(module, torch.fx.GraphModule):
         _make_traceable(module)
-    return trace(module, example, say)
+    try:
+        frozen = _frozen(trace(module, example, say))
+        tell_unused(module, frozen, example, say)
+        return frozen
+    # Broad: the tracer runs the model's own code, and the compiler may take what it does not.
+    except Exception as error:
+        if only_trace:
+            raise
+        refusal = error
+    try:
+        frozen = _frozen(torch.jit.script(module))
+        _refuse_other_answers(module, frozen, example)
+    # Broad: see above. The refusal of the trace has the advice.
+    except Exception as error:
+        raise _both(refusal, error) from refusal
+    say(f"the source was compiled, as with --script, because tracing fails: {_first_line(refusal)}")
+    return frozen
+
+
+def _both(traced: Exception, scripted: Exception) -> ModelRefused:
+    text = str(traced).removesuffix(f"; {_WAYS_OUT}")
+    if not isinstance(traced, ModelRefused):
+        text = f"tracing failed: {_first_line(traced)}"
+    return ModelRefused(
+        f"{text}; nor does its source compile, as with --script: {_first_line(scripted)}; change that in the "
+        "model, or take --format export, which says what it can't keep"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
 
 
 @contextmanager

@@ -12,19 +12,28 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.request import BuildOptions
 
 Tensors = tuple[torch.Tensor, ...]
-_RANGE = re.compile(r"([0-9]+):([0-9]+)")
-_SPEC = re.compile(r"([^:=]+):([0-9]+)=([0-9]+:[0-9]+)")
+LARGEST = 2**31  # the most of a size without a limit
+_RANGE = re.compile(r"([0-9]+):([0-9]*)(?::([0-9]+))?")
+_MULTIPLES = re.compile(r"([0-9]+)\*[a-z_]+")
+_SPEC = re.compile(r"(.+)[:.]([0-9]+)=([^=]+)")
 BATCH = "batch"
+_FAR = 16  # sizes are tried up to this many times that of the example, or up to `_FAR_SIZE`
+_FAR_SIZE = 1024
+_MOST_VALUES = 2**24  # in all inputs that are tried
 
 
 @dataclass(frozen=True, slots=True)
 class FreeSize:
-    """One size that may vary from `low` to `high`, at every `(input, dimension)` of `places` together."""
+    """One size that may vary from `low` to `high`, at every `(input, dimension)` of `places` together.
+
+    It is always a multiple of `multiple`.
+    """
 
     name: str
     places: tuple[tuple[int, int], ...]
     low: int
     high: int
+    multiple: int = 1
 
     def size_in(self, example: Tensors) -> int:
         """Return its size in the example; all places have been checked to agree."""
@@ -35,28 +44,55 @@ class FreeSize:
         """Return whether it is the first dimension of every input, under any name."""
         return set(self.places) == {(index, 0) for index in range(len(example))}
 
+    def takes(self, size: int) -> bool:
+        """Return whether the size is one of those that it may have."""
+        return self.low <= size <= self.high and size % self.multiple == 0
+
     def other_size(self, example: Tensors) -> int:
-        """Return a size in the range that the example does not have: larger by two or by one, or smaller.
+        """Return a size in the range that the example does not have: two steps or one larger, or one smaller.
 
         Returns the example's size when none of these is in the range.
         """
-        now = self.size_in(example)
-        return next((size for size in (now + 2, now + 1, now - 1) if self.low <= size <= self.high), now)
+        now, step = self.size_in(example), self.multiple
+        return next((size for size in (now + 2 * step, now + step, now - step) if self.takes(size)), now)
+
+    def far_sizes(self, example: Tensors) -> list[int]:
+        """Return the least size, and the largest one that is not too far from the example's to be tried."""
+        now, values = self.size_in(example), sum(tensor.numel() for tensor in example)
+        most = min(self.high, max(_FAR * now, _FAR_SIZE), max(now * _MOST_VALUES // max(values, 1), now))
+        ends = (-(-self.low // self.multiple) * self.multiple, most // self.multiple * self.multiple)
+        return [size for size in dict.fromkeys(ends) if size != now]
+
+    @property
+    def text(self) -> str:
+        """The range as the option takes it: `2:512`, `64:`, `32*k`, `64:1024:32`."""
+        high = "" if self.high >= LARGEST else str(self.high)
+        if self.multiple == 1:
+            return f"{self.low}:{high}"
+        plain = not high and self.low <= self.multiple
+        return f"{self.multiple}*k" if plain else f"{self.low}:{high}:{self.multiple}"
 
 
-def parse_range(text: str, what: str) -> tuple[int, int]:
-    """Parse a range: `1:64` as (1, 64).
+def parse_range(text: str, what: str) -> tuple[int, int, int]:
+    """Parse a range into least, largest and step: `1:64`, `64:` (at least 64), `64:1024:32`, `32*k`.
 
     Raises:
-        ModelRefused: the text has another form, or the first number is zero or larger than the second.
+        ModelRefused: the text has another form, or the first number is zero or larger than the second, or no
+            multiple of the step is between them.
     """
+    if found := _MULTIPLES.fullmatch(text.strip()):
+        text = f"{found[1]}::{found[1]}"
     match = _RANGE.fullmatch(text.strip())
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise ModelRefused(f"{what} is {text!r}; expected the least and the largest size, as 1:64")
-    return int(match[1]), int(match[2])
+    low, high, step = (int(match[1]), int(match[2] or LARGEST), int(match[3] or 1)) if match else (0, 0, 1)
+    if not 1 <= low <= high or step < 1 or -(-low // step) * step > high:
+        raise ModelRefused(
+            f"{what} is {text!r}; expected the least and the largest size, as 1:64, or 64: (at least 64), or "
+            "32*k (multiples of 32), or 64:1024:32"
+        )
+    return low, high, step
 
 
-def batch_of(example: Tensors, bounds: tuple[int, int]) -> FreeSize:
+def batch_of(example: Tensors, bounds: tuple[int, ...]) -> FreeSize:
     """Return the first dimension of every input as a free size within `bounds`.
 
     Raises:
@@ -68,16 +104,21 @@ def batch_of(example: Tensors, bounds: tuple[int, int]) -> FreeSize:
 def parse_free_size(text: str, names: Sequence[str], example: Tensors) -> FreeSize:
     """Parse a free size: `ids,mask:1=2:512` is dimension 1 of `ids` and `mask`, together, from 2 to 512.
 
+    A point may stand before the dimension: `ids,mask.1=2:512`. See `parse_range` for ranges.
+
     Raises:
         ModelRefused: the text has another form, or names an input or a dimension that does not exist.
     """
     match = _SPEC.fullmatch(text.strip())
     if not match:
-        raise ModelRefused(f"--dynamic-size is {text!r}; expected INPUT[,INPUT]:DIMENSION=LEAST:LARGEST")
+        raise ModelRefused(
+            f"--dynamic is {text!r}; expected INPUT[,INPUT].DIMENSION=LEAST:LARGEST, as ids,mask.1=2:512 or "
+            "image.2=32*k"
+        )
     wanted = [name.strip() for name in match[1].split(",")]
     if unknown := [name for name in wanted if name not in names]:
-        raise ModelRefused(f"--dynamic-size names the input {unknown[0]!r}; expected {', '.join(names)}")
-    bounds = parse_range(match[3], f"the range of --dynamic-size {text!r}")
+        raise ModelRefused(f"--dynamic names the input {unknown[0]!r}; expected {', '.join(names)}")
+    bounds = parse_range(match[3], f"the range of --dynamic {text!r}")
     places = tuple((names.index(name), int(match[2])) for name in wanted)
     return _checked(FreeSize(f"{wanted[0]}_{match[2]}", places, *bounds), example)
 
@@ -117,8 +158,7 @@ def _checked(free: FreeSize, example: Tensors) -> FreeSize:
         raise ModelRefused(
             f"the sizes of {free.name} in the example are {sizes}; expected the same for each input"
         )
-    if not free.low <= sizes[0] <= free.high:
-        raise ModelRefused(
-            f"the size of {free.name} in the example is {sizes[0]}; expected one of {free.low} to {free.high}"
-        )
+    if not free.takes(sizes[0]):
+        expected = f"one of {free.low} to {free.high}" if free.multiple == 1 else f"one of {free.text}"
+        raise ModelRefused(f"the size of {free.name} in the example is {sizes[0]}; expected {expected}")
     return free

@@ -124,18 +124,27 @@ def _chosen(name: str, others: Sequence[str]) -> str:
 
 def _about_keys(weights: Weights) -> str:
     """Return the keys that a file has, for a refusal, and how to go on."""
-    lines = []
-    for name, state in weights.states.items():
-        if any(".lora_" in key for key in state):
-            return (
-                "; these are weights of an adapter (LoRA): merge it into its model with "
-                "model.merge_and_unload(), and save that"
-            )
-        lines.append(f"under {name!r}: {some(list(state), _SHOWN)}" if name else some(list(state), _SHOWN))
+    if is_adapter(weights):
+        return f"; {ADAPTER}"
+    lines = [
+        f"under {name!r}: {some(list(state), _SHOWN)}" if name else some(list(state), _SHOWN)
+        for name, state in weights.states.items()
+    ]
     return (
         f"; the file has {'; '.join(lines)}; where the others do not matter, --no-strict takes the "
         "weights that have the model's names"
     )
+
+
+ADAPTER = (
+    "these are weights of an adapter (LoRA): merge it into its model with model.merge_and_unload(), and save "
+    "that"
+)
+
+
+def is_adapter(weights: Weights) -> bool:
+    """Return whether the weights are those of an adapter of PEFT, by their names."""
+    return any(".lora_" in key for state in weights.states.values() for key in state)
 
 
 class Mismatch(ModelRefused):

@@ -20,11 +20,11 @@ from torchere.archiver.container.entries import ArchiveLimits, open_regular
 from torchere.archiver.container.zip import DAMAGED, ZipContainer
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.inputs.run import DATATYPES
-from torchere.archiver.models.inputs.sizes import Tensors
-from torchere.archiver.models.load import module as huggingface
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
 from torchere.archiver.models.load.checkpoint import Weights, read_weights
 from torchere.archiver.models.load.exported_program import take_by_position
-from torchere.archiver.models.load.fitting import load_into, unwrapped
+from torchere.archiver.models.load.fitting import ADAPTER, is_adapter, load_into, unwrapped
+from torchere.archiver.models.load.huggingface import Loaded, is_model_folder, load_folder
 from torchere.archiver.models.load.module import module_from_factory, module_from_file
 from torchere.archiver.models.load.onnx import OnnxForm, read_onnx
 from torchere.archiver.models.load.torchscript import load_script
@@ -55,12 +55,27 @@ class Source:
     signature: Signature | None = None
     onnx: OnnxForm | None = None
     notes: tuple[str, ...] = ()  # lines for the user about choices that were made
+    sizes: tuple[FreeSize, ...] = ()  # of `example`, which vary unless the user says otherwise
+    folder: Loaded | None = None  # a model of Hugging Face, whose inputs are chosen by an example
 
     def names_of_inputs(self, count: int) -> tuple[str, ...]:
         """Return the names of the first `count` inputs."""
         if self.names is not None and len(self.names) >= count:
             return self.names[:count]
         return input_names(self.module, count)  # also for None: AOTInductor keeps no names
+
+    def taking(self, given: Sequence[str] | None, count: int) -> Source:
+        """Return the source with the inputs of an example; other models than Hugging Face's stay as they are.
+
+        Args:
+            given: the names of the example's inputs; None: it has none.
+            count: the number of its inputs.
+        """
+        if self.folder is None:
+            return self
+        names = self.folder.names(given, count)
+        module = self.folder.module(names)
+        return replace(self, module=_in_eval_mode(module), example=None, names=names, sizes=())
 
     @property
     def doubles(self) -> bool:
@@ -167,15 +182,27 @@ def _whole(path: Path, allow_pickle: bool) -> Source:
 
 
 def _folder(path: Path, allow_pickle: bool) -> Source:
-    if not huggingface.is_model_folder(path):
+    if not is_model_folder(path):
         return _without_class(path, read_weights(path, allow_pickle))
-    module = huggingface.module_from_folder(path)
-    return Source(HUGGING_FACE, path, module, example=huggingface.example_for(module))
+    loaded = load_folder(path, allow_pickle)
+    names = tuple(loaded.example) or loaded.names(None, 1)
+    example = tuple(loaded.example.values()) or None
+    return Source(
+        HUGGING_FACE,
+        path,
+        loaded.module(names),
+        example=example,
+        names=names,
+        sizes=loaded.sizes,
+        folder=loaded,
+    )
 
 
 def _without_class(path: Path, weights: Weights) -> Source:
     if weights.module is not None:
         return Source(weights.kind, path, weights.module)
+    if is_adapter(weights):
+        raise ModelRefused(f"{path}: {ADAPTER}")
     raise ModelRefused(
         f"{path}: a {weights.kind}, which is numbers without a model; name the model's class too: "
         "--model-file model.py, or --factory package.module:function"
@@ -255,6 +282,11 @@ def _ready(source: Source, kept: bool) -> Source:
     if not kept and source.program is None and not isinstance(module, torch.jit.ScriptModule):
         module = unwrapped(module)
         source = replace(source, module=module)
+    _in_eval_mode(module)
+    return source
+
+
+def _in_eval_mode(module: torch.nn.Module) -> torch.nn.Module:
     if not isinstance(module, torch.jit.ScriptModule):
         for part in module.modules():
             part.training = False  # as eval() does, which exported programs refuse
@@ -264,7 +296,7 @@ def _ready(source: Source, kept: bool) -> Source:
         module.eval()
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-    return source
+    return module
 
 
 def input_names(module: Any, count: int) -> tuple[str, ...]:

@@ -18,16 +18,18 @@ import torch
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.examples import check_against, example_of
 from torchere.archiver.models.inputs.run import DATATYPES, Named, Run, check_tensor, run_on, seeded, shapes
-from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, batch_of, resized
+from torchere.archiver.models.inputs.sizes import BATCH, LARGEST, FreeSize, Tensors, batch_of, resized
 from torchere.archiver.models.load.onnx import OnnxForm
+from torchere.archiver.models.probe.free_sizes import differing_dimensions, varying_dimensions
 from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.probe.precision import FINE, SHARED, differing
 from torchere.archiver.models.probe.row_independence import VARIATIONS, Trial, Variation, refuse_mixing
 from torchere.archiver.models.steps import Say, refusing, silent
-from torchere.archiver.signature import ANY, Signature, TensorSpec
+from torchere.archiver.signature import ANY, Limit, Signature, TensorSpec
 
-_ANY_BATCH = (1, 2**31)
+_ANY_BATCH = (1, LARGEST)
 _NOT_BATCHED = "not batched, requests go through the model one by one"
+_NO_BATCH = "the first dimensions are free and no batch, requests go through the model one by one"
 _ONE_BY_ONE = "leave --dynamic-batch out to have requests go through it one by one"
 _Places = list[tuple[int, int]]  # (output, dimension)
 
@@ -87,13 +89,21 @@ def _tried(
     example = trial.example
     is_asked = any(free.is_batch(example) for free in sizes)
     trial, is_steady = _ready(trial, is_asked, say)
-    found = [(free, _asked(trial, free)) for free in sizes]
+    found, one_by_one = [], False
+    for free in sizes:
+        places, is_batch = _asked(trial, free, names, say)
+        found.append((free, places))
+        one_by_one |= free.is_batch(example) and not is_batch
     if probe_batch and is_steady and not is_asked:
         found += _found_batch(trial, say)
     made = _signature(trial, names, found)
     if made.batched and not any(free.is_batch(example) for free, _ in found):
-        _varying(trial, batch_of(example, _common(sizes)))
-    return made
+        try:
+            _varying(trial, batch_of(example, _common(sizes)))
+        except ModelRefused as reason:
+            say(f"{_NO_BATCH}: {reason}")
+            one_by_one = True
+    return replace(made, one_by_one=one_by_one and made.batched)
 
 
 def _ready(trial: Trial, is_asked: bool, say: Say) -> tuple[Trial, bool]:
@@ -117,25 +127,53 @@ def _ready(trial: Trial, is_asked: bool, say: Say) -> tuple[Trial, bool]:
 def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSize, _Places]]) -> Signature:
     inputs = [list(tensor.shape) for tensor in trial.example]
     outputs = [list(tensor.shape) for _, tensor in trial.base]
+    limits: list[list[Limit]] = [[] for _ in inputs]
     for free, places in found:
         for index, dimension in free.places:
             inputs[index][dimension] = ANY
+            limits[index] += _limits(free, dimension, free.is_batch(trial.example))
         for index, dimension in places:
             outputs[index][dimension] = ANY
     return Signature(
-        tuple(_spec(name, t, shape) for name, t, shape in zip(names, trial.example, inputs, strict=True)),
+        tuple(
+            replace(_spec(name, tensor, shape), limits=tuple(its))
+            for name, tensor, shape, its in zip(names, trial.example, inputs, limits, strict=True)
+        ),
         tuple(_spec(name, t, shape) for (name, t), shape in zip(trial.base, outputs, strict=True)),
     )
 
 
-def _asked(trial: Trial, free: FreeSize) -> _Places:
-    """Return the dimensions of the outputs that vary with a size that the user asked for."""
-    try:
-        return _varying(trial, free)
-    except ModelRefused as reason:
-        if not free.is_batch(trial.example):
-            raise
-        raise ModelRefused(f"{reason}; {_ONE_BY_ONE}") from reason
+def _limits(free: FreeSize, dimension: int, is_first: bool) -> list[Limit]:
+    """Return the limit of a free size, if it has one.
+
+    A least size of 2 is none: torch.export has it for each size, and its programs run with 1, too. Nor has a
+    batch a least size, since a server makes it of rows.
+    """
+    low = 1 if free.low <= 2 or is_first else free.low
+    limit = Limit(dimension, low, free.high if free.high < LARGEST else None, free.multiple)
+    return [] if limit == Limit(dimension) else [limit]
+
+
+def _asked(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> tuple[_Places, bool]:
+    """Return the dimensions of the outputs that vary with a size, and whether it is a batch.
+
+    A first dimension of all inputs that was not asked for as the batch is one if rows are independent.
+    """
+    if free.is_batch(trial.example):
+        try:
+            return _varying(trial, free), True
+        except ModelRefused as reason:
+            if free.name == BATCH:
+                raise ModelRefused(f"{reason}; {_ONE_BY_ONE}{_first_dimension(names)}") from reason
+            refusal = reason
+        places = _varying_anywhere(trial, free, names, say)
+        say(f"{_NO_BATCH}: {refusal}")
+        return places, False
+    return _varying_anywhere(trial, free, names, say), False
+
+
+def _first_dimension(names: Sequence[str]) -> str:
+    return f", or, where the first dimension is no batch, say --dynamic {','.join(names)}.0=1: instead"
 
 
 def _common(sizes: Sequence[FreeSize]) -> tuple[int, int]:
@@ -166,27 +204,22 @@ def batch_refusal(trial: Trial) -> ModelRefused | None:
 
 
 def _varying(trial: Trial, free: FreeSize) -> _Places:
-    """Return the dimensions of the outputs that vary with `free`."""
-    base, now, size = trial.base, free.size_in(trial.example), free.other_size(trial.example)
-    other = base if size == now else trial.answers(resized(trial.example, free, size))
-    if len(base) != len(other):
-        raise ModelRefused(f"the model gives {len(other)} outputs instead of {len(base)} for other sizes")
-    found = []
-    for index, ((name, small), (_, large)) in enumerate(zip(base, other, strict=True)):
-        if small.dim() != large.dim():
-            raise ModelRefused(
-                f"the output {name!r} has another number of dimensions when {free.name} is {size}"
-            )
-        found += [
-            (index, at) for at, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b
-        ]
-        if free.is_batch(trial.example):
-            _check_row_count(name, small, large, now, size)
-    if free.is_batch(trial.example):
-        refuse_mixing(trial, size)
-        if size == now:  # a range of one size: no second size shows which dimension is the batch
-            found = [(index, 0) for index, (_, tensor) in enumerate(base) if tensor.dim()]
-    return found
+    """Return the dimensions of the outputs that vary with a batch, whose rows must be independent."""
+    now, size = free.size_in(trial.example), free.other_size(trial.example)
+    other = trial.base if size == now else trial.answers(resized(trial.example, free, size))
+    places = differing_dimensions(trial.base, other, free, size)
+    for (name, small), (_, large) in zip(trial.base, other, strict=True):
+        _check_row_count(name, small, large, now, size)
+    refuse_mixing(trial, size)
+    if size == now:  # a range of one size: no second size shows which dimension is the batch
+        return [(index, 0) for index, (_, tensor) in enumerate(trial.base) if tensor.dim()]
+    return places
+
+
+def _varying_anywhere(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> _Places:
+    """Return the dimensions of the outputs that vary with a size that is no batch, near and far from now."""
+    option = f"{','.join(names[index] for index, _ in free.places)}.{free.places[0][1]}"
+    return varying_dimensions(trial, free, option, say)
 
 
 def _check_row_count(name: str, small: torch.Tensor, large: torch.Tensor, now: int, size: int) -> None:

@@ -1,9 +1,9 @@
 """Runs the trials of a model in a forked child process, so that a crash of the model ends as one error line.
 
 A model on other sizes than its author tried may read beyond the end of a tensor, exit, hang or fill the
-memory. A fork takes 10 to 50 ms and shares the loaded model; a fresh interpreter would import torch and read
-the model again, which takes seconds. The child computes in a new thread: OpenMP's threads do not survive a
-fork, and each thread that starts parallel work has a pool of its own.
+memory. A fork takes a tenth of a second and shares the loaded model; a fresh interpreter would import torch
+and read the model again, which takes seconds (decision 27). The child computes in a new thread: OpenMP's
+threads do not survive a fork, and each thread that starts parallel work has a pool of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ctypes
 import faulthandler
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import IO, Any, NoReturn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.steps import Say, refusing, silent
-from torchere.archiver.signature import Signature, TensorSpec
+from torchere.archiver.signature import Signature, parse
 
 Work = Callable[[Say, Say], Signature]
 """Tries a model. Arguments: takes the inputs of each run before it begins; takes lines for the user."""
@@ -79,6 +78,7 @@ def isolated(work: Work, say: Say) -> Signature:
 
     Raises:
         ModelRefused: raised by `work`.
+        SignatureError: the result is not a valid signature.
         ModelEndedProcess: the child ended without a result, or a run took too long.
     """
     if sys.platform != "linux":
@@ -101,8 +101,7 @@ def isolated(work: Work, say: Say) -> Signature:
         raise ModelEndedProcess(f"the model did not return within {run.limit_s:.0f} s on {run.inputs}")
     if kind == "refused":
         raise ModelRefused(content)
-    inputs, outputs = ([TensorSpec(n, kind, tuple(shape)) for n, kind, shape in specs] for specs in content)
-    return Signature(tuple(inputs), tuple(outputs))
+    return parse(content)
 
 
 def _forked(work: Work, errors: IO[bytes]) -> tuple[int, Connection[Any, Any]]:
@@ -173,8 +172,7 @@ def _work(work: Work, messages: Connection[Any, Any], errors: IO[bytes]) -> NoRe
             signal.signal(number, signal.SIG_DFL)
         faulthandler.disable()
         os.dup2(errors.fileno(), 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _bound_memory()
+        _set_limits()
         thread = threading.Thread(target=_report, args=(work, messages))
         thread.start()
         thread.join()
@@ -193,8 +191,7 @@ def _report(work: Work, messages: Connection[Any, Any]) -> None:
     try:
         with refusing("trying the model"):
             made = work(lambda inputs: send("run", inputs), lambda line: send("say", line))
-        roles = (made.inputs, made.outputs)
-        send("done", [[(spec.name, spec.datatype, spec.shape) for spec in specs] for specs in roles])
+        send("done", made.to_json())
     except (ModelRefused, FileNotFoundError) as refusal:
         send("refused", str(refusal))
     except SystemExit as end:
@@ -204,8 +201,11 @@ def _report(work: Work, messages: Connection[Any, Any]) -> None:
             stream.flush()
 
 
-def _bound_memory() -> None:
-    """Limit the memory that the child takes in addition: the operating system would end any process."""
+def _set_limits() -> None:
+    """Allow no core dump, and a part of the memory: without it the system would end any process."""
+    import resource  # noqa: PLC0415  # Windows has none
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         used, available = _bytes_of(_OWN_MEMORY, "VmData:"), _bytes_of(_MEMORY, "MemAvailable:")
     except (OSError, LookupError):

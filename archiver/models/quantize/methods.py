@@ -98,7 +98,7 @@ def quantise(
     given = samples or ([model.example] if is_dynamic else [])
     # Not for AOTInductor: for int8 layers in a residual, it modifies the model's input in place (torch 2.13).
     opened = model.module if target == "aoti" else open_attention(model.module, model.example).module
-    program = quantised_program(opened, given, model.signature.batched, is_dynamic)
+    program = quantised_program(opened, given, model.signature.inputs, is_dynamic)
     taken = method if is_dynamic else "int8-static"
     return Quantised(program, taken, None, (), ("quantised by torchao PT2E for oneDNN",))
 

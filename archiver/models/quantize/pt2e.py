@@ -20,20 +20,24 @@ from torch import fx, nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import by_parameter
 from torchere.archiver.models.fold.convolutions import NotTraceable, fold
+from torchere.archiver.signature import ANY, TensorSpec
 
 _PT2E = "torchao.quantization.pt2e.quantize_pt2e"
 _QUANTIZER = "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"
 
 
 def quantised_program(
-    module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]], batched: bool, dynamic: bool
+    module: nn.Module,
+    samples: Sequence[tuple[torch.Tensor, ...]],
+    inputs: Sequence[TensorSpec],
+    dynamic: bool,
 ) -> nn.Module:
     """Return the model with int8 steps in its graph, ready to be exported or compiled.
 
     Args:
         module: eager, in fp32; it is not modified.
         samples: arguments to measure the range of activations; only the first is used if `dynamic`.
-        batched: whether the first dimension of every input is a batch of any size.
+        inputs: the signature of the inputs, whose free dimensions stay free.
         dynamic: measure the range of activations at each call; linear layers only.
 
     Raises:
@@ -46,7 +50,7 @@ def quantised_program(
         )
     with _quiet():
         pt2e, quantizers = _torchao()
-        graph = _exported(_folded(module, samples[0]), samples[0], batched)
+        graph = _exported(_folded(module, samples[0]), samples[0], inputs)
         quantizer = quantizers.X86InductorQuantizer()
         # 7-bit activations, because without VNNI the sum of two 8-bit products overflows.
         quantizer.set_global(
@@ -78,14 +82,22 @@ def _forget_unused(graph: fx.GraphModule) -> None:
         delattr(graph.get_submodule(owner), own)
 
 
-def _exported(module: nn.Module, sample: tuple[torch.Tensor, ...], batched: bool) -> nn.Module:
-    # At least two rows, because torch.export treats a batch of 1 as a constant.
-    rows = tuple(torch.cat([tensor, tensor]) for tensor in sample) if batched else sample
-    sizes: list[dict[int, Any]] = [{0: torch.export.Dim.AUTO} if batched else {} for _ in rows]
+def _exported(module: nn.Module, sample: tuple[torch.Tensor, ...], inputs: Sequence[TensorSpec]) -> nn.Module:
+    free = [[at for at, size in enumerate(spec.shape) if size == ANY] for spec in inputs]
+    # torch.export treats a size of 1 as a constant.
+    given = tuple(_at_least_two(tensor, its) for tensor, its in zip(sample, free, strict=True))
+    sizes: list[dict[int, Any]] = [dict.fromkeys(its, torch.export.Dim.AUTO) for its in free]
     with torch.no_grad():
-        program = torch.export.export(module, rows, dynamic_shapes=by_parameter(module, sizes))
+        program = torch.export.export(module, given, dynamic_shapes=by_parameter(module, sizes))
     graph: nn.Module = program.module()
     return graph
+
+
+def _at_least_two(tensor: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
+    for dimension in dimensions:
+        if tensor.shape[dimension] == 1:
+            tensor = torch.cat([tensor, tensor], dimension)
+    return tensor
 
 
 def _torchao() -> tuple[Any, Any]:

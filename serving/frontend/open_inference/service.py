@@ -136,6 +136,8 @@ def _check_input(where: str, tensor: InputTensor, specs: dict[str, TensorSpec]) 
         raise InvalidRequest(
             f"{where}.shape: found {shown(tensor.shape)}, expected {shown(spec.shape)} (-1 is any size)"
         )
+    if spec.limits and (limit := spec.exceeded(tensor.shape)) is not None:
+        raise InvalidRequest(f"{where}.shape: found {shown(tensor.shape)}, expected {limit}")
 
 
 def _check_batches(request: TensorRequest, signature: Signature) -> None:

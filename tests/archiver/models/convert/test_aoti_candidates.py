@@ -125,3 +125,27 @@ def test_what_templates_can_not_do_stays_with_the_library(
     assert made == to_aoti.Compiled("avx2", frozen=False)
     assert said[-1] == "that can't be compiled (RuntimeError); the library's multiplication stays"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_program_that_can_not_be_frozen_is_compiled_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tried: list[bool] = []
+
+    def compile_it(program: Any, path: Path, settings: dict[str, Any]) -> None:
+        tried.append(settings["freezing"])
+        if settings["freezing"]:
+            raise RuntimeError("a pass of freezing failed\nin a long trace")
+
+    monkeypatch.setattr(to_aoti, "_compile", compile_it)
+    monkeypatch.setattr(to_aoti, "aoti_metadata", lambda path: {"AOTI_CPU_ISA": "AVX2"})
+    pictures = (torch.rand(2, 3, 8, 8),)
+    program = to_program(nn.Conv2d(3, 4, 3).eval(), pictures, [])
+    said: list[str] = []
+    found = to_aoti.compile_aoti(program, tmp_path / "model.pt2", None, said.append)
+    assert tried == [True, False]
+    assert not found.frozen and found.isa == "avx2"
+    assert said == [
+        "with weights packed for oneDNN it can't be compiled (a pass of freezing failed); compiling again "
+        "without, which may be slower ..."
+    ]

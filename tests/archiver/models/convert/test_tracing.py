@@ -59,6 +59,10 @@ def test_branches_and_loops_that_depend_on_values_are_refused(
     forward: Forward, example: tuple[torch.Tensor, ...]
 ) -> None:
     with pytest.raises(ModelRefused, match=r"tracing kept the branches .* --script keeps .* --format export"):
+        to_torchscript(Net(forward).eval(), example, only_trace=True)
+    with pytest.raises(
+        ModelRefused, match=r"tracing kept the branches .* nor does its source compile, as with "
+    ):
         to_torchscript(Net(forward).eval(), example)
 
 
@@ -91,7 +95,58 @@ def test_an_input_that_only_set_a_constant_is_refused() -> None:
             return x * float(hidden)
 
     with pytest.raises(ModelRefused, match="took the input 'hidden' for a constant"):
-        to_torchscript(Scaled().eval(), (torch.rand(2, 4), torch.tensor([3.0])))
+        to_torchscript(Scaled().eval(), (torch.rand(2, 4), torch.tensor([3.0])), only_trace=True)
+
+
+class Branching(nn.Module):
+    """Takes another branch for other values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.sum()) > 0:
+            return x
+        return -10 * x
+
+
+class Counting(nn.Module):
+    """A loop over the rows of an input: its trace has as many steps as the example, and fails for others."""
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(times.max())):
+            x = torch.tanh(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("module", "example", "other"),
+    [
+        (Branching(), (torch.rand(2, 4),), (-torch.rand(2, 4),)),
+        (Counting(), (torch.rand(2, 4), torch.tensor([2, 2])), (torch.rand(2, 4), torch.tensor([5, 5]))),
+    ],
+)
+def test_the_source_is_compiled_where_tracing_fails_and_that_is_told(
+    module: nn.Module, example: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]
+) -> None:
+    said: list[str] = []
+    made = to_torchscript(module.eval(), example, say=said.append)
+    assert torch.equal(made(*other), module(*other))
+    assert said[-1].startswith(
+        "the source was compiled, as with --script, because tracing fails: tracing kept"
+    )
+
+
+def test_a_model_that_the_tracer_raises_on_is_compiled_from_its_source() -> None:
+    class Untraceable(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.jit.is_tracing():
+                raise ValueError("not while tracing")
+            return x * 2
+
+    said: list[str] = []
+    rows = torch.rand(2, 4)
+    assert torch.equal(to_torchscript(Untraceable().eval(), (rows,), say=said.append)(rows), rows * 2)
+    assert said == ["the source was compiled, as with --script, because tracing fails: not while tracing"]
+    with pytest.raises(ValueError, match="not while tracing"):
+        to_torchscript(Untraceable().eval(), (rows,), only_trace=True)
 
 
 def test_an_input_that_the_model_ignores_is_told() -> None:

@@ -266,6 +266,8 @@ def test_weights_of_an_adapter_are_told_from_those_of_a_model(tmp_path: Path) ->
         ModelRefused, match=r"of an adapter \(LoRA\): merge it .* model\.merge_and_unload\(\)"
     ):
         load_into(Net(), read_weights(path), path)
+    with pytest.raises(ModelRefused, match=r"of an adapter \(LoRA\): merge it"):
+        read_source(path, None, None, False)
 
 
 def test_the_module_beside_other_things_in_a_trusted_pickle_is_the_model(tmp_path: Path) -> None:

@@ -96,6 +96,15 @@ def test_a_model_that_does_not_return_for_other_batches_is_not_batched(
     assert "did not return within 0 s on FP32[3, 5, 8]" in lines[0]
 
 
+def test_a_model_that_asks_for_nearly_all_memory_for_other_batches_is_not_batched() -> None:
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line]
+    most = int(int(line.split()[1]) * 1024 * 0.97)
+    lines: list[str] = []
+    asking = failing(lambda: torch.empty(most, dtype=torch.uint8))  # pages are taken when they are written to
+    assert not signature_of(asking, ROWS, ["rows"], [], probe_batch=True, say=lines.append).batched
+    assert "can't allocate memory" in lines[0]
+
+
 def test_a_model_that_needs_a_thread_of_this_process_is_tried_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_FIRST_S", 0.3)
     here = os.getpid()

@@ -17,6 +17,7 @@ from torchere.archiver.models.inputs.sizes import FreeSize, batch_of
 from torchere.archiver.models.probe.derive import signature_of
 from torchere.archiver.models.probe.precision import FINE, SHARED, precision_of
 from torchere.archiver.request import BuildOptions
+from torchere.archiver.signature import Limit
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 torch.manual_seed(0)
@@ -226,18 +227,26 @@ def test_why_there_is_no_batch_is_said_in_one_line() -> None:
     assert len(said) == 1 and "depends on the other rows of the batch" in said[0]
 
 
-def test_a_first_dimension_by_another_name_is_the_batch_all_the_same() -> None:
-    rows = (torch.randn(2, 8),)
-    with pytest.raises(ModelRefused, match="depends on the other rows"):
-        signature_of(FLOATS["sum so far"], rows, ["x"], [FreeSize("x_0", ((0, 0),), 1, 64)], probe_batch=True)
+def test_a_first_dimension_by_another_name_is_a_batch_if_its_rows_are_independent() -> None:
+    rows, free, said = (torch.randn(2, 8),), [FreeSize("x_0", ((0, 0),), 1, 64)], list[str]()
+    assert signature_of(LINEAR, rows, ["x"], free, probe_batch=True).batched
+    found = signature_of(FLOATS["sum so far"], rows, ["x"], free, probe_batch=True, say=said.append)
+    assert found.inputs[0].shape == (-1, 8) and found.one_by_one and not found.batched
+    assert found.inputs[0].limits == (Limit(0, 1, 64),)
+    assert said[0].startswith("the first dimensions are free and no batch")
+    with pytest.raises(ModelRefused, match=r"depends on the other rows.*say --dynamic x\.0=1: instead"):
+        signature_of(FLOATS["sum so far"], rows, ["x"], [batch_of(rows, (1, 64))], probe_batch=True)
 
 
-def test_two_first_dimensions_that_vary_apart_are_the_batch_all_the_same() -> None:
-    rows, apart = (torch.randn(2, 8), torch.randn(2, 8)), list[FreeSize]()
+def test_two_first_dimensions_that_vary_apart_are_no_batch() -> None:
+    points, apart = (torch.randn(2, 8), torch.randn(3, 8)), list[FreeSize]()
     for index in range(2):
         apart.append(FreeSize(f"size_{index}", ((index, 0),), 1, 64))
-    with pytest.raises(ModelRefused, match="depends on the other rows"):
-        signature_of(lambda x, y: (x.cumsum(0), y.cumsum(0)), rows, ["x", "y"], apart, probe_batch=False)
+    for example in (points, (points[0], points[0])):
+        found = signature_of(
+            lambda x, y: (x.cumsum(0), y.cumsum(0)), example, ["x", "y"], apart, probe_batch=False
+        )
+        assert found.one_by_one and [spec.shape for spec in found.outputs] == [(-1, 8), (-1, 8)]
 
 
 def test_a_batch_of_one_size_has_its_rows_tried_by_others_in_their_place() -> None:

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.exported_program import to_program
 from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.signature import Signature, TensorSpec
@@ -53,6 +55,21 @@ def test_the_quantised_program_agrees_and_can_be_exported_for_any_batch(
     with torch.no_grad():
         drift = difference([((model.module(many),), (program.module()(many),))]).drift
     assert 0 < drift < 0.1
+
+
+@needs_torchao
+def test_other_free_sizes_than_the_batch_stay_free() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 4, 3, padding=1)).eval()
+    example = (torch.rand(1, 4, 20),)
+    spec = (TensorSpec("x", "FP32", (-1, 4, -1)),)
+    model = LoadedModel(network, example, Signature(spec, spec), "eager", Path("net.py"))
+    made = quantise(model, "int8-static", [example, (torch.rand(2, 4, 31),)], target="aoti")
+    sizes = [FreeSize("batch", ((0, 0),), 1, 8), FreeSize("x_2", ((0, 2),), 1, 64)]
+    program = to_program(made.module, example, sizes)
+    other = torch.rand(3, 4, 47)
+    with torch.no_grad():
+        assert difference([((network(other),), (program.module()(other),))]).drift < 0.1
 
 
 @needs_torchao

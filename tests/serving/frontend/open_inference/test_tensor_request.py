@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchere.archiver.signature import Signature, TensorSpec
+from torchere.archiver.signature import Limit, Signature, TensorSpec
 from torchere.handlers.encode import decode_input
 from torchere.handlers.tensors import BYTES, DATATYPES
 from torchere.handlers.tensors.answer import FRAME, OPEN_INFERENCE, WantedOutput, read_wish
@@ -124,6 +124,18 @@ def test_tensors_that_the_model_does_not_take_are_refused(inputs: Any, outputs: 
     check_signature(TensorRequest((B, A), outputs=(WantedOutput("y"),)), SIGNATURE)
     with pytest.raises(InvalidRequest, match=f"^{text}"):
         check_signature(TensorRequest(inputs, outputs=outputs), SIGNATURE)
+
+
+def test_sizes_outside_of_the_declared_ones_are_refused_with_the_limit() -> None:
+    limits = (Limit(0, 1, 4), Limit(1, 32, None, 32))
+    signature = Signature((TensorSpec("a", "FP32", (-1, -1), limits),), (TensorSpec("y", "FP32", (-1,)),))
+    check_signature(TensorRequest((InputTensor("a", FP32, (4, 64), bytes(1024)),)), signature)
+    for shape, text in [
+        ((5, 64), "expected the size of dimension 0 1 to 4"),
+        ((4, 48), "expected the size of dimension 1 a multiple of 32, at least 32"),
+    ]:
+        with pytest.raises(InvalidRequest, match=rf"^inputs\[0\]\.shape: found .*, {text}"):
+            check_signature(TensorRequest((InputTensor("a", FP32, shape, b""),)), signature)
 
 
 def test_behind_an_envelope_a_request_is_torchserves_json() -> None:

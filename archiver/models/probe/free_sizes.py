@@ -1,0 +1,121 @@
+"""Tries a model on the sizes that one of its dimensions may have, and finds those that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.run import Named
+from torchere.archiver.models.inputs.sizes import FreeSize, resized
+from torchere.archiver.models.probe.row_independence import Trial
+from torchere.archiver.models.steps import Say
+
+_MOST_STEPS = 40  # divisors of the example's size that are tried as steps
+_FURTHER = (1, 2, 3)  # so many steps from the example's size, to be sure of a step
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+
+Places = list[tuple[int, int]]
+"""(output, dimension) of each dimension that varies."""
+
+
+def varying_dimensions(trial: Trial, free: FreeSize, option: str, say: Say) -> Places:
+    """Return the dimensions of the outputs that vary with `free`, over near and far sizes.
+
+    Args:
+        trial: the model and its results on the example.
+        free: a size that is no batch.
+        option: the inputs and the dimension as the user names them: `ids,mask.1`.
+        say: takes a line when a size could not be tried.
+
+    Raises:
+        ModelRefused: the model does not take a size of the range; the text has a range that it takes, if one
+            was found.
+    """
+    found: dict[tuple[int, int], None] = {}
+    sizes = dict.fromkeys([free.other_size(trial.example), *free.far_sizes(trial.example)])
+    for size in sizes:
+        if size == free.size_in(trial.example):
+            continue
+        try:
+            found |= dict.fromkeys(_places(trial, free, size))
+        except ModelRefused as reason:
+            if any(text in str(reason) for text in _NO_MEMORY):
+                say(f"{option} was not tried with {size}, which takes more memory than there is")
+                continue
+            raise ModelRefused(f"{reason}; {_advice(trial, free, option)}") from reason
+    return list(found)
+
+
+def differing_dimensions(base: Named, other: Named, free: FreeSize, size: int) -> Places:
+    """Return the dimensions in which two results of the model differ.
+
+    Raises:
+        ModelRefused: they have another number of outputs or dimensions.
+    """
+    if len(base) != len(other):
+        raise ModelRefused(f"the model gives {len(other)} outputs instead of {len(base)} for other sizes")
+    found = []
+    for index, ((name, small), (_, large)) in enumerate(zip(base, other, strict=True)):
+        if small.dim() != large.dim():
+            raise ModelRefused(
+                f"the output {name!r} has another number of dimensions when {free.name} is {size}"
+            )
+        found += [
+            (index, at) for at, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b
+        ]
+    return found
+
+
+def _places(trial: Trial, free: FreeSize, size: int) -> Places:
+    other = trial.answers(resized(trial.example, free, size))
+    return differing_dimensions(trial.base, other, free, size)
+
+
+def _advice(trial: Trial, free: FreeSize, option: str) -> str:
+    """Find a narrower range that the model takes, and return how to ask for it."""
+
+    def runs(size: int) -> bool:
+        try:
+            _places(trial, free, size)
+        except ModelRefused:
+            return False
+        return True
+
+    narrower = _narrower(free, free.size_in(trial.example), free.far_sizes(trial.example), runs)
+    if narrower is None:
+        return f"it was found to run with {free.size_in(trial.example)} only: leave --dynamic {option} out"
+    return f"it was found to run with --dynamic {option}={narrower.text}"
+
+
+def _narrower(free: FreeSize, now: int, far: list[int], runs: Callable[[int], bool]) -> FreeSize | None:
+    """Return the part of the range that the model takes: a larger step, and ends nearer to the example."""
+    step = _step(free, now, runs)
+    if step is None:
+        return None
+    low, high = min((*far, now)), max((*far, now))
+    low = _last_that_runs(now // step, -(-low // step), step, runs)
+    most = _last_that_runs(now // step, high // step, step, runs)
+    high = free.high if most == high // step * step else most
+    return replace(free, low=low, high=high, multiple=step)
+
+
+def _step(free: FreeSize, now: int, runs: Callable[[int], bool]) -> int | None:
+    """Return the smallest step, of those that divide the example's size, that the model takes."""
+    divisors = [step for step in range(free.multiple, now + 1, free.multiple) if now % step == 0]
+    for step in divisors[:_MOST_STEPS]:
+        above = [now + count * step for count in _FURTHER if now + count * step <= free.high]
+        below = [now - count * step for count in _FURTHER if now - count * step >= free.low]
+        if any(sizes and all(map(runs, sizes)) for sizes in (above, below)):
+            return step
+    return None
+
+
+def _last_that_runs(good: int, end: int, step: int, runs: Callable[[int], bool]) -> int:
+    """Return the size nearest to `end` steps that runs, by bisection from `good` steps, which run."""
+    if runs(end * step):
+        return end * step
+    while abs(end - good) > 1:
+        middle = (good + end) // 2
+        good, end = (middle, end) if runs(middle * step) else (good, middle)
+    return good * step

@@ -1,0 +1,176 @@
+"""Models of transformers, small and with random weights: packed, and equal to a call by their users."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchere.archiver import open_archive
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.source import read_source
+from torchere.archiver.signature import parse
+
+transformers: Any = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra huggingface)"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and of torch's tracer
+Pack = Callable[..., Path]
+Serve = Callable[..., list[Any]]
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT = {**SMALL, "vocab_size": 100, "max_position_embeddings": 40}
+PICTURE = {**SMALL, "image_size": 16, "patch_size": 8}
+MAKERS: dict[str, Callable[[], Any]] = {
+    "pair classifier": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT)),
+    "decoder": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=100, n_embd=16, n_layer=1, n_head=2, n_positions=40)
+    ),
+    "encoder and decoder": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=100,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
+    ),
+    "pictures": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**PICTURE)),
+    "pictures and texts": lambda: transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**TEXT, "projection_dim": 8},
+            vision_config={**PICTURE, "projection_dim": 8},
+            projection_dim=8,
+        )
+    ),
+}
+INPUTS = {
+    "pair classifier": {"input_ids": (-1, -1), "attention_mask": (-1, -1), "token_type_ids": (-1, -1)},
+    "decoder": {"input_ids": (-1, -1), "attention_mask": (-1, -1)},
+    "encoder and decoder": {
+        "input_ids": (-1, -1),
+        "attention_mask": (-1, -1),
+        "decoder_input_ids": (-1, -1),
+    },
+    "pictures": {"pixel_values": (-1, 3, 16, 16)},
+    "pictures and texts": {
+        "input_ids": (2, -1),
+        "pixel_values": (2, 3, 16, 16),
+        "attention_mask": (2, -1),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, make in MAKERS.items():
+        torch.manual_seed(0)
+        made[name] = tmp_path_factory.mktemp("folder") / "model"
+        make().eval().save_pretrained(made[name])
+    return made
+
+
+def original(folder: Path) -> Any:
+    """The model as its users load it."""
+    name = read_source(folder, None, None, False).folder.model.__class__.__name__  # type: ignore[union-attr]
+    return getattr(transformers, name).from_pretrained(folder).eval()
+
+
+def values(name: str, length: int) -> dict[str, torch.Tensor]:
+    """Inputs of another length than the example's, with padding and two texts where the model takes those."""
+    ids = torch.randint(1, 90, (2, length))
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    all_of_them = {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "token_type_ids": (torch.arange(length) > length // 2).long().repeat(2, 1),
+        "decoder_input_ids": torch.randint(1, 90, (2, 6)),
+        "pixel_values": torch.rand(2, 3, 16, 16),
+    }
+    return {key: all_of_them[key] for key in INPUTS[name]}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_folder_is_packed_with_all_inputs_and_answers_as_the_model(
+    pack: Pack, serve: Serve, folders: dict[str, Path], name: str
+) -> None:
+    archive = pack(serialized_file=folders[name], model_format="torchscript")
+    signature = parse(open_archive(archive).read_text("signature.json"))
+    assert {spec.name: spec.shape for spec in signature.inputs} == INPUTS[name]
+    inputs = values(name, 13)
+    (found,) = serve(archive, [{key: value.numpy() for key, value in inputs.items()}])
+    with torch.no_grad():
+        wanted = original(folders[name])(**inputs)
+    logits = "logits_per_image" if name == "pictures and texts" else "logits"
+    answer = torch.tensor(found[logits] if isinstance(found, dict) else found)
+    torch.testing.assert_close(answer, wanted[logits], atol=1e-5, rtol=1e-4)
+
+
+def test_lengths_end_where_the_positions_of_the_model_do(pack: Pack, folders: dict[str, Path]) -> None:
+    archive = pack(serialized_file=folders["pair classifier"], model_format="torchscript")
+    (limit,) = parse(open_archive(archive).read_text("signature.json")).inputs[0].limits
+    assert (limit.dimension, limit.least, limit.most) == (1, 1, 40)
+
+
+def test_an_example_chooses_the_inputs_and_fixes_the_length(
+    pack: Pack, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    example = {key: value.tolist() for key, value in values("pair classifier", 11).items()}
+    del example["attention_mask"]
+    np.savez(tmp_path / "x.npz", **{key: np.array(value) for key, value in reversed(example.items())})
+    given = {"serialized_file": folders["pair classifier"], "model_format": "torchscript"}
+    signature = parse(open_archive(pack(**given, example=tmp_path / "x.npz")).read_text("signature.json"))
+    assert [(spec.name, spec.shape) for spec in signature.inputs] == [
+        ("input_ids", (-1, 11)),
+        ("token_type_ids", (-1, 11)),
+    ]
+    np.savez(tmp_path / "y.npz", tokens=np.zeros((2, 3), np.int64))
+    with pytest.raises(
+        ModelRefused, match="the input 'tokens'; BertForSequenceClassification has input_ids, "
+    ):
+        pack(**given, example=tmp_path / "y.npz")
+    np.save(tmp_path / "z.npy", np.zeros((2, 3), np.int64))
+    signature = parse(open_archive(pack(**given, example=tmp_path / "z.npy")).read_text("signature.json"))
+    assert [spec.name for spec in signature.inputs] == ["input_ids"]
+
+
+def test_weights_of_torch_save_are_read_like_any_pickle(
+    pack: Pack, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "older"
+    shutil.copytree(folders["pair classifier"], folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelRefused, match=r"no weights of PyTorch in it \(\*\.safetensors or pytorch_model"):
+        read_source(folder, None, None, False)
+    model = original(folders["pair classifier"])
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    found: Any = read_source(folder, None, None, False).module
+    inputs = values("pair classifier", 9)
+    with torch.no_grad():
+        torch.testing.assert_close(found(*inputs.values())["logits"], model(**inputs).logits)
+    torch.save({"odd": Path("x"), **model.state_dict()}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelRefused, match=r"pytorch_model\.bin: its pickle holds more than tensors"):
+        read_source(folder, None, None, False)
+
+
+def test_an_adapter_and_weights_of_other_libraries_are_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "bert-base-uncased"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ModelRefused, match=r"adapter \(PEFT\) of bert-base-uncased.*merge_and_unload\(\)"):
+        read_source(tmp_path, None, None, False)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"architectures": ["BertModel"]}')
+    (other / "tf_model.h5").touch()
+    with pytest.raises(
+        ModelRefused, match=r"it has tf_model\.h5, which is of another library; load the model"
+    ):
+        read_source(other, None, None, False)

@@ -1,0 +1,204 @@
+"""Sizes that a model takes only some of: found, told, and kept by the server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.sizes import FreeSize, parse_free_size, parse_range
+from torchere.archiver.models.probe.derive import signature_of
+from torchere.archiver.signature import Limit, Signature, TensorSpec, parse
+
+Pack = Callable[..., Path]
+Serve = Callable[..., list[Any]]
+WAVE = (torch.rand(1, 64),)
+
+
+class Shuffled(nn.Module):
+    """A network of two halvings and two doublings with skips, which takes multiples of 4."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = nn.functional.avg_pool1d(x[:, None], 4)[:, 0]
+        return x + half.repeat_interleave(4, 1)
+
+
+def positions(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.arange(200.0)[: x.shape[1]]
+
+
+def windowed(x: torch.Tensor) -> torch.Tensor:
+    return x.unfold(1, 10, 1).mean(-1)
+
+
+def hops(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(x.shape[0], -1, 16).mean(-1)
+
+
+MODELS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] = {
+    "multiples": (Shuffled(), "x.1=1:", "x.1=4*k"),
+    "multiples in a range": (Shuffled(), "x.1=10:999", "x.1=12:999:4"),
+    "hops": (hops, "x:1=1:512", "x.1=16:512:16"),
+    "at most": (positions, "x.1=1:512", "x.1=1:200"),
+    "at least": (windowed, "x.1=1:512", "x.1=10:512"),
+}
+
+
+def free(text: str) -> FreeSize:
+    return parse_free_size(text, ["x"], WAVE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_range_that_a_model_takes_a_part_of_is_refused_with_that_part(name: str) -> None:
+    run, asked, advice = MODELS[name]
+    with pytest.raises(ModelRefused) as caught:
+        signature_of(run, WAVE, ["x"], [free(asked)], probe_batch=False)
+    option = str(caught.value).partition("it was found to run with --dynamic ")[2]
+    assert option == advice
+    found = signature_of(run, WAVE, ["x"], [free(option)], probe_batch=False)
+    assert found.inputs[0].shape == (1, -1)
+    assert found.outputs[0].shape[1] == -1
+
+
+def test_a_model_of_one_size_says_to_leave_the_option_out() -> None:
+    with pytest.raises(ModelRefused, match=r"found to run with 64 only: leave --dynamic x\.1 out"):
+        signature_of(lambda x: x.reshape(-1, 64), WAVE, ["x"], [free("x.1=1:99")], probe_batch=False)
+
+
+def test_outputs_that_vary_for_far_sizes_only_are_free() -> None:
+    found = signature_of(
+        lambda x: x[:, :: max(x.shape[1] // 100, 1)].new_zeros(1, math.ceil(x.shape[1] / 300)),
+        WAVE,
+        ["x"],
+        [free("x.1=1:")],
+        probe_batch=False,
+    )
+    assert found.outputs[0].shape == (1, -1)
+
+
+def test_a_size_that_takes_more_memory_than_there_is_is_told_and_not_tried() -> None:
+    said: list[str] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 500:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        return x
+
+    found = signature_of(run, WAVE, ["x"], [free("x.1=1:512")], probe_batch=False, say=said.append)
+    assert found.inputs[0].limits == (Limit(1, 1, 512),)
+    assert said == ["x.1 was not tried with 512, which takes more memory than there is"]
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"),
+    [
+        ("1:64", (1, 64, 1)),
+        ("64:", (64, 2**31, 1)),
+        ("32*k", (32, 2**31, 32)),
+        ("64:1024:32", (64, 1024, 32)),
+    ],
+)
+def test_ranges_have_steps_and_may_be_open(text: str, bounds: tuple[int, int, int]) -> None:
+    assert parse_range(text, "it") == bounds
+    assert FreeSize("it", ((0, 1),), *bounds).text == text
+
+
+@pytest.mark.parametrize("text", ["64:1", "0:3", "33:63:32", "k*32", "32*", "5", ":5", "0*k", "1:9:0"])
+def test_ranges_without_a_size_are_refused(text: str) -> None:
+    with pytest.raises(ModelRefused, match=r"as 1:64, or 64: .* or 32\*k .* or 64:1024:32"):
+        parse_range(text, "it")
+
+
+def test_the_size_of_the_example_is_one_of_the_range() -> None:
+    with pytest.raises(ModelRefused, match=r"in the example is 64; expected one of 48\*k"):
+        free("x.1=48*k")
+
+
+def test_limits_and_what_is_no_batch_survive_the_file() -> None:
+    spec = TensorSpec("x", "FP32", (-1, -1), (Limit(0, 1, 64), Limit(1, 32, None, 32)))
+    whole = Signature((spec,), (TensorSpec("y", "FP32", (-1,)),), one_by_one=True)
+    assert parse(whole.to_json()) == whole
+    assert '"version": 2' in whole.to_json()
+    assert '"version": 1' in Signature((spec,), (spec,)).to_json()
+
+
+NET = """\
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = torch.nn.Conv2d(1, 2, 8, stride=8)
+        self.up = torch.nn.ConvTranspose2d(2, 1, 8, stride=8)
+
+    def forward(self, x):
+        return x + self.up(self.down(x))
+"""
+
+
+@pytest.mark.parametrize("model_format", ["torchscript", "export"])
+def test_a_server_refuses_sizes_outside_of_the_declared_ones(
+    pack: Pack, serve: Serve, tmp_path: Path, model_format: str
+) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    torch.save(torch.rand(2, 1, 16, 24), tmp_path / "x.pt")
+    archive = pack(
+        model_file=tmp_path / "net.py",
+        model_format=model_format,
+        example=tmp_path / "x.pt",
+        dynamic_batch="1:4",
+        dynamic_sizes=("x.2=8*k", "x.3=8:64:8"),
+    )
+
+    def answer(*sizes: int) -> Any:
+        (found,) = serve(archive, [{"body": torch.zeros(sizes).tolist()}])
+        return found
+
+    assert len(answer(4, 1, 8, 64)) == 4
+    for sizes, said in [
+        ((5, 1, 8, 8), "expected the size of dimension 0 1 to 4"),
+        ((1, 1, 12, 8), "expected the size of dimension 2 a multiple of 8, at least 8"),
+        ((1, 1, 8, 72), "expected the size of dimension 3 a multiple of 8, 8 to 64"),
+    ]:
+        found = answer(*sizes)
+        assert said in str(found), (found, type(found))
+
+
+def test_requests_that_are_too_many_together_run_in_parts(pack: Pack, serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "counts.py").write_text(
+        "import torch\n\n\nclass Counts(torch.nn.Module):\n"
+        "    def forward(self, x):\n        assert len(x) <= 4\n        return x * 2\n"
+    )
+    torch.save(torch.rand(2, 3), tmp_path / "x.pt")
+    archive = pack(model_file=tmp_path / "counts.py", example=tmp_path / "x.pt", dynamic_batch="1:4")
+    assert serve(archive, [{"body": [[float(i)] * 3] * 3} for i in range(3)]) == [
+        [[2.0 * i] * 3] * 3 for i in range(3)
+    ]
+    assert serve(archive, [{"body": [float(i)] * 3} for i in range(6)]) == [[2.0 * i] * 3 for i in range(6)]
+
+
+def test_points_that_are_no_batch_are_served_one_request_at_a_time(
+    pack: Pack, serve: Serve, tmp_path: Path
+) -> None:
+    (tmp_path / "cloud.py").write_text(
+        "import torch\n\n\nclass Cloud(torch.nn.Module):\n"
+        "    def forward(self, points):\n        return points - points.mean(0)\n"
+    )
+    torch.save(torch.rand(5, 3), tmp_path / "x.pt")
+    archive = pack(
+        model_file=tmp_path / "cloud.py",
+        model_format="torchscript",
+        example=tmp_path / "x.pt",
+        dynamic_sizes=("points.0=1:100",),
+    )
+    clouds = [torch.rand(count, 3) for count in (2, 7)]
+    found = serve(archive, [{"body": cloud.tolist()} for cloud in clouds])
+    for cloud, answer in zip(clouds, found, strict=True):
+        torch.testing.assert_close(torch.tensor(answer), cloud - cloud.mean(0))
