@@ -23,12 +23,26 @@ from torchere.archiver.request import (
     ArchiveRequest,
     BuildOptions,
     Built,
+    Prepare,
     check_inputs,
 )
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, parse
 from torchere.archiver.writer import Progress, check_target, write_archive
 
 Say = Callable[[str], None]
+# Returns what a handler does to the body of a request. Its arguments are the handler as in the manifest, the
+# folder of its file (None if it is built in), and the model-config.yaml, if there is one.
+PrepareFor = Callable[[str, Path | None, Path | None], Prepare]
+
+
+def prepared(options: BuildOptions, request: ArchiveRequest, prepare_for: PrepareFor | None) -> BuildOptions:
+    """Return the options with what the handler of `request` does to pictures among example and samples."""
+    if prepare_for is None or not request.handler or request.runtime == "LSP":
+        return options
+    file = request.handler_file()
+    name = request.handler if file is None else Path(request.handler).name
+    config = Path(request.config_file) if request.config_file else None
+    return replace(options, prepare=prepare_for(name, file.parent if file else None, config))
 
 
 def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progress, say: Say) -> Path:
@@ -108,7 +122,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     add_build_arguments(parser, "--to")
 
 
-def convert_archive(namespace: argparse.Namespace, say: Say) -> Path:
+def convert_archive(namespace: argparse.Namespace, say: Say, prepare_for: PrepareFor | None = None) -> Path:
     """Convert an archive as the arguments say; return the path of the new one.
 
     Raises:
@@ -131,7 +145,11 @@ def convert_archive(namespace: argparse.Namespace, say: Say) -> Path:
         options = convert_options(namespace, *(_in(folder, name) for name in files))
         if (folder / SIGNATURE_NAME).is_file():
             options = replace(options, example_signature=folder / SIGNATURE_NAME)
-        return pack_model(_request(namespace, manifest, folder), options, Progress(sys.stderr), say)
+        request = _request(namespace, manifest, folder)
+        # The new archive takes its configuration from the options.
+        configured = replace(request, config_file=options.config_file)
+        options = prepared(options, configured, prepare_for)
+        return pack_model(request, options, Progress(sys.stderr), say)
 
 
 def _request(namespace: argparse.Namespace, manifest: Manifest, folder: Path) -> ArchiveRequest:

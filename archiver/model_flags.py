@@ -6,7 +6,16 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from torchere.archiver.request import AOTI, EXPORT, ISAS, KEEP, MODEL_FORMATS, TORCHSCRIPT, BuildOptions
+from torchere.archiver.request import (
+    AOTI,
+    EXPORT,
+    ISAS,
+    KEEP,
+    MAX_SAMPLES,
+    MODEL_FORMATS,
+    TORCHSCRIPT,
+    BuildOptions,
+)
 
 _ASK_FOR_TORCH = (
     "model_format",
@@ -89,6 +98,14 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         metavar="PATH",
         help="file or folder of examples to calibrate on and verify with",
     )
+    add(
+        "--max-samples",
+        type=_positive,
+        default=MAX_SAMPLES,
+        metavar="N",
+        help=f"files of the folder to use at most, evenly spaced (default: {MAX_SAMPLES}); more take longer "
+        "and seldom change the result",
+    )
     _add_verification_arguments(group)
 
 
@@ -99,7 +116,8 @@ def _add_example_arguments(group: argparse._ArgumentGroup, is_convert: bool) -> 
         type=Path,
         metavar="FILE",
         help="inputs to run the model on: .json (a request, an object of lists, or a list), .pt, .npy, .npz, "
-        "or an image (becomes an FP32 tensor of shape [1, 3, height, width] with values from 0 to 1)"
+        "or an image, which the handler decodes, crops and normalises as in a request (for a handler that "
+        "does not take images: an FP32 tensor of shape [1, 3, height, width] with values from 0 to 1)"
         + (
             "; needed when the archive has no signature.json; TorchServe's archives have none"
             if is_convert
@@ -137,6 +155,12 @@ def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
         help="pack the model even if it differs too much from the original",
     )
     add("--no-verify", action="store_true", help="do not compare the packed model with the original")
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text[:9]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number, 1 or more")
+    return int(text[:9])
 
 
 def _quantize_help(format_flag: str) -> str:
@@ -190,6 +214,7 @@ def _options(namespace: argparse.Namespace) -> BuildOptions:
         strict=not namespace.no_strict,
         quantize=namespace.quantize,
         samples=namespace.samples,
+        max_samples=namespace.max_samples,
         verify=not namespace.no_verify,
         max_drift=namespace.max_drift,
         accept_drift=namespace.accept_drift,

@@ -21,7 +21,14 @@ from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, mea
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import NotTraceable
 from torchere.archiver.models.fold.paddings import folded_paddings
-from torchere.archiver.models.inputs.examples import example_of, inputs_of, read_example, read_samples
+from torchere.archiver.models.inputs.examples import (
+    example_of,
+    files_of,
+    inputs_of,
+    read_example,
+    read_samples,
+    spread,
+)
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import Tensors, sizes_of
 from torchere.archiver.models.load.source import Source, inputs_up_to, read_source
@@ -44,6 +51,11 @@ from torchere.archiver.request import (
 )
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
+
+_UNPREPARED = (
+    "the handler prepares no pictures: they are taken in their own size with values from 0 to 1; if clients "
+    "send other numbers, give --example and --samples as .npy or .pt, or handler.image in model-config.yaml"
+)
 
 
 def build(options: BuildOptions, work: Path, say: Say) -> Built:
@@ -77,7 +89,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     signed = inputs_of(options.example_signature) if options.example_signature else ()
     if signed:  # clients use these input names; a program has its own
         source = dataclasses.replace(source, names=tuple(spec.name for spec in signed))
-    example = _example(source, options, signed)
+    example = _example(source, options, signed, say)
     if options.model_format == KEEP:
         if source.onnx is not None:
             signature = tried_signature(source.path, source.onnx, example, say)
@@ -105,9 +117,11 @@ def _checked(options: BuildOptions) -> BuildOptions:
     return dataclasses.replace(options, model_format=wanted)
 
 
-def _example(source: Source, options: BuildOptions, signed: Sequence[TensorSpec]) -> Tensors | None:
+def _example(source: Source, options: BuildOptions, signed: Sequence[TensorSpec], say: Say) -> Tensors | None:
     if options.example is not None:
-        example = read_example(options.example, doubles=source.doubles)
+        example = read_example(options.example, doubles=source.doubles, prepare=options.prepare)
+        if example.unprepared:
+            say(_UNPREPARED)
     elif source.example is None and signed:
         example = example_of(signed)
     else:
@@ -143,8 +157,7 @@ class _Compilation:
                 module, example, names, sizes, probe_batch=True, variations=VARIATIONS[:1]
             )
         model = LoadedModel(module, example, signature, self.source.kind, self.source.path)
-        given = self.options.samples
-        samples = read_samples(given, names, example) if given else []
+        samples = self._samples(names, example)
         quantised = self._quantised(model, samples)
         packed = write_model(
             quantised.module if quantised else self._folded(module, example),
@@ -169,6 +182,19 @@ class _Compilation:
         self._verify(model, packed, load, samples or [example], quantised)
         config = config_with(self.options.config_file, load, self.work)
         return _finished(Built(packed.file, None, config, packed.beside), final, self.say)
+
+    def _samples(self, names: Sequence[str], example: Tensors) -> list[Tensors]:
+        if self.options.samples is None:
+            return []
+        found, most = files_of(self.options.samples), self.options.max_samples
+        files = spread(found, most)
+        with step(self.say, f"reading {len(files)} samples"):
+            samples = read_samples(files, names, example, self.options.prepare)
+        if len(files) < len(found):
+            self.say(
+                f"samples: {len(files)} of {len(found)} files, evenly spaced; --max-samples sets how many"
+            )
+        return samples
 
     def _startable(self, example: Tensors | None) -> tuple[torch.nn.Module, Tensors]:
         wanted = self.options.model_format

@@ -20,6 +20,7 @@ from torch import nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened
 from torchere.archiver.models.fold.convolutions import fold
+from torchere.archiver.models.inputs.examples import spread
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
 from torchere.archiver.models.measure.cost import medians_ms, one_thread
@@ -189,7 +190,7 @@ class Maker:
         module = self.opened.module
         if method == "int8-static":
             module = fold(module, self.samples[0]).module
-        few = _spread(self.judged, _RANKED)
+        few = spread(self.judged, _RANKED)
         rows = [tuple(tensor[:1] for tensor in one) for one in few] if self.model.signature.batched else few
         weights = sum(parameter.numel() for parameter in self.model.module.parameters())
         return sensitivities(module, rows, _MIXABLE[method]), MOST_KEPT * weights
@@ -257,17 +258,11 @@ def _one_row(model: LoadedModel, samples: Samples) -> tuple[torch.Tensor, ...]:
 
 def some_of(model: LoadedModel, samples: Samples) -> list[tuple[torch.Tensor, ...]]:
     """Return evenly spaced samples of about `_JUDGED` rows in total; batches are cut to fewer rows."""
-    chosen = _spread(samples, _JUDGED)
+    chosen = spread(samples, _JUDGED)
     if not model.signature.batched:
         return list(chosen)
     rows = max(1, _JUDGED // len(chosen))
     return [tuple(tensor[:rows] for tensor in sample) for sample in chosen]
-
-
-def _spread(samples: Samples, most: int) -> Samples:
-    """Return at most `most` of the samples, evenly spaced."""
-    count = len(samples)
-    return samples if count <= most else [samples[index * count // most] for index in range(most)]
 
 
 # Mixed precision: when int8 drifts too far, the layers that hurt most go back to fp32.
