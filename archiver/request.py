@@ -60,6 +60,7 @@ class BuildOptions:
     verify: bool = True
     max_drift: float | None = None  # None: the limit for the kind of conversion
     accept_drift: bool = False  # pack the model even if the verification refuses it
+    accept_slower: bool = False  # pack a quantised model that is not faster than fp32
     config_file: Path | None = None
 
 

@@ -8,7 +8,7 @@ from harness.machine import Machine
 from harness.report import markdown_table
 
 from quantised.measure import BATCHES, Row, geometric_mean
-from torchere.archiver.models.verify.compare import MAX_DRIFT
+from torchere.archiver.quantization import INT8_DRIFT
 
 SIZE, COSINE, TOP1 = 0.35, 0.99, 0.97  # goals for each model: of its file against fp32, of its answers
 
@@ -192,6 +192,6 @@ def verdict(rows: Sequence[Row], vnni: bool, goal: float) -> str:
         if row.speedup(batch) < goal
     ]
     below = f" Below it: {', '.join(slow)}." if slow else " Every one is above it."
-    drifting = [row.title for row in rows if row.drift > MAX_DRIFT["int8"]]
+    drifting = [row.title for row in rows if row.drift > INT8_DRIFT]
     refused = f" `torchere archive` would refuse {', '.join(drifting)} for the drift." if drifting else ""
     return f"{said}{why}.{below}{refused}"

@@ -167,6 +167,6 @@ SUBJECTS = (
     Subject("minilm", "all-MiniLM-L6-v2, 32 tokens", "int8-dynamic", _sentences),
     Subject("resnet", "ResNet-18", "int8-static", _residual),
     Subject("lstm", "LSTM, 2 × 512, 32 steps", "int8-dynamic", _recurrent),
-    Subject("mlp", "MLP, 8 × 1024²", "int8", _perceptron),
+    Subject("mlp", "MLP, 8 × 1024²", "int8-dynamic", _perceptron),
     Subject("encoder", "transformer encoder, 4 × 256, 32 steps", "int8-dynamic", _encoder),
 )

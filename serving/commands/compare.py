@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from torchere.archiver.errors import ArchiveError, ModelRefused, plainly
+from torchere.archiver.quantization import INT8_DRIFT
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import DEFAULT_HANDLER, Prepare
 from torchere.archiver.signature import MAX_TEXT_BYTES, SIGNATURE_NAME, Signature, SignatureError, parse
@@ -66,10 +67,10 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-drift",
         type=float,
-        default=0.4,
+        default=INT8_DRIFT,
         metavar="X",
         help="exit with code 2 if the drift, the RMS difference of the outputs relative to A's, exceeds "
-        "X (default: 0.4)",
+        f"X (default: {INT8_DRIFT}, as for int8 in `torchere archive`)",
     )
     add("--picture", type=Path, metavar="FILE", help="also write the report as an SVG chart")
     add("--json", action="store_true", help="print the report as JSON")
@@ -96,21 +97,23 @@ def run_compare(options: argparse.Namespace) -> int:
 
 def _compared(options: argparse.Namespace) -> Report:
     from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
-    from torchere.archiver.models.verify.compare import verify  # noqa: PLC0415
+    from torchere.archiver.models.verify.compare import verify, with_memory  # noqa: PLC0415
 
     with contender(options.original) as one, contender(options.packed) as other:
         samples = read_samples(options.data, one)
+        files, loads = (one.file, other.file), (one.load, other.load)
         with refusing(f"running {one.name} and {other.name} on {options.data}"):
-            return verify(
+            report = verify(
                 one.run,
                 other.run,
                 samples,
                 max_drift=options.max_drift,
                 batched=one.batched and other.batched,
                 names=(one.name, other.name),
-                files=(one.file, other.file),
-                loads=(one.load, other.load),
+                files=files,
+                loads=loads,
             )
+            return with_memory(report, files, loads, samples[0])
 
 
 @contextmanager

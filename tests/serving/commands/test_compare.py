@@ -97,7 +97,7 @@ def test_models_that_are_far_apart_end_with_status_2_and_the_table(
     )
 
     assert status == 2
-    assert "drift 1, at most 0.4 wanted: REFUSED" in capsys.readouterr().out
+    assert "drift 1, at most 0.25 wanted: REFUSED" in capsys.readouterr().out
 
 
 def test_a_picture_that_cannot_be_written_is_one_line_behind_the_report(
