@@ -264,7 +264,7 @@ class _Compilation:
             script=self.options.script and target == TORCHSCRIPT,
         )
         work = self.work / f"{method}-{target}"
-        work.mkdir()
+        (work / "beside").mkdir(parents=True)
         quantised = self._quantised(job, method) if method != FP32 else None
         packed = write_model(
             quantised.module if quantised else self._folded(job.model),

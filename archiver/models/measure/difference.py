@@ -153,7 +153,8 @@ def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
 # and dimension 1, too, where it has three or more, as detectors are laid out both ways.
 
 _FEWEST = 8  # least number of values that tell whether a channel varies
-VARIES = 0.05  # spread over root mean square; a channel below it is nearly constant
+_CLEARLY = 0.25  # spread from which a channel's drift counts in full
+_VARIES = 0.05  # spread over root mean square; a channel below it is nearly constant
 # Least share of the varying channels that must be silent to be reported: with few samples, a rare and small
 # activation that int8 rounds to zero may leave a channel constant, which does no harm.
 _SHARE = 0.05
@@ -163,7 +164,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class ChannelDrift:
-    """The channel with the largest drift: root of the mean squared difference over its own deviation.
+    """The channel that is furthest off: root of the mean squared difference over its own deviation.
 
     The deviation is the standard deviation of the channel in the original.
     """
@@ -172,12 +173,15 @@ class ChannelDrift:
     dimension: int
     channel: int
     drift: float
+    # The same difference over the deviation, or over a quarter of the channel's root mean square if that is
+    # more: a channel that hardly varies over the samples drifts far without being far off.
+    weighed: float = 0.0
     chance: float = 1.0  # factor by which the worst of so many channels exceeds the others by chance alone
 
     @property
     def beyond_chance(self) -> float:
-        """The drift without what the choice of the worst channel adds to it; limits are set on this."""
-        return self.drift / self.chance
+        """The weighed drift without what the choice of the worst channel adds to it; it has a limit."""
+        return self.weighed / self.chance
 
     @property
     def note(self) -> str:
@@ -246,10 +250,19 @@ class ChannelTally:
         varies = self._varies()
         if not bool(varies.any()):
             return None
-        drifts = torch.where(varies, (self._apart_squared / self._squares).sqrt(), -1.0)
-        channel = int(drifts.argmax())
-        chance = chance_of_worst(int(varies.sum()), self._count)
-        return ChannelDrift(self._output, self._dimension, channel, float(drifts[channel]), chance)
+        deviation = self._squares.sqrt()
+        size = (self._squares + self._count * self._mean.square()).sqrt()
+        apart = self._apart_squared.sqrt()
+        weighed = torch.where(varies, apart / torch.maximum(deviation, _CLEARLY * size), -1.0)
+        channel = int(weighed.argmax())
+        return ChannelDrift(
+            self._output,
+            self._dimension,
+            channel,
+            drift=float(apart[channel] / deviation[channel]),
+            weighed=float(weighed[channel]),
+            chance=chance_of_worst(int(varies.sum()), self._count),
+        )
 
     @property
     def silenced(self) -> Silenced | None:
@@ -286,7 +299,7 @@ class ChannelTally:
         if not self._fits or self._count < _FEWEST:
             return torch.zeros_like(self._constant)
         variance = self._squares / self._count
-        return variance > VARIES**2 * (variance + self._mean.square())
+        return variance > _VARIES**2 * (variance + self._mean.square())
 
 
 def worst_of(tallies: Sequence[ChannelTally]) -> ChannelDrift | None:

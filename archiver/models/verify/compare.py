@@ -123,7 +123,8 @@ def _refusal(report: Report) -> str:
     if found.drift <= report.max_drift and not found.silenced and found.channel:
         return (
             f"{names[0]} answers too differently from {names[1]} in one output: "
-            f"{found.channel.note}, expected at most {report.max_channel_drift * found.channel.chance:.3g}; "
+            f"{found.channel.note}, which counts as {found.channel.beyond_chance:.2g}, expected at most "
+            f"{report.max_channel_drift:.2g}; "
             "calibrate with more samples in which it varies, take another --quantize, or allow more by "
             "--max-drift"
         )
