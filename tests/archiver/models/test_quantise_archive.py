@@ -118,6 +118,9 @@ def test_a_model_that_drifts_is_not_packed_and_the_status_is_2(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("torchere archive: the packed model answers too differently from the original one")
     assert not (tmp_path / "net.mar").exists()
+    for advice in (["--max-drift", "0.5"], ["--max-drift", "1e-9", "--accept-drift"]):
+        assert advice[-1] in last or advice[0] in last
+        assert main([*command, *advice, "--force"]) == 0
 
 
 def test_force_overwrites_and_does_not_accept_a_drift(command: list[str], tmp_path: Path) -> None:
