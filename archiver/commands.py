@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ModelRefused
@@ -118,8 +119,20 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"handler for it: {', '.join(BUILT_IN_HANDLERS)}, or a Python file (default: the old one's, or "
         f"{DEFAULT_HANDLER})",
     )
-    add("--allow-code", action="store_true", help="run the Python of an archive whose model is a class")
+    add(
+        "--allow-code",
+        action="store_true",
+        help="run the Python of the archive: the class of its model, and its handler to prepare a picture",
+    )
     add_build_arguments(parser, "--to")
+
+
+def refuse_code(_body: bytes) -> NoReturn:
+    """Stand in for a handler whose code may not be run; see `Prepare`."""
+    raise ValueError(
+        "the archive's own handler prepares pictures, and that runs its code; say --allow-code if you trust "
+        "the archive, or give what the model takes, as .npy or .pt"
+    )
 
 
 def convert_archive(namespace: argparse.Namespace, say: Say, prepare_for: PrepareFor | None = None) -> Path:
@@ -148,7 +161,10 @@ def convert_archive(namespace: argparse.Namespace, say: Say, prepare_for: Prepar
         request = _request(namespace, manifest, folder)
         # The new archive takes its configuration from the options.
         configured = replace(request, config_file=options.config_file)
-        options = prepared(options, configured, prepare_for)
+        if namespace.allow_code or request.handler_file() is None:
+            options = prepared(options, configured, prepare_for)
+        else:
+            options = replace(options, prepare=refuse_code)
         return pack_model(request, options, Progress(sys.stderr), say)
 
 

@@ -317,7 +317,7 @@ class _Compilation:
         return self.source.module, example
 
     def _quantised(self, job: _Job, method: str) -> Quantised:
-        script = self.options.script
+        script, limit = self.options.script, self.options.max_drift
         told = functools.cache(self.say)  # each line once: all traced candidates give the same ones
         with step(self.say, f"quantising ({method})"):
             made = quantise(
@@ -326,6 +326,7 @@ class _Compilation:
                 job.samples,
                 target=str(self.options.model_format),
                 compiled=lambda module, example: to_torchscript(module, example, script=script, say=told),
+                max_drift=max_drift_of(method) if limit is None else limit,
                 say=self.say,
             )
         made = replace(made, notes=(*made.notes, *shared_scale(job.model, made.method)))

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
+from torchere.archiver.commands import refuse_code
 from torchere.archiver.errors import ArchiveError, ModelRefused, plainly
 from torchere.archiver.quantization import INT8_DRIFT
 from torchere.archiver.reader import Archive, open_archive
-from torchere.archiver.request import DEFAULT_HANDLER, Prepare
+from torchere.archiver.request import BUILT_IN_HANDLERS, DEFAULT_HANDLER, Prepare
 from torchere.archiver.signature import MAX_TEXT_BYTES, SIGNATURE_NAME, Signature, SignatureError, parse
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.serving.commands.inputs import prepare_with
@@ -72,6 +73,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="exit with code 2 if the drift, the RMS difference of the outputs relative to A's, exceeds "
         f"X (default: {INT8_DRIFT}, as for int8 in `torchere archive`)",
     )
+    add("--allow-code", action="store_true", help="run A's own handler, to prepare images")
     add("--picture", type=Path, metavar="FILE", help="also write the report as an SVG chart")
     add("--json", action="store_true", help="print the report as JSON")
 
@@ -99,7 +101,8 @@ def _compared(options: argparse.Namespace) -> Report:
     from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
     from torchere.archiver.models.verify.compare import verify, with_memory  # noqa: PLC0415
 
-    with contender(options.original) as one, contender(options.packed) as other:
+    allowed = options.allow_code
+    with contender(options.original, allow_code=allowed) as one, contender(options.packed) as other:
         samples = read_samples(options.data, one)
         files, loads = (one.file, other.file), (one.load, other.load)
         with refusing(f"running {one.name} and {other.name} on {options.data}"):
@@ -117,8 +120,10 @@ def _compared(options: argparse.Namespace) -> Report:
 
 
 @contextmanager
-def contender(path: Path) -> Iterator[Contender]:
+def contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
     """Unpack an archive to a temporary folder and load its model on the CPU.
+
+    With `allow_code`, a handler of the archive's own is run to prepare pictures; else these are refused.
 
     Raises:
         ArchiveError: the archive can't be read.
@@ -129,12 +134,19 @@ def contender(path: Path) -> Iterator[Contender]:
         root = archive.extract(Path(folder, "model"))
         config, signature = _config(archive), _signature(archive)
         serialized = archive.manifest.serialized_file
+        handler = archive.manifest.handler or DEFAULT_HANDLER
+        is_trusted = allow_code or handler in BUILT_IN_HANDLERS
         yield Contender(
             name=path.name,
             run=_loaded(archive, root, config),
             file=root / serialized if serialized else None,
             load=_options(archive, config),
-            prepare=prepare_with(archive.manifest.handler or DEFAULT_HANDLER, root, lambda: config),
+            # Without a folder a built-in name stays one, even if the archive holds a file of that name.
+            prepare=(
+                prepare_with(handler, root if allow_code else None, lambda: config)
+                if is_trusted
+                else refuse_code
+            ),
             inputs=tuple(spec.name for spec in signature.inputs) if signature else None,
             batched=signature.batched if signature else True,
         )

@@ -47,6 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pixels = (random.random((45, 60, 3)) * random.integers(20, 255)).astype(np.uint8)
         Image.fromarray(pixels).save(f"photos/{index}.png")
     Image.open("photos/0.png").save("photo.png")
+    np.save("tensor.npy", random.random((1, 3, 32, 32), np.float32))
     return tmp_path
 
 
@@ -144,3 +145,32 @@ def test_a_sample_that_is_no_picture_is_one_line_and_status_2(
 
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "photos/notes.txt: no example that can be read: The request body is not an image" in last
+
+
+def test_convert_runs_a_handler_of_the_archives_own_only_when_it_is_trusted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own.py").write_text(
+        "import pathlib\nfrom torchere.handlers.vision.tasks import ImageClassifier\n"
+        "pathlib.Path('ran').touch()\n\n\nclass Own(ImageClassifier):\n    pass\n"
+    )
+    assert pack("net", "--format", "torchscript", "--handler", "own.py", example="tensor.npy") == 0
+    assert not Path("ran").exists()  # no picture, so nothing to prepare
+    arguments = [
+        "convert",
+        "net.mar",
+        "--to",
+        "export",
+        "--example",
+        "photo.png",
+        "-o",
+        "new.mar",
+        "--no-verify",
+    ]
+
+    assert main(arguments) == 2
+    assert "say --allow-code if you trust the archive" in capsys.readouterr().err
+    assert not Path("ran").exists()
+
+    assert main([*arguments, "--allow-code"]) == 0
+    assert Path("ran").exists()
