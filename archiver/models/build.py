@@ -31,6 +31,7 @@ from torchere.archiver.models.inputs.examples import (
 from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.source import Source, inputs_up_to, read_source
+from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.quantize.methods import Quantised, check_method, quantise, shared_scale
@@ -67,6 +68,7 @@ _UNPREPARED = (
 )
 
 
+@fewer_threads_when_busy()
 def build(options: BuildOptions, work: Path, say: Say) -> Built:
     """Make the files of the archive in `work`, an empty folder.
 

@@ -15,6 +15,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened, open_attention
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
 from torchere.archiver.models.load.torchscript import load_script
+from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.quantize.candidates import (
     Candidate,
     Maker,
@@ -44,6 +45,7 @@ class Quantised:
     script: bytes | None = None  # the TorchScript file that was measured, with int8 layers
 
 
+@fewer_threads_when_busy()
 def quantise(
     model: LoadedModel,
     method: str,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchere.archiver.models.measure import cost
-from torchere.archiver.models.measure.cost import gain, processor_ms, shapes_of
+from torchere.archiver.models.measure.cost import fewer_threads_when_busy, gain, processor_ms, shapes_of
 
 
 class Processor:
@@ -82,3 +82,19 @@ def test_a_model_is_timed_on_three_shapes_at_most_and_the_first_sample_comes_fir
     assert calls[0][0].shape == (1, 9)
     assert len({tuple(call[0].shape) for call in calls}) == len(calls) == 3
     assert [tuple(call[0].shape) for call in shapes_of(samples[:1], batched=False)] == [(2, 9)]
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.5, 2), (100.0, 1)])
+def test_torch_has_one_thread_while_other_programs_keep_the_cores_busy(
+    load: float, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cost.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(cost.os, "sched_getaffinity", lambda _pid: {0, 1})
+    torch.set_num_threads(2)
+    try:
+        with fewer_threads_when_busy():
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
