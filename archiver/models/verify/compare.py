@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.measure.cost import Samples, batches_of, processor_ms
+from torchere.archiver.models.measure.cost import Samples, batches_of, fewer_threads_when_busy, processor_ms
 from torchere.archiver.models.measure.difference import Outputs, answers, difference
 from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.models.verify.memory import resident_bytes
@@ -24,6 +24,7 @@ class DriftRefused(ModelRefused):
     """The outputs of the packed model differ too much from the original's, or can't be compared."""
 
 
+@fewer_threads_when_busy()
 def verify(
     original: Callable[..., Any],
     packed: Callable[..., Any],
