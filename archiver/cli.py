@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from torchere.archiver.commands import convert_archive, pack_model
+from torchere.archiver.commands import PrepareFor, convert_archive, pack_model, prepared
 from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError, plainly
 from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.manifest import DEFAULT_VERSION, EPOCH_S, RUNTIMES
@@ -119,8 +119,10 @@ def run_archive(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def run_model_archive(namespace: argparse.Namespace) -> int:
+def run_model_archive(namespace: argparse.Namespace, prepare_for: PrepareFor | None = None) -> int:
     """Run `torchere archive`: convert the model if a flag asks for it, and write the archive.
+
+    `prepare_for` returns what the handler of an archive does to the body of a request.
 
     Returns 0, 1 on failure, or 2 when a model, an example or an option is refused.
     """
@@ -131,6 +133,7 @@ def run_model_archive(namespace: argparse.Namespace) -> int:
         namespace.handler = namespace.handler or DEFAULT_HANDLER
         request = _request(namespace)
         if options is not None:
+            options = prepared(options, request, prepare_for)
             return pack_model(request, options, Progress(sys.stderr), _say)
         check_inputs(request)
         return write_archive(request, Progress(sys.stderr))
@@ -138,13 +141,16 @@ def run_model_archive(namespace: argparse.Namespace) -> int:
     return _status_of("torchere archive", pack)
 
 
-def run_convert(namespace: argparse.Namespace) -> int:
-    """Run `torchere convert`; return 0, 1 on failure, or 2 when an archive or a model is refused."""
+def run_convert(namespace: argparse.Namespace, prepare_for: PrepareFor | None = None) -> int:
+    """Run `torchere convert`; see `run_model_archive` for the arguments.
+
+    Returns 0, 1 on failure, or 2 when an archive or a model is refused.
+    """
     logging.basicConfig(format="%(levelname)s - %(message)s")
 
     def convert() -> object:
         namespace.epoch_s = epoch_of(os.environ.get("SOURCE_DATE_EPOCH", ""))
-        return convert_archive(namespace, _say)
+        return convert_archive(namespace, _say, prepare_for)
 
     return _status_of("torchere convert", convert)
 

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ModelRefused
@@ -23,12 +24,26 @@ from torchere.archiver.request import (
     ArchiveRequest,
     BuildOptions,
     Built,
+    Prepare,
     check_inputs,
 )
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, parse
 from torchere.archiver.writer import Progress, check_target, write_archive
 
 Say = Callable[[str], None]
+# Returns what a handler does to the body of a request. Its arguments are the handler as in the manifest, the
+# folder of its file (None if it is built in), and the model-config.yaml, if there is one.
+PrepareFor = Callable[[str, Path | None, Path | None], Prepare]
+
+
+def prepared(options: BuildOptions, request: ArchiveRequest, prepare_for: PrepareFor | None) -> BuildOptions:
+    """Return the options with what the handler of `request` does to pictures among example and samples."""
+    if prepare_for is None or not request.handler or request.runtime == "LSP":
+        return options
+    file = request.handler_file()
+    name = request.handler if file is None else Path(request.handler).name
+    config = Path(request.config_file) if request.config_file else None
+    return replace(options, prepare=prepare_for(name, file.parent if file else None, config))
 
 
 def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progress, say: Say) -> Path:
@@ -104,11 +119,23 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"handler for it: {', '.join(BUILT_IN_HANDLERS)}, or a Python file (default: the old one's, or "
         f"{DEFAULT_HANDLER})",
     )
-    add("--allow-code", action="store_true", help="run the Python of an archive whose model is a class")
+    add(
+        "--allow-code",
+        action="store_true",
+        help="run the Python of the archive: the class of its model, and its handler to prepare a picture",
+    )
     add_build_arguments(parser, "--to")
 
 
-def convert_archive(namespace: argparse.Namespace, say: Say) -> Path:
+def refuse_code(_body: bytes) -> NoReturn:
+    """Stand in for a handler whose code may not be run; see `Prepare`."""
+    raise ValueError(
+        "the archive's own handler prepares pictures, and that runs its code; say --allow-code if you trust "
+        "the archive, or give what the model takes, as .npy or .pt"
+    )
+
+
+def convert_archive(namespace: argparse.Namespace, say: Say, prepare_for: PrepareFor | None = None) -> Path:
     """Convert an archive as the arguments say; return the path of the new one.
 
     Raises:
@@ -131,7 +158,14 @@ def convert_archive(namespace: argparse.Namespace, say: Say) -> Path:
         options = convert_options(namespace, *(_in(folder, name) for name in files))
         if (folder / SIGNATURE_NAME).is_file():
             options = replace(options, example_signature=folder / SIGNATURE_NAME)
-        return pack_model(_request(namespace, manifest, folder), options, Progress(sys.stderr), say)
+        request = _request(namespace, manifest, folder)
+        # The new archive takes its configuration from the options.
+        configured = replace(request, config_file=options.config_file)
+        if namespace.allow_code or request.handler_file() is None:
+            options = prepared(options, configured, prepare_for)
+        else:
+            options = replace(options, prepare=refuse_code)
+        return pack_model(request, options, Progress(sys.stderr), say)
 
 
 def _request(namespace: argparse.Namespace, manifest: Manifest, folder: Path) -> ArchiveRequest:

@@ -6,7 +6,17 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from torchere.archiver.request import AOTI, EXPORT, ISAS, KEEP, MODEL_FORMATS, TORCHSCRIPT, BuildOptions
+from torchere.archiver.quantization import BF16_DRIFT, INT8_DRIFT, METHODS, SAME_DRIFT
+from torchere.archiver.request import (
+    AOTI,
+    EXPORT,
+    ISAS,
+    KEEP,
+    MAX_SAMPLES,
+    MODEL_FORMATS,
+    TORCHSCRIPT,
+    BuildOptions,
+)
 
 _ASK_FOR_TORCH = (
     "model_format",
@@ -84,12 +94,21 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         help="take the weights that have the model's names; others are left out, and what the file lacks "
         "stays as the class makes it",
     )
-    add("--quantize", metavar="METHOD", help=_quantize_help(format_flag))
+    methods = "; ".join(f"{name}: {method.help}" for name, method in METHODS.items())
+    add("--quantize", metavar="METHOD", help=methods)
     add(
         "--samples",
         type=Path,
         metavar="PATH",
         help="file or folder of examples to calibrate on and verify with",
+    )
+    add(
+        "--max-samples",
+        type=_positive,
+        default=MAX_SAMPLES,
+        metavar="N",
+        help=f"files of the folder to use at most, evenly spaced (default: {MAX_SAMPLES}); more take longer "
+        "and seldom change the result",
     )
     _add_verification_arguments(group)
 
@@ -101,7 +120,8 @@ def _add_example_arguments(group: argparse._ArgumentGroup, is_convert: bool) -> 
         type=Path,
         metavar="FILE",
         help="inputs to run the model on: .json (a request, an object of lists, or a list), .pt, .npy, .npz, "
-        "or an image (becomes an FP32 tensor of shape [1, 3, height, width] with values from 0 to 1)"
+        "or an image, which the handler decodes, crops and normalises as in a request (for a handler that "
+        "does not take images: an FP32 tensor of shape [1, 3, height, width] with values from 0 to 1)"
         + (
             "; needed when the archive has no signature.json; TorchServe's archives have none"
             if is_convert
@@ -132,27 +152,26 @@ def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="X",
         help="largest allowed drift: the RMS difference between the outputs of the packed and the original "
-        "model, relative to the original's (default: 0.4 with --quantize int8..., 0.05 with "
-        "bf16, 0.001 without --quantize)",
+        "model, relative to the original's; a single channel may drift further (default: "
+        f"{INT8_DRIFT} with --quantize int8..., {BF16_DRIFT} with bf16, {SAME_DRIFT} without --quantize)",
     )
     add(
         "--accept-drift",
         action="store_true",
         help="pack the model even if it differs too much from the original",
     )
+    add(
+        "--accept-slower",
+        action="store_true",
+        help="pack a quantised model even if it takes as much processor time as in fp32, or more",
+    )
     add("--no-verify", action="store_true", help="do not compare the packed model with the original")
 
 
-def _quantize_help(format_flag: str) -> str:
-    return (
-        "int8-static: weights and activations in 8 bits, ranges measured on --samples, which it needs; "
-        "int8-dynamic: weights in 8 bits, activations scaled at each call; "
-        "int8: the faster of these two that stays within --max-drift; without --samples int8-dynamic only "
-        f"(with {format_flag} {EXPORT} or {AOTI} int8-static, which needs --samples); "
-        "int8-trained: for a model that was trained for int8 (QAT) or is int8 already, only "
-        "chooses the engine; "
-        "bf16: weights and sums in bfloat16, where the processor has it"
-    )
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text[:9]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number, 1 or more")
+    return int(text[:9])
 
 
 def wants_model(namespace: argparse.Namespace) -> bool:
@@ -195,9 +214,11 @@ def _options(namespace: argparse.Namespace) -> BuildOptions:
         strict=not namespace.no_strict,
         quantize=namespace.quantize,
         samples=namespace.samples,
+        max_samples=namespace.max_samples,
         verify=not namespace.no_verify,
         max_drift=namespace.max_drift,
         accept_drift=namespace.accept_drift,
+        accept_slower=namespace.accept_slower,
     )
 
 

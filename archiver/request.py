@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torchere.archiver.errors import PackingError
 from torchere.archiver.manifest import (
@@ -27,6 +27,10 @@ ISAS = ("avx2", "avx512")
 BUILD_NAME = "MAR-INF/build.json"
 FALLBACK_NAME = "model.exported.pt2"  # beside a model compiled for one instruction set
 DEFAULT_HANDLER = "tensor"
+MAX_SAMPLES = 100
+# From the body of a request to the model's input tensors, in order, as the archive's handler makes them; None
+# where the handler prepares nothing. Raises ValueError.
+Prepare = Callable[[bytes], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +56,12 @@ class BuildOptions:
     needs_signature: bool = True  # False: the handler does not need one
     quantize: str | None = None
     samples: Path | None = None
+    max_samples: int = MAX_SAMPLES  # files of a folder; the rest is not read
+    prepare: Prepare | None = None  # what the handler does to pictures among the example and the samples
     verify: bool = True
     max_drift: float | None = None  # None: the limit for the kind of conversion
     accept_drift: bool = False  # pack the model even if the verification refuses it
+    accept_slower: bool = False  # pack a quantised model that is not faster than fp32
     config_file: Path | None = None
 
 

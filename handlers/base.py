@@ -76,10 +76,7 @@ class BaseHandler:
             RuntimeError: the archive holds no weights that can be loaded; the text names the remedy.
             ValueError: the config or the class names are wrong.
         """
-        self.context = context
-        self.model_yaml_config = context.model_yaml_config or {}
-        self.map_location, self.device = choose_device(context.system_properties.get("gpu_id"))
-        self.manifest = context.manifest
+        self._configure(context)
         model_dir = context.system_properties["model_dir"]
         model = (self.manifest or {}).get("model") or {}
         serialized = model.get("serializedFile")
@@ -90,6 +87,19 @@ class BaseHandler:
         if self.names_classes or names.is_file():
             self.mapping = load_label_mapping(str(names))
         self.initialized = True
+
+    def _configure(self, context: Context) -> None:
+        """Read the settings that `preprocess` needs, and choose the device; loads no model.
+
+        Packing calls it without `initialize`, to prepare samples as requests (`model_inputs.py`).
+
+        Raises:
+            ValueError: a setting in model-config.yaml is wrong.
+        """
+        self.context = context
+        self.model_yaml_config = context.model_yaml_config or {}
+        self.map_location, self.device = choose_device(context.system_properties.get("gpu_id"))
+        self.manifest = context.manifest
 
     def _load(self, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
         path = str(self.model_pt_path)

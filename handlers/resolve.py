@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from torchere.archiver.signature import ANY, Signature, TensorSpec
-from torchere.handlers.archive_import import ArchiveModules, archive_of
+from torchere.handlers.archive_import import ArchiveModules, archive_at, archive_of
 from torchere.handlers.context import Context
 from torchere.handlers.errors import HandlerLoadError
 from torchere.handlers.ts_compat import alias as ts_alias
@@ -211,6 +211,27 @@ def load_entry_point(
     return entry_point
 
 
+def class_of(handler: str, model_dir: str) -> type | None:
+    """Return the class of an archive's handler, not constructed; None where it is a function.
+
+    Args:
+        handler: as in the manifest.
+        model_dir: the folder with the handler's file.
+
+    Raises:
+        HandlerLoadError: there is no such handler, its file can't be imported, or has no class or several.
+    """
+    module_name, function = _parse(handler)
+    archive = archive_at(model_dir)
+    stem = module_name.rpartition(".")[2]
+    held = next((name for name in (module_name, stem) if archive.owns(name.partition(".")[0])), None)
+    if held is None:
+        return _built_in_class(handler, module_name, model_dir)
+    ts_alias.install()
+    module = _import_file(archive, held)
+    return None if hasattr(module, function) else _only_class(module, function)
+
+
 def _named(handler: str, context: Context, installed: bool) -> EntryPoint:
     module_name, function = _parse(handler)
     archive = archive_of(context)
@@ -298,6 +319,16 @@ def _installed(module_name: str) -> ModuleType:
 
 
 def _built_in(handler: str, module_name: str, model_dir: str, context: Context) -> EntryPoint:
+    found = _built_in_class(handler, module_name, model_dir)
+    return initialised(found, sys.modules[found.__module__], context)
+
+
+def built_in_class(handler: str) -> type:
+    """Return the class of a built-in handler; raise HandlerLoadError for any other name."""
+    return _built_in_class(handler, _parse(handler)[0], "the archive")
+
+
+def _built_in_class(handler: str, module_name: str, model_dir: str) -> type:
     name = module_name.removeprefix("ts.torch_handler.")
     if name in NOT_SHIPPED:
         raise HandlerLoadError(
@@ -310,8 +341,8 @@ def _built_in(handler: str, module_name: str, model_dir: str, context: Context) 
             f"{module_name}.py) nor one of {_known(BUILT_IN_HANDLERS)}; check the spelling of --handler"
         )
     module, class_name = BUILT_IN_HANDLERS[name].split(":")
-    imported = importlib.import_module(module)
-    return initialised(getattr(imported, class_name), imported, context)
+    found: type = getattr(importlib.import_module(module), class_name)
+    return found
 
 
 def _operators_own(handler: str, context: Context) -> EntryPoint | None:

@@ -5,10 +5,9 @@ Nothing is written outside of the work folder; the caller packs the files into a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,34 @@ from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, mea
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import NotTraceable
 from torchere.archiver.models.fold.paddings import folded_paddings
-from torchere.archiver.models.inputs.examples import example_of, inputs_of, read_example, read_samples
-from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.inputs.sizes import Tensors, sizes_of
+from torchere.archiver.models.inputs.examples import (
+    example_of,
+    files_of,
+    inputs_of,
+    read_example,
+    read_samples,
+    spread,
+)
+from torchere.archiver.models.inputs.run import LoadedModel, Run
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.source import Source, inputs_up_to, read_source
+from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.quantize.methods import Quantised, check_method, quantise, shared_scale
+from torchere.archiver.models.quantize.trials import (
+    FP32,
+    Failed,
+    Trial,
+    check_trial,
+    choose_trial,
+    methods_tried,
+    table,
+)
 from torchere.archiver.models.steps import Say, step
-from torchere.archiver.models.verify.compare import MAX_DRIFT, refuse_drift, verify
+from torchere.archiver.models.verify.compare import verify, with_memory
 from torchere.archiver.models.verify.report import REPORT_NAME
+from torchere.archiver.quantization import AUTO, METHODS, max_drift_of
 from torchere.archiver.request import (
     AOTI,
     EXPORT,
@@ -45,7 +62,13 @@ from torchere.archiver.request import (
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
+_UNPREPARED = (
+    "the handler prepares no pictures: they are taken in their own size with values from 0 to 1; if clients "
+    "send other numbers, give --example and --samples as .npy or .pt, or handler.image in model-config.yaml"
+)
 
+
+@fewer_threads_when_busy()
 def build(options: BuildOptions, work: Path, say: Say) -> Built:
     """Make the files of the archive in `work`, an empty folder.
 
@@ -76,12 +99,12 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
         say(line)
     signed = inputs_of(options.example_signature) if options.example_signature else ()
     if signed:  # clients use these input names; a program has its own
-        source = dataclasses.replace(source, names=tuple(spec.name for spec in signed))
+        source = replace(source, names=tuple(spec.name for spec in signed))
     source, example = _example(source, options, signed, say)
     if options.model_format == KEEP:
         if source.onnx is not None:
             signature = tried_signature(source.path, source.onnx, example, say)
-            source = dataclasses.replace(source, signature=signature)
+            source = replace(source, signature=signature)
         kept = keep(source, example, options, work, say)
         return _finished(kept.built, kept.signature, say)
     return _Compilation(source, options, work, say).built(example)
@@ -98,11 +121,16 @@ def _checked(options: BuildOptions) -> BuildOptions:
         )
     if options.quantize:
         check_method(options.quantize)
+        if METHODS[options.quantize].tries and not options.verify:
+            raise ModelRefused(
+                f"--quantize {options.quantize} chooses by measuring, which --no-verify leaves out; name one "
+                f"of {', '.join(METHODS[options.quantize].tries)}"
+            )
     if options.script and wanted != TORCHSCRIPT:
         raise ModelRefused(f"--script makes TorchScript; expected --format torchscript instead of {wanted}")
     if options.isa and (wanted != AOTI or options.isa not in ISAS):
         raise ModelRefused(f"--isa is {options.isa!r}; expected --format aoti and one of {', '.join(ISAS)}")
-    return dataclasses.replace(options, model_format=wanted)
+    return replace(options, model_format=wanted)
 
 
 def _example(
@@ -110,7 +138,9 @@ def _example(
 ) -> tuple[Source, Tensors | None]:
     """Return the example, and the source with the inputs that it has."""
     if options.example is not None:
-        example = read_example(options.example, doubles=source.doubles)
+        example = read_example(options.example, doubles=source.doubles, prepare=options.prepare)
+        if example.unprepared:
+            say(_UNPREPARED)
     elif source.example is None and signed:
         example = example_of(signed)
     else:
@@ -126,6 +156,28 @@ def _example(
     count = inputs_up_to(source.module, example.names, len(example.tensors))
     wanted = [spec.name for spec in names] if names else source.names_of_inputs(count)
     return source, example.ordered(wanted)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all forms of one model are made from."""
+
+    model: LoadedModel
+    samples: list[Tensors]
+    names: Sequence[str]
+    sizes: list[FreeSize]
+    program: torch.export.ExportedProgram | None  # if it needs not be exported again
+
+    @property
+    def given(self) -> list[Tensors]:
+        """The samples, or the example without any."""
+        return self.samples or [self.model.example]
+
+
+def _as_served(trial: Trial) -> Run:
+    """Return the model freshly loaded: probing it has shown it shapes that a server does not begin with."""
+    is_script = isinstance(trial.packed.run, torch.jit.ScriptModule)
+    return loaded(trial.packed.file, trial.load) if is_script else trial.packed.run
 
 
 @dataclass(frozen=True)
@@ -155,32 +207,114 @@ class _Compilation:
                 module, example, names, sizes, probe_batch=True, variations=VARIATIONS[:1]
             )
         model = LoadedModel(module, example, signature, self.source.kind, self.source.path)
-        given = self.options.samples
-        samples = read_samples(given, names, example) if given else []
-        quantised = self._quantised(model, samples)
+        samples = self._samples(names, example)
+        job = _Job(model, samples, names, sizes, program)
+        method = self.options.quantize
+        if method is None:
+            trial = self._made(job, FP32)
+            if self.options.verify:
+                trial = self._verified(job, trial, None)
+        else:
+            trial = self._best(
+                job, methods_tried(model.module, method, str(self.options.model_format), samples)
+            )
+        self._tell_batch(trial.signature)
+        self._accept(job, trial)
+        config = config_with(self.options.config_file, trial.load, self.work)
+        return _finished(
+            Built(trial.packed.file, None, config, trial.packed.beside), trial.signature, self.say
+        )
+
+    def _best(self, job: _Job, methods: Sequence[str]) -> Trial:
+        """Quantise the model by each method, and return the best of the forms with its report."""
+        method = str(self.options.quantize)
+        trials: list[Trial] = []
+        failures: list[Failed] = []
+        fp32 = self._in_fp32(job) if self.options.verify else None
+        if method == AUTO and fp32 is not None:
+            trials.append(self._verified(job, fp32, fp32))
+        for number, name in enumerate(methods, 1):
+            if len(methods) > 1:
+                self.say(f"candidate {number} of {len(methods)}: {name}")
+            try:
+                made = self._made(job, name)
+                trials.append(self._verified(job, made, fp32) if self.options.verify else made)
+            except ModelRefused as refusal:
+                if len(methods) == 1 and not trials:
+                    raise
+                failures.append(Failed(name, str(refusal)))
+        if not trials:
+            raise ModelRefused(failures[0].reason)
+        chosen = choose_trial(trials, method)
+        if len(trials) + len(failures) > 1:
+            self.say(table(trials, failures, chosen))
+        return chosen
+
+    def _in_fp32(self, job: _Job) -> Trial | None:
+        """Return the model as it would be packed without `quantize`, to measure what that gains.
+
+        For AOTInductor it is TorchScript, which compiles in a second, unless the form itself may be packed.
+        """
+        method, target = self.options.quantize, self.options.model_format
+        if method == "int8-trained":
+            return None  # its original computes as int8 does
+        quick = TORCHSCRIPT if target == AOTI and method != AUTO else None
+        try:
+            with step(self.say, "making fp32, to compare"):
+                return self._made(job, FP32, quick)
+        except ModelRefused as refusal:
+            if method == AUTO:
+                raise
+            self.say(f"no form in fp32 to compare the speed with: {refusal}")
+            return None
+
+    def _made(self, job: _Job, method: str, quick: str | None = None) -> Trial:
+        """Make one form of the model, in the format `quick` instead of that of the options if it is given."""
+        target = quick or str(self.options.model_format)
+        options = replace(
+            self.options,
+            model_format=target,
+            quantize=None if method == FP32 else method,
+            script=self.options.script and target == TORCHSCRIPT,
+        )
+        work = self.work / f"{method}-{target}"
+        (work / "beside").mkdir(parents=True)
+        quantised = self._quantised(job, method) if method != FP32 else None
         packed = write_model(
-            quantised.module if quantised else self._folded(module, example),
-            program if quantised is None else None,
-            example,
-            sizes,
-            options=self.options,
-            work=self.work,
+            quantised.module if quantised else self._folded(job.model),
+            job.program if quantised is None else None,
+            job.model.example,
+            job.sizes,
+            options=options,
+            work=work,
             say=self.say,
             script=quantised.script if quantised else None,
         )
-        probe = self.options.model_format == TORCHSCRIPT
         # Run the packed model, not the source: compiling fixes every size that no option lets vary.
         with step(self.say, "trying sizes and batches"):
-            final = signature_of(packed.run, example, names, sizes, probe_batch=probe, say=self.say)
-        self._tell_batch(final)
-        model = dataclasses.replace(model, signature=final)
-        load = self._load(packed, samples or [example], final, quantised)
-        if load.optimize_for_inference:
-            with step(self.say, "optimising for inference"):
-                packed = dataclasses.replace(packed, run=loaded(packed.file, load))
-        self._verify(model, packed, load, samples or [example], quantised)
-        config = config_with(self.options.config_file, load, self.work)
-        return _finished(Built(packed.file, None, config, packed.beside), final, self.say)
+            signature = signature_of(
+                packed.run,
+                job.model.example,
+                job.names,
+                job.sizes,
+                probe_batch=target == TORCHSCRIPT,
+                say=self.say,
+            )
+        load = self._load(packed, job, signature, quantised, target)
+        return Trial(method, packed, load, signature, quantised)
+
+    def _samples(self, names: Sequence[str], example: Tensors) -> list[Tensors]:
+        if self.options.samples is None:
+            return []
+        found, most = files_of(self.options.samples), self.options.max_samples
+        files = spread(found, most)
+        with step(self.say, f"reading {len(files)} samples"):
+            samples = read_samples(files, names, example, self.options.prepare)
+        if len(files) < len(found):
+            self.say(
+                f"samples: {len(files)} of {len(found)} files, evenly spaced; --max-samples sets how many"
+            )
+        return samples
 
     def _startable(self, example: Tensors | None) -> tuple[torch.nn.Module, Tensors]:
         wanted = self.options.model_format
@@ -196,53 +330,53 @@ class _Compilation:
             )
         return self.source.module, example
 
-    def _quantised(self, model: LoadedModel, samples: Sequence[Tensors]) -> Quantised | None:
-        method = self.options.quantize
-        if method is None:
-            return None
+    def _quantised(self, job: _Job, method: str) -> Quantised:
+        limit = self.options.max_drift
         told = functools.cache(self.say)  # each line once: all traced candidates give the same ones
         compiled = functools.partial(
             to_torchscript, script=self.options.script, only_trace=self.options.trace, say=told
         )
         with step(self.say, f"quantising ({method})"):
             made = quantise(
-                model,
+                job.model,
                 method,
-                samples,
+                job.samples,
                 target=str(self.options.model_format),
                 compiled=compiled,
+                max_drift=max_drift_of(method) if limit is None else limit,
+                say=self.say,
             )
-        made = dataclasses.replace(made, notes=(*made.notes, *shared_scale(model, made.method)))
+        made = replace(made, notes=(*made.notes, *shared_scale(job.model, made.method)))
         for note in made.notes:
             self.say(note)
         return made
 
-    def _folded(self, module: torch.nn.Module, example: Tensors) -> torch.nn.Module:
+    def _folded(self, model: LoadedModel) -> torch.nn.Module:
         """Return the module with separate paddings folded into the convolutions that follow them.
 
         A module is returned as it is when TorchScript is compiled from its source, or when it comes from an
         exported program.
         """
         if self.options.script or self.source.program is not None:
-            return module
+            return model.module
         try:
-            folded = folded_paddings(module, example)
+            folded = folded_paddings(model.module, model.example)
         except NotTraceable as reason:
             self.say(f"paddings stay apart from their convolutions, which is slower: {reason}")
-            return module
+            return model.module
         if folded is None:
-            return module
+            return model.module
         self.say(f"folded into convolutions: {folded.note}")
         return folded.module
 
     def _load(
-        self, packed: Packed, samples: Sequence[Tensors], signature: Signature, quantised: Quantised | None
+        self, packed: Packed, job: _Job, signature: Signature, quantised: Quantised | None, target: str
     ) -> TorchScriptOptions:
         """Return how the server is to load the file: as the user's configuration says, or the fastest way.
 
         The fastest way is measured.
         """
-        if self.options.model_format != TORCHSCRIPT:
+        if target != TORCHSCRIPT:
             return TorchScriptOptions()
         said = members_of(self.options.config_file) or ()
         load = TorchScriptOptions(
@@ -253,41 +387,54 @@ class _Compilation:
         if not is_open or not may_gain(run, signature):
             return load
         with step(self.say, "optimising for inference, to compare"):
-            gain = measured_gain(packed.file, samples, batched=signature.batched)
+            gain = measured_gain(packed.file, job.given, batched=signature.batched)
         if gain is None:
             self.say("optimize_for_inference: the model does not run so; not taken")
             return load
         self.say(gain.note)
-        return dataclasses.replace(load, optimize_for_inference=gain.is_worthwhile)
+        return replace(load, optimize_for_inference=gain.is_worthwhile)
 
-    def _verify(
-        self,
-        model: LoadedModel,
-        packed: Packed,
-        load: TorchScriptOptions,
-        samples: Sequence[Tensors],
-        quantised: Quantised | None,
-    ) -> None:
-        """Compare the packed model with the original, and write the report beside the packed model."""
-        if not self.options.verify:
-            return
-        kind = "none" if quantised is None else "bf16" if quantised.method == "bf16" else "int8"
+    def _verified(self, job: _Job, trial: Trial, fp32: Trial | None) -> Trial:
+        """Return the trial with its report: outputs against the original's, times against fp32's."""
         limit = self.options.max_drift
-        with step(self.say, "verifying"):
+        source = job.model.source if job.model.source.is_file() else None
+        with step(self.say, f"verifying ({trial.method})"):
             report = verify(
-                model.module,
-                packed.run,
-                samples,
-                max_drift=MAX_DRIFT[kind] if limit is None else limit,
-                batched=model.signature.batched,
-                files=(model.source if model.source.is_file() else None, packed.file),
-                loads=(TorchScriptOptions(), load),
-                notes=quantised.notes if quantised else (),
+                job.model.module,
+                _as_served(trial),
+                job.given,
+                max_drift=max_drift_of(trial.method if trial.quantised else None) if limit is None else limit,
+                batched=all(one.signature.batched for one in (trial, fp32) if one),
+                files=(source, trial.packed.file),
+                loads=(TorchScriptOptions(), trial.load),
+                notes=trial.quantised.notes if trial.quantised else (),
+                fp32=_as_served(fp32) if fp32 else None,
+                say=self.say,
             )
+        if report.fp32 is not None and fp32 is not None:
+            size_bytes = fp32.packed.file.stat().st_size
+            report = replace(report, fp32=replace(report.fp32, size_bytes=size_bytes))
+        return replace(trial, report=report)
+
+    def _accept(self, job: _Job, trial: Trial) -> None:
+        """Refuse the trial, or write its report beside the packed model."""
+        if trial.report is None:
+            return
+        with step(self.say, "measuring the memory"):
+            files = (job.model.source if job.model.source.is_file() else None, trial.packed.file)
+            report = with_memory(trial.report, files, (TorchScriptOptions(), trial.load), job.given[0])
         self.say(report.table())
-        if not self.options.accept_drift:
-            refuse_drift(report)
-        path = packed.beside / REPORT_NAME
+        warning = check_trial(
+            trial,
+            job.model.module,
+            str(self.options.model_format),
+            accept_drift=self.options.accept_drift,
+            accept_slower=self.options.accept_slower,
+        )
+        if warning:
+            self.say(warning)
+        path = trial.packed.beside / REPORT_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(report.to_json(), encoding="utf-8")
 
     def _tell_batch(self, signature: Signature) -> None:

@@ -1,15 +1,20 @@
-"""Long steps of building a model: each is announced, timed, and fails with one line."""
+"""Long steps of building a model: each is announced, timed, reported on, and fails with one line."""
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from torchere.archiver.errors import ModelRefused, PackingError
 
-Say = Callable[[str], None]  # takes one line for the user
+Say = Callable[[str], None]  # takes one line for the user; may be called from another thread
+T = TypeVar("T")
+_EVERY_S = 10.0  # between two lines about a loop
+_STILL_S = 30.0  # between two lines about a step that tells nothing of itself
 
 
 def silent(_line: str) -> None:
@@ -25,10 +30,34 @@ def step(say: Say, name: str) -> Iterator[None]:
     """
     started_s = time.perf_counter()
     say(f"{name} ...")
-    with warnings.catch_warnings(), refusing(name):
-        warnings.simplefilter("ignore")
-        yield
+    ended = threading.Event()
+    threading.Thread(target=_tell_that_it_lasts, args=(ended, name, say), daemon=True).start()
+    try:
+        with warnings.catch_warnings(), refusing(name):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        ended.set()
     say(f"{name}: {time.perf_counter() - started_s:.1f} s")
+
+
+def _tell_that_it_lasts(ended: threading.Event, name: str, say: Say) -> None:
+    """Tell every half a minute for how long the step has run: compilers report no progress."""
+    started_s = time.perf_counter()
+    while not ended.wait(_STILL_S):
+        say(f"{name}: running for {time.perf_counter() - started_s:.0f} s")
+
+
+def counted(items: Iterable[T], count: int, what: str, say: Say) -> Iterator[T]:
+    """Yield the items; tell every ten seconds how many of `count` are done, and how long the rest takes."""
+    started_s = told_s = time.perf_counter()
+    for done, item in enumerate(items, 1):
+        yield item
+        now_s = time.perf_counter()
+        if now_s - told_s >= _EVERY_S and done < count:
+            told_s = now_s
+            left_s = (now_s - started_s) / done * (count - done)
+            say(f"{what}: {done} of {count}, about {left_s:.0f} s left")
 
 
 @contextmanager

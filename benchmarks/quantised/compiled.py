@@ -11,7 +11,7 @@ from torchere.archiver.models.convert.exported_program import to_program
 from torchere.archiver.models.convert.optimize_gain import loaded
 from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.inputs.sizes import batch_of as free_batch
-from torchere.archiver.models.measure.cost import batch_of, quick_ms
+from torchere.archiver.models.measure.cost import batch_of, processor_ms
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize.traced import plain_attention, traced
 from torchere.archiver.torchscript_options import TorchScriptOptions
@@ -75,7 +75,7 @@ def compared(title: str, forms: Both, sample: Sample) -> Pair:
     """Time the forms in turns."""
     found = difference([(flattened(forms.torchscript(*sample)), flattened(forms.aoti(*sample)))])
     models = [forms.torchscript, forms.optimized, forms.aoti]
-    times = {size: quick_ms(models, batch_of([sample], size), _BUDGET_S) for size in BATCHES}
+    times = {size: processor_ms(models, batch_of([sample], size), _BUDGET_S) for size in BATCHES}
     return Pair(
         title=title,
         compiled=forms.compiled,

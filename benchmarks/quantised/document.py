@@ -8,7 +8,7 @@ from harness.machine import Machine
 from harness.report import markdown_table
 
 from quantised.measure import BATCHES, Row, geometric_mean
-from torchere.archiver.models.verify.compare import MAX_DRIFT
+from torchere.archiver.quantization import INT8_DRIFT
 
 SIZE, COSINE, TOP1 = 0.35, 0.99, 0.97  # goals for each model: of its file against fp32, of its answers
 
@@ -27,9 +27,13 @@ Written by `python benchmarks/quantization.py --write-docs`; do not edit, but it
 | `int8` | both of these; the faster one that agrees | samples, or only the first is tried |
 | `int8-trained` | takes a model as it is, and chooses the engine | QAT, or int8 TorchScript |
 | `bf16` | weights and sums in bfloat16, float32 in and out | the eager model, a processor that has it |
+| `auto` | tries what suits; packs the fastest that agrees, or fp32 where none gains a tenth | as they do |
 
 Dynamic int8 scales activations at each call. Static int8 takes their ranges from samples: some tens of
-inputs like real requests; a forward that branches on values is no graph. QAT is a model from
+inputs like real requests (`--max-samples`, 100 files of a folder by default); a forward that branches on
+values is no graph. Pictures among the samples go through the handler's own decoding, cropping and
+normalising, as those of `--example` and of `torchere compare --data` do
+([formats](formats.md#examples-and-sizes)). QAT is a model from
 `prepare_qat_fx` and training, or `convert_fx`. TorchScript of fp32 can't be quantised any more.
 
 With `--format torchscript` (the default) int8 is by PyTorch's FX graph mode. Padding (`ZeroPad2d`,
@@ -60,20 +64,39 @@ the layers. Not with `--format export` and `aoti`.
 Whatever becomes of a model, the packed one is compared with the original before it is packed
 (`--no-verify` leaves that out), on `--samples`, or on the example without any. *Drift* is the root of the
 mean squared difference over the root of the mean square of the original's values: 0 is equal, 1 has
-nothing to do with it. Above `--max-drift` (0.001 for a format alone, 0.05 for bf16, 0.4 for int8) nothing
+nothing to do with it. Above `--max-drift` (0.001 for a format alone, 0.05 for bf16, 0.25 for int8) nothing
 is packed, with exit status 2. Neither is it when channels of an output that vary in the original have
 one and the same value in the packed model, which one figure over a whole output does not show: scores beside
 boxes that are 640 times as large may all be zero. The worst channel is told with its own drift, measured by
 what varies in this channel; channels are the last dimension of an output, and dimension 1 of those with
-three or more. Nor when the original answers with nothing but not-a-number. An original that answers one input
+three or more. Nor when that counts for more than 1.6 times `--max-drift`: a channel that varies by less
+than a quarter of its size counts by that quarter, and the worst of many channels over few values is divided
+by how far it would be off by chance (by 3.0 for 1000 classes over 13 photographs). Nor when the original
+answers with nothing but not-a-number. An original that answers one input
 in two ways (dropout left on), or all samples alike, is told. `--accept-drift` packs it all the same;
 `-f` only overwrites. The report is `MAR-INF/report.json` in the
-archive: differences, agreement of the first class, cosine, latencies at batch 1 and 8 (one thread, in
-turns, median), sizes, memory, the engine and how it was chosen. It holds times, so two archives packed
+archive: differences, agreement of the first class, cosine, times at batch 1 and 8, sizes, memory, the
+engine and how it was chosen. It holds times, so two archives packed
 from the same files differ by it, and by what was chosen for its times.
 
 `torchere compare A.mar B.mar --data DIR --picture out.svg` compares the models of two archives in the
 same way.
+
+## Times
+
+All times are processor time of a run on one thread, the tenth percentile of runs in turns: for the choice of
+an engine, of `optimize_for_inference`, of a candidate of `auto`, in the report and in `compare`. A model is
+freshly loaded for it and meets a batch of one first, as in a server: an int8 layer of oneDNN prepares its
+weights for the shape of its first run, and took ten times as long for a picture of another size
+(EfficientNet-Lite0: 62 ms instead of 6.2; [decision 27](decisions/0027-forms-of-a-model-on-one-clock.md)).
+
+A quantised model is timed beside the form in fp32 that would be packed instead: TorchScript, optimised for
+inference where that gains; an exported program for `--format export`; for `aoti` TorchScript, too, and the
+compiled program with `auto`. One that is not faster (geometric mean over the batches) is refused with what
+would help; `--accept-slower` packs it with a warning. What gains less than a tenth is packed, and told what
+would help. Mostly that is: `int8-dynamic` leaves convolutions in fp32; SiLU, GELU and the like stay in fp32
+between the int8 layers of TorchScript, and `--format aoti` compiles them together with these; an exported
+program computes in fp32 until it is compiled; small layers gain nothing in any way.
 """
 
 _LIMITS = """## What stays in fp32
@@ -192,6 +215,6 @@ def verdict(rows: Sequence[Row], vnni: bool, goal: float) -> str:
         if row.speedup(batch) < goal
     ]
     below = f" Below it: {', '.join(slow)}." if slow else " Every one is above it."
-    drifting = [row.title for row in rows if row.drift > MAX_DRIFT["int8"]]
+    drifting = [row.title for row in rows if row.drift > INT8_DRIFT]
     refused = f" `torchere archive` would refuse {', '.join(drifting)} for the drift." if drifting else ""
     return f"{said}{why}.{below}{refused}"

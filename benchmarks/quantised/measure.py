@@ -12,7 +12,7 @@ import torch
 from quantised.zoo import Ready, Sample, Subject
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import saved
-from torchere.archiver.models.measure.cost import batch_of, quick_ms
+from torchere.archiver.models.measure.cost import batch_of, processor_ms
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.models.quantize.traced import plain_attention, traced
@@ -63,7 +63,7 @@ def measured(subject: Subject) -> Row:
     with torch.inference_mode():
         found = difference((flattened(fp32(*one)), flattened(made.module(*one))) for one in ready.held_out)
     models = [fp32, made.module]
-    times = {size: quick_ms(models, batch_of(ready.held_out, size), _BUDGET_S) for size in BATCHES}
+    times = {size: processor_ms(models, batch_of(ready.held_out, size), _BUDGET_S) for size in BATCHES}
     return Row(
         title=subject.title,
         data=ready.data,

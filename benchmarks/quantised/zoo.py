@@ -89,7 +89,7 @@ class Classifier(nn.Module):
 
 
 def _photographs() -> Ready:
-    network, photographs = _example()
+    network, photographs = example_modules()
     calibration = photographs.crops(photographs.CALIBRATION, 6, seed=1)
     crops = photographs.crops(photographs.HELD_OUT, 8, seed=2)
     held_out = [*crops, *(photographs.centre(name) for name in photographs.HELD_OUT)]
@@ -105,7 +105,7 @@ def _sentences() -> Ready:
 
 
 def _residual() -> Ready:
-    _, photographs = _example()
+    _, photographs = example_modules()
     torch.manual_seed(0)
     plan = ((64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1))
     blocks = [Block(*sizes) for sizes in (*plan, (256, 512, 2), (512, 512, 1))]
@@ -147,7 +147,7 @@ def _one(batches: list[torch.Tensor]) -> list[Sample]:
     return [(batch,) for batch in batches]
 
 
-def _example() -> tuple[Any, Any]:
+def example_modules() -> tuple[Any, Any]:
     """The modules of examples/image_classifier, which makes EfficientNet-Lite0 and reads photographs."""
     folder = str(ROOT / "examples" / "image_classifier")
     if folder not in sys.path:
@@ -167,6 +167,11 @@ SUBJECTS = (
     Subject("minilm", "all-MiniLM-L6-v2, 32 tokens", "int8-dynamic", _sentences),
     Subject("resnet", "ResNet-18", "int8-static", _residual),
     Subject("lstm", "LSTM, 2 × 512, 32 steps", "int8-dynamic", _recurrent),
-    Subject("mlp", "MLP, 8 × 1024²", "int8", _perceptron),
+    Subject("mlp", "MLP, 8 × 1024²", "int8-dynamic", _perceptron),
     Subject("encoder", "transformer encoder, 4 × 256, 32 steps", "int8-dynamic", _encoder),
 )
+
+
+def make(key: str) -> Ready:
+    """Make the subject of this key; raises Unavailable where it can't be made here."""
+    return next(subject for subject in SUBJECTS if subject.key == key).make()

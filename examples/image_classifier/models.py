@@ -103,7 +103,8 @@ def _int8(network: torch.nn.Module, held_out: list[torch.Tensor]) -> Quantised:
     _say(
         "int8", f"calibrating on {_CROPS_PER_PHOTOGRAPH} crops of each of {len(CALIBRATION)} photographs ..."
     )
-    quantised = int8(network, crops(CALIBRATION, _CROPS_PER_PHOTOGRAPH, seed=1))
+    calibration = crops(CALIBRATION, _CROPS_PER_PHOTOGRAPH, seed=1)
+    quantised = int8(network, calibration, lambda line: _say("", line))
     for note in quantised.notes:
         _say("", note)
     same = agreement(network, quantised.module, held_out)

@@ -38,18 +38,21 @@ class Agreement:
         return self.same_of_sure >= 0.9 * self.sure
 
 
-def int8(network: nn.Module, calibration: list[torch.Tensor]) -> Quantised:
+def int8(
+    network: nn.Module, calibration: list[torch.Tensor], say: Callable[[str], None] = lambda _line: None
+) -> Quantised:
     """The network in int8 on the engine that is fastest here among those that agree; left as it is itself.
 
     Args:
         network: the architecture with its weights.
         calibration: batches of pictures that the ranges of the activations are taken from.
+        say: takes lines about progress.
 
     Raises:
         ModelRefused: no engine of this machine runs it.
     """
     model = LoadedModel(network, (calibration[0][:1],), SIGNATURE, "eager", Path("efficientnet_lite0"))
-    return quantise(model, "int8-static", [(batch,) for batch in calibration])
+    return quantise(model, "int8-static", [(batch,) for batch in calibration], say=say)
 
 
 def agreement(

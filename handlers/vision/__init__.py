@@ -40,13 +40,13 @@ class VisionHandler(BaseHandler):
     image_processing: Callable[[Image.Image], Any] = ImageTransform()
     image_limits = ImageLimits()
 
-    def initialize(self, context: Context) -> None:
-        """Load the model, then apply `handler.image` and the server's `limit_max_image_pixels`.
+    def _configure(self, context: Context) -> None:
+        """Apply `handler.image` and the server's `limit_max_image_pixels`.
 
         Raises:
             ValueError: a value under `handler.image` is wrong.
         """
-        super().initialize(context)
+        super()._configure(context)
         config = self.image_config()
         limited = bool(context.system_properties.get("limit_max_image_pixels", True))
         if not limited:

@@ -1,6 +1,7 @@
 """`torchere compare A.mar B.mar --data DIR`: compares two archives on the same inputs; can draw a chart.
 
-The models are loaded as by the server, but without a server and without the archives' own handlers.
+The models are loaded as by the server, but without a server. Pictures are prepared by the `preprocess` of
+the first archive's handler.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
+from torchere.archiver.commands import refuse_code
 from torchere.archiver.errors import ArchiveError, ModelRefused, plainly
+from torchere.archiver.quantization import INT8_DRIFT
 from torchere.archiver.reader import Archive, open_archive
+from torchere.archiver.request import BUILT_IN_HANDLERS, DEFAULT_HANDLER, Prepare
 from torchere.archiver.signature import MAX_TEXT_BYTES, SIGNATURE_NAME, Signature, SignatureError, parse
 from torchere.archiver.torchscript_options import TorchScriptOptions
+from torchere.serving.commands.inputs import prepare_with
 from torchere.serving.errors import InvalidArchive
 
 if TYPE_CHECKING:
     import torch
 
     from torchere.archiver.models.verify.report import Report
-
-_PICTURES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp"})
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Contender:
     run: Callable[..., Any]
     file: Path | None  # the weights file in the unpacked archive
     load: TorchScriptOptions
-    config: dict[str, Any]  # model-config.yaml
+    prepare: Prepare  # what the archive's handler does to the body of a request
     inputs: tuple[str, ...] | None  # input names in signature.json; None without this file
     batched: bool  # whether inputs and outputs have a batch dimension
 
@@ -59,17 +62,18 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="folder of inputs, one per file: .json, .pt, .npy, .npz, or an image, which is "
-        "preprocessed as A's model-config.yaml says (handler.image)",
+        help="folder of inputs, one per file: .json, .pt, .npy, .npz, or an image, which A's handler "
+        "decodes, crops and normalises as in a request",
     )
     add(
         "--max-drift",
         type=float,
-        default=0.4,
+        default=INT8_DRIFT,
         metavar="X",
         help="exit with code 2 if the drift, the RMS difference of the outputs relative to A's, exceeds "
-        "X (default: 0.4)",
+        f"X (default: {INT8_DRIFT}, as for int8 in `torchere archive`)",
     )
+    add("--allow-code", action="store_true", help="run A's own handler, to prepare images")
     add("--picture", type=Path, metavar="FILE", help="also write the report as an SVG chart")
     add("--json", action="store_true", help="print the report as JSON")
 
@@ -95,26 +99,31 @@ def run_compare(options: argparse.Namespace) -> int:
 
 def _compared(options: argparse.Namespace) -> Report:
     from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
-    from torchere.archiver.models.verify.compare import verify  # noqa: PLC0415
+    from torchere.archiver.models.verify.compare import verify, with_memory  # noqa: PLC0415
 
-    with contender(options.original) as one, contender(options.packed) as other:
+    allowed = options.allow_code
+    with contender(options.original, allow_code=allowed) as one, contender(options.packed) as other:
         samples = read_samples(options.data, one)
+        files, loads = (one.file, other.file), (one.load, other.load)
         with refusing(f"running {one.name} and {other.name} on {options.data}"):
-            return verify(
+            report = verify(
                 one.run,
                 other.run,
                 samples,
                 max_drift=options.max_drift,
                 batched=one.batched and other.batched,
                 names=(one.name, other.name),
-                files=(one.file, other.file),
-                loads=(one.load, other.load),
+                files=files,
+                loads=loads,
             )
+            return with_memory(report, files, loads, samples[0])
 
 
 @contextmanager
-def contender(path: Path) -> Iterator[Contender]:
+def contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
     """Unpack an archive to a temporary folder and load its model on the CPU.
+
+    With `allow_code`, a handler of the archive's own is run to prepare pictures; else these are refused.
 
     Raises:
         ArchiveError: the archive can't be read.
@@ -125,12 +134,19 @@ def contender(path: Path) -> Iterator[Contender]:
         root = archive.extract(Path(folder, "model"))
         config, signature = _config(archive), _signature(archive)
         serialized = archive.manifest.serialized_file
+        handler = archive.manifest.handler or DEFAULT_HANDLER
+        is_trusted = allow_code or handler in BUILT_IN_HANDLERS
         yield Contender(
             name=path.name,
             run=_loaded(archive, root, config),
             file=root / serialized if serialized else None,
             load=_options(archive, config),
-            config=config,
+            # Without a folder a built-in name stays one, even if the archive holds a file of that name.
+            prepare=(
+                prepare_with(handler, root if allow_code else None, lambda: config)
+                if is_trusted
+                else refuse_code
+            ),
             inputs=tuple(spec.name for spec in signature.inputs) if signature else None,
             batched=signature.batched if signature else True,
         )
@@ -143,39 +159,13 @@ def read_samples(folder: Path, contender: Contender) -> list[tuple[torch.Tensor,
         ModelRefused: the folder has no files, or a file can't be read.
         OSError: a file can't be read.
     """
-    from torchere.archiver.models.inputs.examples import read_example  # noqa: PLC0415 - imports torch
+    from torchere.archiver.models.inputs.examples import files_of, read_example  # noqa: PLC0415 - imports torch
 
     if not folder.is_dir():
         raise ModelRefused(f"--data {folder}: no such folder; expected one with inputs, a file each")
-    files = [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith(".")]
-    if not files:
-        raise ModelRefused(f"{folder} holds no files; expected inputs: .json, .pt, .npy or pictures")
-    samples: list[tuple[torch.Tensor, ...]] = []
-    for file in files:
-        if file.suffix.lower() in _PICTURES:
-            samples.append((_picture(file, contender.config),))
-            continue
-        example = read_example(file)
-        samples.append(example.ordered(contender.inputs) if contender.inputs else example.tensors)
-    return samples
-
-
-def _picture(file: Path, config: dict[str, Any]) -> torch.Tensor:
-    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 - with torch, seconds
-
-    from torchere.handlers.vision.transform import ImageTransform  # noqa: PLC0415
-
-    handler = config.get("handler")
-    overrides = handler.get("image") if isinstance(handler, dict) else None
-    known = {"resize", "crop", "mean", "std"}
-    try:
-        if not isinstance(overrides, (dict, type(None))):
-            raise ValueError(f"handler.image in model-config.yaml is {overrides!r}; expected a mapping")
-        transform = ImageTransform().replaced_by({k: v for k, v in (overrides or {}).items() if k in known})
-        with Image.open(file) as image:
-            return transform(image)[None]
-    except (UnidentifiedImageError, ValueError) as error:
-        raise ModelRefused(f"{file}: {error}") from error
+    examples = [read_example(file, prepare=contender.prepare) for file in files_of(folder)]
+    wanted = contender.inputs
+    return [example.ordered(wanted) if wanted else example.tensors for example in examples]
 
 
 def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torchere.serving import __version__
@@ -24,6 +25,7 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere archive` to `parser`."""
     from torchere.archiver.cli import add_archive_arguments, run_model_archive
     from torchere.archiver.model_flags import EXAMPLES
+    from torchere.serving.commands.inputs import prepare_for
 
     text = (
         "Pack a model, with or without a handler, into a .mar archive; optionally compile or quantise "
@@ -31,18 +33,19 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
     )
     explained(parser, text, EXAMPLES)
     add_archive_arguments(parser, models=True)
-    parser.set_defaults(run=_as_served(run_model_archive))
+    parser.set_defaults(run=_as_served(partial(run_model_archive, prepare_for=prepare_for)))
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere convert` to `parser`."""
     from torchere.archiver.cli import run_convert
     from torchere.archiver.commands import EXAMPLES, add_convert_arguments
+    from torchere.serving.commands.inputs import prepare_for
 
     text = "Convert the model of an archive to another format; the other files stay as they are."
     explained(parser, text, EXAMPLES)
     add_convert_arguments(parser)
-    parser.set_defaults(run=_as_served(run_convert))
+    parser.set_defaults(run=_as_served(partial(run_convert, prepare_for=prepare_for)))
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:

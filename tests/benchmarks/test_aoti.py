@@ -8,7 +8,7 @@ from quantised.compiled import Pair
 from quantised.compiled_document import executors, optimized_table, slower, table, verdict
 from quantised.scaling import Scaling, _run
 
-from torchere.archiver.models.measure.cost import quick_ms
+from torchere.archiver.models.measure.cost import processor_ms
 
 PAIR = Pair(
     "net",
@@ -60,7 +60,7 @@ def test_a_round_that_is_over_before_it_begins_counts_no_runs() -> None:
 def test_the_quick_end_of_the_runs_leaves_out_the_slow_ones() -> None:
     order: list[str] = []
 
-    times = quick_ms([lambda: order.append("one"), lambda: order.append("other")], [], 0.0)
+    times = processor_ms([lambda: order.append("one"), lambda: order.append("other")], [], 0.0)
 
     assert len(times) == 2
     assert order[-4:] == ["one", "other"] * 2

@@ -220,7 +220,14 @@ def print_walks(names_too: bool) -> None:
         packed(Path(folder))
         walks = asyncio.run(request_walks(Path(folder)))
         walks["archive --quantize int8-static"] = Walk()
-        samples = ("--quantize", "int8-static", "--samples", f"{folder}/example.pt", "--accept-drift")
+        samples = (
+            "--quantize",
+            "int8-static",
+            "--samples",
+            f"{folder}/example.pt",
+            "--accept-drift",
+            "--accept-slower",
+        )
         packed(Path(folder), walks["archive --quantize int8-static"], *samples)
     for name, walk in walks.items():
         until = f", {walk.until_frame} until the worker's frame" if walk.until_frame else ""

@@ -18,7 +18,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes
 from torchere.archiver.models.inputs.sizes import Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
-from torchere.archiver.models.measure.cost import Model, one_thread, quick_ms
+from torchere.archiver.models.measure.cost import Model, one_thread, processor_ms
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.steps import Say
 
@@ -110,7 +110,7 @@ def timed(plain: Model, templates: Model, given: Sequence[Tensors]) -> Timed:
     """
     with one_thread(), torch.inference_mode():
         answers = [(flattened(plain(*one)), flattened(templates(*one))) for one in given]
-        times = [quick_ms([plain, templates], one, _BUDGET_S) for one in given]
+        times = [processor_ms([plain, templates], one, _BUDGET_S) for one in given]
     return Timed(tuple(one[0] for one in times), tuple(one[1] for one in times), difference(answers).drift)
 
 

@@ -20,7 +20,7 @@ from torchere.archiver.models.load.torchscript import (
     load_script,
     optimized,
 )
-from torchere.archiver.models.measure.cost import Samples, batches_of, medians_ms, one_thread
+from torchere.archiver.models.measure.cost import Samples, batches_of, processor_ms
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.signature import ANY, Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
@@ -32,7 +32,7 @@ _BUDGET_S = 1.5  # timing budget per batch size, for both models together
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The measured effect of the optimisation. Latencies in milliseconds, by batch size."""
+    """The measured effect of the optimisation. Processor time in milliseconds, by batch size."""
 
     plain_ms: Mapping[int, float]
     optimized_ms: Mapping[int, float]
@@ -80,13 +80,12 @@ def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None
     plain = loaded(file, TorchScriptOptions())
     try:
         other = loaded(file, TorchScriptOptions(optimize_for_inference=True))
+        times = {
+            size: processor_ms([plain, other], batch, _BUDGET_S)
+            for size, batch in batches_of(samples, batched).items()
+        }
         with torch.inference_mode():
             found = difference((answers(plain, one), answers(other, one)) for one in samples)
-        with one_thread():
-            times = {
-                size: medians_ms([plain, other], batch, _BUDGET_S)
-                for size, batch in batches_of(samples, batched).items()
-            }
     except RuntimeError:  # the base class of all TorchScript errors; the model is packed without optimisation
         return None
     plain_ms = {size: pair[0] for size, pair in times.items()}

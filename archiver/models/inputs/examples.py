@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from torchere.archiver.container.entries import open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.inputs.run import DATATYPES
 from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.request import Prepare
 from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, parse
 
 MAX_EXAMPLE_BYTES = 2**30
 _MAX_PIXELS = 100_000_000
 _PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF")
+Item = TypeVar("Item")
 TORCH_TYPES = {name: dtype for dtype, name in DATATYPES.items()}
 
 
@@ -30,12 +32,14 @@ TORCH_TYPES = {name: dtype for dtype, name in DATATYPES.items()}
 class Example:
     """Tensors for the inputs of a model; `names` has the input of each, if the file gives it.
 
-    `typed`: the file chose the datatypes; they are not the defaults of JSON or NumPy.
+    `typed`: the file chose the datatypes; they are not the defaults of JSON or NumPy. `unprepared`: it is a
+    picture, and the handler prepares none.
     """
 
     tensors: Tensors
     names: tuple[str, ...] | None = None
     typed: bool = False
+    unprepared: bool = False
 
     def ordered(self, wanted: Sequence[str]) -> Tensors:
         """Return the tensors in the order of the model's inputs.
@@ -59,18 +63,20 @@ class Example:
         return tuple(given[name] for name in present)
 
 
-def read_example(path: Path, *, doubles: bool = False) -> Example:
+def read_example(path: Path, *, doubles: bool = False, prepare: Prepare | None = None) -> Example:
     """Read an example from one file.
 
     - JSON: a request of the Open Inference Protocol, an object of names and nested lists, or one nested list
       (numbers with a point become FP32, others INT64).
     - `.pt`: a tensor, a tuple or list of them, or a dict; weights only.
     - `.npy`, `.npz`; FP64, which is NumPy's default, becomes FP32.
-    - A picture: FP32 of the shape [1, 3, height, width] with values from 0 to 1.
+    - Any other file is the body of a request, which `prepare` turns into the model's inputs. Where the
+      handler prepares nothing, a picture becomes FP32 [1, 3, height, width] with values from 0 to 1.
 
     Args:
         path: the file.
         doubles: the model computes in FP64: FP64 arrays stay as they are, and JSON becomes FP64, too.
+        prepare: what the archive's handler does to the body of a request.
 
     Raises:
         ModelRefused: the file is none of these, or damaged, or holds no numbers.
@@ -84,25 +90,28 @@ def read_example(path: Path, *, doubles: bool = False) -> Example:
     if len(data) > MAX_EXAMPLE_BYTES:
         raise ModelRefused(f"{path}: more than {MAX_EXAMPLE_BYTES} bytes; one example is enough")
     try:
-        example = _read(data)
+        example = _read(data, prepare)
     # Broad, because the readers of five formats raise different errors for a damaged file.
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelRefused(f"{path}: no example that can be read: {first[:200]}") from error
+        raise ModelRefused(f"{path}: no example that can be read: {first[:300]}") from error
     if not example.tensors:
         raise ModelRefused(f"{path}: it holds no tensor; expected one for each input of the model")
     return example if doubles or example.typed else replace(example, tensors=_as_floats(example.tensors))
 
 
-def _read(data: bytes) -> Example:
-    if data.startswith(_PICTURES):
-        return Example((_picture(data),))
+def _read(data: bytes, prepare: Prepare | None) -> Example:
     if data.startswith(b"\x93NUMPY"):
         return Example((_from_numpy(array_of(data)),))
     if data.startswith(b"PK"):
         return _zipped(data)
     if data.lstrip()[:1] in (b"{", b"["):
         return _from_json(json.loads(data))
+    prepared = None if prepare is None else prepare(data)
+    if prepared is not None:
+        return Example(tuple(prepared))
+    if data.startswith(_PICTURES):
+        return Example((_picture(data),), unprepared=True)
     raise ValueError("expected JSON, a .pt, a .npy, a .npz or a picture")
 
 
@@ -174,25 +183,48 @@ def _tensor(value: Any) -> torch.Tensor:
 _FREE = 2  # not 1, which export takes for a constant
 
 
-def read_samples(path: Path, names: Sequence[str], like: Tensors) -> list[Tensors]:
-    """Read the examples of one file, or of every file of a folder in the order of their names.
-
-    Args:
-        path: see `read_example` for the formats of a file.
-        names: names of the model's inputs.
-        like: an example; samples must have its number of inputs, its datatypes and its numbers of dimensions.
+def files_of(path: Path) -> list[Path]:
+    """Return the file, or the files of the folder in the order of their names without hidden ones.
 
     Raises:
-        ModelRefused: there is no sample, or one differs from the example.
+        ModelRefused: the folder holds no file.
+        OSError: it can't be listed.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(item for item in path.iterdir() if item.is_file() and not item.name.startswith("."))
+    if not files:
+        raise ModelRefused(
+            f"{path} holds no files; expected inputs, one per file: .json, .pt, .npy, .npz or pictures"
+        )
+    return files
+
+
+def spread(items: Sequence[Item], most: int) -> Sequence[Item]:
+    """Return at most `most` of the items, evenly spaced."""
+    count = len(items)
+    return items if count <= most else [items[index * count // most] for index in range(most)]
+
+
+def read_samples(
+    files: Sequence[Path], names: Sequence[str], like: Tensors, prepare: Prepare | None = None
+) -> list[Tensors]:
+    """Read the examples of several files.
+
+    Args:
+        files: see `read_example` for their formats.
+        names: names of the model's inputs.
+        like: an example; samples must have its number of inputs, its datatypes and its numbers of dimensions.
+        prepare: see `read_example`.
+
+    Raises:
+        ModelRefused: a file can't be used, or differs from the example.
         OSError: a file can't be read.
     """
-    files = sorted(item for item in path.iterdir() if item.is_file()) if path.is_dir() else [path]
-    if not files:
-        raise ModelRefused(f"{path}: no samples in it; expected files with one example each")
     doubles = any(tensor.dtype is torch.float64 for tensor in like)
     samples = []
     for file in files:
-        sample = read_example(file, doubles=doubles).ordered(names)
+        sample = read_example(file, doubles=doubles, prepare=prepare).ordered(names)
         if _form(sample) != _form(like):
             raise ModelRefused(
                 f"{file}: the sample has {_form(sample)}; expected the example's {_form(like)} "

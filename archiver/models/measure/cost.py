@@ -1,22 +1,25 @@
-"""Measures the run time of models: in turns, on one thread, by the median or the tenth percentile."""
+"""Measures the processor time of models: on one thread, in interleaved rounds, by the tenth percentile."""
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from torchere.archiver.models.inputs.examples import spread
 
 Model = Callable[..., Any]
 Samples = Sequence[tuple[torch.Tensor, ...]]
 BATCH_SIZES = (1, 8)
 _WARM_UPS = 3  # the first runs of TorchScript profile and compile
-_ENOUGH = 200  # runs; more do not change the median
-_LEAST, _MANY = 10, 400  # least and most runs for the tenth percentile
-_QUICK = 0.1  # the percentile, as a share of the runs; the minimum alone is luck
+_LEAST, _MOST = 5, 400  # rounds
+_QUICK = 0.1  # the percentile, as a share of the rounds; the minimum alone is luck
+_BUSY = 1.5  # runnable programs for each core, over the last minute
+_SHAPES = 3  # different shapes of samples that a model is timed on
 
 
 @contextlib.contextmanager
@@ -30,56 +33,61 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def medians_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], budget_s: float) -> list[float]:
-    """Return the median time of a run of each model, in milliseconds.
+@contextlib.contextmanager
+def fewer_threads_when_busy() -> Iterator[None]:
+    """Let torch use one thread if other programs keep the cores busy.
 
-    The models run in turns, so that a busy moment of the machine hits all alike. Stops after 200 rounds or
-    once the budget is spent; each model runs at least once after its warm-up.
+    OpenMP's threads spin while they wait for one another. With four runnable programs for each of two cores,
+    a run of EfficientNet-Lite0 took 2.4 s on two threads and 74 ms on one.
     """
-    times = _in_turns(models, arguments, time.perf_counter, range(1, _ENOUGH), budget_s)
-    return [1e3 * statistics.median(found) for found in times]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    is_busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > _BUSY * cores
+    with one_thread() if is_busy else contextlib.nullcontext():
+        yield
 
 
-def quick_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], budget_s: float) -> list[float]:
+def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], budget_s: float) -> list[float]:
     """Return the tenth percentile of each model's processor time per run on one thread, in milliseconds.
 
-    Processor time, which equals the wall time on an idle machine, leaves out the moments in which other
-    programs had the core; the low percentile leaves out the runs that found the cache full of their data.
-    """
-    with one_thread():
-        times = _in_turns(models, arguments, time.thread_time, range(_LEAST, _MANY), budget_s)
-    return [1e3 * sorted(found)[int(_QUICK * len(found))] for found in times]
+    Every decision between forms of a model is made on this clock. Wall time would count the moments in which
+    other programs had the core, which on a shared machine was measured to be off by a factor of 9. The low
+    percentile leaves out the runs that found the cache full of other programs' data. The models run in turns,
+    so that a slow moment of the processor hits all alike.
 
+    Runs 5 to 400 rounds, more than 5 only within the budget of processor seconds for all models together.
 
-def _in_turns(
-    models: Sequence[Model],
-    arguments: Sequence[torch.Tensor],
-    clock: Callable[[], float],
-    rounds: range,
-    budget_s: float,
-) -> list[list[float]]:
-    """Return the seconds by `clock` of each model's runs; `rounds` is the least and the most of them.
-
-    More rounds than the least run only within the budget.
+    A model is as fast as its first runs let it be: oneDNN's int8 layers prepare their weights for the shape
+    that they meet first, and were 10 times slower with others (EfficientNet-Lite0). So give models that are
+    freshly loaded, or that met the same shapes before. docs/decisions/0027 has the measurements.
     """
     times: list[list[float]] = [[] for _ in models]
-    with torch.inference_mode():
+    with one_thread(), torch.inference_mode():
         for model in models:
             for _ in range(_WARM_UPS):
                 model(*arguments)
-        end = time.perf_counter() + budget_s
-        while len(times[0]) < rounds.start or (len(times[0]) < rounds.stop and time.perf_counter() < end):
+        end = time.process_time() + budget_s
+        while len(times[0]) < _LEAST or (len(times[0]) < _MOST and time.process_time() < end):
             for model, found in zip(models, times, strict=True):
-                started = clock()
+                # Of the process, not of the thread: onnxruntime computes in threads of its own.
+                started = time.process_time()
                 model(*arguments)
-                found.append(clock() - started)
-    return times
+                found.append(time.process_time() - started)
+    return [1e3 * sorted(found)[int(_QUICK * len(found))] for found in times]
+
+
+def gain(before_ms: Mapping[int, float], after_ms: Mapping[int, float]) -> float:
+    """Return how many times as fast `after` is: the geometric mean over the batch sizes of both."""
+    sizes = before_ms.keys() & after_ms.keys()
+    product = 1.0
+    for size in sizes:
+        product *= before_ms[size] / after_ms[size] if after_ms[size] else 1.0
+    return float(product ** (1 / max(1, len(sizes))))
 
 
 def batches_of(samples: Samples, batched: bool) -> dict[int, tuple[torch.Tensor, ...]]:
     """Return the arguments to time models with, by batch size; only the first sample if not batched.
 
-    The sizes of a batched model are `BATCH_SIZES`.
+    The sizes of a batched model are `BATCH_SIZES`, the smallest first, as a server's first run has one row.
     """
     return {size: batch_of(samples, size) for size in BATCH_SIZES} if batched else {1: samples[0]}
 
@@ -96,3 +104,15 @@ def batch_of(samples: Samples, size: int) -> tuple[torch.Tensor, ...]:
     return tuple(
         tensor.repeat(-(-size // len(tensor)), *[1] * (tensor.dim() - 1))[:size] for tensor in joined
     )
+
+
+def shapes_of(samples: Samples, batched: bool) -> list[tuple[torch.Tensor, ...]]:
+    """Return one call's arguments for each of up to three different shapes among the samples.
+
+    Calls have one row if `batched`. The first sample's shape comes first.
+    """
+    rows = [tuple(tensor[:1] for tensor in one) for one in samples] if batched else list(samples)
+    by_shape = {tuple(tensor.shape for tensor in row): row for row in reversed(rows)}
+    first = tuple(tensor.shape for tensor in rows[0])
+    others = [row for shape, row in by_shape.items() if shape != first]
+    return [rows[0], *spread(others, _SHAPES - 1)]

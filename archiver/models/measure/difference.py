@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +153,7 @@ def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
 # and dimension 1, too, where it has three or more, as detectors are laid out both ways.
 
 _FEWEST = 8  # least number of values that tell whether a channel varies
+_CLEARLY = 0.25  # spread from which a channel's drift counts in full
 _VARIES = 0.05  # spread over root mean square; a channel below it is nearly constant
 # Least share of the varying channels that must be silent to be reported: with few samples, a rare and small
 # activation that int8 rounds to zero may leave a channel constant, which does no harm.
@@ -162,7 +164,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class ChannelDrift:
-    """The channel with the largest drift: root of the mean squared difference over its own deviation.
+    """The channel that is furthest off: root of the mean squared difference over its own deviation.
 
     The deviation is the standard deviation of the channel in the original.
     """
@@ -171,6 +173,15 @@ class ChannelDrift:
     dimension: int
     channel: int
     drift: float
+    # The same difference over the deviation, or over a quarter of the channel's root mean square if that is
+    # more: a channel that hardly varies over the samples drifts far without being far off.
+    weighed: float = 0.0
+    chance: float = 1.0  # factor by which the worst of so many channels exceeds the others by chance alone
+
+    @property
+    def beyond_chance(self) -> float:
+        """The weighed drift without what the choice of the worst channel adds to it; it has a limit."""
+        return self.weighed / self.chance
 
     @property
     def note(self) -> str:
@@ -239,9 +250,19 @@ class ChannelTally:
         varies = self._varies()
         if not bool(varies.any()):
             return None
-        drifts = torch.where(varies, (self._apart_squared / self._squares).sqrt(), -1.0)
-        channel = int(drifts.argmax())
-        return ChannelDrift(self._output, self._dimension, channel, float(drifts[channel]))
+        deviation = self._squares.sqrt()
+        size = (self._squares + self._count * self._mean.square()).sqrt()
+        apart = self._apart_squared.sqrt()
+        weighed = torch.where(varies, apart / torch.maximum(deviation, _CLEARLY * size), -1.0)
+        channel = int(weighed.argmax())
+        return ChannelDrift(
+            self._output,
+            self._dimension,
+            channel,
+            drift=float(apart[channel] / deviation[channel]),
+            weighed=float(weighed[channel]),
+            chance=chance_of_worst(int(varies.sum()), self._count),
+        )
 
     @property
     def silenced(self) -> Silenced | None:
@@ -284,4 +305,18 @@ class ChannelTally:
 def worst_of(tallies: Sequence[ChannelTally]) -> ChannelDrift | None:
     """Return the channel with the largest drift of all tallies; None when no channel varies."""
     found = [tally.worst for tally in tallies]
-    return max((one for one in found if one is not None), key=lambda one: one.drift, default=None)
+    return max((one for one in found if one is not None), key=lambda one: one.beyond_chance, default=None)
+
+
+def chance_of_worst(channels: int, values: int) -> float:
+    """Return how far the worst of several equal channels lies above them all, by chance, in 19 of 20 cases.
+
+    The drift of a channel is the root of a ratio of two mean squares, each over `values` numbers. Such a
+    ratio follows Fisher's F distribution, whose logarithm is about normal, with the variance
+    2 / n + 2 / (n - 1). Of 1000 classes over 13 photographs the worst is 3.0 times as far off as the typical
+    one; over many values the factor is 1.
+    """
+    if values < 2:
+        return 1.0
+    quantile = statistics.NormalDist().inv_cdf(1 - 0.05 / max(1, channels))
+    return math.exp(quantile * math.sqrt((1 / values + 1 / (values - 1)) / 2))

@@ -7,10 +7,11 @@ archive, loaded as the server loads them, and a pure function chooses one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,13 +21,15 @@ from torch import nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened
 from torchere.archiver.models.fold.convolutions import fold
+from torchere.archiver.models.inputs.examples import spread
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
-from torchere.archiver.models.measure.cost import medians_ms, one_thread
+from torchere.archiver.models.measure.cost import processor_ms, shapes_of
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
 from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.models.quantize.traced import Compile, plain_attention
+from torchere.archiver.models.steps import Say, counted, silent
 
 # A multiple of the least drift of all engines. Some engines use one bit less of activations, which doubles
 # the drift; an engine whose sums overflow is further off.
@@ -43,7 +46,7 @@ class Measured:
 
     method: str  # "int8-static", "int8-dynamic"
     engine: str
-    latency_ms: float  # one sample on one thread, median; 0 when it failed
+    latency_ms: float  # processor time of one row, the mean over different shapes; 0 when it failed
     drift: float  # of its outputs from fp32 ones, see Difference.drift; infinite when it failed
     failure: str = ""  # why it does not run
 
@@ -75,37 +78,40 @@ def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
 
 
 def measured(
-    method: str,
-    packed: bytes,
-    judge: Callable[[Callable[..., Any]], float],
-    time_ms: Callable[[Callable[..., Any]], float],
+    method: str, packed: bytes, judge: Callable[[Callable[..., Any]], float], calls: Samples
 ) -> list[Measured]:
-    """Measure the saved model on each engine.
+    """Measure the saved model on each engine, in turns.
+
+    The models are timed before they are judged: what they run first is what the server runs first.
 
     Args:
         method: name of the method, for the records.
         packed: TorchScript with int8 weights.
         judge: returns the drift of a model from fp32.
-        time_ms: returns the time that a model takes for one sample.
+        calls: arguments of one row, one for each shape to time the model with.
     """
-    return [
-        _measured(Measured(method, engine, 0.0, float("inf")), packed, judge, time_ms)
-        for engine in supported()
-    ]
+    found = {engine: Measured(method, engine, 0.0, float("inf")) for engine in supported()}
+    running: dict[str, Any] = {}
+    for engine, blank in found.items():
+        with _failures(found, blank), torch.inference_mode():
+            module = load_script(io.BytesIO(packed), check=False, engine=engine)
+            for call in calls:
+                module(*call)
+            running[engine] = module
+    times = [processor_ms(list(running.values()), call, _BUDGET_S) for call in calls] if running else []
+    for index, (engine, module) in enumerate(running.items()):
+        with _failures(found, found[engine]), torch.inference_mode():
+            mean_ms = sum(one[index] for one in times) / len(times)
+            found[engine] = replace(found[engine], drift=judge(module), latency_ms=mean_ms)
+    return list(found.values())
 
 
-def _measured(
-    blank: Measured,
-    packed: bytes,
-    judge: Callable[[Callable[..., Any]], float],
-    time_ms: Callable[[Callable[..., Any]], float],
-) -> Measured:
+@contextlib.contextmanager
+def _failures(found: dict[str, Measured], blank: Measured) -> Iterator[None]:
     try:
-        module = load_script(io.BytesIO(packed), check=False, engine=blank.engine)
-        with torch.inference_mode():
-            return replace(blank, drift=judge(module), latency_ms=time_ms(module))
+        yield
     except RuntimeError as error:  # torch's error when an engine lacks an operator
-        return replace(blank, failure=f"can't run it ({_reason(error)})")
+        found[blank.engine] = replace(blank, failure=f"can't run it ({_reason(error)})")
 
 
 def _reason(error: RuntimeError) -> str:
@@ -121,7 +127,8 @@ _MIXABLE: dict[str, tuple[type[nn.Module], ...]] = {
 }
 _JUDGED = 32  # rows for the comparison of engines; the later verification uses all rows
 _RANKED = 4  # samples for the ranking of layers by drift; of one row each if they have batches
-_BUDGET_S = 0.6  # timing budget per engine
+_SEARCHED = 32  # samples to calibrate on while layers are searched for; the packed model sees all of them
+_BUDGET_S = 1.5  # timing budget of all engines together, for each shape
 
 
 @dataclass(frozen=True)
@@ -151,34 +158,38 @@ class Maker:
     compiled: Compile
     judged: Samples
     max_drift: float
+    say: Say = silent
 
     def candidate(self, method: str) -> Candidate:
         """Quantise the model by this method; if it drifts too far, leave the most harmful layers in fp32."""
-        packed, note = self._packed(method, frozenset())
+        packed, note = self._packed(method, frozenset(), self.samples)
         plain = self._measured(method, packed, note)
         best, wanted = plain.best(self.max_drift), min(self.max_drift, WANTED_DRIFT)
         if best is None or best.drift <= wanted or method not in _MIXABLE:
             return plain
+        self.say(
+            f"{method}: drift {best.drift:.2g}, wanted {wanted:.2g}: looking for the layers that hurt most, "
+            f"to keep them in fp32; the model is converted at most {len(_AIMS) + 1} times"
+        )
         return self._mixed(plain, best, wanted)
-
-    def fp32_ms(self) -> float:
-        """Return the latency of the original for one row, in milliseconds, on one thread."""
-        with one_thread():
-            return _timer(_one_row(self.model, self.judged))(self.model.module)
 
     def _mixed(self, plain: Candidate, best: Measured, wanted: float) -> Candidate:
         made: dict[frozenset[str], tuple[bytes, str]] = {}
         judge = _judge(self.model, self.judged)
+        few = spread(self.samples, _SEARCHED)
 
         def drift_with(kept: frozenset[str]) -> float:
-            made[kept] = self._packed(best.method, kept)
+            made[kept] = self._packed(best.method, kept, few)
             with torch.inference_mode():
-                return judge(load_script(io.BytesIO(made[kept][0]), check=False, engine=best.engine))
+                drift = judge(load_script(io.BytesIO(made[kept][0]), check=False, engine=best.engine))
+            self.say(f"{best.method}: drift {drift:.2g} with {len(kept)} layers in fp32")
+            return drift
 
         kept = search(*self._layers(best.method), best.drift, wanted, drift_with)
         if not kept:
             return plain
-        packed, note = made[kept]
+        is_final = len(few) == len(self.samples)
+        packed, note = made[kept] if is_final else self._packed(best.method, kept, self.samples)
         told = (
             f"{note}; in fp32, as they hurt most: {', '.join(sorted(kept))} (drift {best.drift:.2g} without)"
         )
@@ -189,25 +200,27 @@ class Maker:
         module = self.opened.module
         if method == "int8-static":
             module = fold(module, self.samples[0]).module
-        few = _spread(self.judged, _RANKED)
+        few = spread(self.judged, _RANKED)
         rows = [tuple(tensor[:1] for tensor in one) for one in few] if self.model.signature.batched else few
         weights = sum(parameter.numel() for parameter in self.model.module.parameters())
-        return sensitivities(module, rows, _MIXABLE[method]), MOST_KEPT * weights
+        return sensitivities(module, rows, _MIXABLE[method], self.say), MOST_KEPT * weights
 
-    def _packed(self, method: str, kept: Collection[str]) -> tuple[bytes, str]:
+    def _packed(self, method: str, kept: Collection[str], samples: Samples) -> tuple[bytes, str]:
         """Return the quantised model as TorchScript, with the `kept` layers in fp32, and a note."""
         embeddings = large_embeddings(self.opened.module) if method == "int8-dynamic" else frozenset()
         try:
-            return self._compiled(method, kept)
+            return self._compiled(method, kept, samples)
         # Broad: the model's own code fails because an embedding's weight is not a tensor, with any error.
         except Exception:
             if embeddings <= set(kept):
                 raise
-        packed, note = self._compiled(method, embeddings | set(kept))
+        packed, note = self._compiled(method, embeddings | set(kept), samples)
         return packed, f"{note}; embeddings in fp32, for the model reads their weights itself"
 
-    def _compiled(self, method: str, kept: Collection[str]) -> tuple[bytes, str]:
-        module, note = _converted(self.opened.module, method, self.samples, kept)
+    def _compiled(self, method: str, kept: Collection[str], samples: Samples) -> tuple[bytes, str]:
+        # Any engine works here: the weights are packed again when they are loaded.
+        with using(supported()[-1]):
+            module, note = _CONVERTERS[method](self.opened.module, samples, kept, self.say)
         with plain_attention():
             script = self.compiled(module, self.model.example)
         if method == "int8-dynamic":
@@ -216,24 +229,34 @@ class Maker:
         return saved(script), f"{note}; attention of {opened} layers opened" if opened else note
 
     def _measured(self, method: str, packed: bytes, note: str) -> Candidate:
-        judge, timer = _judge(self.model, self.judged), _timer(_one_row(self.model, self.judged))
-        with one_thread():
-            return Candidate(packed, tuple(measured(method, packed, judge, timer)), note)
+        self.say(f"{method}: timing it on {len(supported())} engines")
+        calls = shapes_of(self.judged, self.model.signature.batched)
+        return Candidate(
+            packed, tuple(measured(method, packed, _judge(self.model, self.judged), calls)), note
+        )
 
 
-def _converted(
-    model: nn.Module, method: str, samples: Samples, kept: Collection[str]
-) -> tuple[nn.Module, str]:
-    # Any engine works here: the weights are packed again when they are loaded.
-    with using(supported()[-1]):
-        if method == "int8-dynamic":
-            module, layers = dynamic(model, kept)
-            return module, f"{layers} layers"
-        if method == "int8-trained":
-            return trained(model), "as it was trained"
-        calibrated = calibrate(model, samples, kept)
-        folds = f"; folded: {calibrated.note}" if calibrated.note else ""
-        return calibrated.convert(), f"{calibrated.layers} layers, {len(samples)} samples{folds}"
+def _dynamic(model: nn.Module, _samples: Samples, kept: Collection[str], _say: Say) -> tuple[nn.Module, str]:
+    module, layers = dynamic(model, kept)
+    return module, f"{layers} layers"
+
+
+def _static(model: nn.Module, samples: Samples, kept: Collection[str], say: Say) -> tuple[nn.Module, str]:
+    calibrated = calibrate(model, samples, kept, say)
+    folds = f"; folded: {calibrated.note}" if calibrated.note else ""
+    return calibrated.convert(), f"{calibrated.layers} layers, {len(samples)} samples{folds}"
+
+
+def _trained(model: nn.Module, _samples: Samples, _kept: Collection[str], _say: Say) -> tuple[nn.Module, str]:
+    return trained(model), "as it was trained"
+
+
+# From the model in fp32 to int8 with the `kept` layers in fp32, and a note for the user.
+_CONVERTERS: dict[str, Callable[[nn.Module, Samples, Collection[str], Say], tuple[nn.Module, str]]] = {
+    "int8-dynamic": _dynamic,
+    "int8-static": _static,
+    "int8-trained": _trained,
+}
 
 
 def _judge(model: LoadedModel, samples: Samples) -> Callable[[Callable[..., Any]], float]:
@@ -247,27 +270,13 @@ def _judge(model: LoadedModel, samples: Samples) -> Callable[[Callable[..., Any]
     return judge
 
 
-def _timer(row: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], float]:
-    return lambda module: medians_ms([module], row, _BUDGET_S)[0]
-
-
-def _one_row(model: LoadedModel, samples: Samples) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor[:1] for tensor in samples[0]) if model.signature.batched else samples[0]
-
-
 def some_of(model: LoadedModel, samples: Samples) -> list[tuple[torch.Tensor, ...]]:
     """Return evenly spaced samples of about `_JUDGED` rows in total; batches are cut to fewer rows."""
-    chosen = _spread(samples, _JUDGED)
+    chosen = spread(samples, _JUDGED)
     if not model.signature.batched:
         return list(chosen)
     rows = max(1, _JUDGED // len(chosen))
     return [tuple(tensor[:rows] for tensor in sample) for sample in chosen]
-
-
-def _spread(samples: Samples, most: int) -> Samples:
-    """Return at most `most` of the samples, evenly spaced."""
-    count = len(samples)
-    return samples if count <= most else [samples[index * count // most] for index in range(most)]
 
 
 # Mixed precision: when int8 drifts too far, the layers that hurt most go back to fp32.
@@ -297,24 +306,27 @@ class Sensitive:
     weights: int
 
 
-def sensitivities(module: nn.Module, samples: Samples, kinds: tuple[type[nn.Module], ...]) -> list[Sensitive]:
+def sensitivities(
+    module: nn.Module, samples: Samples, kinds: tuple[type[nn.Module], ...], say: Say = silent
+) -> list[Sensitive]:
     """Return the layers of these kinds by descending drift.
 
     Args:
         module: in fp32; it is not modified.
         samples: arguments of the model; a few rows are enough, because only the order of the layers matters.
         kinds: types of layers with one input and a weight of two or more dimensions.
+        say: takes a line about progress now and then.
     """
     model = copy.deepcopy(module).eval()
     with torch.inference_mode(False), torch.no_grad():
         wanted = [flattened(model(*sample)) for sample in samples]
         found = []
-        for name, layer in model.named_modules():
-            if type(layer) in kinds:
-                with _Rounded(layer):
-                    pairs = ((one, flattened(model(*s))) for one, s in zip(wanted, samples, strict=True))
-                    drift = difference(pairs).drift
-                found.append(Sensitive(name, drift, layer.weight.numel()))
+        layers = [(name, layer) for name, layer in model.named_modules() if type(layer) in kinds]
+        for name, layer in counted(layers, len(layers), "layers ranked by what int8 does to them", say):
+            with _Rounded(layer):
+                pairs = ((one, flattened(model(*s))) for one, s in zip(wanted, samples, strict=True))
+                drift = difference(pairs).drift
+            found.append(Sensitive(name, drift, layer.weight.numel()))
     return sorted(found, key=lambda one: -one.drift)
 
 

@@ -15,6 +15,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened, open_attention
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
 from torchere.archiver.models.load.torchscript import load_script
+from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.quantize.candidates import (
     Candidate,
     Maker,
@@ -25,16 +26,9 @@ from torchere.archiver.models.quantize.candidates import (
 )
 from torchere.archiver.models.quantize.pt2e import quantised_program
 from torchere.archiver.models.quantize.traced import Compile, quiet, traced
-from torchere.archiver.models.steps import refusing
-from torchere.archiver.models.verify.compare import MAX_DRIFT
+from torchere.archiver.models.steps import Say, refusing, silent
+from torchere.archiver.quantization import INT8_DRIFT, METHODS
 
-METHODS: dict[str, str] = {
-    "int8-dynamic": "weights of linear, LSTM and GRU layers in 8 bits; needs no samples",
-    "int8-static": "weights and activations in 8 bits; needs samples that are like real requests",
-    "int8": "both of these, and the faster one that agrees",
-    "int8-trained": "the model was trained for int8 (QAT), or is int8 already; only the engine is chosen",
-    "bf16": "bfloat16, where the processor has it",
-}
 FORMATS = ("torchscript", "export", "aoti")
 
 
@@ -43,7 +37,7 @@ class Quantised:
     """A quantised model, with the chosen method and engine and all measurements."""
 
     module: nn.Module  # frozen TorchScript for format torchscript; eager for the others and for bf16
-    method: str  # the chosen method: "int8-static" or "int8-dynamic" if "int8" was requested
+    method: str
     engine: str | None  # the value for `torchscript.quantized_engine` in model-config.yaml; None: no value
     measured: tuple[Measured, ...]  # every engine that was tried
     notes: tuple[str, ...]  # lines for the user
@@ -51,6 +45,7 @@ class Quantised:
     script: bytes | None = None  # the TorchScript file that was measured, with int8 layers
 
 
+@fewer_threads_when_busy()
 def quantise(
     model: LoadedModel,
     method: str,
@@ -58,7 +53,8 @@ def quantise(
     *,
     target: str = "torchscript",
     compiled: Compile = traced,
-    max_drift: float = MAX_DRIFT["int8"],
+    max_drift: float = INT8_DRIFT,
+    say: Say = silent,
 ) -> Quantised:
     """Quantise the model without modifying it.
 
@@ -66,13 +62,14 @@ def quantise(
 
     Args:
         model: eager, in fp32; for "int8-trained" also TorchScript.
-        method: a key of `METHODS`.
+        method: one of `METHODS` that chooses from no others.
         samples: arguments of the model, each with a batch dimension if the model accepts batches. Without
             samples, engines are compared on `model.example`.
         target: the format of the packed model. TorchScript uses FX and PyTorch's int8 engines; the other
             formats use torchao's PT2E, which has no choice of engines.
         compiled: converts an int8 model to TorchScript; the default is tracing.
         max_drift: an engine with a larger drift is chosen only if there is no better one.
+        say: takes lines about progress.
 
     Raises:
         ModelRefused: the method is unknown, or unsuitable for this model or machine; the message gives a
@@ -80,6 +77,8 @@ def quantise(
         NoUsableEngine: no engine runs the quantised model.
     """
     check_method(method)
+    if METHODS[method].tries:
+        raise ValueError(f"{method} chooses from {', '.join(METHODS[method].tries)}; quantise by one of them")
     if target not in FORMATS:
         raise ModelRefused(f"--format is {target!r}; expected one of {', '.join(FORMATS)}")
     if method != "int8-trained":
@@ -91,16 +90,17 @@ def quantise(
         return Quantised(made, method, None, (), ("weights and sums in bfloat16",))
     if target == "torchscript":
         with quiet():
-            return _by_engine(model, method, samples, compiled, max_drift)
+            judged = some_of(model, list(samples) or [model.example])
+            maker = Maker(model, _opened(model, method), samples, compiled, judged, max_drift, say)
+            return _by_engine(maker, method)
     if method == "int8-trained":
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
     is_dynamic = method == "int8-dynamic"
     given = samples or ([model.example] if is_dynamic else [])
     # Not for AOTInductor: for int8 layers in a residual, it modifies the model's input in place (torch 2.13).
     opened = model.module if target == "aoti" else open_attention(model.module, model.example).module
-    program = quantised_program(opened, given, model.signature.inputs, is_dynamic)
-    taken = method if is_dynamic else "int8-static"
-    return Quantised(program, taken, None, (), ("quantised by torchao PT2E for oneDNN",))
+    program = quantised_program(opened, given, model.signature.inputs, is_dynamic, say)
+    return Quantised(program, method, None, (), ("quantised by torchao PT2E for oneDNN",))
 
 
 def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
@@ -135,61 +135,28 @@ def _check_weights(model: LoadedModel, method: str) -> None:
         )
 
 
-def _by_engine(
-    model: LoadedModel,
-    method: str,
-    samples: Samples,
-    compiled: Compile,
-    max_drift: float,
-) -> Quantised:
-    given = list(samples) or [model.example]
-    is_trained = method == "int8-trained"  # keeps the layers that it was trained with
-    opened = Opened(model.module, 0) if is_trained else open_attention(model.module, model.example)
-    maker = Maker(model, opened, samples, compiled, some_of(model, given), max_drift)
-    candidates, refusals = _candidates(method, maker)
-    tried = tuple(one for candidate in candidates.values() for one in candidate.measured)
-    chosen = choose(tried, max_drift)
-    taken = candidates[chosen.method]
-    module = load_script(io.BytesIO(taken.packed), check=False, engine=chosen.engine)
-    refused = [f"not taken: {one}" for one in refusals if samples]  # without samples int8-static always fails
-    notes = (*refused, *_notes(candidates, chosen, maker.fp32_ms()))
-    return Quantised(module, chosen.method, chosen.engine, tried, notes, taken.kept, taken.packed)
+def _opened(model: LoadedModel, method: str) -> Opened:
+    if method == "int8-trained":  # keeps the layers that it was trained with
+        return Opened(model.module, 0)
+    return open_attention(model.module, model.example)
 
 
-def _candidates(method: str, maker: Maker) -> tuple[dict[str, Candidate], list[ModelRefused]]:
-    """Return the candidates by method, and the refusals of failed methods; "int8" tries two methods.
-
-    Raises:
-        ModelRefused: every method failed.
-    """
-    methods = ("int8-static", "int8-dynamic") if method == "int8" else (method,)
-    candidates: dict[str, Candidate] = {}
-    refusals: list[ModelRefused] = []
-    for name in methods:
-        try:
-            with refusing(name):
-                candidates[name] = maker.candidate(name)
-        except ModelRefused as refusal:
-            refusals.append(refusal)
-    if not candidates:
-        raise refusals[0]
-    return candidates, refusals
+def _by_engine(maker: Maker, method: str) -> Quantised:
+    with refusing(method):
+        made = maker.candidate(method)
+    chosen = choose(made.measured, maker.max_drift)
+    module = load_script(io.BytesIO(made.packed), check=False, engine=chosen.engine)
+    notes = _notes(made, chosen)
+    return Quantised(module, method, chosen.engine, made.measured, notes, made.kept, made.packed)
 
 
-def _notes(candidates: dict[str, Candidate], chosen: Measured, fp32_ms: float) -> tuple[str, ...]:
-    lines = []
-    for method, candidate in candidates.items():
-        lines.append(f"{method}: {candidate.note}")
-        ranked = sorted(candidate.measured, key=lambda one: (bool(one.failure), one.latency_ms))
-        lines.append(
-            "engines: " + ", ".join(one.note for one in ranked) + f"; fp32 {fp32_ms:.3g} ms (1 thread)"
-        )
-    lines.append(f"chosen: {chosen.method} on {chosen.engine}, drift {chosen.drift:.2g}")
-    if chosen.latency_ms > fp32_ms:
-        lines.append(
-            "int8 is slower than fp32 on this processor; it is smaller, and elsewhere perhaps faster"
-        )
-    return tuple(lines)
+def _notes(candidate: Candidate, chosen: Measured) -> tuple[str, ...]:
+    ranked = sorted(candidate.measured, key=lambda one: (bool(one.failure), one.latency_ms))
+    return (
+        f"{chosen.method}: {candidate.note}",
+        "engines: " + ", ".join(one.note for one in ranked) + " (processor time of one row)",
+        f"chosen: {chosen.method} on {chosen.engine}, drift {chosen.drift:.2g}",
+    )
 
 
 class InBfloat16(nn.Module):
@@ -223,7 +190,7 @@ def bf16(module: nn.Module, has_bf16: bool | None = None) -> nn.Module:
         raise ModelRefused(
             f"bf16 would be slower than fp32 here: this {platform.machine()} processor has "
             f"{torch.backends.cpu.get_cpu_capability()} and no bfloat16 instructions; expected AVX512-BF16, "
-            "AMX or Arm BF16. Pack on such a machine, or use int8"
+            "AMX or Arm BF16. Pack on such a machine, or take --quantize auto"
         )
     return InBfloat16(module)
 

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import by_parameter
 from torchere.archiver.models.fold.convolutions import NotTraceable, fold
+from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.signature import ANY, TensorSpec
 
 _PT2E = "torchao.quantization.pt2e.quantize_pt2e"
@@ -31,6 +32,7 @@ def quantised_program(
     samples: Sequence[tuple[torch.Tensor, ...]],
     inputs: Sequence[TensorSpec],
     dynamic: bool,
+    say: Say = silent,
 ) -> nn.Module:
     """Return the model with int8 steps in its graph, ready to be exported or compiled.
 
@@ -39,6 +41,7 @@ def quantised_program(
         samples: arguments to measure the range of activations; only the first is used if `dynamic`.
         inputs: the signature of the inputs, whose free dimensions stay free.
         dynamic: measure the range of activations at each call; linear layers only.
+        say: takes a line about progress now and then.
 
     Raises:
         ModelRefused: torchao is not installed, or there is no sample.
@@ -58,7 +61,8 @@ def quantised_program(
         )
         prepared = pt2e.prepare_pt2e(graph, quantizer)
         with torch.no_grad():
-            for sample in samples[:1] if dynamic else samples:
+            given = samples[:1] if dynamic else samples
+            for sample in counted(given, len(given), "samples calibrated on", say):
                 prepared(*sample)
         converted: fx.GraphModule = pt2e.convert_pt2e(prepared)
     _forget_unused(converted)

@@ -43,6 +43,7 @@ from torchere.archiver.models.fold.convolutions import (
     module_at,
     replace_module,
 )
+from torchere.archiver.models.steps import Say, counted, silent
 
 WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
 DEPTHWISE_LIMIT = 128  # 8 bits: -128 ... 127
@@ -112,7 +113,10 @@ class Calibrated:
 
 
 def calibrate(
-    module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]], kept: Collection[str] = ()
+    module: nn.Module,
+    samples: Sequence[tuple[torch.Tensor, ...]],
+    kept: Collection[str] = (),
+    say: Say = silent,
 ) -> Calibrated:
     """Fold the model, and run it on every sample to measure the range of each activation.
 
@@ -120,6 +124,7 @@ def calibrate(
         module: eager, in fp32; it is not modified.
         samples: arguments of the model; at least one, better a hundred that resemble real requests.
         kept: layers of the folded model that stay in fp32.
+        say: takes a line about progress now and then.
 
     Raises:
         NotTraceable: the model's forward can't be traced as a graph.
@@ -144,7 +149,7 @@ def calibrate(
     _observe_what_is_not_clipped(prepared, clipped)
     _leave_whole_numbers(prepared, samples[0])
     with torch.no_grad():
-        for sample in samples:
+        for sample in counted(samples, len(samples), "samples calibrated on", say):
             prepared(*sample)
     layers = sum(
         hasattr(layer, "weight") and getattr(layer, "qconfig", None) is not None

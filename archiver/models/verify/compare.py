@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.measure.cost import Samples, batches_of, medians_ms, one_thread
+from torchere.archiver.models.measure.cost import Samples, batches_of, fewer_threads_when_busy, processor_ms
 from torchere.archiver.models.measure.difference import Outputs, answers, difference
+from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.models.verify.memory import resident_bytes
 from torchere.archiver.models.verify.report import Report, Side, this_machine
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
-# The largest accepted drift (`Difference.drift`) by quantisation; docs/quantization.md has the drifts of real
-# models. Compilation only changes the order of sums, bfloat16 keeps 8 bits of each number.
-MAX_DRIFT = {"none": 1e-3, "bf16": 0.05, "int8": 0.4}
-_BUDGET_S = 1.5  # timing budget per batch size, for both models together
+_BUDGET_S = 1.5  # timing budget per batch size, for all models together
 
 
 class DriftRefused(ModelRefused):
     """The outputs of the packed model differ too much from the original's, or can't be compared."""
 
 
+@fewer_threads_when_busy()
 def verify(
     original: Callable[..., Any],
     packed: Callable[..., Any],
@@ -36,41 +36,40 @@ def verify(
     files: tuple[Path | None, Path | None] = (None, None),
     loads: tuple[TorchScriptOptions, TorchScriptOptions] = (TorchScriptOptions(), TorchScriptOptions()),
     notes: Sequence[str] = (),
+    fp32: Callable[..., Any] | None = None,
+    say: Say = silent,
 ) -> Report:
-    """Run both models on the samples, and time them alternately.
+    """Time both models in turns, and compare their outputs on the samples.
 
     Not thread-safe: temporarily sets torch's number of threads. Does not check the drift; see `refuse_drift`.
+    The models are timed before they see the samples, a batch of one first, as a server runs them.
 
     Args:
         original: takes the tensors of a sample as positional arguments.
-        packed: likewise; the model as the server will load it.
+        packed: likewise; the model as the server will load it, freshly loaded.
         samples: at least one.
-        max_drift: the largest drift at which the report is accepted. See `MAX_DRIFT`.
+        max_drift: the largest drift at which the report is accepted. See `max_drift_of`.
         batched: whether the first dimension of every input is a batch of any size. If so, batches of
             `cost.BATCH_SIZES` are timed; else the unchanged first sample.
         names: the names of both models, for the table.
-        files: the files of both models, for size and memory; TorchScript is loaded in a separate process to
-            measure its memory.
+        files: the files of both models, for their sizes.
         loads: the load options of both files.
         notes: how the packed model was made, for the JSON.
+        fp32: the fastest form in fp32 that packing would make instead, freshly loaded; timed, not compared.
+        say: takes a line about progress now and then.
 
     Raises:
         ModelRefused: there are no samples, or the outputs differ in number or shape.
     """
     if not samples:
         raise ModelRefused("there are no samples to verify the packed model on; give at least one")
+    times = _times(original, packed, fp32, samples, batched)
     watched = Original(original, samples)
     with torch.inference_mode():
-        found = difference(watched.beside(packed))
+        found = difference(counted(watched.beside(packed), len(samples), "samples compared", say))
         doubts = watched.doubts()
-    latencies = _latencies(original, packed, samples, batched)
     sides = [
-        Side(
-            names[index],
-            file.stat().st_size if file else None,
-            resident_bytes(file, loads[index], samples[0]) if file else None,
-            {size: times[index] for size, times in latencies.items()},
-        )
+        Side(names[index], file.stat().st_size if file else None, None, times[index])
         for index, file in enumerate(files)
     ]
     return Report(
@@ -84,6 +83,24 @@ def verify(
         optimized=loads[1].optimize_for_inference,
         notes=tuple(notes),
         doubts=doubts,
+        fp32=Side("fp32", None, None, times[2]) if fp32 else None,
+    )
+
+
+def with_memory(
+    report: Report,
+    files: tuple[Path | None, Path | None],
+    loads: tuple[TorchScriptOptions, TorchScriptOptions],
+    sample: tuple[torch.Tensor, ...],
+) -> Report:
+    """Add the memory of both files that are TorchScript; each is loaded in a process of its own."""
+    found = [
+        resident_bytes(file, load, sample) if file else None for file, load in zip(files, loads, strict=True)
+    ]
+    return replace(
+        report,
+        original=replace(report.original, memory_bytes=found[0]),
+        packed=replace(report.packed, memory_bytes=found[1]),
     )
 
 
@@ -104,6 +121,14 @@ def _refusal(report: Report) -> str:
     off = f"drift {found.drift:.3g}, expected at most {report.max_drift:.3g}"
     if report.doubts:
         return f"{names[0]} answers too differently from {names[1]}: {off}; {'; '.join(report.doubts)}"
+    if found.drift <= report.max_drift and not found.silenced and found.channel:
+        return (
+            f"{names[0]} answers too differently from {names[1]} in one output: "
+            f"{found.channel.note}, which counts as {found.channel.beyond_chance:.2g}, expected at most "
+            f"{report.max_channel_drift:.2g}; "
+            "calibrate with more samples in which it varies, take another --quantize, or allow more by "
+            "--max-drift"
+        )
     if found.drift <= report.max_drift:
         return (
             f"{names[0]} has lost outputs of {names[1]}: {'; '.join(one.note for one in found.silenced)}; "
@@ -116,14 +141,19 @@ def _refusal(report: Report) -> str:
     )
 
 
-def _latencies(
-    original: Callable[..., Any], packed: Callable[..., Any], samples: Samples, batched: bool
-) -> dict[int, list[float]]:
-    with one_thread():
-        return {
-            size: medians_ms([original, packed], batch, _BUDGET_S)
-            for size, batch in batches_of(samples, batched).items()
-        }
+def _times(
+    original: Callable[..., Any],
+    packed: Callable[..., Any],
+    fp32: Callable[..., Any] | None,
+    samples: Samples,
+    batched: bool,
+) -> list[dict[int, float]]:
+    """Return the milliseconds of each of the models, by batch size."""
+    models = [original, packed, *([fp32] if fp32 else [])]
+    times = {
+        size: processor_ms(models, batch, _BUDGET_S) for size, batch in batches_of(samples, batched).items()
+    }
+    return [{size: found[index] for size, found in times.items()} for index in range(len(models))]
 
 
 _UNSTEADY = 1e-4  # accepted drift between two runs of one model; threads may add in another order

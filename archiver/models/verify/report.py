@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from torchere.archiver.models.measure.cost import gain
 from torchere.archiver.models.measure.difference import Difference
 
 REPORT_NAME = "MAR-INF/report.json"
 FORMAT = 1
+_CHANNEL = 1.6  # a single channel may drift so many times as far as the outputs as a whole
 _NOTHING = "-"
 
 
@@ -23,10 +25,10 @@ _NOTHING = "-"
 class Side:
     """The measurements of one of the two models."""
 
-    name: str  # "original", "packed", or an archive's name
+    name: str  # "original", "fp32", "packed", or an archive's name
     size_bytes: int | None  # of the file; None without a file
     memory_bytes: int | None  # growth of a process that loads it and runs it twice; None if not measured
-    latency_ms: Mapping[int, float]  # by batch size: median of a run, one thread
+    latency_ms: Mapping[int, float]  # by batch size: processor time of a run, see `processor_ms`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Report:
     max_drift: float
     samples: int
     machine: Machine
+    fp32: Side | None = None  # the fastest fp32 form that packing would make instead; None: not made
     engine: str | None = None  # `torchscript.quantized_engine`
     optimized: bool = False  # `torchscript.optimize_for_inference`
     notes: tuple[str, ...] = field(default=())  # how the packed model was made; JSON only
@@ -56,27 +59,49 @@ class Report:
 
     @property
     def accepted(self) -> bool:
-        """Whether the drift is within its limit, no channel was lost, and the outputs are comparable."""
+        """Whether the drifts are within their limits, no channel was lost, and outputs are comparable."""
         found = self.difference
-        return found.drift <= self.max_drift and not found.silenced and not found.undefined
+        within = found.drift <= self.max_drift and not self.worst_channel_is_off
+        return within and not found.silenced and not found.undefined
+
+    @property
+    def max_channel_drift(self) -> float:
+        """The largest accepted drift of a single channel, apart from what is chance."""
+        return _CHANNEL * self.max_drift
+
+    @property
+    def worst_channel_is_off(self) -> bool:
+        """Whether one channel drifts further than a single channel may."""
+        worst = self.difference.channel
+        return worst is not None and not worst.beyond_chance <= self.max_channel_drift
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast the packed model is as in fp32; None without a time in fp32."""
+        return gain(self.fp32.latency_ms, self.packed.latency_ms) if self.fp32 else None
 
     def to_json(self) -> str:
         """Return the text of `MAR-INF/report.json`; NaN and infinity become null."""
-        members: dict[str, Any] = {"version": FORMAT, "accepted": self.accepted, **asdict(self)}
+        found = {"accepted": self.accepted, "speedup": self.speedup}
+        members: dict[str, Any] = {"version": FORMAT, **found, **asdict(self)}
         return json.dumps(_finite(members), indent=2)
 
     def table(self) -> str:
         """Return the report as a table for the user, one line per figure."""
-        original, packed, found = self.original, self.packed, self.difference
-        rows = [("", original.name, packed.name, "")]
-        rows += [_bytes_row("file", original.size_bytes, packed.size_bytes)]
-        rows += [_bytes_row("memory", original.memory_bytes, packed.memory_bytes)]
-        for size in sorted(original.latency_ms.keys() & packed.latency_ms.keys()):
-            rows.append(_time_row(f"batch of {size}", original.latency_ms[size], packed.latency_ms[size]))
-        wide = max(12, len(original.name), len(packed.name)) + 2
+        found = self.difference
+        sides = [side for side in (self.original, self.fp32, self.packed) if side is not None]
+        rows = [["", *(side.name for side in sides), ""]]
+        rows += [_bytes_row("file", [side.size_bytes for side in sides])]
+        rows += [_bytes_row("memory", [side.memory_bytes for side in sides])]
+        for size in sorted(set.intersection(*(set(side.latency_ms) for side in sides))):
+            rows.append(_time_row(f"batch of {size}", [side.latency_ms[size] for side in sides]))
+        wide = max(12, *(len(side.name) for side in sides)) + 2
         lines = [
-            f"{what:<12}{one:>{wide}}{other:>{wide}}   {ratio}".rstrip() for what, one, other, ratio in rows
+            f"{what:<12}{''.join(f'{value:>{wide}}' for value in values)}   {ratio}".rstrip()
+            for what, *values, ratio in rows
         ]
+        if self.fp32 is not None:
+            lines.append("ratios are to fp32; times are processor time on one thread")
         lines += [
             f"largest difference {found.largest_abs:.3g}, mean {found.mean_abs:.3g}, over {found.rows} rows",
             _likeness(found),
@@ -113,13 +138,14 @@ def _finite(value: Any) -> Any:
     return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _bytes_row(what: str, one: int | None, other: int | None) -> tuple[str, str, str, str]:
-    shown = [_NOTHING if size is None else f"{size / 1e6:.2f} MB" for size in (one, other)]
-    return (what, shown[0], shown[1], _ratio(one, other, "smaller", "larger"))
+def _bytes_row(what: str, sizes: list[int | None]) -> list[str]:
+    shown = [_NOTHING if size is None else f"{size / 1e6:.2f} MB" for size in sizes]
+    return [what, *shown, _ratio(sizes[-2], sizes[-1], "smaller", "larger")]
 
 
-def _time_row(what: str, one: float, other: float) -> tuple[str, str, str, str]:
-    return (what, f"{one:.3g} ms", f"{other:.3g} ms", _ratio(one, other, "faster", "slower"))
+def _time_row(what: str, times_ms: list[float]) -> list[str]:
+    shown = [f"{ms:.3g} ms" for ms in times_ms]
+    return [what, *shown, _ratio(times_ms[-2], times_ms[-1], "faster", "slower")]
 
 
 def _ratio(one: float | None, other: float | None, less: str, more: str) -> str:

@@ -55,6 +55,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [
         *("archive", "--model-name", "net", "--model-file", "net.py"),
         *("--quantize", "int8-static", "--samples", "samples", "--example", "samples/0.pt"),
+        "--accept-slower",
     ]
 
 
@@ -105,7 +106,8 @@ def test_the_archive_holds_the_bytes_that_were_measured(
 
     folder = open_archive(tmp_path / "net.mar").extract(tmp_path / "unpacked")
     assert (folder / "model.pt").read_bytes() in measured
-    assert "tracing and freezing" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("tracing and freezing ...") == 1  # of fp32, to compare
 
 
 def test_a_model_that_drifts_is_not_packed_and_the_status_is_2(
@@ -116,6 +118,9 @@ def test_a_model_that_drifts_is_not_packed_and_the_status_is_2(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("torchere archive: the packed model answers too differently from the original one")
     assert not (tmp_path / "net.mar").exists()
+    for advice in (["--max-drift", "0.5"], ["--max-drift", "1e-9", "--accept-drift"]):
+        assert advice[-1] in last or advice[0] in last
+        assert main([*command, *advice, "--force"]) == 0
 
 
 def test_force_overwrites_and_does_not_accept_a_drift(command: list[str], tmp_path: Path) -> None:

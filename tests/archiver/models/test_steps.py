@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models import steps
 from torchere.archiver.models.inputs.run import run_on
-from torchere.archiver.models.steps import refusing
+from torchere.archiver.models.steps import counted, refusing, step
 
 
 class Squared(torch.nn.Module):
@@ -48,3 +51,28 @@ def test_of_sizes_that_an_export_has_fixed_it_is_said_which() -> None:
 def test_a_complex_result_is_refused_with_a_way_out() -> None:
     with pytest.raises(ModelRefused, match=r"complex64.*expected real numbers: .*torch\.view_as_real"):
         run_on(torch.fft.fft, (torch.randn(2, 4),))
+
+
+def test_a_long_loop_tells_how_much_is_done_and_how_long_the_rest_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter([0.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0])
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: next(now))
+    said: list[str] = []
+
+    assert list(counted("abcdef", 6, "samples", said.append)) == list("abcdef")
+
+    # Not after the last one, and not within ten seconds.
+    assert said == ["samples: 3 of 6, about 12 s left"]
+
+
+def test_a_step_that_tells_nothing_of_itself_is_told_to_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_STILL_S", 0.001)
+    told = threading.Event()
+
+    def say(line: str) -> None:
+        if line.startswith("compiling: running for "):
+            told.set()
+
+    with step(say, "compiling"):
+        assert told.wait(30)

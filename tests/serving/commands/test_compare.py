@@ -97,7 +97,7 @@ def test_models_that_are_far_apart_end_with_status_2_and_the_table(
     )
 
     assert status == 2
-    assert "drift 1, at most 0.4 wanted: REFUSED" in capsys.readouterr().out
+    assert "drift 1, at most 0.25 wanted: REFUSED" in capsys.readouterr().out
 
 
 def test_a_picture_that_cannot_be_written_is_one_line_behind_the_report(
@@ -204,3 +204,42 @@ def test_a_configuration_that_the_server_refuses_is_refused_here_too(
     data = ("--data", str(folder / "data"))
     assert main(["compare", str(folder / "one.mar"), str(folder / "odd.mar"), *data]) == 2
     assert "odd.mar: model-config.yaml: " in capsys.readouterr().err
+
+
+OWN = """
+import pathlib
+from torchere.handlers.vision.tasks import ImageClassifier
+
+pathlib.Path({sign!r}).touch()
+
+
+class Own(ImageClassifier):
+    pass
+"""
+
+
+def test_a_handler_of_the_archives_own_prepares_pictures_only_when_it_is_trusted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sign = folder / "ran"
+    (folder / "own.py").write_text(OWN.format(sign=str(sign)))
+    for name in ("one", "close"):
+        write_archive(
+            ArchiveRequest(
+                model_name=name,
+                version="1.0",
+                handler=str(folder / "own.py"),
+                serialized_file=folder / f"{name}.pt",
+                config_file=folder / "model-config.yaml",
+                export_path=folder,
+                force=True,
+            )
+        )
+    command = ["compare", str(folder / "one.mar"), str(folder / "close.mar"), "--data", str(folder / "data")]
+
+    assert main(command) == 2
+    assert "say --allow-code if you trust the archive" in capsys.readouterr().err
+    assert not sign.exists()
+
+    assert main([*command, "--allow-code"]) == 0
+    assert sign.exists()

@@ -18,6 +18,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.examples import (
     check_against,
     example_of,
+    files_of,
     inputs_of,
     read_example,
     read_samples,
@@ -62,7 +63,7 @@ def test_doubles_stay_for_models_of_doubles_and_where_they_were_chosen(tmp_path:
         np.save(file, np.asfortranarray(np.arange(6.0).reshape(2, 3)).astype(">f8"))
     (only,) = read_example(path, doubles=True).tensors
     assert (only.dtype, only.tolist()) == (torch.float64, [[0, 1, 2], [3, 4, 5]])
-    assert [one.dtype for one in read_samples(path, ["x"], (only,))[0]] == [torch.float64]
+    assert [one.dtype for one in read_samples([path], ["x"], (only,))[0]] == [torch.float64]
     path.write_text("[1.5]")
     assert read_example(path, doubles=True).tensors[0].dtype is torch.float64
     torch.save(only, path)
@@ -183,12 +184,12 @@ def test_samples_must_be_like_the_example(tmp_path: Path) -> None:
     for name in ("b", "a"):
         np.save(tmp_path / f"{name}.npy", np.full((1, 2), ord(name), np.float32))
     like = (torch.zeros(4, 2),)
-    assert [int(sample[0][0, 0]) for sample in read_samples(tmp_path, ["x"], like)] == [97, 98]
+    assert [int(sample[0][0, 0]) for sample in read_samples(files_of(tmp_path), ["x"], like)] == [97, 98]
     with pytest.raises(ModelRefused, match="the sample has float32 in 2; expected the example's int64 in 1"):
-        read_samples(tmp_path, ["x"], (torch.zeros(3, dtype=torch.int64),))
+        read_samples(files_of(tmp_path), ["x"], (torch.zeros(3, dtype=torch.int64),))
     (tmp_path / "none").mkdir()
-    with pytest.raises(ModelRefused, match="no samples in it"):
-        read_samples(tmp_path / "none", ["x"], like)
+    with pytest.raises(ModelRefused, match="none holds no files; expected inputs"):
+        files_of(tmp_path / "none")
 
 
 def test_an_example_is_made_up_from_a_signature(tmp_path: Path) -> None:

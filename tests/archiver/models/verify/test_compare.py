@@ -13,10 +13,11 @@ from torch import nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.measure.cost import batch_of
-from torchere.archiver.models.measure.difference import Difference
+from torchere.archiver.models.measure.difference import Difference, chance_of_worst
 from torchere.archiver.models.quantize.traced import traced
-from torchere.archiver.models.verify.compare import DriftRefused, refuse_drift, verify
+from torchere.archiver.models.verify.compare import DriftRefused, refuse_drift, verify, with_memory
 from torchere.archiver.models.verify.report import Machine, Report, Side
+from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.serving.commands.compare import picture
 
 Run = Callable[..., torch.Tensor]
@@ -115,6 +116,7 @@ def test_size_and_memory_are_measured_on_the_files(network: nn.Module, tmp_path:
         model.save(str(file))
 
     report = verify(*models, SAMPLES, max_drift=1.0, files=files)
+    report = with_memory(report, files, (TorchScriptOptions(), TorchScriptOptions()), SAMPLES[0])
 
     assert report.packed.size_bytes == files[1].stat().st_size
     assert report.original.memory_bytes is not None
@@ -127,6 +129,7 @@ def test_a_file_that_does_not_load_has_no_memory_figure(network: nn.Module, tmp_
     file.write_bytes(b"no model")
 
     report = verify(network, network, SAMPLES, max_drift=0.0, files=(None, file))
+    report = with_memory(report, (None, file), (TorchScriptOptions(), TorchScriptOptions()), SAMPLES[0])
 
     assert (report.packed.size_bytes, report.packed.memory_bytes) == (8, None)
 
@@ -181,3 +184,51 @@ def test_a_batch_is_made_of_the_samples_rows_and_repeats_them(size: int, expecte
     (rows,) = batch_of(samples, size)
 
     assert rows[:, 0].tolist() == expected
+
+
+def test_a_model_is_timed_before_it_is_compared_and_a_batch_of_one_first(network: nn.Module) -> None:
+    # An int8 layer of oneDNN prepares its weights for the shape of its first run: a server's warm-up.
+    rows: list[int] = []
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        answer: torch.Tensor = network(x)
+        return answer
+
+    verify(network, packed, SAMPLES, max_drift=0.0)
+
+    assert rows[0] == 1
+    assert rows[-2:] == [2, 3]  # the samples
+
+
+def test_a_channel_that_is_off_is_refused_though_the_outputs_as_a_whole_are_near() -> None:
+    torch.manual_seed(0)
+    network = nn.Linear(8, 4).eval()
+    network.weight.data[2] *= 0.3
+    other = nn.Linear(8, 4).eval()
+    other.load_state_dict(network.state_dict())
+    other.weight.data[2] += 0.55 * network.weight.data[2].norm() / 8**0.5 * torch.tensor([1.0, -1.0] * 4)
+
+    report = verify(network, other, [(torch.randn(400, 8),)], max_drift=0.25)
+
+    assert report.difference.drift < 0.25
+    assert not report.accepted
+    with pytest.raises(DriftRefused, match=r"in one output: worst channel: drift 0\.\d+ .*more samples"):
+        refuse_drift(report)
+
+
+def test_the_worst_of_many_channels_over_few_values_may_be_further_off_by_chance() -> None:
+    assert chance_of_worst(1000, 13) == pytest.approx(3.0, abs=0.1)
+    assert chance_of_worst(10, 100_000) == pytest.approx(1.0, abs=0.01)
+    assert chance_of_worst(1, 1) == 1.0
+
+
+def test_with_a_form_in_fp32_the_ratios_are_to_that(report: Report) -> None:
+    found = replace(report, fp32=Side("fp32", 2_000_000, None, {1: 3.0, 8: 8.0}))
+
+    lines = found.table().splitlines()
+
+    assert lines[0].split() == ["fp32.mar", "fp32", "int8.mar"]
+    assert lines[3].split() == ["batch", "of", "1", "4", "ms", "3", "ms", "2", "ms", "1.50", "x", "faster"]
+    assert found.speedup == pytest.approx(1.5**0.5)
+    assert json.loads(found.to_json())["speedup"] == pytest.approx(1.5**0.5)

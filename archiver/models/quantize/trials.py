@@ -1,0 +1,190 @@
+"""Trials: forms of a model that may be packed, each measured against the original and against fp32."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.files import Packed
+from torchere.archiver.models.quantize.methods import Quantised, processor_has_bf16
+from torchere.archiver.models.verify.compare import refuse_drift
+from torchere.archiver.models.verify.report import Report
+from torchere.archiver.quantization import AUTO, METHODS
+from torchere.archiver.request import AOTI, EXPORT, TORCHSCRIPT
+from torchere.archiver.signature import Signature
+from torchere.archiver.torchscript_options import TorchScriptOptions
+
+FP32 = "fp32"
+LITTLE = (
+    1.1  # a smaller gain is not worth the drift: `auto` packs fp32 then, and other methods tell what helps
+)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU)
+# Activations that int8-static of TorchScript leaves in fp32, between layers that are int8.
+_IN_FP32 = (nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.Hardsigmoid, nn.Mish, nn.ELU, nn.PReLU)
+
+
+class SlowerRefused(ModelRefused):
+    """The quantised model takes as much processor time as in fp32, or more."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One form of the model: the file to pack, how the server loads it, and what was measured of it."""
+
+    method: str  # `FP32`, or the method that it was quantised by
+    packed: Packed
+    load: TorchScriptOptions
+    signature: Signature
+    quantised: Quantised | None = None  # None for fp32
+    report: Report | None = None  # None: not verified
+
+    @property
+    def name(self) -> str:
+        """The method with its engine, for tables."""
+        engine = self.load.quantized_engine
+        return f"{self.method}, {engine}" if engine else self.method
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as fp32 it is; 1 where that was not measured."""
+        found = self.report.speedup if self.report else None
+        return 1.0 if found is None else found
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A method that the model can't be quantised by."""
+
+    method: str
+    reason: str
+
+
+def methods_tried(module: nn.Module, method: str, target: str, samples: Sequence[object]) -> tuple[str, ...]:
+    """Return the methods that `method` chooses from for this model; itself if it chooses from none."""
+    if not METHODS[method].tries:
+        return (method,)
+    layers = Counter(type(layer) for layer in module.modules())
+    dynamic = sum(layers[kind] for kind in _DYNAMIC)
+    convolutions = sum(layers[kind] for kind in _CONVOLUTIONS)
+    if method != AUTO:  # int8, with what torchao makes of it only where it can be static
+        return METHODS[method].tries[not samples :] if target == TORCHSCRIPT else METHODS[method].tries[:1]
+    suits = {
+        "int8-static": bool(samples) and bool(dynamic or convolutions),
+        # One layer among many convolutions takes a hundredth of the time.
+        "int8-dynamic": bool(dynamic) and not convolutions > 4 * dynamic,
+        "bf16": processor_has_bf16(),
+    }
+    return tuple(name for name in METHODS[method].tries if suits[name])
+
+
+def choose_trial(trials: Sequence[Trial], method: str) -> Trial:
+    """Return the fastest trial whose drift is accepted; the fastest of all if there is none.
+
+    By `auto`, a quantised form is chosen only if it is at least `LITTLE` times as fast as fp32.
+    """
+    accepted = [one for one in trials if one.report and one.report.accepted]
+    if method == AUTO:
+        worth = [one for one in accepted if one.method == FP32 or one.speedup >= LITTLE]
+        return max(worth or trials, key=lambda one: (one.method != FP32, one.speedup))
+    return max(accepted or trials, key=lambda one: one.speedup)
+
+
+def table(trials: Sequence[Trial], failures: Sequence[Failed], chosen: Trial) -> str:
+    """Return all candidates as a table for the user, the fastest first."""
+    rows = [("candidate", "processor time", "drift", "verdict")]
+    for one in sorted(trials, key=lambda one: -one.speedup):
+        drift = f"{one.report.difference.drift:.2g}" if one.report else ""
+        rows.append((one.name, f"{1 / one.speedup:.2f} x fp32", drift, _verdict(one, one is chosen)))
+    rows += [(one.method, "", "", f"can't be made: {one.reason}") for one in failures]
+    widths = [max(len(row[column]) for row in rows) + 2 for column in range(3)]
+    return "\n".join(
+        "".join(f"{text:<{wide}}" for text, wide in zip(row, widths, strict=False)) + row[3] for row in rows
+    )
+
+
+def _verdict(trial: Trial, is_chosen: bool) -> str:
+    if is_chosen:
+        return "packed"
+    if trial.report and not trial.report.accepted:
+        return "drifts too far"
+    if trial.method == FP32:
+        return "slower"
+    if trial.speedup <= 1:
+        return "not faster than fp32"
+    return "gains too little" if trial.speedup < LITTLE else "slower than what is packed"
+
+
+def check_trial(
+    trial: Trial, module: nn.Module, target: str, *, accept_drift: bool, accept_slower: bool
+) -> str:
+    """Return a warning about the trial that is to be packed, or an empty text.
+
+    Args:
+        trial: with its report.
+        module: the original model, to advise on.
+        target: the format of the packed model.
+        accept_drift: allow any drift.
+        accept_slower: allow a quantised model that is not faster than fp32.
+
+    Raises:
+        DriftRefused: the drift is too large.
+        SlowerRefused: a quantised model takes as much processor time as in fp32, or more.
+    """
+    if trial.report is None:
+        return ""
+    if not accept_drift:
+        refuse_drift(trial.report)
+    if trial.report.speedup is None or trial.report.speedup >= LITTLE or trial.quantised is None:
+        return ""
+    times = _times(trial.report)
+    helps = what_helps(module, trial.method, target)
+    if trial.report.speedup > 1:
+        return f"{trial.method} gains little: {times}; {helps}"
+    if accept_slower:
+        return f"warning: {trial.method} is not faster than fp32: {times}; {helps}"
+    raise SlowerRefused(
+        f"{trial.method} is not faster than fp32 on this processor: {times}; {helps}; "
+        "--accept-slower packs it all the same, for its size or for another processor"
+    )
+
+
+def _times(report: Report) -> str:
+    fp32, packed = report.fp32, report.packed
+    if fp32 is None:
+        return ""
+    return ", ".join(
+        f"{fp32.latency_ms[size]:.3g} -> {packed.latency_ms[size]:.3g} ms for a batch of {size}"
+        for size in sorted(fp32.latency_ms)
+    )
+
+
+def what_helps(module: nn.Module, method: str, target: str) -> str:
+    """Return why a method gains nothing with this model, and what to try instead."""
+    found = Counter(type(layer) for layer in module.modules())
+    convolutions = sum(found[kind] for kind in _CONVOLUTIONS)
+    in_fp32 = {kind.__name__: found[kind] for kind in _IN_FP32 if found[kind]}
+    plain = f"--quantize {AUTO} tries the other methods and packs fp32 where none gains"
+    if method == "bf16":
+        return f"bfloat16 gains on large matrix multiplications only; {plain}"
+    if target == EXPORT:
+        return (
+            "an exported program computes its int8 layers in fp32 until it is compiled; --format "
+            f"aoti compiles it, or {plain}"
+        )
+    if method == "int8-dynamic" and convolutions:
+        return (
+            f"int8-dynamic leaves the {convolutions} convolutions in fp32; --quantize int8-static with "
+            f"--samples changes them, or {plain}"
+        )
+    if method == "int8-static" and target == TORCHSCRIPT and in_fp32:
+        named = ", ".join(f"{count} {name}" for name, count in in_fp32.items())
+        return (
+            f"in TorchScript {named} compute in fp32 and convert from and to int8 each; --format {AOTI} "
+            f"compiles them together with the int8 layers, or {plain}"
+        )
+    return plain

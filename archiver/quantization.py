@@ -1,0 +1,49 @@
+"""The methods of `--quantize`: names, help texts and limits. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INT8_DRIFT, BF16_DRIFT = 0.25, 0.05
+SAME_DRIFT = 1e-3  # limit for a conversion without quantisation, which only changes the order of sums
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One value of `--quantize`."""
+
+    help: str
+    max_drift: (
+        float  # largest accepted drift of the outputs (`measure/difference.py`) unless the user sets one
+    )
+    tries: tuple[str, ...] = ()  # the methods that it chooses from
+
+
+METHODS: dict[str, Method] = {
+    "int8-static": Method(
+        "weights and activations in 8 bits, ranges measured on --samples, which it needs", INT8_DRIFT
+    ),
+    "int8-dynamic": Method("weights in 8 bits, activations scaled at each call", INT8_DRIFT),
+    "int8": Method(
+        "the faster of these two that stays within --max-drift; without --samples int8-dynamic only; with "
+        "the formats export and aoti int8-static, which needs --samples",
+        INT8_DRIFT,
+        ("int8-static", "int8-dynamic"),
+    ),
+    "int8-trained": Method(
+        "for a model that was trained for int8 (QAT) or is int8 already, only chooses the engine", INT8_DRIFT
+    ),
+    "bf16": Method("weights and sums in bfloat16, where the processor has it", BF16_DRIFT),
+    AUTO: Method(
+        "tries those of the above that suit the model, and packs the fastest that stays within its limit, or "
+        "fp32 where none gains",
+        INT8_DRIFT,
+        ("int8-static", "int8-dynamic", "bf16"),
+    ),
+}
+
+
+def max_drift_of(method: str | None) -> float:
+    """Return the default limit of a method; of a conversion without quantisation for None."""
+    return SAME_DRIFT if method is None else METHODS[method].max_drift

@@ -1,0 +1,53 @@
+"""Prepare pictures for a model as the handler of its archive does: for `archive`, `convert` and `compare`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchere.archiver.errors import ModelRefused
+from torchere.serving.config.model_settings import parse_model_config
+from torchere.serving.errors import InvalidArchive
+
+if TYPE_CHECKING:
+    from torchere.archiver.request import Prepare
+
+
+def prepare_for(handler: str, folder: Path | None, config_file: Path | None) -> Prepare:
+    """Return what the handler does to the body of a request, as `BuildOptions.prepare`.
+
+    The handler is imported at the first call, so its code runs only if there is a picture to prepare.
+
+    Args:
+        handler: as in the manifest.
+        folder: of the handler's file; None if it is built in.
+        config_file: model-config.yaml, if there is one.
+    """
+
+    @functools.cache
+    def config() -> dict[str, Any]:
+        if config_file is None:
+            return {}
+        try:
+            return parse_model_config(config_file.read_text(encoding="utf-8")).raw
+        except (InvalidArchive, UnicodeDecodeError) as error:
+            raise ModelRefused(f"{config_file}: {error}") from error
+
+    return prepare_with(handler, folder, config)
+
+
+def prepare_with(handler: str, folder: Path | None, config: Any) -> Prepare:
+    """Do as `prepare_for`, with a function that returns the parsed model-config.yaml."""
+
+    @functools.cache
+    def inputs() -> Any:
+        from torchere.handlers.model_inputs import model_inputs  # noqa: PLC0415 - imports torch
+
+        return model_inputs(handler, folder, config())
+
+    def prepare(body: bytes) -> Any:
+        found = inputs()
+        return None if found is None else found(body)
+
+    return prepare

@@ -1,0 +1,100 @@
+"""The one clock: processor time, in turns, on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchere.archiver.models.measure import cost
+from torchere.archiver.models.measure.cost import fewer_threads_when_busy, gain, processor_ms, shapes_of
+
+
+class Processor:
+    """A processor whose time only models spend."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+
+    def costs(self, seconds: float) -> Callable[[torch.Tensor], None]:
+        def model(_x: torch.Tensor) -> None:
+            self.spent_s += seconds
+
+        return model
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
+    """It has no other clock: a look at the wall clock raises."""
+    made = Processor()
+    monkeypatch.setattr(cost, "time", SimpleNamespace(process_time=lambda: made.spent_s))
+    return made
+
+
+def test_models_are_timed_by_what_they_take_of_the_processor_and_no_other_clock_is_read(
+    processor: Processor,
+) -> None:
+    times = processor_ms([processor.costs(0.003), processor.costs(0.001)], (torch.zeros(1),), 0.1)
+
+    assert times == pytest.approx([3.0, 1.0])
+
+
+def test_models_run_in_turns_and_at_least_five_times(processor: Processor) -> None:
+    order: list[str] = []
+    models = [lambda _x, name=name: order.append(name) for name in ("one", "other")]
+
+    processor_ms(models, (torch.zeros(1),), 0.0)
+
+    assert order[-10:] == ["one", "other"] * 5
+
+
+def test_slow_runs_do_not_count(processor: Processor) -> None:
+    runs = iter([0.9, *[0.002] * 7])
+
+    def model(_x: torch.Tensor) -> None:
+        processor.spent_s += next(runs)
+
+    assert processor_ms([model], (torch.zeros(1),), 0.0) == pytest.approx([2.0])
+
+
+def test_torch_has_one_thread_while_a_model_is_timed() -> None:
+    seen: list[int] = []
+    before = torch.get_num_threads()
+
+    processor_ms([lambda _x: seen.append(torch.get_num_threads())], (torch.zeros(1),), 0.0)
+
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == before
+
+
+def test_a_gain_is_the_geometric_mean_over_the_batches_that_both_have() -> None:
+    assert gain({1: 8.0, 8: 4.0}, {1: 2.0, 8: 4.0}) == pytest.approx(2.0)
+    assert gain({1: 8.0}, {1: 2.0, 8: 4.0}) == pytest.approx(4.0)
+
+
+def test_a_model_is_timed_on_three_shapes_at_most_and_the_first_sample_comes_first() -> None:
+    samples = [(torch.zeros(2, size),) for size in (9, 5, 9, 7, 3, 4, 6)]
+
+    calls = shapes_of(samples, batched=True)
+
+    assert calls[0][0].shape == (1, 9)
+    assert len({tuple(call[0].shape) for call in calls}) == len(calls) == 3
+    assert [tuple(call[0].shape) for call in shapes_of(samples[:1], batched=False)] == [(2, 9)]
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.5, 2), (100.0, 1)])
+def test_torch_has_one_thread_while_other_programs_keep_the_cores_busy(
+    load: float, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cost.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(cost.os, "sched_getaffinity", lambda _pid: {0, 1})
+    torch.set_num_threads(2)
+    try:
+        with fewer_threads_when_busy():
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
