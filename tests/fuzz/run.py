@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = ROOT / "tests/fuzz/found"
 CORPUS = ROOT / ".fuzz"
 MOST_RSS_MB = 2048
+MOST_GROWTH_MB = 256  # of a run; the fuzzer itself keeps its inputs and features
 _FIGURES = re.compile(r"#(\d+)\s+\S+\s+cov: (\d+) ft: (\d+) corp: .*?rss: (\d+)Mb")
 INSTRUMENTED = ["fuzz", "torchere", "hpack", "yaml", "python_multipart", "zipfile", "tarfile"]
 
@@ -56,13 +57,15 @@ def _outside(name: str, seconds: int) -> bool:
     took_s, used_s = time.monotonic() - began_s, _children_s() - used_s
     figures = _FIGURES.findall(log.read_text(errors="replace")) or [("?",) * 4]
     first, last = figures[0], figures[-1]
+    grown = last[3].isdigit() and int(last[3]) - int(first[3]) > MOST_GROWTH_MB
+    fault = f"FAILED, see {log}" if ended.returncode else "GREW" if grown else ""
     print(
         f"{name:<17}{last[0]:>10} inputs in {took_s:4.0f} s ({used_s:4.0f} s of processor time), coverage "
         f"{first[1]} > {last[1]}, features {first[2]} > {last[2]}, RSS {first[3]} > {last[3]} MB",
-        f"FAILED, see {log}" if ended.returncode else "",
+        fault,
         flush=True,
     )
-    return ended.returncode == 0
+    return not fault
 
 
 def _children_s() -> float:
