@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
-from torchere.archiver.scan.pickles import UNKNOWN, foreign_names_in, imported_names
+from torchere.archiver.scan.pickles import UNKNOWN, foreign_names_in, imported_names, is_plain
 from torchere.archiver.scan.torchscript import UnsafeScript, check_script
 from torchere.archiver.scan.weights import classify
 from torchere.archiver.signature import Signature, SignatureError, parse
@@ -68,8 +68,9 @@ def pickles(data: bytes) -> None:
     recorder = Recorder(data)
     with suppress(Exception):  # what was imported before an error counts
         recorder.load()
-    missed = [name for name in recorder.names if name not in found]
+    missed = [name for name in recorder.names if name not in found and " " not in name]
     assert not missed, f"the scan does not see {missed}"
+    assert any(not is_plain(name) for name in found) or all(map(is_plain, recorder.names))
 
 
 def pickle_seeds() -> list[bytes]:
