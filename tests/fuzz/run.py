@@ -64,9 +64,9 @@ def _outside(name: str, seconds: int) -> bool:
     grown = int(last[3]) - int(first[3]) > MOST_GROWTH_MB
     fault = f"FAILED, see {log}" if status else "GREW" if grown else ""
     print(
-        f"{name:<17}{inputs:>10} inputs in {time.monotonic() - began_s:4.0f} s ({_children_s() - used_s:4.0f} s of "
-        f"processor time), coverage {first[1]} > {last[1]}, features {first[2]} > {last[2]}, "
-        f"RSS {first[3]} > {last[3]} MB",
+        f"{name:<17}{inputs:>10} inputs in {time.monotonic() - began_s:4.0f} s "
+        f"({_children_s() - used_s:4.0f} s of processor time), coverage {first[1]} > {last[1]}, "
+        f"features {first[2]} > {last[2]}, RSS {first[3]} > {last[3]} MB",
         fault,
         flush=True,
     )
