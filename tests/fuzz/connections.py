@@ -19,6 +19,7 @@ from hpack import Decoder, Encoder, HPACKError
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import InvalidRequest, ModelNotFound
+from torchere.serving.frontend.authorisation import RestPort
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.grpc.fields import counted
 from torchere.serving.frontend.grpc.open_inference_messages import decode_request, tensor_request
@@ -242,7 +243,8 @@ def http1_head(data: bytes) -> None:
 
 def _head_of(data: bytes, size: int) -> tuple[int, bytes, bytes, int, list[tuple[bytes, bytes]]] | str | None:
     """End, method, target, length and headers of a head; a text if it is refused, None if incomplete."""
-    reader, heads = HeadReader(), Heads(frozenset({"inference"}), 1000, speaks_tensors=True)
+    port = RestPort(frozenset({"inference"}), authorizes=True)
+    reader, heads = HeadReader(), Heads(port, 1000, speaks_tensors=True)
     for at in range(0, len(data), size):
         try:
             end = reader.feed(data[at : at + size], 0)
