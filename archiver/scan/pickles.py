@@ -95,7 +95,7 @@ def imported_names(data: bytes) -> list[str]:
         if stream.tell() == len(data):
             break
         try:
-            names += _Walk().names(stream)
+            names += _Walk(data).names(stream)
         except (ValueError, IndexError):  # UnicodeDecodeError is a ValueError
             names.append(UNKNOWN)
             break
@@ -105,15 +105,29 @@ def imported_names(data: bytes) -> list[str]:
 class _Walk:
     """State of reading one pickle: the last texts on the stack, the memo, and the imported names."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
         self._memo: dict[int, str | None] = {}
         self._recent: list[str | None] = []
         self._names: list[str] = []
 
     def names(self, stream: io.BytesIO) -> list[str]:
-        for opcode, argument, _ in pickletools.genops(stream):
-            self._take(opcode.name, argument)
+        for opcode, argument, at in pickletools.genops(stream):
+            if opcode.name in ("GLOBAL", "INST"):
+                self._names.append(self._global(at or 0))
+                self._recent.append(None)
+            else:
+                self._take(opcode.name, argument)
         return self._names
+
+    def _global(self, at: int) -> str:
+        """Return `module.name` of two lines as the unpickler reads them; pickletools interprets escapes."""
+        middle = self._data.index(b"\n", at)
+        module, name = (
+            self._data[at + 1 : middle],
+            self._data[middle + 1 : self._data.index(b"\n", middle + 1)],
+        )
+        return f"{module.decode()}.{name.decode()}"
 
     def _take(self, name: str, argument: object) -> None:
         if name in _TEXT_OPCODES:
@@ -122,9 +136,6 @@ class _Walk:
             self._recent.append(self._memo.get(int(str(argument))))
         elif name in _SILENT_OPCODES:
             self._remember(name, argument)
-        elif name in ("GLOBAL", "INST"):
-            self._names.append(".".join(str(argument).split(" ", 1)))
-            self._recent.append(None)
         elif name == "STACK_GLOBAL":
             texts = self._recent[-2:]
             known = len(texts) == 2 and None not in texts

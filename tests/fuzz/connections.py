@@ -19,6 +19,7 @@ from hpack import Decoder, Encoder, HPACKError
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import InvalidRequest, ModelNotFound
+from torchere.serving.frontend.authorisation import RestPort
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.grpc.fields import counted
 from torchere.serving.frontend.grpc.open_inference_messages import decode_request, tensor_request
@@ -29,13 +30,15 @@ from torchere.serving.frontend.http2.frames import PREFACE, ConnectionBroken
 from torchere.serving.frontend.http2.header_blocks import HeaderReader, request_head
 from torchere.serving.frontend.http2.listener import Listener as Http2Listener
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, MessageReader
+from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.bodies import BadBody, Chunks
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.heads import BadHead, HeadReader, Heads
 from torchere.serving.frontend.rest.listener import DeferredApp, Listener
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.types import InferRequest, InferResponse, Parameter
+from torchere.serving.telemetry.numbers import VersionNumbers
+from torchere.serving.types import InferRequest, InferResponse, ModelKey, Parameter
 from torchere.serving.workers import messages
 from torchere.serving.workers.executor import BatchReport
 from torchere.serving.workers.frames import HEADER, FrameReader, FrameSocket
@@ -111,6 +114,19 @@ class Echo:
         if model != "echo":
             raise ModelNotFound.named(model)
 
+    def facts(self, model: str, version: str | None) -> ModelFacts:
+        self.check_exists(model, version)
+        return ModelFacts(
+            key=ModelKey("echo", "1.0"),
+            versions=("1.0",),
+            handler="echo.py",
+            manifest_model={},
+            signature=None,
+            max_batch_size=1,
+            ready=True,
+            numbers=VersionNumbers("echo", "1.0"),
+        )
+
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:
     """Answers with the method, the path and the body."""
@@ -131,7 +147,7 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 @cache
 def _listener() -> Listener:
     """One listener for all inputs: its cache of heads is part of what is tested."""
-    settings = ServerSettings(limits=Limits(max_request_bytes=2000), open_inference_protocol=False)
+    settings = ServerSettings(limits=Limits(max_request_bytes=2000), open_inference_protocol=True)
     services = Services(settings, Metrics("host"), None, "9.9", budgets=Budgets())
     planes: Any = Echo()
     return Listener(frozenset({"inference"}), services, planes, DeferredApp(lambda: _app))
@@ -180,7 +196,13 @@ def http1(data: bytes) -> None:
 def http1_seeds() -> list[bytes]:
     """Predictions with a length and in chunks, pipelined requests, and the app's paths."""
     post = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\n"
+    tensor = b'{"inputs":[{"name":"x","datatype":"INT8","shape":[1],"data":[1]}]}'
+    infer = b"POST /v2/models/echo/versions/1.0/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n"
+    zipped = zlib.compressobj(9, wbits=31)
+    packed = zipped.compress(tensor) + zipped.flush()
     return [
+        b"\x11" + infer % len(tensor) + b"\r\n" + tensor,
+        b"\x50" + infer % len(packed) + b"Content-Encoding: gzip\r\nAccept-Encoding: gzip\r\n\r\n" + packed,
         b"\x05" + post + b"Content-Length: 3\r\n\r\nabc" + b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x01"
         + post
@@ -221,7 +243,8 @@ def http1_head(data: bytes) -> None:
 
 def _head_of(data: bytes, size: int) -> tuple[int, bytes, bytes, int, list[tuple[bytes, bytes]]] | str | None:
     """End, method, target, length and headers of a head; a text if it is refused, None if incomplete."""
-    reader, heads = HeadReader(), Heads(frozenset({"inference"}), 1000, speaks_tensors=True)
+    port = RestPort(frozenset({"inference"}), authorizes=True)
+    reader, heads = HeadReader(), Heads(port, 1000, speaks_tensors=True)
     for at in range(0, len(data), size):
         try:
             end = reader.feed(data[at : at + size], 0)
@@ -514,6 +537,8 @@ async def _reports(data: bytes, size: int) -> tuple[list[str], str]:
     end = asyncio.get_running_loop().create_future()
 
     def on_frame(payload: memoryview) -> None:
+        with suppress(msgspec.MsgspecError, RecursionError):  # what it would be on the control socket
+            messages.control_from_worker.decode(payload)
         try:
             message = messages.data_from_worker.decode(payload)
             if isinstance(message, messages.Done) and message.large:

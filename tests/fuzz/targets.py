@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fuzz import bodies, connections, files
+from fuzz import bodies, connections, files, models
 
 MOST_S = 1.0  # of processor time for one input
 MOST_BYTES = 64 * 2**20  # that one input may add to the process's peak
@@ -118,6 +118,12 @@ TARGETS = {
     "form": Target(bodies.form, bodies.form_seeds, 4096, FORMS),
     "multipart": Target(bodies.multipart, bodies.multipart_seeds, 4096, FORMS),
     "content_coding": Target(bodies.content_coding, bodies.coding_seeds),
+    "pickles": Target(models.pickles, models.pickle_seeds),
+    "weights": Target(models.weights, models.weights_seeds),
+    "signature": Target(models.signature, models.signature_seeds, 4096, TENSORS),
+    "sounds": Target(models.sounds, models.sound_seeds),
+    "arrays": Target(models.arrays, models.array_seeds),
+    "pictures": Target(models.pictures, models.picture_seeds),
     "http1": Target(connections.http1, connections.http1_seeds, 4096, HEADS),
     "http1_head": Target(connections.http1_head, connections.head_seeds, 20_000, HEADS),
     "http1_chunks": Target(connections.http1_chunks, connections.chunk_seeds, 4096, HEADS),

@@ -14,7 +14,7 @@ import pytest
 from fuzz.targets import TARGETS, Target, run
 
 FOUND = Path(__file__).with_name("found")
-MUTATIONS = 150  # for each target: some seconds for all
+MUTATIONS = 250  # for each target: some seconds for all
 RARE = (b"\0", b"\xff", b"\x7f", b"\x80", b"\xff\xff\xff\xff", b"\0\0\0\0", b"9" * 20, b"\r\n", b"..", b"%")
 
 

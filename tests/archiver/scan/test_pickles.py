@@ -66,6 +66,19 @@ def test_plain_names_are_exact(name: str, plain: bool) -> None:
     assert is_plain(name) is plain
 
 
+@pytest.mark.parametrize(
+    ("pickled", "name"),
+    [
+        (b"ctorch\nTens\\x6fr\n.", "torch.Tens\\x6fr"),
+        (b"(itorch\nTens\\157r\n.", "torch.Tens\\157r"),
+        (b"ctorch Tensor\nx\n.", "torch Tensor.x"),
+    ],
+)
+def test_a_name_is_read_as_the_unpickler_reads_it(pickled: bytes, name: str) -> None:
+    assert imported_names(pickled) == [name]
+    assert foreign_names_in(io.BytesIO(pickled), len(pickled)) == (name,)
+
+
 def test_pickles_are_found_in_files_within_files() -> None:
     inner, outer = io.BytesIO(), io.BytesIO()
     with zipfile.ZipFile(inner, "w") as archive:

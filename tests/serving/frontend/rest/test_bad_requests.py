@@ -23,6 +23,12 @@ INVALID = b"HTTP/1.1 400 Bad Request"
 MOST_CHUNKS = 1_000_000
 
 
+@pytest.fixture(autouse=True)
+def short_linger(monkeypatch):
+    """Refused bodies are read for a moment only."""
+    monkeypatch.setattr(connection, "UNREAD_LINGER_S", 0.1)
+
+
 def statuses(said: bytes) -> list[bytes]:
     return re.findall(rb"HTTP/1\.1 (\d+)", said)
 
