@@ -4,7 +4,7 @@
 
 Signatures of a small model and of one of 400 MB are derived in this process, in a forked child, and, as the
 least that a fresh interpreter needs, torch is imported and the model is loaded there. Medians of 9 rounds.
-No goal; decision 27 has figures.
+No goal; decision 28 has figures.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A model on other sizes than its author tried may read beyond the end of a tensor, exit, hang or fill the
 memory. A fork takes a tenth of a second and shares the loaded model; a fresh interpreter would import torch
-and read the model again, which takes seconds (decision 27). The child computes in a new thread: OpenMP's
+and read the model again, which takes seconds (decision 28). The child computes in a new thread: OpenMP's
 threads do not survive a fork, and each thread that starts parallel work has a pool of its own.
 """
 
