@@ -77,6 +77,7 @@ fi
 
 if [ $# -eq 0 ] || [ "$1" = serve ]; then
   [ $# -eq 0 ] || shift
+  export TORCHERE_LOG_FORMAT="${TORCHERE_LOG_FORMAT:-auto}" # JSON lines; `torchserve` has TorchServe's
   set -- torchserve --start --ts-config "$home/config.properties" "$@"
 fi
 

@@ -16,6 +16,8 @@ from torchere.serving import __version__
 from torchere.serving.commands import tools as cli_tools
 from torchere.serving.commands.serve import add_serve
 from torchere.serving.commands.serve_options import (
+    LOG_FORMAT_VARIABLE,
+    OLD_DEFAULTS,
     LaunchRefused,
     add_serve_options,
     plan_from,
@@ -106,7 +108,10 @@ def _start(options: argparse.Namespace) -> int:
         return 1
     plan_from(options, os.environ)  # the server repeats this; only here an error sets the exit status
     options.log_files = True  # log collectors made for TorchServe read its log files
-    command = launcher.server_command(serve_arguments(options))
+    arguments = [*serve_arguments(options), OLD_DEFAULTS]
+    if not os.environ.get(LOG_FORMAT_VARIABLE):
+        arguments.append("--log-format=torchserve")
+    command = launcher.server_command(arguments)
     if options.foreground:
         launcher.become(command, pid_file)
     else:

@@ -14,6 +14,7 @@ import sys
 from torchere.serving.commands.serve_options import (
     LOG_FORMAT_VARIABLE,
     LOG_FORMATS,
+    OLD_DEFAULTS,
     Plan,
     add_serve_options,
     log_format,
@@ -45,6 +46,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "JSON lines otherwise; torchserve: TorchServe's console format, with metrics if metrics_mode=log",
     )
     parser.add_argument("--process-name", help=argparse.SUPPRESS)  # only marks the command line
+    parser.add_argument(OLD_DEFAULTS, action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=_serve)
 
 

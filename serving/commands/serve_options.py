@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DEFAULT_FILE = Path("config.properties")
 LOG_FORMATS = ("auto", "json", "text", "torchserve")
 LOG_FORMAT_VARIABLE = "TORCHERE_LOG_FORMAT"
+# Given by `torchserve`, the old name: scrapers of its log files and dashboards rely on TorchServe's defaults.
+OLD_DEFAULTS = "--old-defaults"
 _IGNORED = "ignored (for TorchServe compatibility)"
 _SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
 
@@ -129,6 +131,9 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         raise LaunchRefused(f"{path} is no whole snapshot: {cut}. Delete it, or start with --ncs.")
     configuration = configure(entries, environ, _overrides(options))
     settings = configuration.checked(str(path or "configuration"))
+    is_set = any(key == "metrics_mode" for key, _ in configuration.effective)
+    if getattr(options, "old_defaults", False) and not is_set:
+        settings = replace(settings, metrics_mode="log")
     _require_stores(settings.model_store, options.workflow_store)
     logs = log_directory(environ)
     snapshots = (
