@@ -108,10 +108,8 @@ def _start(options: argparse.Namespace) -> int:
         return 1
     plan_from(options, os.environ)  # the server repeats this; only here an error sets the exit status
     options.log_files = True  # log collectors made for TorchServe read its log files
-    arguments = [*serve_arguments(options), OLD_DEFAULTS]
-    if not os.environ.get(LOG_FORMAT_VARIABLE):
-        arguments.append("--log-format=torchserve")
-    command = launcher.server_command(arguments)
+    lines = [] if os.environ.get(LOG_FORMAT_VARIABLE) else ["--log-format=torchserve"]
+    command = launcher.server_command([OLD_DEFAULTS, *lines, *serve_arguments(options)])
     if options.foreground:
         launcher.become(command, pid_file)
     else:

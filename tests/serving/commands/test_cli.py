@@ -216,6 +216,31 @@ def test_a_bad_value_stops_the_launcher_before_anything_starts(
     assert spawned == []
 
 
+@pytest.mark.parametrize(
+    ("command", "properties", "mode"),
+    [
+        (["serve", "--old-defaults"], "", "log"),
+        (["serve", "--old-defaults"], "metrics_mode=prometheus\n", "prometheus"),
+        (["serve"], "", "prometheus"),
+    ],
+)
+def test_the_old_name_has_torchserves_metrics_mode(
+    command: list[str], properties: str, mode: str, store: Path
+) -> None:
+    Path("c.properties").write_text(properties)
+    arguments = [*command, "--model-store", str(store), "--ts-config", "c.properties"]
+    options = cli._parser(arguments).parse_args(arguments)
+    assert cli.plan_from(options, {}).settings.metrics_mode == mode
+
+
+def test_the_variable_of_the_log_format_counts_for_the_old_name(
+    store: Path, spawned: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHERE_LOG_FORMAT", "json")
+    assert cli.torchserve_main(["--start", "--model-store", str(store)]) == 0
+    assert not any("--log-format" in word for word in spawned[0])
+
+
 @pytest.mark.parametrize("foreground", [[], ["--foreground"]])
 def test_torchserve_starts_our_serve_with_the_same_options(
     foreground: list[str], store: Path, spawned: list[list[str]]
@@ -234,6 +259,8 @@ def test_torchserve_starts_our_serve_with_the_same_options(
     assert cli.torchserve_main(flags + foreground) == 0
     (command,) = spawned
     assert command[command.index("serve") + 3 :] == [
+        "--old-defaults",
+        "--log-format=torchserve",
         f"--model-store={store}",
         "--no-config-snapshots",
         "--disable-token-auth",

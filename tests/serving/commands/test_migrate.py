@@ -217,7 +217,8 @@ def test_the_newest_snapshot_is_read_as_a_start_would(tmp_path: Path) -> None:
         ('model_snapshot={"models":{"b":{"1.0":%s}}}' % (ENTRY % "b.mar"), "b 1.0", "unsupported"),
         ("load_models=a.mar,x=b.mar,https://h/c.mar", "load_models b.mar", "differs"),
         (
-            'model_snapshot={"models":{},"missing":[{"marName":"b.mar"},{"marName":"a.mar","modelName":"x"}]}',
+            'model_snapshot={"models":{},"torchere":{"missing":[{"marName":"b.mar"},'
+            '{"marName":"a.mar","modelName":"x"}]}}',
             "missing b.mar",
             "differs",
         ),
