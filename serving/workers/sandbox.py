@@ -234,6 +234,10 @@ def _secrets_in_view(server: ServerSettings, sandbox: Sandbox) -> Iterator[str]:
                 break
 
 
+# Variables that name caches of torch.compile and others; without them these are in the worker's own folder.
+CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+
+
 def enter(sandbox: Sandbox) -> None:
     """Confine the calling process for good; in a shared process, the calling thread where it can be alone.
 
@@ -244,6 +248,8 @@ def enter(sandbox: Sandbox) -> None:
     if sandbox.takes_whole_process:
         scratch = _scratch(sandbox)
         os.environ.update(dict.fromkeys(("HOME", "TMPDIR", "TEMP", "TMP"), scratch))
+        for name in CACHE_FOLDERS:  # of the server, which workers may not write to
+            os.environ.pop(name, None)
         tempfile.tempdir = None  # found out again
     if sandbox.user is not None:
         _become(sandbox, sandbox.user)
