@@ -115,7 +115,12 @@ class ControlPlane:
         self._registry = registry
         self._dataplane = dataplane
         self._settings = settings
-        self.workflows = WorkflowPlane(Workflows(settings, registry), dataplane, self.check_model_api)
+        self.workflows = WorkflowPlane(
+            Workflows(settings, registry),
+            dataplane,
+            self.check_model_api,
+            settings.limits.max_response_bytes,
+        )
 
     async def register(self, wish: Registration) -> Registered:
         """Register an archive of the store.

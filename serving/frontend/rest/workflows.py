@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from torchere.serving.config.server_settings import SnapshotWorkflow
 from torchere.serving.errors import InvalidRequest
@@ -21,7 +24,7 @@ from torchere.serving.frontend.description import workflow_page_text, workflow_t
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
-from torchere.serving.frontend.rest.bodies import read_body
+from torchere.serving.frontend.rest.bodies import ClientGone, read_body
 from torchere.serving.frontend.rest.codec import (
     body_parameters,
     deadline,
@@ -114,11 +117,33 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> APIRou
         body = await read_body(request.receive, length, max_bytes)
         parameters = await _parameters(decodes, request.headers.get("content-type", ""), body)
         asked = prioritised(InferRequest(new_request_id(), parameters, headers, deadline_s))
-        return _response(await workflows.infer(workflow, asked))
+        return _response(await _unless_gone(request.receive, workflows.infer(workflow, asked)))
 
     for path in ("/{first:wfpredict}/{workflow}", "/{first:wfpredict}/{workflow}/{rest:path}"):
         router.add_api_route(path, predict, methods=ANY_METHOD)
     return router
+
+
+async def _unless_gone(receive: Receive, run: Coroutine[Any, Any, InferResponse]) -> InferResponse:
+    """Return the result of a run; cancel it if the client disconnects before, as for other predictions.
+
+    Args:
+        receive: the ASGI callable; the whole body has been received.
+        run: the run of a workflow.
+
+    Raises:
+        ClientGone: the client disconnected.
+    """
+    running, gone = asyncio.ensure_future(run), asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise ClientGone
+    finally:
+        gone.cancel()
+        running.cancel()  # no effect when it is done
+        await asyncio.gather(running, gone, return_exceptions=True)
 
 
 async def _parameters(decodes: DecodeQueue, content_type: str, body: bytes) -> tuple[Parameter, ...]:

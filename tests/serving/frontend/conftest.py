@@ -362,7 +362,7 @@ def planes():
 
     data, control = FakeDataPlane(), FakeControlPlane()
     registry: Any = SimpleNamespace()
-    control.workflows = WorkflowPlane(Workflows(ServerSettings(), registry), data, lambda: None)
+    control.workflows = WorkflowPlane(Workflows(ServerSettings(), registry), data, lambda: None, 1000)
     return SimpleNamespace(data=data, control=control, keys=FakeKeys(), metrics=metrics, services=services)
 
 

@@ -1,0 +1,108 @@
+"""Runs of workflows over a fake data plane: what a run may hold, and when it ends."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from torchere.serving.config.workflow_spec import read_workflow_spec
+from torchere.serving.errors import StepFailed
+from torchere.serving.frontend import workflows
+from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.connection import Connection
+from torchere.serving.registry.workflows import Workflow
+from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
+
+MODELS = "models:\n  retry-attempts: 0\n  one: {url: one.mar}\n  two: {url: two.mar}\n  three: {url: x.mar}\n"
+
+
+def plane_of(planes: Any, dag: str) -> Any:
+    """The plane with the workflow `flow`, whose steps are all known to the data plane."""
+    plane = planes.control.workflows
+    plane._workflows._workflows["flow"] = Workflow(
+        "flow", "flow.war", read_workflow_spec(f"{MODELS}dag:\n{dag}")
+    )
+    planes.data.check_exists = lambda *_: None
+    return plane
+
+
+def request(body: bytes = b"x") -> InferRequest:
+    return InferRequest("an-id", (Parameter("body", body),))
+
+
+async def _parts(count: int, taken: list[int]) -> AsyncIterator[bytes]:
+    for number in range(count):
+        taken.append(number)
+        yield b"x" * 300
+
+
+def test_the_parts_of_a_step_have_together_the_limit_of_a_response(planes):
+    taken: list[int] = []
+
+    async def streams(_: InferRequest) -> StreamedResponse:
+        return StreamedResponse(InferResponse(b""), _parts(1_000, taken))
+
+    planes.data.behave = streams
+    plane = plane_of(planes, "  one: [two]\n")
+    with pytest.raises(StepFailed, match="Error executing one") as failed:
+        asyncio.run(plane.infer("flow", request()))
+    assert failed.value.detail == "The answer has more than max_response_size=1000 bytes."
+    assert len(taken) == 4
+
+
+def test_long_results_of_several_leaves_are_joined_beside_the_event_loop(planes, monkeypatch):
+    threads: list[threading.Thread] = []
+    join = workflows._answer
+
+    def joined(leaves: Any) -> InferResponse:
+        threads.append(threading.current_thread())
+        return join(leaves)
+
+    monkeypatch.setattr(workflows, "_answer", joined)
+    plane = plane_of(planes, "  one: [two, three]\n")
+    for numbers in ([1.5], [1.5] * 20_000):
+        answer = asyncio.run(plane.infer("flow", request(json.dumps(numbers).encode())))
+        members = {"two": numbers, "three": numbers}
+        assert answer.body == json.dumps(members, indent=2).encode() + b"\n"
+    assert [each is threading.main_thread() for each in threads] == [True, False]
+
+
+def test_a_client_that_disconnects_withdraws_the_steps_that_run_and_starts_no_others(planes):
+    async def main() -> None:
+        began = asyncio.Event()
+
+        async def waits(_: InferRequest) -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        planes.data.behave = waits
+        plane_of(planes, "  one: [two]\n")
+        listener = listener_of(frozenset({"inference"}), planes.data, planes.control, planes.services())
+        connection = Connection(listener)
+        connection.connection_made(_Transport())
+        head = b"POST /wfpredict/flow HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\n\r\nx"
+        connection.get_buffer(-1)[: len(head)] = head
+        connection.buffer_updated(len(head))
+        await asyncio.wait_for(began.wait(), 20)
+        connection.connection_lost(None)
+        await asyncio.wait_for(asyncio.gather(*listener.tasks), 5)
+
+    asyncio.run(main())
+    assert planes.data.withdrawn == 1
+    assert [model for model, _, _ in planes.data.asked] == ["flow__one"]
+
+
+class _Transport(asyncio.Transport):
+    """Takes no notice of what is written."""
+
+    def write(self, data: Any) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        pass
