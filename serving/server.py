@@ -80,9 +80,11 @@ class Server:
         """Register the start-up models and open the ports; on cancellation, shut down everything started.
 
         Raises:
-            ServingError: a port is in use, or keys or certificate are unusable; all opened ports are closed.
+            ServingError: a port is in use, keys or certificate are unusable, or management would be open to
+                the network; all opened ports are closed.
         """
         settings = self._settings
+        _refuse_open_management(settings)
         announce_sandbox(settings)
         await self._ports.refuse_if_taken()
         if settings.tracing_enabled:
@@ -274,6 +276,20 @@ def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:
             (settings.token_keys_file or settings.key_file).absolute(),
         )
     say(STARTED_LINE)
+
+
+def _refuse_open_management(settings: ServerSettings) -> None:
+    """Raise ServingError where clients in the network could manage models without authorization.
+
+    The commands have checked it before; settings that a program makes have passed no other check.
+    """
+    for address in (settings.management_address, settings.grpc_management_address):
+        if address is not None and not settings.allows_management(address):
+            raise ServingError(
+                "Management would be open to the network.",
+                f"every client that reaches {address.authority} may change models, and so run code: "
+                "authorize clients, or set insecure_management",
+            )
 
 
 def _metrics_config(settings: ServerSettings) -> MetricsConfig:

@@ -66,6 +66,21 @@ def test_a_start_that_fails_waits_for_no_load_balancer(
     assert list((tmp_path / "temp").iterdir()) == []
 
 
+@pytest.mark.parametrize("api", ["management_address", "grpc_management_address"])
+def test_a_program_can_not_open_management_to_the_network_without_authorization(
+    tmp_path: Path, api: str
+) -> None:
+    settings = settings_of(tmp_path, token_auth_enabled=False, **{api: Address("0.0.0.0")})
+
+    async def main() -> None:
+        server = Server(settings)
+        await server.start()
+        await server.stop()
+
+    with pytest.raises(ServingError, match="Management would be open to the network"):
+        asyncio.run(main())
+
+
 def test_a_signal_while_an_archive_is_fetched_at_the_start_ends_the_server(tmp_path: Path) -> None:
     asked = asyncio.Event()
 
