@@ -43,9 +43,12 @@ def run_sagemaker() -> int:
         raise LaunchRefused(f"{folder} not found: expected the folder in which SageMaker puts models")
     if not several:
         _install_requirements(folder / "code" / "requirements.txt")
-    file = Path(tempfile.gettempdir(), "torchere-sagemaker.properties")
-    file.write_text(properties_of(environ, folder, several), encoding="utf-8")
-    command = [sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--ts-config", str(file)]
+    properties = properties_of(environ, folder, several)
+    # A new file: a fixed name in a folder that all users write to may be another user's file, or a link.
+    descriptor, file = tempfile.mkstemp(".properties", "torchere-sagemaker-")
+    with open(descriptor, "w", encoding="utf-8") as opened:
+        opened.write(properties)
+    command = [sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--ts-config", file]
     command += ["--model-store", str(folder)]
     command += [] if several else ["--models", f"{MODEL}={folder}"]
     sys.stdout.flush()

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from types import ModuleType
 
 import pytest
 from servers import RunningServer, follow
+
+from torchere.serving.commands.sagemaker import run_sagemaker
 
 HERE = Path(__file__).parent / "sagemaker"
 RECORDED = json.loads((HERE / "recorded.json").read_text())
@@ -196,8 +199,28 @@ def test_a_container_for_one_model_takes_the_variables_and_the_requirements(tmp_
         assert "Requirement already satisfied: numpy" in server.log()
     finally:
         server.stop()
-    properties = (tmp_path / "tmp" / "torchere-sagemaker.properties").read_text()
+    (file,) = (tmp_path / "tmp").glob("torchere-sagemaker-*.properties")
+    properties = file.read_text()
     assert '"batchSize": 4, "maxBatchDelay": 7, "responseTimeout": 33' in properties
+
+
+def test_the_configuration_is_written_to_no_file_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "tmp").mkdir()
+    others = tmp_path / "others"
+    others.touch()
+    (tmp_path / "tmp" / "torchere-sagemaker.properties").symlink_to(others)
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
+    run_sagemaker()
+    assert others.read_text() == ""
+    written = Path(commands[0][commands[0].index("--ts-config") + 1])
+    assert "inference_address=http://0.0.0.0:8080" in written.read_text()
+    assert written.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize(
