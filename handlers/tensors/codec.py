@@ -219,8 +219,10 @@ _FLOAT64 = np.dtype("<f8")
 # The names of numbers that JSON lacks, as proto3's JSON mapping writes them.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MARKS = {b"-Infinity": b"\x01", b"Infinity": b"\x02", b"NaN": b"\x03"}  # bytes that JSON does not have
-_TEXT_OR_NAME = re.compile(rb'("(?:[^"\\]|\\.)*")|-?Infinity|NaN')
-_MAX_FOUND = 10_000  # quotes, or names beside texts with names in them: more take milliseconds to tell apart
+# A text without an end reaches to the end of the body: it must not be searched again from its next quote.
+_TEXT_OR_NAME = re.compile(rb'("(?:[^"\\]+|\\.)*"?)|-?Infinity|NaN')
+# Quotes, escapes, or names beside texts with names in them: more take milliseconds to tell apart.
+_MAX_FOUND = 10_000
 # The errors of msgspec for invalid JSON; bytes that are not UTF-8 can raise UnicodeDecodeError.
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -229,7 +231,7 @@ def quoted_non_finite(text: bytes | memoryview) -> bytes | None:
     """Return a JSON text with `NaN`, `Infinity` and `-Infinity` as texts; None if it can't be told.
 
     Python and Triton write these numbers so, and parsers of strict JSON refuse them. A text without the names
-    gives None, and so does one with more than `_MAX_FOUND` quotes: long tensors have few.
+    gives None, and so does one with more than `_MAX_FOUND` quotes or escapes: long tensors have few.
     """
     text = bytes(text)
     if (b"NaN" not in text and b"Infinity" not in text) or text.count(b'"') > _MAX_FOUND:
@@ -241,7 +243,7 @@ def quoted_non_finite(text: bytes | memoryview) -> bytes | None:
         for name, mark in _MARKS.items():
             text = text.replace(mark, b'"%b"' % name)
         return text
-    if text.count(b"NaN") + text.count(b"Infinity") > _MAX_FOUND:
+    if text.count(b"NaN") + text.count(b"Infinity") > _MAX_FOUND or text.count(b"\\") > _MAX_FOUND:
         return None
     return _TEXT_OR_NAME.sub(lambda found: found[1] or b'"%b"' % found[0], text)
 

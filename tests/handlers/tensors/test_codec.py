@@ -14,6 +14,7 @@ from torchere.handlers.tensors.codec import (
     bytes_from_tensor,
     join_elements,
     objects_array,
+    quoted_non_finite,
     rounded_to_bfloat16,
     split_elements,
     tensor_from_bytes,
@@ -131,3 +132,12 @@ def test_arrays_of_any_layout_go_out_row_by_row(array: np.ndarray) -> None:
 
 def test_texts_go_out_as_utf8() -> None:
     assert bytes_from_tensor(objects_array(["é", b"\xff"], (2,)), BYTES) == b"\2\0\0\0\xc3\xa9\1\0\0\0\xff"
+
+
+def test_a_text_without_an_end_is_read_once_and_not_from_each_of_its_quotes() -> None:
+    without_end = b'\\"' * 9_000 + b"x" * 6_000_000  # read from each quote it takes more than half an hour
+    assert quoted_non_finite(b"[NaN," + without_end) == b'["NaN",' + without_end
+
+
+def test_names_beside_many_escapes_are_left_as_they_are() -> None:
+    assert quoted_non_finite(b'[NaN, "' + b"\\n" * 10_001 + b'"]') is None
