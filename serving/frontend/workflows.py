@@ -21,7 +21,6 @@ from torchere.serving.errors import (
     HandlerFailed,
     ModelNotFound,
     OutOfResources,
-    Restarting,
     ServingError,
     StepFailed,
     TooManyRequests,
@@ -35,7 +34,7 @@ from torchere.serving.types import InferRequest, InferResponse, Parameter, Strea
 logger = logging.getLogger(__name__)
 
 # Failures after which another attempt may succeed.
-_WORTH_RETRYING = (HandlerFailed, ExecutorDied, OutOfResources, Restarting, DeadlineExceeded)
+_WORTH_RETRYING = (HandlerFailed, ExecutorDied, OutOfResources, DeadlineExceeded)
 INLINE_BYTES = 65_536  # longer results of several leaves are joined in a thread: 12 MB of numbers take 0.3 s
 
 
@@ -218,7 +217,7 @@ def _step_error(workflow: Workflow, step: str, error: ServingError) -> ServingEr
     """Return the error of the whole run; its text for a failed step is TorchServe's."""
     text = f"Error executing {step}"
     cause = ": ".join(filter(None, (error.message, error.detail)))
-    if isinstance(error, Unavailable) and not isinstance(error, Restarting):
+    if isinstance(error, Unavailable):
         refused = Unavailable(f"{text}: {error.message}", error.detail)
         refused.retry_after_s = error.retry_after_s
         return refused

@@ -37,6 +37,7 @@ from torchere.serving.errors import (
 from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.types import InferRequest, InferResponse
 from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Unfinished
+from torchere.serving.workers.loss import RAISED
 from torchere.serving.workers.plain import (
     lacks_memory,
     line_of,
@@ -259,7 +260,7 @@ class HandlerHost:
         if lacks_memory(err):
             return OutOfResources("Out of resources", line_of(err))
         if not isinstance(err, Exception):  # SystemExit and its like: the handler means to end its process
-            return ExecutorDied(f"its handler raised {line_of(err)}")
+            return ExecutorDied(f"{RAISED} {line_of(err)}")
         return HandlerFailed(detail=line_of(err))
 
     def _log_fields(self, ids: str, requests: Sequence[InferRequest]) -> dict[str, str]:

@@ -18,6 +18,7 @@ class LossKind(Enum):
     HANG = "hang"  # it was idle, and missed its heartbeats
     PROTOCOL = "protocol"  # it sent an invalid message
     LOAD = "load"  # it started, but its handler did not load
+    ENDED = "ended"  # its handler meant to end it: it raised SystemExit or another BaseException
     STOPPED = "stopped"  # the server ended it in good order
 
 
@@ -43,6 +44,11 @@ class Loss:
     def came_from_outside(self) -> bool:
         """Whether the worker was killed from outside, so that the model itself may be in order."""
         return self.was_killed or self.kind is LossKind.OUT_OF_MEMORY
+
+    @property
+    def blames_the_model(self) -> bool:
+        """Whether the model may be broken, so that restarts become rarer and end."""
+        return not (self.came_from_outside or self.kind is LossKind.ENDED)
 
     def silent_s(self, response_timeout_s: float, dead_after_s: float) -> float:
         """Return how long the worker was silent before it was given up: busy, or idle (`dead_after_s`)."""
@@ -93,6 +99,19 @@ def describe_exit(code: int) -> str:
 
 
 OUTSIDE_DELAY_S = 5.0  # at most, after a kill from outside, which is no evidence against the model
+RAISED = "its handler raised"  # begins the cause of a worker whose handler meant to end it
+
+
+def loss_of_end(cause: str) -> Loss:
+    """Return the loss of a worker that has told why it ends by itself.
+
+    >>> loss_of_end("it lost its GPU").kind
+    <LossKind.EXIT: 'exit'>
+    """
+    kind = LossKind.ENDED if cause.startswith(RAISED) else LossKind.EXIT
+    return Loss(kind, f"{cause}, and ended")
+
+
 BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0, 89.0, 144.0)
 # A worker that was in service for this long is in good health. An idle one that hangs is replaced after 10 s
 # (`heartbeat.py`), and that silence does not count.
@@ -142,8 +161,8 @@ class LossRow:
         if self._own and not self._from_outside:
             self._down_s += now_s - self._last_s - healthy_s
         self._last_s = now_s
-        self._from_outside = loss.came_from_outside
-        self._own += not loss.came_from_outside
+        self._from_outside = not loss.blames_the_model
+        self._own += loss.blames_the_model
         self.losses += 1
 
     def end(self) -> None:

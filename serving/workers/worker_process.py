@@ -21,7 +21,7 @@ from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.lanes import LaneSocket, load_of_lane, requests_of
 from torchere.serving.workers.launch import Launched, Launcher, open_lanes
-from torchere.serving.workers.loss import Loss, LossKind
+from torchere.serving.workers.loss import Loss, LossKind, loss_of_end
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
 
@@ -384,7 +384,7 @@ class WorkerProcess:
 
         Call it after all messages of the process have been read.
         """
-        signs = self._begun() if not self._end_cause else {}
+        signs = self._begun()
         runs, self.inside = list(self.inside.values()), {}
         for run in runs:
             run.page = None
@@ -452,7 +452,7 @@ class WorkerProcess:
             code = await self._launched.exit_code
         loss = self._killed or self._launched.loss(code, self._oom)
         if self._end_cause:  # the error is in its log
-            loss = Loss(LossKind.EXIT, f"{self._end_cause}, and ended")
+            loss = loss_of_end(self._end_cause)
         await self._read_out()
         if self._step_reply is not None and not self._step_reply.done():
             # A worker killed while it loads has usually asked for more memory than there is.

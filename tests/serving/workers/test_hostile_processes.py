@@ -10,6 +10,7 @@ import pytest
 from hostile_workers import CONTROL, DATA, HANGS, rig_of
 
 from torchere.serving.errors import ExecutorDied, HandlerFailed
+from torchere.serving.workers.loss import OUTSIDE_DELAY_S, RAISED, LossRow, loss_of_end
 
 SPOIL = {
     "it is truncated": "os.ftruncate(descriptor, 0)",
@@ -207,3 +208,13 @@ assert parser.parse_args().size == 3
             assert (await rig.run(source)).body == b"done"
 
     asyncio.run(main())
+
+
+def test_a_handler_that_ends_its_process_again_and_again_is_back_within_seconds() -> None:
+    losses = LossRow(max_retry_timeout_s=60)
+    for count in range(20):
+        losses.add(loss_of_end(f"{RAISED} SystemExit: 3"), 0.0, 100.0 * count)
+        delay_s = losses.restart_delay_s(100.0 * count)
+        assert delay_s is not None
+        assert delay_s <= OUTSIDE_DELAY_S
+    assert delay_s  # it is no hot loop
