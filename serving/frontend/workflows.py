@@ -143,16 +143,26 @@ class WorkflowPlane:
 
     async def _run(self, workflow: Workflow, request: InferRequest) -> InferResponse:
         spec = workflow.spec
-        running: dict[str, asyncio.Task[InferResponse]] = {}
+        running: dict[str, asyncio.Task[None]] = {}
+        results: dict[str, InferResponse] = {}  # of leaves, and of steps whose children do not all have it
+        children_left = {name: len(spec.children.get(name, ())) for name in spec.steps}
 
-        async def step(name: str) -> InferResponse:
-            parents = spec.parents[name]
-            if not parents:
-                return await self._attempts(workflow, name, request)
-            results = [await running[parent] for parent in parents]
-            names = parents if len(parents) > 1 else ("body",)
-            values = [Parameter(each, result.body) for each, result in zip(names, results, strict=True)]
-            return await self._attempts(workflow, name, _with(request, values))
+        async def step(name: str) -> None:
+            parents, asked = spec.parents[name], request
+            for parent in parents:
+                await running[parent]
+            if parents:
+                names = parents if len(parents) > 1 else ("body",)
+                values = [
+                    Parameter(each, results[parent].body) for each, parent in zip(names, parents, strict=True)
+                ]
+                asked = _with(request, values)
+                del values
+            for parent in parents:
+                children_left[parent] -= 1
+                if not children_left[parent]:
+                    del results[parent]
+            results[name] = await self._attempts(workflow, name, asked)
 
         for name in spec.steps:  # parents first
             running[name] = asyncio.ensure_future(step(name))
@@ -163,7 +173,7 @@ class WorkflowPlane:
                 task.cancel()
             await asyncio.gather(*running.values(), return_exceptions=True)
             raise
-        leaves = {name: running[name].result() for name in spec.leaves}
+        leaves = {name: results[name] for name in spec.leaves}
         if len(leaves) == 1 or sum(len(leaf.body) for leaf in leaves.values()) <= INLINE_BYTES:
             return _answer(leaves)
         return await asyncio.to_thread(_answer, leaves)

@@ -136,6 +136,37 @@ def test_what_became_of_a_prediction_is_told(refusal, planes, error, code, reaso
     assert refusal("inference", "Predictions", request()) == (code, f"{error.message}\n{reason}")
 
 
+def answering(status, body):
+    async def behave(asked):
+        return InferResponse(body, status=status, reason="teapot")
+
+    return behave
+
+
+REFUSED = b'{"code": 400, "type": "BadRequestException", "message": "x: found [1, 3]"}'
+
+
+def test_a_refusal_of_a_built_in_handler_is_no_success(refusal, planes):
+    planes.data.behave = answering(400, REFUSED)
+    expected = ("INVALID_ARGUMENT", f"x: found [1, 3]\n{INTERNAL_SERVER}")
+    assert refusal("inference", "Predictions", request()) == expected
+
+
+def test_a_refusal_ends_a_streamed_call(serving, planes):
+    planes.data.behave = answering(400, REFUSED)
+    with pytest.raises(grpc.RpcError) as refused:
+        messages(serving, "StreamPredictions", request())
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(418, b"short"), (200, REFUSED), (404, REFUSED), (400, b'{"code": 400}'), (400, b"")]
+)
+def test_other_answers_with_a_status_are_answers_as_with_torchserve(ask_grpc, planes, status, body):
+    planes.data.behave = answering(status, body)
+    assert ask_grpc("inference", "Predictions", request()).prediction == body
+
+
 def test_a_bug_is_logged_and_answered_without_its_text(refusal, planes, caplog):
     planes.data.admit = Mock(side_effect=RuntimeError("secret"))
     code, details = refusal("inference", "Predictions", request())
