@@ -71,7 +71,9 @@ def test_a_model_that_ends_its_process_for_other_batches_is_not_batched(
     )
     assert line.endswith("when it was run on FP32[3, 5, 8]")
     assert said.replace("\\", "") in line
-    assert capfd.readouterr().err == ""
+    written = capfd.readouterr().err.splitlines()
+    # gRPC says so at a fork, where tests before this one have used it.
+    assert [line for line in written if "fork_posix.cc" not in line] == []
     with pytest.raises(ModelEndedProcess, match=said):
         signature_of(failing(at), ROWS, ["rows"], [batch()], probe_batch=True)
 
