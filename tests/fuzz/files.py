@@ -104,7 +104,7 @@ def _archive(data: bytes, other_reader: Callable[[Path], dict[str, bytes]]) -> N
 
 
 def _check(archive: Archive, found: dict[str, bytes]) -> None:
-    """What was unpacked is what the archive lists, within its limits."""
+    """The unpacked folder holds the files that the archive lists, within the archive's limits."""
     assert {entry.name: entry.size for entry in archive.entries} == {
         name: len(content) for name, content in found.items()
     }

@@ -66,7 +66,7 @@ def pickles(data: bytes) -> None:
     if FILLED_FIRST in data or UNKNOWN in found:
         return
     recorder = Recorder(data)
-    with suppress(Exception):  # what was imported before an error counts
+    with suppress(Exception):  # modules that were imported before an error count
         recorder.load()
     missed = [name for name in recorder.names if name not in found]
     assert not missed, f"the scan does not see {missed}"

@@ -34,7 +34,7 @@ class SlowerRefused(ModelRefused):
 
 @dataclass(frozen=True)
 class Trial:
-    """One form of the model: the file to pack, how the server loads it, and what was measured of it."""
+    """One form of the model: the file to pack, how the server loads it, and its measured speed and drift."""
 
     method: str  # `FP32`, or the method that it was quantised by
     packed: Packed
@@ -83,7 +83,7 @@ def methods_tried(module: nn.Module, method: str, target: str, samples: Sequence
 
 
 def choose_trial(trials: Sequence[Trial], method: str) -> Trial:
-    """Return the fastest trial whose drift is accepted; the fastest of all if there is none.
+    """Return the fastest trial whose drift is accepted; the fastest trial of all if every drift is refused.
 
     By `auto`, a quantised form is chosen only if it is at least `LITTLE` times as fast as fp32.
     """

@@ -16,11 +16,15 @@ from torchere.handlers.tensors.codec import (
     array_from_json,
     bytes_from_tensor,
     kind_of,
-    quoted_non_finite,
 )
 from torchere.handlers.tensors.list_text import ListText, has_many_items
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.open_inference.json_request import check_members, decoded, parameter_values
+from torchere.serving.frontend.open_inference.json_request import (
+    check_members,
+    decoded,
+    decoded_or_quoted,
+    parameter_values,
+)
 from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest, check_names
 
 Members = dict[str, Any]
@@ -41,7 +45,7 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
     Raises:
         InvalidRequest: the body is invalid; the text names the field.
     """
-    said = _decode(body)
+    said = decoded_or_quoted(_decoded, body)
     if not isinstance(said, dict):
         raise InvalidRequest("the request: found no object, expected one with the inputs as members")
     parameters, request_id = said.get("parameters"), said.get("id")
@@ -59,16 +63,6 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
         inputs.append(_input(name, value, datatype, len(spec.shape) if spec else 1))
     request_id = "" if request_id is None else str(request_id)
     return TensorRequest(tuple(inputs), request_id, parameter_values(parameters or {}))
-
-
-def _decode(body: bytes | memoryview) -> Any:
-    try:
-        return _decoded(body)
-    except InvalidRequest:
-        quoted = quoted_non_finite(body)
-        if quoted is None:
-            raise
-        return _decoded(quoted)
 
 
 def _decoded(body: bytes | memoryview) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -78,7 +79,7 @@ def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorReq
             f"Inference-Header-Content-Length: found {json_bytes}, "
             f"expected at most the {len(body)} bytes of the body"
         )
-    head = _decode(body if json_bytes is None else memoryview(body)[:json_bytes])
+    head = decoded_or_quoted(_decoded_body, body if json_bytes is None else memoryview(body)[:json_bytes])
     check_names("inputs", [item.name for item in head.inputs])  # before each becomes a tensor
     check_names("outputs", [item.name for item in head.outputs or ()])
     start = len(body) if json_bytes is None else json_bytes
@@ -124,14 +125,15 @@ def begins_like_request(body: bytes | memoryview) -> bool:
     return bool(found) and has_tensor and text.lstrip().startswith(b"{")
 
 
-def _decode(text: bytes | memoryview) -> AnyBody:
+def decoded_or_quoted(decode: Callable[[bytes | memoryview], T], text: bytes | memoryview) -> T:
+    """Return `decode(text)`; if it refuses the text, decode it again with `NaN` and `Infinity` as texts."""
     try:
-        return _decoded_body(text)
+        return decode(text)
     except InvalidRequest:
         quoted = quoted_non_finite(text)
         if quoted is None:
             raise
-        return _decoded_body(quoted)
+        return decode(quoted)
 
 
 def _decoded_body(text: bytes | memoryview) -> AnyBody:

@@ -204,7 +204,7 @@ def test_a_clip_at_another_limit_stays() -> None:
 
 
 class Typed(nn.Module):
-    """Branches on whether its input is a tensor; a symbol of tracing is none."""
+    """Branches on whether its input is a tensor; a symbol of tracing is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def test_a_body_in_tiny_chunks_is_counted_as_any_other(planes, talk):
 
 
 def test_bytes_behind_a_body_are_the_next_request(planes, talk):
-    said = talk(HEAD + b"Content-Length: 2\r\n\r\nhello\r\n\r\n")  # "llo" is none
+    said = talk(HEAD + b"Content-Length: 2\r\n\r\nhello\r\n\r\n")  # "llo" is not a request
     assert statuses(said) == [b"200", b"400"]
     assert [bytes(request.parameters[0].value) for _, _, request in planes.data.asked] == [b"he"]
 
