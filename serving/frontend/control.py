@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.batching.request import alone
 from torchere.serving.config.model_settings import Asked
@@ -267,13 +269,7 @@ class ControlPlane:
                 f'Model "{model}" has no worker to serve describe request. '
                 "Please use scale workers API to add workers."
             )
-        asked = InferRequest(
-            request.request_id,
-            request.parameters,
-            (*request.headers, ("describe", "True")),
-            request.deadline_s,
-            request.priority,
-        )
+        asked = msgspec.structs.replace(request, headers=(*request.headers, ("describe", "True")))
         answer = await self._dataplane.infer(model, version, asked, group=alone(asked.request_id))
         if isinstance(answer, StreamedResponse):
             raise HandlerFailed("Failed to get customized model metadata.", status=500)

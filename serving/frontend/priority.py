@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import msgspec
+
 from torchere.serving.batching.priority import HIGHEST, LOWEST
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.types import InferRequest
@@ -38,8 +40,5 @@ def prioritised(
     """
     for name, value in request.headers if pairs is None else pairs:
         if name.lower() == HEADER:
-            priority = parse_priority(value)
-            return InferRequest(
-                request.request_id, request.parameters, request.headers, request.deadline_s, priority
-            )
+            return msgspec.structs.replace(request, priority=parse_priority(value))
     return request

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from torchere.handlers.encode import indented_json, parse_json
 from torchere.serving.config.server_settings import SnapshotWorkflow
 from torchere.serving.errors import (
@@ -156,7 +158,7 @@ class WorkflowPlane:
                 values = [
                     Parameter(each, results[parent].body) for each, parent in zip(names, parents, strict=True)
                 ]
-                asked = _with(request, values)
+                asked = msgspec.structs.replace(request, parameters=tuple(values))
                 del values
             for parent in parents:
                 children_left[parent] -= 1
@@ -184,9 +186,7 @@ class WorkflowPlane:
         attempts_left = settings.retry_attempts
         while True:
             deadline_s = min(request.deadline_s, time.monotonic() + settings.timeout_ms / 1000)
-            attempt = InferRequest(
-                request.request_id, request.parameters, request.headers, deadline_s, request.priority
-            )
+            attempt = msgspec.structs.replace(request, deadline_s=deadline_s)
             try:
                 response = await self._dataplane.infer(workflow.model_of(step), None, attempt)
                 return await _whole(response, self._max_step_bytes)
@@ -198,12 +198,6 @@ class WorkflowPlane:
                 if not attempts_left or not isinstance(err, _WORTH_RETRYING):
                     raise _step_error(workflow, step, err) from err
             attempts_left -= 1
-
-
-def _with(request: InferRequest, values: list[Parameter]) -> InferRequest:
-    return InferRequest(
-        request.request_id, tuple(values), request.headers, request.deadline_s, request.priority
-    )
 
 
 async def _whole(response: InferResponse | StreamedResponse, max_bytes: int) -> InferResponse:
