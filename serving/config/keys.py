@@ -170,7 +170,7 @@ _WITHOUT_EFFECT = (
     _advice("cpu_launcher_enable", _NO_LAUNCHER, "false"),
     _advice("cpu_launcher_args", _NO_LAUNCHER),
     _advice("initial_worker_port", "workers use no TCP ports; remove it"),
-    _advice("initial_distribution_port", "a model is not spread over several processes; remove it"),
+    _advice("initial_distribution_port", "the ranks of a worker meet at a free port; remove it"),
     _advice("cpp_log_config", "there is no C++ backend; remove it"),
     _advice("ts_header_key_sequence_id", _NO_SEQUENCES, "ts_request_sequence_id"),
     _advice("ts_header_key_sequence_start", _NO_SEQUENCES, "ts_request_sequence_start"),

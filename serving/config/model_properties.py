@@ -13,7 +13,7 @@ from torchere.serving.config.server_settings import OURS, SnapshotModel, Snapsho
 # Members of an entry of a model in the property `models`.
 _COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
 _SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
-_MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "runtimeType", OURS))
+_MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "parallelLevel", "runtimeType", OURS))
 _MOST_NAMED = 5  # unknown members named in a message
 
 _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]

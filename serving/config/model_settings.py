@@ -13,22 +13,16 @@ from torchere.serving.config.server_settings import (
     BatchSettings,
     Isolation,
     ModelSettings,
+    ParallelSettings,
     SequenceSettings,
     ServerSettings,
     largest,
 )
 from torchere.serving.errors import InvalidArchive
 
-_NOT_SPREAD = (
-    "a model is not spread over several processes; quantise it until it fits one device (deviceIds gives "
-    "each worker its own), or run a server made for it beside this one"
-)
 UNSUPPORTED_KEYS = {
-    "parallelType": _NOT_SPREAD,
-    "parallelLevel": _NOT_SPREAD,
-    "torchrun": f"workers are not started by torchrun: {_NOT_SPREAD}",
     "asyncCommunication": "a worker runs one batch at a time; raise maxWorkers, or use continuousBatching",
-    "pippy": "pipeline parallelism with PiPPy is not supported",
+    "pippy": "PiPPy is not supported; torch.distributed.pipelining has taken its place",
     "deepspeed": "DeepSpeed is not supported",
     "dali": "NVIDIA DALI is not supported",
 }
@@ -65,6 +59,7 @@ class ModelConfig:
     continuous_batching: bool = False
     isolation: Isolation | None = None
     dispatch: Literal["torchserve", "eager"] = "torchserve"
+    parallel: ParallelSettings | None = None
 
 
 def config_of(archive: Archive) -> ModelConfig:
@@ -113,13 +108,13 @@ def parse_model_config(text: str) -> ModelConfig:
         continuous_batching=read.flag("continuousBatching"),
         isolation=read.choice("isolation", ISOLATIONS, None),
         dispatch=read.choice("dispatch", ("torchserve", "eager"), "torchserve"),
+        parallel=read.parallel(),
     )
 
 
 def unsupported_keys(raw: dict[str, Any]) -> list[str]:
     """Return the keys that request a feature the server does not support."""
-    in_one = {"parallelLevel": 1}  # 1 process means that no parallelism is requested
-    return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key] and raw[key] != in_one.get(key)]
+    return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key]]
 
 
 def _load_yaml(text: str) -> dict[str, Any]:
@@ -179,9 +174,31 @@ class _Reader:
         self._ignore("deviceIds", "a list of integers")
         return ()
 
+    def parallel(self) -> ParallelSettings | None:
+        """Return how a worker is spread; as in TorchServe it takes both a type and a level."""
+        kind = self.choice("parallelType", ("pp", "tp", "pptp", "custom"), None)
+        level = self.integer("parallelLevel", 1)
+        threads = 0
+        if (block := self._raw.get("torchrun")) is not None:
+            if not isinstance(block, dict):
+                self._ignore("torchrun", "a mapping of keys to values")
+                return None
+            torchrun = _Reader({_IN_TORCHRUN.get(str(key), str(key)): value for key, value in block.items()})
+            level = torchrun.integer("parallelLevel", 1) or 1
+            threads = torchrun.integer("OMP_NUMBER_THREADS", 1) or 0
+            if (nodes := torchrun.integer("nnodes", 1) or 1) > 1:
+                raise InvalidArchive(
+                    f"torchrun.nnodes in the model config is {nodes}, expected 1: the processes of a worker "
+                    "run on one machine"
+                )
+            self.ignored |= {f"torchrun.{key}": remark for key, remark in torchrun.ignored.items()}
+        return ParallelSettings(kind, level, threads) if kind and level else None
+
     def _ignore(self, key: str, expected: str) -> None:
         self.ignored[key] = f"is {self._raw[key]!r:.80}, expected {expected}; it is ignored"
 
+
+_IN_TORCHRUN = {"nproc-per-node": "parallelLevel"}  # by the names that `largest` knows
 
 # TorchServe replaces lower values by the minimum instead of ignoring them.
 _CLAMPED = ("minWorkers", "batchSize", "maxRetryTimeoutInSec")
@@ -233,10 +250,8 @@ def effective_settings(
         batch = replace(batch, max_queue_delay_ms=0)
     device_ids = _device_ids(config, gpus)
     min_executors, max_executors = _executors(asked, config, defaults)
-    return ModelSettings(
+    settings = ModelSettings(
         batch=batch,
-        min_executors=min_executors,
-        max_executors=max_executors,
         response_timeout_s=_timeout(
             (config.response_timeout_s, defaults.get("responseTimeout"), asked.response_timeout_s),
             TIMEOUT_WITH_CONFIG_S if config.present else server.default_response_timeout_s,
@@ -253,7 +268,9 @@ def effective_settings(
         continuous=config.continuous_batching,
         device_ids=device_ids,
         gpu_ids=() if config.device_type == "cpu" else device_ids or tuple(range(gpus)),
+        parallel=config.parallel,
     )
+    return settings.scaled(min_executors, max_executors)
 
 
 def _device_ids(config: ModelConfig, gpus: int) -> tuple[int, ...]:

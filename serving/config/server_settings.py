@@ -22,10 +22,16 @@ MetricsMode = Literal["log", "prometheus", "legacy"]
 SECRET_ENV_VARS = r"(?i)(AWS|AZURE|GOOGLE|OTEL)_.*|.*(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY).*"
 
 MAX_EXECUTORS = 1024  # per version; a typo must not start a million processes
+MAX_RANKS = 256  # of a worker
 MAX_BATCH_SIZE = 65_536
 MAX_NUMBER = 2**31 - 1  # for all other numbers, which are Java ints in TorchServe; 68 years in seconds
 MAX_CLIENT_LIMIT = 10**6  # requests a second, or at once
-_BOUNDS = {"minWorkers": MAX_EXECUTORS, "maxWorkers": MAX_EXECUTORS, "batchSize": MAX_BATCH_SIZE}
+_BOUNDS = {
+    "minWorkers": MAX_EXECUTORS,
+    "maxWorkers": MAX_EXECUTORS,
+    "batchSize": MAX_BATCH_SIZE,
+    "parallelLevel": MAX_RANKS,
+}
 
 
 def largest(key: str) -> int:
@@ -91,6 +97,20 @@ class SequenceSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelSettings:
+    """How one worker is spread over several processes and devices (TorchServe's `parallelType`)."""
+
+    kind: Literal["pp", "tp", "pptp", "custom"]
+    level: int  # devices of a worker, and unless `custom` its processes
+    threads: int = 0  # intra-op threads of a process; 0: its share of the cores
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that the server starts for a worker; a `custom` one starts its own."""
+        return 1 if self.kind == "custom" else self.level
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSettings:
     """The effective settings of one version, merged from all sources (`model_settings.py`)."""
 
@@ -107,10 +127,14 @@ class ModelSettings:
     continuous: bool = False  # continuous batching: a request may rejoin the next batch
     device_ids: tuple[int, ...] = ()  # GPUs that the model requests; all are available
     gpu_ids: tuple[int, ...] = ()  # GPUs assigned to executors in rotation; empty: CPU
+    parallel: ParallelSettings | None = None  # None: a worker is one process on one device
 
     def scaled(self, min_executors: int, max_executors: int) -> ModelSettings:
-        """Return the settings with other executor counts."""
-        return replace(self, min_executors=min_executors, max_executors=max_executors)
+        """Return the settings with other executor counts, as far as there are GPUs for workers of several."""
+        most = MAX_EXECUTORS
+        if self.parallel is not None and self.gpu_ids:
+            most = len(self.gpu_ids) // self.parallel.level
+        return replace(self, min_executors=min(min_executors, most), max_executors=min(max_executors, most))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def version_json(version: VersionDescription) -> dict[str, Any]:
         "runtime": version.runtime,
         **_settings_json(version),
         "loadedAtStartup": version.loaded_at_startup,
-        "workers": [_executor_json(executor) for executor in _with_memory(version.executors)],
+        "workers": [_executor_json(executor) for executor in _with_memory(version)],
         "jobQueueStatus": {
             "remainingCapacity": version.queue_capacity,
             "pendingRequests": version.queue_length,
@@ -129,8 +129,8 @@ def _settings_json(version: VersionDescription) -> dict[str, Any]:
         "startupTimeout": round(settings.startup_timeout_s),
         "maxRetryTimeoutInSec": round(settings.max_retry_timeout_s),
         "clientTimeoutInMills": settings.client_timeout_ms,
-        "parallelType": "",
-        "parallelLevel": 0,
+        "parallelType": settings.parallel.kind if settings.parallel else "",
+        "parallelLevel": settings.parallel.level if settings.parallel else 0,
         "deviceType": "gpu" if settings.gpu_ids else "cpu",
         **device_ids,
         "continuousBatching": settings.continuous,
@@ -164,12 +164,15 @@ def _own_json(version: VersionDescription) -> dict[str, Any]:
     return own
 
 
-def _with_memory(statuses: Sequence[ExecutorStatus]) -> tuple[ExecutorStatus, ...]:
+def _with_memory(version: VersionDescription) -> tuple[ExecutorStatus, ...]:
+    """Measure the executors; those with several processes with all of them."""
     memory: dict[int, int] = {}  # by process id: executors that share a process are measured once
-    for pid in {status.pid for status in statuses}:
+    for pid in {status.pid for status in version.executors}:
         with suppress(psutil.Error):  # it is gone, or not started yet
-            memory[pid] = psutil.Process(pid).memory_info().rss
-    return tuple(replace(status, memory_bytes=memory.get(status.pid, 0)) for status in statuses)
+            process = psutil.Process(pid)
+            ranks = process.children() if version.settings.parallel else []
+            memory[pid] = sum(each.memory_info().rss for each in [process, *ranks])
+    return tuple(replace(status, memory_bytes=memory.get(status.pid, 0)) for status in version.executors)
 
 
 def _executor_json(executor: ExecutorStatus) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""Signals that end a server, during its start and with the process that started it."""
+"""The end of a process: signals during a start, the end of its parent, and its own."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import os
 import signal
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -60,3 +63,19 @@ def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent dies, however it dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process now, after running exit functions and flushing its output.
+
+    A negative code is the number of the signal to end by, as `subprocess` has it.
+    """
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)  # a second one ends it at once
+    with contextlib.suppress(Exception):  # exit functions may be user code
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if code < 0:
+        signal.raise_signal(-code)
+    os._exit(code)

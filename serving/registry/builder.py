@@ -24,7 +24,7 @@ from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.batching.unread_parts import limit_bytes
 from torchere.serving.config.model_settings import Asked, effective_settings
 from torchere.serving.config.server_settings import ModelSettings, QuarantineSettings, ServerSettings
-from torchere.serving.errors import InvalidRequest
+from torchere.serving.errors import InvalidRequest, LoadFailed
 from torchere.serving.registry.names import check_runtime
 from torchere.serving.registry.version import Origin, RegistryObserver, Version, VersionObserver
 from torchere.serving.store.package import StoredArchive
@@ -90,6 +90,7 @@ class Loader:
 
         Raises:
             InvalidRequest: no handler is named anywhere, or the runtime is unknown.
+            LoadFailed: a worker takes more GPUs than there are.
         """
         model = archive.manifest.get("model") or {}
         handler = handler or model.get("handler") or self._server.default_handler
@@ -105,6 +106,9 @@ class Loader:
         if not self.gpus and (config.device_type == "gpu" or (config.device_ids and not config.device_type)):
             logger.warning("%s asks for a GPU in its model config, and there is none: the CPU does it", key)
         settings = effective_settings(asked, config, self._defaults_of(key), self._server, self.gpus)
+        if settings.parallel and 0 < len(settings.gpu_ids) < settings.parallel.level:
+            level = settings.parallel.level
+            raise LoadFailed(f"No enough gpu devices for model:{key.name} parallelLevel:{level}")
         origin = Origin(
             archive=archive,
             handler=handler,
@@ -187,6 +191,7 @@ class Loader:
         await self._launcher.close()
 
     def _spec(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> LoadSpec:
+        parallel = settings.parallel
         return LoadSpec(
             model_name=key.name,
             model_version=key.version,
@@ -200,13 +205,16 @@ class Loader:
             batch_size=settings.batch.max_batch_size,
             decode_input=self._server.decode_input,
             limit_max_image_pixels=self._server.limit_max_image_pixels,
-            intra_op_threads=intra_op_threads(available_cores(), settings.min_executors),
+            intra_op_threads=_threads(settings),
             gpu_ids=settings.gpu_ids,
             max_response_bytes=self._server.limits.max_response_bytes,
             pinned=_is_stateful(settings),
             # The state is in the handler, so a request must run in the worker it is sent to.
             shares_weights=origin.isolation != "process" and not _is_stateful(settings),
             sandbox=None if self._is_confined_first(origin) else self._sandbox_of(origin, settings),
+            ranks=parallel.ranks if parallel else 1,
+            devices=parallel.level if parallel else 1,
+            parallel_type=parallel.kind if parallel else "",
         )
 
     def _defaults_of(self, key: ModelKey) -> dict[str, object]:
@@ -233,7 +241,7 @@ def _isolation(
 def _isolation_of(
     archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool
 ) -> Literal["thread", "process", "shared"]:
-    if archive.environment:  # its own packages can't be loaded into a process with other packages
+    if archive.environment or settings.parallel:  # packages of its own; ranks of its own
         return "process"
     model = archive.manifest.get("model") or {}
     on_gpu = bool(settings.gpu_ids)
@@ -270,6 +278,12 @@ def _switches_engine(archive: StoredArchive) -> bool:
 def _has_python(archive: StoredArchive) -> bool:
     """Return whether the archive contains Python files: one may shadow a built-in handler."""
     return next(archive.directory.rglob("*.py"), None) is not None
+
+
+def _threads(settings: ModelSettings) -> int:
+    """Return the intra-op threads of a process."""
+    ranks, threads = (settings.parallel.ranks, settings.parallel.threads) if settings.parallel else (1, 0)
+    return threads or intra_op_threads(available_cores(), settings.min_executors * ranks)
 
 
 def _is_stateful(settings: ModelSettings) -> bool:

@@ -90,6 +90,8 @@ def _version_entry(version: Version) -> dict[str, Any]:
         "startupTimeout": math.ceil(settings.startup_timeout_s),
         "runtimeType": origin.runtime,
     }
+    if settings.parallel:
+        entry["parallelLevel"] = settings.parallel.level
     ours = {}
     if origin.handler != named:
         ours["handler"] = origin.handler  # TorchServe loses it

@@ -51,6 +51,25 @@ def new_places(
         yield executor_id, gpu_id
 
 
+def first_devices(gpu_ids: tuple[int, ...], devices: int) -> tuple[int, ...]:
+    """Return the first GPU of each worker that takes `devices` of them; a rest that is too small is left out.
+
+    >>> first_devices((0, 1, 2, 3, 4), 2)
+    (0, 2)
+    """
+    return gpu_ids[: len(gpu_ids) // devices * devices : devices]
+
+
+def devices_of(gpu_ids: tuple[int, ...], first: int, devices: int) -> tuple[int, ...]:
+    """Return the GPUs of the worker whose first GPU is `first`.
+
+    >>> devices_of((4, 5, 6, 7), 6, 2)
+    (6, 7)
+    """
+    at = gpu_ids.index(first)
+    return gpu_ids[at : at + devices]
+
+
 def intra_op_threads(cores: int, executors: int) -> int:
     """Return the number of intra-op threads for each executor, so that all together fit the cores."""
     return max(1, cores // max(1, executors))

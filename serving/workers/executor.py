@@ -120,6 +120,9 @@ class LoadSpec:
     pinned: bool = False  # batches are sent to an executor by its id (state lives in the handler)
     shares_weights: bool = False  # executors are lanes of one process, over one copy of the weights
     sandbox: Sandbox | None = None  # to be entered before the load; None: none, or it is entered already
+    ranks: int = 1  # processes of a worker (`ranks.py`)
+    devices: int = 1  # GPUs of a worker
+    parallel_type: str = ""  # with "pp" only rank 0 gets the requests
 
 
 FreeCallback: TypeAlias = Callable[[], None]  # an executor became free, or all have failed for good

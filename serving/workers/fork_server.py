@@ -25,7 +25,7 @@ import torch
 
 from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.serving.process.allocator import keep_freed_memory
-from torchere.serving.process.signals import die_with_parent
+from torchere.serving.process.signals import die_with_parent, leave
 from torchere.serving.workers import process, room_process
 from torchere.serving.workers.fork_client import DESCRIPTORS
 
@@ -116,7 +116,7 @@ class ForkServer:
         except BaseException:  # the top of a process
             traceback.print_exc()
         finally:
-            process.leave(code)  # never back into the fork server's own frames
+            leave(code)  # never back into the fork server's own frames
 
     def _report_ended(self) -> None:
         with suppress(BlockingIOError):

@@ -62,10 +62,17 @@ class HandlerHost:
         gpu_id: the GPU to load it on; None: the CPU.
         shared_models: shared by all hosts of a version in this process, so that weights are loaded once.
         alone: whether the lane is the main thread, with no other lane in this process.
+        answers: whether what the handler returns is checked and sent; not in the other ranks of a group.
     """
 
     def __init__(
-        self, spec: LoadSpec, gpu_id: int | None, shared_models: SharedModels, *, alone: bool = True
+        self,
+        spec: LoadSpec,
+        gpu_id: int | None,
+        shared_models: SharedModels,
+        *,
+        alone: bool = True,
+        answers: bool = True,
     ) -> None:
         self._spec = spec
         self._metrics = MetricsCache(spec.model_name, spec.declared_metrics)
@@ -87,6 +94,7 @@ class HandlerHost:
         self._context.encoder = self._encoder
         self._gpu_id = gpu_id
         self._is_alone = alone
+        self._answers = answers
         self.end_cause = ""  # why the process must end after the last report; "": it goes on
 
     def own_process(self) -> None:
@@ -216,6 +224,8 @@ class HandlerHost:
         return self._entry_point
 
     def _outcomes(self, answers: object, processors: Sequence[RequestProcessor]) -> list[Outcome]:
+        if not self._answers:
+            return [InferResponse(b"")] * len(processors)
         if not isinstance(answers, list):
             detail = (
                 f"the handler returned {type(answers).__name__}, expected a list with an answer per request"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -80,6 +80,18 @@ def loss_of_exit(code: int, killed_for_memory: bool = False) -> Loss:
     if killed_for_memory:
         return Loss(LossKind.OUT_OF_MEMORY, f"{words}: {OOM_WORDS}", -code)
     return Loss(LossKind.EXIT, words) if code >= 0 else Loss(LossKind.SIGNAL, words, -code)
+
+
+def loss_of_rank(rank: int, code: int, cause: str = "", killed_for_memory: bool = False) -> Loss:
+    """Return the loss of a worker one of whose ranks is lost, with that rank's exit status, or its own cause.
+
+    >>> loss_of_rank(2, -9).cause
+    'rank 2: killed by signal 9 (SIGKILL)'
+    """
+    loss = loss_of_exit(code, killed_for_memory)
+    if cause:
+        loss = replace(loss_of_end(cause), cause=cause)
+    return replace(loss, cause=f"rank {rank}: {loss.cause}")
 
 
 def describe_exit(code: int) -> str:

@@ -86,6 +86,12 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=6):  # also `_RUN_TA
     large: tuple[tuple[int, int, int], ...] = ()  # raw values after the frame: request, parameter, bytes
 
 
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """To another rank of the worker: load, and meet the others at this port; answered as `Load` is."""
+
+    port: int
+
+
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
     """Control, to the server: the process is alive."""
 
@@ -148,11 +154,28 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     large: tuple[tuple[int, int], ...] = ()  # raw answers after the frame: outcome, bytes
 
 
+class RankDone(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """From another rank of the worker: it has run a batch, whose answers are rank 0's."""
+
+    failed: bool  # its handler raised an exception
+    end_cause: str = ""  # as in `Done`
+
+
+class RankLost(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """Control, to the server: a rank of the worker is lost, so the worker is."""
+
+    rank: int
+    exit_code: int  # negative: the number of the signal that ended it
+    cause: str = ""  # "": that of its exit
+
+
 ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
 DataToWorker: TypeAlias = Run
-ControlFromWorker: TypeAlias = Loaded | LoadError | Serving | Pong
+ControlFromWorker: TypeAlias = Loaded | LoadError | Serving | Pong | RankLost
+ToRank: TypeAlias = Join | WarmUp | Ping | LogLevel | Run
+FromRank: TypeAlias = Loaded | LoadError | Pong | RankDone
 DataFromWorker: TypeAlias = Partial | Done
-Message: TypeAlias = ControlToWorker | DataToWorker | ControlFromWorker | DataFromWorker
+Message: TypeAlias = ControlToWorker | DataToWorker | ControlFromWorker | DataFromWorker | ToRank | FromRank
 
 _RUN_TAG = 6  # of `Run`
 
@@ -161,6 +184,8 @@ control_to_worker: msgspec.msgpack.Decoder[ControlToWorker] = msgspec.msgpack.De
 data_to_worker: msgspec.msgpack.Decoder[DataToWorker] = msgspec.msgpack.Decoder(DataToWorker)
 control_from_worker: msgspec.msgpack.Decoder[ControlFromWorker] = msgspec.msgpack.Decoder(ControlFromWorker)
 data_from_worker: msgspec.msgpack.Decoder[DataFromWorker] = msgspec.msgpack.Decoder(DataFromWorker)
+to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def encode_frame(message: Message | tuple[Any, ...]) -> bytearray:

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from torchere.serving.workers.devices import new_places
+from torchere.serving.workers.devices import first_devices, new_places
 from torchere.serving.workers.executor import (
     ExecutorState,
     ExecutorStatus,
@@ -159,7 +159,8 @@ class WorkerPool:
             await worker.add(self._new_places(count - size))
 
     def _new_places(self, count: int) -> list[tuple[int, int | None]]:
-        return list(new_places(count, self._next_id, self._spec.gpu_ids, self.statuses()))
+        gpu_ids = first_devices(self._spec.gpu_ids, self._spec.devices)
+        return list(new_places(count, self._next_id, gpu_ids, self.statuses()))
 
     async def warm_up(self) -> None:
         """Warm the new executors up and put them in service.

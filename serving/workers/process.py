@@ -11,7 +11,6 @@ batch is passed between threads.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import gc
@@ -20,7 +19,6 @@ import multiprocessing.process
 import os
 import queue
 import select
-import signal
 import socket
 import sys
 import threading
@@ -28,7 +26,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -37,7 +34,7 @@ from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.process.allocator import keep_freed_memory
-from torchere.serving.process.signals import die_with_parent
+from torchere.serving.process.signals import die_with_parent, leave
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
@@ -65,6 +62,7 @@ from torchere.serving.workers.messages import (
     run_with_raw,
 )
 from torchere.serving.workers.oom import offer_to_oom_killer
+from torchere.serving.workers.ranks import GroupHost, Host, show_devices
 from torchere.serving.workers.sandbox import enter
 
 HELD_LOOK_S = 0.005  # polling interval of a lane whose parts the server holds back
@@ -82,7 +80,7 @@ class Lane:
         process: the process that it belongs to.
     """
 
-    def __init__(self, number: int, data: socket.socket, host: HandlerHost, process: WorkerMain) -> None:
+    def __init__(self, number: int, data: socket.socket, host: Host, process: WorkerMain) -> None:
         self.number = number
         self.data = data
         self.batches = FrameReader(data)
@@ -212,6 +210,7 @@ class WorkerMain:
         self._spec: LoadSpec | None = None
         self._models = SharedModels()
         self._lanes: list[Lane] = []
+        self._group: GroupHost | None = None  # if the worker has several processes
         self._bring_up: threading.Thread | None = None  # the last step that ran beside lanes in service
         self.needs_own_process = False  # the version must not share a process with others
         self.leaving = False  # no further batch is begun
@@ -227,6 +226,8 @@ class WorkerMain:
                 pass
         else:
             self._serve_alone()
+        if self._group is not None:
+            self._group.close()
 
     def _serve_alone(self) -> None:
         """Serve as the only lane: handle control messages, and run batches between them."""
@@ -288,9 +289,14 @@ class WorkerMain:
 
     def _obey(self, message: ControlToWorker) -> bool:
         if isinstance(message, Ping):
-            self._send_control(Pong())
+            if self._group is None:
+                self._send_control(Pong())
+            else:
+                self._group.ping()
         elif isinstance(message, LogLevel):
             logging.getLogger(message.logger or None).setLevel(message.level)
+            if self._group is not None:
+                self._group.set_log_level(message)
         elif isinstance(message, Load):
             self._spec = spec = _whole_spec(message)
             self.page = LanePage(self._page_descriptor, requests_of(spec.batch_size))
@@ -351,7 +357,7 @@ class WorkerMain:
         spec = self._loaded_spec()
         sockets = self._receive_lanes(len(gpu_ids))
         for gpu_id in gpu_ids:
-            host = HandlerHost(spec, gpu_id, self._models, alone=not spec.shares_weights)
+            host = self._host_of(spec, gpu_id)
             self._own_process(host)
             number = min(set(range(MAX_LANES)) - {lane.number for lane in self._lanes})
             lane = Lane(number, sockets.pop(0), host, self)
@@ -364,6 +370,15 @@ class WorkerMain:
             except RuntimeError as err:  # the system has no thread left
                 raise LoadFailed.of(spec.model_name, spec.model_version, str(err)) from err
             lane.call(host.load)
+
+    def _host_of(self, spec: LoadSpec, gpu_id: int | None) -> Host:
+        if spec.ranks > 1:
+            self._group = GroupHost(spec, gpu_id, self._models, self._send_control)
+            return self._group
+        if spec.devices > 1:
+            show_devices(spec, gpu_id)
+            gpu_id = None if gpu_id is None else 0
+        return HandlerHost(spec, gpu_id, self._models, alone=not spec.shares_weights)
 
     def _receive_lanes(self, count: int) -> list[socket.socket]:
         """Receive the data sockets of `count` lanes from the server."""
@@ -384,7 +399,7 @@ class WorkerMain:
         self._lanes_socket.close()
         self._control.close()
 
-    def _own_process(self, host: HandlerHost) -> None:
+    def _own_process(self, host: Host) -> None:
         host.own_process()
 
     def _warm_up(self) -> None:
@@ -470,22 +485,6 @@ def main() -> None:
     run(*map(int, sys.argv[1:4]))
     if threading.active_count() > 1:  # the interpreter can't end lanes inside native code
         leave(0)
-
-
-def leave(code: int) -> NoReturn:
-    """End the process now, after running exit functions and flushing its output.
-
-    A negative code is the number of the signal to end by, as `subprocess` has it.
-    """
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL)  # a second one ends it at once
-    with contextlib.suppress(Exception):  # exit functions may be user code
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    if code < 0:
-        signal.raise_signal(-code)
-    os._exit(code)
 
 
 if __name__ == "__main__":

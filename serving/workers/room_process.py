@@ -25,8 +25,8 @@ from torchere.handlers.archive_import import forget_archive
 from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.workers.executor import LoadSpec
-from torchere.serving.workers.host import HandlerHost
 from torchere.serving.workers.process import SWITCH_INTERVAL_S, WorkerMain, begin
+from torchere.serving.workers.ranks import Host
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Tenant(WorkerMain):
             raise RuntimeError("only a version whose lanes share weights on the CPU may share a process")
         self.enter_thread()
 
-    def _own_process(self, host: HandlerHost) -> None:
+    def _own_process(self, host: Host) -> None:
         pass  # the process is shared
 
     def _take_step(self, step: Callable[[], None]) -> bool:

@@ -21,7 +21,7 @@ from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.lanes import LaneSocket, load_of_lane, requests_of
 from torchere.serving.workers.launch import Launched, Launcher, open_lanes
-from torchere.serving.workers.loss import Loss, LossKind, loss_of_end
+from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_rank
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
 
@@ -312,6 +312,10 @@ class WorkerProcess:
             return
         if isinstance(message, messages.Pong):
             self._events.pong()
+        elif isinstance(message, messages.RankLost):
+            code, cause = message.exit_code, message.cause[:MAX_CAUSE_CHARACTERS]
+            killed_for_memory = code == -signal.SIGKILL and self._oom.claim()
+            self.kill(loss_of_rank(message.rank, code, cause, killed_for_memory))
         elif isinstance(message, messages.Serving):
             if self.serving < len(self._lanes):
                 self.serving += 1
@@ -456,7 +460,8 @@ class WorkerProcess:
         await self._read_out()
         if self._step_reply is not None and not self._step_reply.done():
             # A worker killed while it loads has usually asked for more memory than there is.
-            out_of_memory = code == -signal.SIGKILL and self._killed is None
+            by_server = self._killed is not None and not self._killed.came_from_outside
+            out_of_memory = code == -signal.SIGKILL and not by_server
             self._step_reply.set_exception(
                 self._load_failed(f"{loss.cause} while it was loading", out_of_memory)
             )

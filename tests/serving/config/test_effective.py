@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchere.serving.config.model_settings import Asked, ModelConfig, effective_settings
+from torchere.serving.config.model_settings import Asked, ModelConfig, effective_settings, parse_model_config
 from torchere.serving.config.server_settings import Isolation, ModelSettings, ServerSettings
 
 NOTHING_ASKED = Asked()
@@ -102,3 +102,12 @@ def test_the_servers_isolation_is_for_models_that_name_none(said: Isolation | No
     config = ModelConfig(present=True, isolation=said)
     server = ServerSettings(default_isolation="shared")
     assert effective_settings(NOTHING_ASKED, config, {}, server).isolation == isolation
+
+
+def test_there_are_no_more_workers_than_their_gpus_allow() -> None:
+    config = parse_model_config("parallelType: tp\nparallelLevel: 2\nminWorkers: 3\nmaxWorkers: 4")
+    on_gpus = effective_settings(Asked(), config, {}, ServerSettings(), gpus=5)
+    assert (on_gpus.min_executors, on_gpus.max_executors, on_gpus.gpu_ids) == (2, 2, (0, 1, 2, 3, 4))
+    assert on_gpus.scaled(1, 9).max_executors == 2
+    on_the_cpu = effective_settings(Asked(), config, {}, ServerSettings(), gpus=0)
+    assert (on_the_cpu.min_executors, on_the_cpu.max_executors) == (3, 4)

@@ -1,8 +1,11 @@
 """`model-config.yaml` is outside input: typed, bounded, and nothing but data."""
 
+from typing import Any
+
 import pytest
 
 from torchere.serving.config.model_settings import parse_model_config
+from torchere.serving.config.server_settings import ParallelSettings
 from torchere.serving.errors import InvalidArchive
 
 
@@ -119,3 +122,40 @@ def test_a_number_longer_than_any_is_refused_with_its_place() -> None:
 def test_what_is_not_a_sane_mapping_is_refused(text: str) -> None:
     with pytest.raises(InvalidArchive, match="model config"):
         parse_model_config(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("parallelType: TP\nparallelLevel: 2", ParallelSettings("tp", 2)),
+        ("parallelType: custom\nparallelLevel: 4", ParallelSettings("custom", 4)),
+        ("parallelType: pp\nparallelLevel: 2\ntorchrun: {nproc-per-node: 4}", ParallelSettings("pp", 4)),
+        (
+            "parallelType: pptp\ntorchrun: {nproc-per-node: 3, OMP_NUMBER_THREADS: 2, rdzv-backend: c10d}",
+            ParallelSettings("pptp", 3, threads=2),
+        ),
+        ("parallelType: tp\ntorchrun: {}", ParallelSettings("tp", 1)),
+        ("parallelType: tp", None),
+        ("parallelLevel: 2", None),
+        ("torchrun: {nproc-per-node: 4}", None),
+        ("parallelType: rowwise\nparallelLevel: 2", None),
+        ("parallelType: tp\nparallelLevel: 2\ntorchrun: 4", None),
+    ],
+)
+def test_a_worker_is_spread_if_a_type_and_a_level_are_given(text: str, expected: Any) -> None:
+    assert parse_model_config(text).parallel == expected
+
+
+def test_the_processes_of_custom_are_not_started_by_the_server() -> None:
+    assert [ParallelSettings(kind, 4).ranks for kind in ("tp", "pp", "pptp", "custom")] == [4, 4, 4, 1]
+
+
+def test_what_is_wrong_in_torchrun_is_noted_with_its_place() -> None:
+    config = parse_model_config("parallelType: tp\ntorchrun: {nproc-per-node: 2, OMP_NUMBER_THREADS: many}")
+    assert "expected an integer" in config.ignored["torchrun.OMP_NUMBER_THREADS"]
+    assert config.parallel == ParallelSettings("tp", 2)
+
+
+def test_a_worker_on_several_machines_is_refused() -> None:
+    with pytest.raises(InvalidArchive, match=r"torchrun.nnodes in the model config is 2, expected 1"):
+        parse_model_config("parallelType: tp\ntorchrun: {nnodes: 2, nproc-per-node: 2}")

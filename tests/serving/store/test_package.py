@@ -74,10 +74,10 @@ def test_a_broken_archive_names_itself_and_the_fault(store: Store, root: Path) -
 def test_a_key_without_effect_is_said_with_the_reason(
     store: Store, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = "torchrun: {nproc-per-node: 2}\nparallelLevel: 1\nasyncCommunication: false\n"
+    config = "pippy: {chunks: 2}\nparallelLevel: 1\nasyncCommunication: false\n"
     pack(root / "m.mar", config=config)
     store.unpack("m.mar", store.open("m.mar"))
-    assert "torchrun in c.yaml has no effect: workers are not started by torchrun" in caplog.text
+    assert "pippy in c.yaml has no effect: PiPPy is not supported" in caplog.text
     assert "asyncCommunication" not in caplog.text
     assert "parallelLevel" not in caplog.text
 

@@ -1,0 +1,426 @@
+"""A worker of several processes: the ranks of `torch.distributed`, with the environment that torchrun gives.
+
+The worker process that the server knows is rank 0. It forks the other ranks before it loads its handler, has
+each of them load, warm up and run with it, and answers alone, as in TorchServe. With `pp` the other ranks
+load only, and do what their handler has begun. When a rank ends, all end, and the server learns which rank it
+was. To the pool the group is one worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeAlias
+
+import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch names it in no `__all__`
+
+from torchere.handlers.loading.weights import SharedModels
+from torchere.serving.errors import LoadFailed, ServingError
+from torchere.serving.process.signals import die_with_parent, leave
+from torchere.serving.types import NO_DEADLINE, InferRequest
+from torchere.serving.workers.devices import devices_of
+from torchere.serving.workers.executor import BatchReport, LoadSpec
+from torchere.serving.workers.frames import FrameReader, Parts, send_all
+from torchere.serving.workers.host import HandlerHost, PartialSink
+from torchere.serving.workers.messages import (
+    Join,
+    Loaded,
+    LoadError,
+    LogLevel,
+    Message,
+    Ping,
+    Pong,
+    RankDone,
+    RankLost,
+    Run,
+    WarmUp,
+    encode_frame,
+    encode_run,
+    from_rank,
+    raw_bytes,
+    run_with_raw,
+    to_rank,
+)
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+STEP_GRACE_S = (
+    5.0  # for the other ranks, once one has failed in a batch: they may wait for it in a collective
+)
+SILENT_S = 2.0  # after a ping: a rank that has not answered is named in the log
+ENDING_S = 1.0  # for ranks to end by themselves; the server grants their worker twice as much
+_LOOK_S = 0.5
+_LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """Rank 0's view of another rank."""
+
+    number: int
+    pid: int
+    connection: socket.socket
+    frames: FrameReader
+    replies: queue.SimpleQueue[Loaded | RankDone] = field(default_factory=queue.SimpleQueue)
+
+    def send(self, parts: Parts) -> None:
+        """Send a message; a rank that has ended is noticed by the thread that reads its replies."""
+        with contextlib.suppress(OSError):
+            send_all(self.connection, parts)
+
+
+class GroupHost:
+    """The host of a handler in rank 0, in place of a `HandlerHost`. Its main thread loads it and runs it.
+
+    Args:
+        spec: the load parameters; `spec.ranks` is the number of processes.
+        gpu_id: the first GPU of the group; None: the CPU.
+        shared_models: see `HandlerHost`.
+        send: sends a message to the server; called in two threads.
+    """
+
+    def __init__(
+        self,
+        spec: LoadSpec,
+        gpu_id: int | None,
+        shared_models: SharedModels,
+        send: Callable[[Message], None],
+    ) -> None:
+        self._spec = spec
+        self._send = send
+        self._ranks: list[_Rank] = []
+        self._silent: set[int] = set()  # ranks that have not answered the last ping
+        self._pinged_s = 0.0
+        self._failed: tuple[int, float] | None = None  # the rank that failed in the batch that runs, and when
+        self._end_causes: dict[int, str] = {}  # of ranks whose handlers have ended them
+        self._runs = False  # rank 0 is inside a batch
+        self._last_run_id = 0
+        self._closing = False
+        show_devices(spec, gpu_id)
+        on_gpu = gpu_id is not None
+        for number in range(1, spec.ranks):
+            self._fork(number, on_gpu)
+        # It listens for all ranks, as the store of torchrun's agent does; the forked ranks must not have it.
+        self._store = TCPStore(LOOPBACK, 0, spec.ranks, is_master=True, wait_for_workers=False)
+        os.environ.update(_environment(spec, 0, self._store.port))
+        self._host = HandlerHost(spec, 0 if on_gpu else None, shared_models)
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    @property
+    def end_cause(self) -> str:
+        """Why the process must end after the last report; "": it goes on."""
+        return self._host.end_cause
+
+    def own_process(self) -> None:
+        """See `HandlerHost.own_process`."""
+        self._host.own_process()
+
+    def load(self) -> None:
+        """Load the handler in all ranks at the same time: they meet while they load.
+
+        Raises:
+            LoadFailed: it failed in rank 0. A failure of another rank goes to the server at once, because
+                rank 0 may wait for that rank.
+        """
+        self._tell(Join(self._store.port))
+        self._host.load()
+        self._collect()
+
+    def warm_up(self) -> None:
+        """Warm up all ranks together; raises as `load` does."""
+        self._tell(WarmUp())
+        self._host.warm_up()
+        self._collect()
+
+    def run(
+        self,
+        requests: Sequence[InferRequest],
+        send_partial: PartialSink | None,
+        gone: Sequence[int] = (),
+        is_unwanted: Callable[[], bool] | None = None,
+    ) -> BatchReport:
+        """Run one batch in all ranks, and return the report of rank 0.
+
+        All ranks must run the same requests, so rank 0 leaves out the late ones for all, and a batch that has
+        begun is not given up (`is_unwanted`).
+        """
+        now_s = time.monotonic()
+        left_out = {at for at, request in enumerate(requests) if request.deadline_s <= now_s}.union(gone)
+        requests = [msgspec.structs.replace(request, deadline_s=NO_DEADLINE) for request in requests]
+        together = [request for at, request in enumerate(requests) if at not in left_out]
+        follows = bool(together) and self._spec.parallel_type != "pp"
+        if follows:
+            self._last_run_id += 1
+            self._failed = None
+            self._runs = True
+            parts = encode_run(self._last_run_id, 0, together)
+            for rank in self._ranks:
+                rank.send(parts)
+        report = self._host.run(requests, send_partial, sorted(left_out))
+        self._runs = False
+        if follows:
+            failed = any(
+                isinstance(outcome, ServingError)
+                for at, outcome in enumerate(report.outcomes)
+                if at not in left_out
+            )
+            self._end_batch(failed)
+        return report
+
+    def _end_batch(self, failed: bool) -> None:
+        """Wait for the other ranks; `failed`: rank 0 has, and they may wait for it in vain."""
+        try:
+            replies = self._collect(STEP_GRACE_S if failed else None)
+        except queue.Empty:
+            self._host.end_cause = "its ranks are out of step: one failed, and others wait for it"
+            return
+        for rank, reply in zip(self._ranks, replies, strict=True):
+            if isinstance(reply, RankDone) and reply.end_cause:
+                self._host.end_cause = f"rank {rank.number}: {reply.end_cause}"
+
+    def ping(self) -> None:
+        """Ask every rank for a sign of life; the server gets its answer when all have given one."""
+        self._pinged_s = time.monotonic()
+        self._silent.update(rank.number for rank in self._ranks)
+        self._tell(Ping())
+
+    def set_log_level(self, message: LogLevel) -> None:
+        """Change the level of a logger in the other ranks."""
+        self._tell(message)
+
+    def close(self) -> None:
+        """End the other ranks. Those that do not end by themselves are killed with rank 0."""
+        self._closing = True
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.shutdown(socket.SHUT_RDWR)
+        limit_s = time.monotonic() + ENDING_S
+        for rank in self._ranks:
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(rank.pid, os.WNOHANG)[0] == 0 and time.monotonic() < limit_s:
+                    time.sleep(0.01)
+
+    def _tell(self, message: Message) -> None:
+        for rank in self._ranks:
+            rank.send([encode_frame(message)])
+
+    def _collect(self, timeout_s: float | None = None) -> list[Loaded | RankDone]:
+        """Return the reply of each rank; raise `queue.Empty` if one does not come within `timeout_s`."""
+        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        replies = []
+        for rank in self._ranks:
+            left_s = None if limit_s is None else max(0.0, limit_s - time.monotonic())
+            replies.append(rank.replies.get(timeout=left_s))
+        return replies
+
+    def _fork(self, number: int, on_gpu: bool) -> None:
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as err:
+            ours.close()
+            theirs.close()
+            cause = f"rank {number} could not be started: {err}"
+            raise LoadFailed.of(self._spec.model_name, self._spec.model_version, cause) from err
+        if pid == 0:
+            for rank in self._ranks:
+                rank.connection.close()
+            ours.close()
+            _become_rank(parent, _RankMain(self._spec, number, theirs, number if on_gpu else None))
+        theirs.close()
+        self._ranks.append(_Rank(number, pid, ours, FrameReader(ours)))
+
+    def _watch(self) -> None:
+        """Read the replies of the other ranks, in a thread: rank 0 may be inside a collective."""
+        poll = select.poll()
+        by_descriptor = {rank.connection.fileno(): rank for rank in self._ranks}
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            for descriptor, _ in poll.poll(_LOOK_S * 1000):
+                for message in _arrived(by_descriptor[descriptor].frames):
+                    if not self._take(by_descriptor[descriptor], message):
+                        return
+            self._look(time.monotonic())
+
+    def _take(self, rank: _Rank, message: Loaded | LoadError | RankDone | Pong | None) -> bool:
+        """Handle a reply (None: the rank has ended); return False if no other matters any more."""
+        if message is None:
+            if not self._closing:
+                self._give_up(rank.number, _exit_code(rank.pid), self._end_causes.get(rank.number, ""))
+            return False
+        if isinstance(message, LoadError):
+            detail = f"rank {rank.number}: {message.detail}"
+            self._send(msgspec.structs.replace(message, detail=detail))  # the server ends the worker
+            return False
+        if isinstance(message, Pong):
+            self._silent.discard(rank.number)
+            if not self._silent:
+                self._send(Pong())
+            return True
+        if isinstance(message, RankDone):
+            if message.failed and self._failed is None:
+                self._failed = (rank.number, time.monotonic())
+            if message.end_cause:
+                self._end_causes[rank.number] = message.end_cause
+        rank.replies.put(message)
+        return True
+
+    def _look(self, now_s: float) -> None:
+        """End the group if rank 0 waits for a rank that has failed; name ranks that give no sign of life."""
+        if self._failed is not None and self._runs and now_s - self._failed[1] > STEP_GRACE_S:
+            self._give_up(self._failed[0], 1, "failed in a batch, and other ranks wait for it")
+        if self._silent and now_s - self._pinged_s > SILENT_S:
+            numbers = ", ".join(map(str, sorted(self._silent)))
+            logger.warning("model %s: no sign of life from rank %s", self._spec.model_name, numbers)
+            self._pinged_s = now_s
+
+    def _give_up(self, number: int, exit_code: int, cause: str = "") -> None:
+        """Tell the server that the group is lost, and wait for it to end this process."""
+        with contextlib.suppress(OSError):  # the server is gone
+            self._send(RankLost(number, exit_code, cause))
+            time.sleep(STEP_GRACE_S)
+        os._exit(1)
+
+
+Host: TypeAlias = HandlerHost | GroupHost
+
+
+def _arrived(frames: FrameReader) -> Iterator[Loaded | LoadError | RankDone | Pong | None]:
+    """Yield the messages that have arrived, and None at the end of the stream."""
+    while True:
+        try:
+            payload = frames.next()
+        except OSError:  # reset
+            payload = None
+        yield None if payload is None else from_rank.decode(payload)
+        if payload is None or not frames.has_more:
+            return
+
+
+def _exit_code(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # code of the handler has waited for it
+        return 1
+
+
+def _become_rank(parent: int, rank: _RankMain) -> NoReturn:
+    """Serve rank 0 in a process that was just forked from it, and end with it."""
+    code = 1
+    try:
+        die_with_parent()
+        if os.getppid() == parent:  # else it has ended meanwhile
+            rank.serve()
+            code = 0
+    except SystemExit as err:
+        code = err.code if isinstance(err.code, int) else 1
+    except KeyboardInterrupt:  # an exit code would count as the rank's own fault
+        code = -signal.SIGINT
+    except BaseException:  # the top of a process
+        traceback.print_exc()
+    finally:
+        leave(code)  # never back into the frames of rank 0
+
+
+class _RankMain:
+    """A rank other than 0: it does as rank 0 says."""
+
+    def __init__(self, spec: LoadSpec, number: int, connection: socket.socket, gpu_id: int | None) -> None:
+        self._spec = spec
+        self._number = number
+        self._connection = connection
+        self._frames = FrameReader(connection)
+        self._host = HandlerHost(spec, gpu_id, SharedModels(), answers=False)
+
+    def serve(self) -> None:
+        """Answer messages until rank 0 closes the connection."""
+        while not self._host.end_cause and (payload := self._frames.next()) is not None:
+            message = to_rank.decode(payload)
+            if isinstance(message, Ping):
+                self._send(Pong())
+            elif isinstance(message, LogLevel):
+                logging.getLogger(message.logger or None).setLevel(message.level)
+            elif isinstance(message, Run):
+                self._run(message)
+            else:
+                self._step(message)
+
+    def _run(self, message: Run) -> None:
+        raw = self._frames.raw(raw_bytes(message)) if message.large else memoryview(b"")
+        if raw is None:
+            return
+        report = self._host.run(run_with_raw(message, raw).requests, _drop)
+        failed = any(isinstance(outcome, ServingError) for outcome in report.outcomes)
+        self._send(RankDone(failed, self._host.end_cause))
+
+    def _step(self, message: Join | WarmUp) -> None:
+        try:
+            if isinstance(message, Join):
+                os.environ.update(_environment(self._spec, self._number, message.port))
+                self._host.own_process()
+                self._host.load()
+            elif self._spec.parallel_type != "pp":
+                self._host.warm_up()
+        except LoadFailed as err:
+            self._send(LoadError(err.detail, err.out_of_memory))
+        else:
+            self._send(Loaded())
+
+    def _send(self, message: Message) -> None:
+        self._connection.sendall(encode_frame(message))
+
+
+def _drop(index: int, part: object) -> None:
+    """Drop a part of an answer: rank 0 answers."""
+
+
+def _environment(spec: LoadSpec, rank: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets, by https://docs.pytorch.org/docs/stable/elastic/run.html."""
+    ranks = str(spec.ranks)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": ranks,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": f"{spec.model_name}_{port}",
+        "OMP_NUM_THREADS": str(spec.intra_op_threads),
+        # Gloo listens on the interface of the host's name otherwise, and not every sandbox can find that.
+        "GLOO_SOCKET_IFNAME": os.environ.get(
+            "GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"
+        ),
+    }
+
+
+def show_devices(spec: LoadSpec, gpu_id: int | None) -> None:
+    """Show this process the GPUs of its worker only, from `gpu_id` on. Call it before CUDA begins."""
+    if gpu_id is None:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(max(spec.gpu_ids) + 1)]
+    shown = devices_of(spec.gpu_ids, gpu_id, spec.devices)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number].strip() for number in shown)

@@ -1,0 +1,257 @@
+"""Workers of several processes: what their ranks see, and that they are one worker to the pool."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+from pools import pool_in_service, until
+
+from torchere.serving.errors import ExecutorDied, HandlerFailed, LoadFailed
+from torchere.serving.workers import loss as restart
+
+# Every rank adds its number plus one, so that three ranks add 6.
+HANDLER = """
+    import os, signal, time
+    import torch
+    import torch.distributed as dist
+
+    class Handler:
+        def initialize(self, context):
+            self.rank = int(os.environ["RANK"])
+            self.late = context.model_yaml_config
+            if self.rank == self.late.get("fails"):
+                raise ValueError("rank has no weights")
+            dist.init_process_group("gloo")
+            assert (dist.get_rank(), dist.get_world_size()) == (self.rank, 3)
+
+        def handle(self, data, context):
+            word, _, rank = bytes(data[0]["body"]).decode().partition(" ")
+            mine = rank and int(rank) == self.rank
+            if word == "raise" and mine:
+                raise ValueError("boom")
+            if word == "exit" and mine:
+                os._exit(7)
+            if word == "crash" and mine:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if word == "end" and mine:
+                raise SystemExit(3)
+            if word == "all":
+                raise ValueError("all ranks do")
+            if word == "wait":
+                while not os.path.exists("go"):
+                    time.sleep(0.005)
+            total = torch.tensor([float(self.rank + 1) * len(data)])
+            dist.all_reduce(total)
+            if self.rank:
+                return None  # what other ranks return does not matter
+            context.send_partial(0, b"part,") if word == "stream" else None
+            return [f"{word} {total.item():g}"] * len(data)
+"""
+
+
+@pytest.fixture
+def make_group(make_spec: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes the spec of a group of three ranks, whose losses are followed by restarts at once."""
+    monkeypatch.setattr(restart, "BACKOFF_S", (0.0,))
+    return lambda source=HANDLER, **changes: make_spec(
+        source, **{"ranks": 3, "devices": 3, "parallel_type": "tp", **changes}
+    )
+
+
+def ranks_of(pool: Any) -> list[int]:
+    """The process ids of a worker, that of rank 0 first."""
+    first = pool.statuses()[0].pid
+    return [first, *(child.pid for child in psutil.Process(first).children())]
+
+
+def cause_of(pool: Any) -> str:
+    cause: str = pool.statuses()[0].last_failure
+    return cause
+
+
+async def ended(pids: list[int]) -> None:
+    """Wait until none of the processes is there; those that are left have no parent that waits for them."""
+    await until(lambda: not any(psutil.pid_exists(pid) and is_alive(pid) for pid in pids), 20)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_all_ranks_run_a_batch_and_rank_0_answers(make_group, make_sink, make_request) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_group(batch_size=4)) as pool:
+            pids = ranks_of(pool)
+            assert len(pids) == 3
+            one, two = make_sink(), make_sink()
+            one.submit(pool, [make_request("sum")])
+            assert (await one.outcome()).body == b"sum 6"
+            two.submit(pool, [make_request("stream"), make_request("stream")])
+            report = await asyncio.wait_for(two.report, 30)
+            assert [outcome.body for outcome in report.outcomes] == [b"stream 12"] * 2
+            assert [(index, part.body) for index, part in two.parts] == [(0, b"part,")]
+        await ended(pids)
+
+    asyncio.run(main())
+
+
+def test_with_pp_only_rank_0_gets_the_requests(make_group, make_sink, make_request) -> None:
+    source = """
+        import os
+        class Handler:
+            def initialize(self, context): self.rank = int(os.environ["RANK"])
+            def handle(self, data, context):
+                open(f"ran-{self.rank}", "w").close()
+                return [os.environ["WORLD_SIZE"]] * len(data)
+    """
+
+    async def main() -> None:
+        spec = make_group(source, parallel_type="pp")
+        async with pool_in_service(spec) as pool:
+            sink = make_sink()
+            sink.submit(pool, [make_request("any")])
+            assert (await sink.outcome()).body == b"3"
+            assert sorted(name for name in os.listdir(spec.archive_dir) if "ran-" in name) == ["ran-0"]
+
+    asyncio.run(main())
+
+
+def test_requests_that_are_late_or_cancelled_are_run_by_no_rank(make_group, make_sink, make_request) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_group(batch_size=3)) as pool:
+            sink = make_sink()
+            late = make_request("sum")
+            late = type(late)(late.request_id, late.parameters, deadline_s=0.001)
+            sink.submit(pool, [late, make_request("sum")])
+            report = await asyncio.wait_for(sink.report, 30)
+            assert report.outcomes[1].body == b"sum 6"  # of one request: 12 would be of two
+            last = make_sink()
+            last.submit(pool, [make_request("sum")])
+            assert (await last.outcome()).body == b"sum 6"
+
+    asyncio.run(main())
+
+
+def test_an_exception_of_all_ranks_is_the_answer_and_they_go_on(make_group, make_sink, make_request) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_group()) as pool:
+            pids = ranks_of(pool)
+            bad, good = make_sink(), make_sink()
+            bad.submit(pool, [make_request("all")])
+            outcome = await bad.outcome()
+            assert isinstance(outcome, HandlerFailed)
+            assert "all ranks do" in outcome.detail
+            good.submit(pool, [make_request("sum")])
+            assert (await good.outcome()).body == b"sum 6"
+            assert ranks_of(pool) == pids
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_fails_alone_ends_the_group_which_comes_back(
+    make_group, make_sink, make_request, rank
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_group()) as pool:
+            pids = ranks_of(pool)
+            sink = make_sink()
+            sink.submit(pool, [make_request(f"raise {rank}")])
+            assert isinstance(await sink.outcome(), HandlerFailed if rank == 0 else ExecutorDied)
+            await until(lambda: pool.in_service and pool.statuses()[0].pid != pids[0])
+            expected = "rank 2: failed in a batch" if rank else "its ranks are out of step"
+            assert expected in cause_of(pool)
+            again = make_sink()
+            again.submit(pool, [make_request("sum")])
+            assert (await again.outcome()).body == b"sum 6"
+        await ended(pids)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [
+        ("exit", "rank 1: exited with code 7"),
+        ("crash", "rank 1: killed by signal 11 (SIGSEGV)"),
+        ("end", "its handler raised SystemExit"),
+    ],
+)
+def test_a_rank_that_ends_in_a_batch_ends_the_group_with_its_cause(
+    make_group, make_sink, make_request, word, cause
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_group()) as pool:
+            pids = ranks_of(pool)
+            sink = make_sink()
+            sink.submit(pool, [make_request(f"{word} 1")])
+            assert isinstance(await sink.outcome(), ExecutorDied)
+            await until(lambda: pool.in_service and pool.statuses()[0].pid != pids[0])
+            assert cause in cause_of(pool)
+        await ended(pids)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_is_killed_while_idle_ends_the_group_and_is_no_evidence(make_group, rank) -> None:
+    async def main() -> None:
+        losses: list[str] = []
+        async with pool_in_service(make_group(), on_lost=losses.append) as pool:
+            pids = ranks_of(pool)
+            os.kill(pids[rank], signal.SIGKILL)
+            await until(lambda: pool.in_service and pool.statuses()[0].pid != pids[0])
+            assert losses == ["signal"]
+            assert cause_of(pool).startswith("rank" if rank else "killed by signal 9")
+        await ended(pids)
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_is_stopped_while_idle_is_missed_and_named(make_group, caplog) -> None:
+    async def main() -> None:
+        from torchere.serving.workers.heartbeat import HeartbeatSettings
+
+        quick = HeartbeatSettings(ask_every_s=0.2, suspect_after_s=0.6, dead_after_s=4.0)
+        async with pool_in_service(make_group(), heartbeat=quick) as pool:
+            pids = ranks_of(pool)
+            os.kill(pids[2], signal.SIGSTOP)
+            await until(lambda: not pool.in_service)
+            await until(lambda: pool.in_service and pool.statuses()[0].pid != pids[0])
+        await ended(pids)
+
+    asyncio.run(main())
+    assert "no sign of life from rank 2" in caplog.text
+
+
+def test_a_rank_that_is_stopped_in_a_batch_is_ended_by_the_response_time_out(
+    make_group, make_sink, make_request
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_group(), response_timeout_s=2.0) as pool:
+            pids = ranks_of(pool)
+            os.kill(pids[1], signal.SIGSTOP)
+            sink = make_sink()
+            sink.submit(pool, [make_request("sum")])
+            assert (await sink.outcome()).code == "deadline_exceeded"
+            await until(lambda: pool.in_service and pool.statuses()[0].pid != pids[0])
+        await ended(pids)
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_does_not_load_fails_the_load_with_its_number(make_group) -> None:
+    async def main() -> None:
+        with pytest.raises(LoadFailed) as error:
+            async with pool_in_service(make_group(model_config={"fails": 2})):
+                pass
+        assert "rank 2: handler handler.py raised ValueError: rank has no weights" in error.value.detail
+
+    asyncio.run(main())
