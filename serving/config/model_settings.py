@@ -22,8 +22,7 @@ from torchere.serving.errors import InvalidArchive
 
 UNSUPPORTED_KEYS = {
     "asyncCommunication": "a worker runs one batch at a time; raise maxWorkers, or use continuousBatching",
-    "pippy": "PiPPy is not supported; torch.distributed.pipelining has taken its place",
-    "deepspeed": "DeepSpeed is not supported",
+    "pippy": "PiPPy is archived; torch.distributed.pipelining has taken its place",
     "dali": "NVIDIA DALI is not supported",
 }
 """Keys of TorchServe that have no effect here, and why."""

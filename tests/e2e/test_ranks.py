@@ -69,7 +69,32 @@ class SplitHandler(BaseHandler):
     def preprocess(self, data):
         return torch.tensor([row["body"] for row in data])
 """
+# The same layers as two stages of a pipeline.
+STAGES_HANDLER = """
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+from ts.torch_handler.base_handler import BaseHandler
+
+class StagesHandler(BaseHandler):
+    def initialize(self, ctx):
+        super().initialize(ctx)
+        dist.init_process_group("gloo")
+        self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
+        pipe = pipeline(self.model, (torch.zeros(1, 16),), split_spec={"down": SplitPoint.BEGINNING})
+        self.schedule = ScheduleGPipe(pipe.build_stage(self.rank, self.device), n_microbatches=1)
+
+    def preprocess(self, data):
+        return torch.tensor([row["body"] for row in data])
+
+    def inference(self, data):
+        output = self.schedule.eval(*([data] if self.rank == 0 else []))
+        output = output if self.rank == self.last else torch.empty(1, 4)
+        dist.broadcast(output, src=self.last)
+        return output
+"""
 ADDING = "parallelType: tp\ndeviceType: cpu\ntorchrun:\n  nproc-per-node: 4\n"
+STAGES = "parallelType: pptp\nparallelLevel: 2\n"
 SPLIT = "parallelType: tp\nparallelLevel: 2\nbatchSize: 2\n"
 
 
@@ -79,8 +104,10 @@ def server(open_server: Any, pack: Any) -> Any:
     pack("adding", {"model.py": ADDING_MODEL, "handler.py": ADDING_HANDLER, "c.yaml": ADDING}, **named)
     split = {"model.py": SPLIT_MODEL, "handler.py": SPLIT_HANDLER}
     pack("split", {**split, "c.yaml": SPLIT}, **named)
+    stages = {"model.py": SPLIT_MODEL, "handler.py": STAGES_HANDLER, "c.yaml": STAGES}
+    pack("stages", stages, **named)
     pack("whole", split, handler="handler.py", modelFile="model.py")
-    for name in ("adding", "split", "whole"):
+    for name in ("adding", "split", "stages", "whole"):
         assert open_server.register(f"{name}.mar", initial_workers=1).status == 200
     return open_server
 
@@ -105,11 +132,12 @@ def test_four_ranks_answer_as_those_of_torchrun_do(server: Any) -> None:
     assert (described["parallelType"], described["parallelLevel"]) == ("tp", 4)
 
 
-def test_a_model_over_two_ranks_answers_as_in_one_process(server: Any) -> None:
+@pytest.mark.parametrize("model", ["split", "stages"])
+def test_a_model_over_two_ranks_answers_as_in_one_process(server: Any, model: str) -> None:
     inputs = [[number / 16 - at for number in range(16)] for at in range(5)]
     for row in inputs:
-        split, whole = (predict(server, model, row).json() for model in ("split", "whole"))
-        assert split == pytest.approx(whole, abs=1e-4)
+        whole = predict(server, "whole", row).json()
+        assert predict(server, model, row).json() == pytest.approx(whole, abs=1e-4)
 
 
 def test_the_memory_of_all_ranks_is_that_of_the_worker(server: Any) -> None:

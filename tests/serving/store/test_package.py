@@ -77,7 +77,7 @@ def test_a_key_without_effect_is_said_with_the_reason(
     config = "pippy: {chunks: 2}\nparallelLevel: 1\nasyncCommunication: false\n"
     pack(root / "m.mar", config=config)
     store.unpack("m.mar", store.open("m.mar"))
-    assert "pippy in c.yaml has no effect: PiPPy is not supported" in caplog.text
+    assert "pippy in c.yaml has no effect: PiPPy is archived" in caplog.text
     assert "asyncCommunication" not in caplog.text
     assert "parallelLevel" not in caplog.text
 

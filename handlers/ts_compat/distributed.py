@@ -1,0 +1,76 @@
+"""What handlers of large models import: `ts.torch_handler.distributed` and `ts.handler_utils.distributed`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from torchere.handlers.base import BaseHandler
+from torchere.handlers.context import Context
+
+PIPPY_REMEDY = (
+    "PiPPy has become torch.distributed.pipelining: with parallelType pptp every rank gets each batch, and "
+    "its handler builds a stage and calls the schedule (docs/operations.md, Models over several processes)"
+)
+
+
+class BasePippyHandler(BaseHandler):
+    """A handler that knows its rank; rank and number of ranks are those of the worker's group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        initialize_rpc_workers(self.local_rank, self.world_size)
+
+
+class BaseDeepSpeedHandler(BaseHandler):
+    """A handler whose device is its rank's; a subclass loads the model, as in TorchServe."""
+
+    def initialize(self, context: Context) -> None:
+        """Set the device only."""
+        self._configure(context)
+
+
+def initialize_rpc_workers(local_rank: int, world_size: int, ctx: Any = None) -> None:
+    """Join the ranks of the worker in a process group, once; PiPPy joined them by RPC."""
+    if world_size > 1 and not torch.distributed.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend, rank=local_rank, world_size=world_size)
+
+
+def get_pipeline_driver(model: Any, world_size: int, ctx: Context) -> NoReturn:
+    """Raise a `RuntimeError` that says what has taken the place of PiPPy."""
+    raise RuntimeError(PIPPY_REMEDY)
+
+
+def get_ds_engine(model: Any, ctx: Context) -> Any:
+    """Return DeepSpeed's engine for a model, by the section `deepspeed` of `model-config.yaml`.
+
+    Raises:
+        ValueError: the section, or a file that it names, is missing.
+        ImportError: DeepSpeed is not installed.
+    """
+    section = (ctx.model_yaml_config or {}).get("deepspeed")
+    if not section:
+        raise ValueError(f"{ctx.model_name}: model-config.yaml has no section deepspeed")
+    try:
+        import deepspeed  # type: ignore[import-not-found]  # noqa: PLC0415 - optional
+    except ImportError as err:
+        text = (
+            "DeepSpeed is not installed; add it to the archive's requirements, or to the server's environment"
+        )
+        raise ImportError(text) from err
+    folder = Path(ctx.system_properties["model_dir"])
+    files = {}
+    for key in ("config", "checkpoint"):
+        if section.get(key):
+            files[key] = str(folder / section[key])
+            if not Path(files[key]).exists():
+                raise ValueError(
+                    f"{ctx.model_name}: deepspeed.{key} names {section[key]}, which is not there"
+                )
+    return deepspeed.init_inference(model, **files)
