@@ -22,8 +22,10 @@ def silent(_line: str) -> None:
 
 
 @contextmanager
-def step(say: Say, name: str) -> Iterator[None]:
+def step(say: Say, name: str, advice: str = "") -> Iterator[None]:
     """Run the block as the step `name`; turn an error into one ModelRefused that names the step.
+
+    `advice` says what to do then.
 
     Warnings of torch are suppressed: they are about its internals (torch.jit is deprecated, ...). The code
     that runs the tracer reports those about the model (`convert/torchscript.py`).
@@ -33,7 +35,7 @@ def step(say: Say, name: str) -> Iterator[None]:
     ended = threading.Event()
     threading.Thread(target=_tell_that_it_lasts, args=(ended, name, say), daemon=True).start()
     try:
-        with warnings.catch_warnings(), refusing(name):
+        with warnings.catch_warnings(), refusing(name, advice):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -61,10 +63,10 @@ def counted(items: Iterable[T], count: int, what: str, say: Say) -> Iterator[T]:
 
 
 @contextmanager
-def refusing(name: str) -> Iterator[None]:
+def refusing(name: str, advice: str = "") -> Iterator[None]:
     """Turn an error in the block, except a missing file, into one ModelRefused that names the step.
 
-    A PackingError is raised as it is.
+    It ends with `advice`. A PackingError is raised as it is.
     """
     try:
         yield
@@ -78,4 +80,5 @@ def refusing(name: str) -> Iterator[None]:
         if cause.startswith("Constraints violated"):  # torch.export gives the cause in the next line
             cause = ": ".join([cause.partition("!")[0], *(line.lstrip("- ") for line in lines[1:2])])
         kind = f"{type(error).__name__}: "  # TorchScript's own text has it already
-        raise ModelRefused(f"{name} failed: {kind}{cause.removeprefix(kind)[:300]}") from error
+        told = f"{name} failed: {kind}{cause.removeprefix(kind)[:300]}"
+        raise ModelRefused(f"{told}; {advice}" if advice else told) from error

@@ -226,7 +226,10 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
 
     found = {str(item) for item in valid_vec_isa_list()}
     if isa is not None and isa not in found:
-        raise ModelRefused(f"--isa is {isa}, and this machine has {', '.join(sorted(found)) or 'none'}")
+        raise ModelRefused(
+            f"--isa is {isa}, and this machine has {', '.join(sorted(found)) or 'none'}; "
+            "leave --isa out, or pack on a machine that has it"
+        )
     wanted = isa or str(pick_vec_isa()).partition(" ")[0]  # "avx512 avx512_vnni": the level comes first
     # With dynamic_threads, the kernels read the thread count at run time; else that of this machine is fixed.
     # One compile process is enough, because all kernels are in one C++ file.

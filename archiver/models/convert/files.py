@@ -36,6 +36,8 @@ from torchere.archiver.scan import weights as kinds
 from torchere.archiver.signature import Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
+_NOT_EXPORTED = "change that in the model, or take --format torchscript"
+_NOT_COMPILED = f"take --format {EXPORT}, which is not compiled, or --format {TORCHSCRIPT}"
 _FILES = {TORCHSCRIPT: "model.pt", EXPORT: "model.pt2", AOTI: "model.pt2"}
 
 
@@ -91,7 +93,7 @@ def write_model(
             frozen.save(str(target))
         write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
         return Packed(target, frozen, beside)
-    with step(say, "exporting"):
+    with step(say, "exporting", _NOT_EXPORTED):
         exported = program or to_program(module, example, sizes)
         if options.model_format == EXPORT:
             save_program(exported, target)
@@ -100,7 +102,7 @@ def write_model(
         return Packed(target, exported.module(), beside)
     if exported.example_inputs is None:  # saved by `save_program`; the compiler needs them
         exported.example_inputs = (tuple(example), {})
-    with step(say, "compiling with AOTInductor"):
+    with step(say, "compiling with AOTInductor", _NOT_COMPILED):
         freezing = True if options.quantize else None
         isa = compile_aoti(exported, target, options.isa, say, freezing=freezing).isa
         compiled = load_aoti(target)

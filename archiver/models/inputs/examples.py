@@ -58,7 +58,8 @@ class Example:
         present = [name for name in wanted if name in given]
         if present != list(wanted[: len(present)]):
             raise ModelRefused(
-                f"the example has {', '.join(present)}, and not the inputs before: {', '.join(wanted)}"
+                f"the example has {', '.join(present)}, and not the inputs before: {', '.join(wanted)}; "
+                "give these, too"
             )
         return tuple(given[name] for name in present)
 
@@ -266,11 +267,16 @@ def check_against(example: Tensors, signature: Signature) -> None:
     """Raise ModelRefused when the example does not fit the signature that came with the model."""
     specs = signature.inputs
     if len(example) != len(specs):
-        raise ModelRefused(f"the example has {len(example)} inputs; the model has {len(specs)}")
+        raise ModelRefused(
+            f"the example has {len(example)} inputs; the model has {len(specs)}: give one tensor for each"
+        )
     for tensor, spec in zip(example, specs, strict=True):
         shape = tuple(tensor.shape)
         if len(shape) != len(spec.shape) or not _fits(shape, spec):
-            raise ModelRefused(f"the example of {spec.name!r} is {shape}; the model takes {spec.shape}")
+            raise ModelRefused(
+                f"the example of {spec.name!r} is {shape}; the model takes {spec.shape}: give one "
+                "of that shape, in which -1 is any size"
+            )
 
 
 def _fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:

@@ -174,6 +174,7 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 
 _METADATA = ".metadata"
+_AGAIN = "copy the whole folder again, or save the checkpoint again"
 _MAX_METADATA_BYTES = 2**30
 _RECORDS: dict[str, tuple[str, ...]] = {
     "torch.distributed.checkpoint.metadata": (
@@ -222,7 +223,7 @@ def read_distributed(path: Path) -> dict[str, torch.Tensor]:
         KeyError,
     ) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise ModelRefused(f"{path}: damaged distributed checkpoint: {first[:200]}") from error
+        raise ModelRefused(f"{path}: damaged distributed checkpoint: {first[:200]}; {_AGAIN}") from error
     return state
 
 
@@ -238,7 +239,7 @@ def _room_for(index: metadata.Metadata, path: Path) -> dict[str, torch.Tensor]:
     there_bytes = sum(file.stat().st_size for file in shards)
     if wanted_bytes > there_bytes:
         raise ModelRefused(
-            f"{path}: its index speaks of {wanted_bytes} bytes, and its files have {there_bytes}"
+            f"{path}: its index speaks of {wanted_bytes} bytes, and its files have {there_bytes}; {_AGAIN}"
         )
     return {name: torch.empty(tuple(item.size), dtype=item.properties.dtype) for name, item in found.items()}
 
@@ -250,7 +251,7 @@ class _Reader(filesystem.FileSystemReader):
         """Read the index; only its own record types can be made."""
         file = Path(str(self.path), _METADATA)
         if file.stat().st_size > _MAX_METADATA_BYTES:
-            raise ModelRefused(f"{file}: larger than {_MAX_METADATA_BYTES} bytes")
+            raise ModelRefused(f"{file}: larger than {_MAX_METADATA_BYTES} bytes; {_AGAIN}")
         found = _read_metadata(file)
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
@@ -271,7 +272,7 @@ def _read_metadata(file: Path) -> metadata.Metadata:
         KeyError,
         AttributeError,
     ) as error:
-        raise ModelRefused(f"{file}: damaged index of a distributed checkpoint: {error}") from error
+        raise ModelRefused(f"{file}: damaged index of a distributed checkpoint: {error}; {_AGAIN}") from error
     if not isinstance(found, metadata.Metadata):
         raise ModelRefused(f"{file}: it holds a {type(found).__name__}; expected the index of a checkpoint")
     for name, item in found.storage_data.items():

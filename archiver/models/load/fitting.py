@@ -68,7 +68,8 @@ def _load(module: torch.nn.Module, state: StateDict, source: Path, **options: bo
     except Exception as error:
         text = " ".join(line.strip() for line in str(error).splitlines())
         raise ModelRefused(
-            f"{source}: loading the weights into {type(module).__name__} failed: {text}"
+            f"{source}: loading the weights into {type(module).__name__} failed: {text}; "
+            "name the class that they were saved from"
         ) from error
 
 
@@ -104,7 +105,8 @@ def _load_partly(module: torch.nn.Module, weights: Weights, source: Path) -> lis
     shared = best.keys() & wanted.keys() if best.keys() & names else set()
     if not shared:
         raise ModelRefused(
-            f"{source}: none of its weights has a name of the model's, which --no-strict needs"
+            f"{source}: none of its weights has a name of the model's, which --no-strict needs; name "
+            "the class that it was saved from"
         )
     missing, extra = sorted(wanted.keys() - shared), sorted(best.keys() - shared)
     _load(module, {key: best[key] for key in shared}, source, strict=False)

@@ -23,6 +23,9 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.checkpoint import HyperParameters
 from torchere.archiver.models.steps import refusing
 
+_MADE = "name a function without arguments that makes the model: --factory package.module:function"
+_IMPORTED = "install what it imports, or set PYTHONPATH to its folder"
+
 
 def module_from_file(path: Path, given: HyperParameters | None = None) -> torch.nn.Module:
     """Return an instance of the one `torch.nn.Module` that the file defines.
@@ -38,7 +41,7 @@ def module_from_file(path: Path, given: HyperParameters | None = None) -> torch.
     """
     os.stat(path)
     with _importable(path.resolve().parent, first=True):
-        with refusing(f"{path}: importing the model file"):
+        with refusing(f"{path}: importing the model file", _IMPORTED):
             defined = _classes_in(path)
         if len(defined) != 1:
             names = ", ".join(item.__name__ for item in defined) or "none"
@@ -64,7 +67,7 @@ def module_from_factory(name: str, given: HyperParameters | None = None) -> torc
     if not colon or not module_name or not attribute.isidentifier():
         raise ModelRefused(f"the factory is {name!r}; expected package.module:function")
     with _importable(Path.cwd(), first=False):
-        with refusing(f"importing the factory {name}"):
+        with refusing(f"importing the factory {name}", _IMPORTED):
             factory = getattr(importlib.import_module(module_name), attribute)
         made = _made(factory, f"calling the factory {name}", given)
     if not isinstance(made, torch.nn.Module):
@@ -75,7 +78,7 @@ def module_from_factory(name: str, given: HyperParameters | None = None) -> torc
 def _made(maker: Any, doing: str, given: HyperParameters | None) -> Any:
     arguments = _arguments(maker, given) if given else {}
     told = f"with {', '.join(arguments)} of the checkpoint" if arguments else "without arguments"
-    with refusing(f"{doing} {told}"):
+    with refusing(f"{doing} {told}", _MADE):
         return maker(**arguments)
 
 

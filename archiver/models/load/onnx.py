@@ -117,7 +117,8 @@ def _external_files(path: Path, initializers: list[dict[int, list[Any]]]) -> tup
             raise ModelRefused(f"{path}: its weights are said to lie in {name!a}; expected a file beside it")
         if not (path.parent / name).is_file():
             raise ModelRefused(
-                f"{path}: its weights should lie in {name!a} beside it, where there is no such file"
+                f"{path}: its weights should lie in {name!a} beside it, where there is no such file; "
+                "put it there"
             )
     return tuple(path.parent / name for name in sorted(names))
 
@@ -128,9 +129,11 @@ def _graph(path: Path) -> dict[int, list[Any]]:
     try:
         graphs = list(_messages(_fields(memoryview(path.read_bytes())), _GRAPH))
     except _Malformed as error:
-        raise ModelRefused(f"{path}: damaged ONNX: {error}") from error
+        raise ModelRefused(f"{path}: damaged ONNX: {error}; export it again") from error
     if len(graphs) != 1:
-        raise ModelRefused(f"{path}: damaged ONNX, or none: it has {len(graphs)} graphs; expected one")
+        raise ModelRefused(
+            f"{path}: damaged ONNX, or none: it has {len(graphs)} graphs; expected one: export it again"
+        )
     return graphs[0]
 
 
@@ -140,7 +143,8 @@ def _spec(path: Path, item: dict[int, list[Any]]) -> TensorSpec:
     datatype = _DATATYPES.get(_number(kinds[0], 1)) if kinds else None
     if datatype is None:
         raise ModelRefused(
-            f"{path}: {name!a} is no tensor of a type known here; it can't be served over the wire"
+            f"{path}: {name!a} is no tensor of a type known here, and can't be sent to a server: name "
+            "a --handler of your own that makes it"
         )
     return TensorSpec(name, datatype, tuple(_size(dimension) for dimension in _dimensions(item)))
 

@@ -210,7 +210,9 @@ def _without_class(path: Path, weights: Weights) -> Source:
 
 
 def _torchscript(path: Path, allow_pickle: bool) -> Source:
-    with refusing(f"{path}: loading TorchScript"):
+    with refusing(
+        f"{path}: loading TorchScript", "save it again with torch.jit.save and this release of torch"
+    ):
         try:
             return Source(TORCHSCRIPT, path, load_script(str(path), check=not allow_pickle))
         except UnsafeScript as error:
@@ -233,9 +235,13 @@ def _program(path: Path, allow_pickle: bool) -> Source:
     except ArchiveError as error:
         raise ModelRefused(f"{path}: damaged: {error.reason}; export it again") from error
     except UnsafeProgram as error:
-        hint = "; trust the file with --allow-pickle" if "pickle" in str(error) else ""
-        raise ModelRefused(f"{path}: not loaded, because that could run code: {error}{hint}") from error
-    with refusing(f"{path}: loading the exported program"):
+        hint = (
+            "trust the file with --allow-pickle"
+            if "pickle" in str(error)
+            else "write it with torch.export.save"
+        )
+        raise ModelRefused(f"{path}: not loaded, because that could run code: {error}; {hint}") from error
+    with refusing(f"{path}: loading the exported program", "export it again with this release of torch"):
         importlib.import_module(INT8_OPERATORS)
         program = torch.export.load(path)
         take_by_position(program)

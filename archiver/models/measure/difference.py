@@ -142,7 +142,8 @@ def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
     shapes = [[tuple(tensor.shape) for tensor in outputs] for outputs in (wanted, found)]
     if shapes[0] != shapes[1]:
         raise ModelRefused(
-            f"can't compare the models: one's outputs have the shapes {shapes[0]}, the other's {shapes[1]}"
+            f"can't compare the models: one's outputs have the shapes {shapes[0]}, the other's {shapes[1]}; "
+            "expected two forms of one model"
         )
 
 

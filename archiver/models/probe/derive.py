@@ -31,6 +31,7 @@ _ANY_BATCH = (1, LARGEST)
 _NOT_BATCHED = "not batched, requests go through the model one by one"
 _NO_BATCH = "the first dimensions are free and no batch, requests go through the model one by one"
 _ONE_BY_ONE = "leave --dynamic-batch out to have requests go through it one by one"
+_LIKE_REQUESTS = "give an --example with the shapes and datatypes that the model takes"
 _Places = list[tuple[int, int]]  # (output, dimension)
 
 
@@ -108,7 +109,10 @@ def _tried(
 
 def _ready(trial: Trial, is_asked: bool, say: Say) -> tuple[Trial, bool]:
     """Run the example; return the trial with its results, and whether it makes sense to look for a batch."""
-    base = trial.answers(trial.example)
+    try:
+        base = trial.answers(trial.example)
+    except ModelRefused as reason:
+        raise ModelRefused(f"{reason}; {_LIKE_REQUESTS}") from reason
     try:
         random = is_random(trial.run, trial.example, base)
     except ModelRefused as reason:

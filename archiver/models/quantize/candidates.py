@@ -34,6 +34,7 @@ from torchere.archiver.models.steps import Say, counted, silent
 # A multiple of the least drift of all engines. Some engines use one bit less of activations, which doubles
 # the drift; an engine whose sums overflow is further off.
 _AGREES_WITHIN = 3.0
+_WITHOUT_ENGINE = "take --format aoti, which needs none, or leave --quantize out"
 
 
 class NoUsableEngine(ModelRefused):
@@ -70,7 +71,7 @@ def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
     running = [one for one in candidates if not one.failure and one.drift < float("inf")]
     if not running:
         tried = "; ".join(one.note for one in candidates) or "this build of torch has no engine for int8"
-        raise NoUsableEngine(f"no int8 engine of this machine runs the model: {tried}")
+        raise NoUsableEngine(f"no int8 engine of this machine runs the model: {tried}; {_WITHOUT_ENGINE}")
     least = {one.method: min(x.drift for x in running if x.method == one.method) for one in running}
     sound = [one for one in running if one.drift <= _AGREES_WITHIN * least[one.method]]
     limit = max(max_drift, _AGREES_WITHIN * min(least.values()))

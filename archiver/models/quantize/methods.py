@@ -27,7 +27,7 @@ from torchere.archiver.models.quantize.candidates import (
 from torchere.archiver.models.quantize.pt2e import quantised_program
 from torchere.archiver.models.quantize.traced import Compile, quiet, traced
 from torchere.archiver.models.steps import Say, refusing, silent
-from torchere.archiver.quantization import INT8_DRIFT, METHODS
+from torchere.archiver.quantization import AUTO, INT8_DRIFT, METHODS
 
 FORMATS = ("torchscript", "export", "aoti")
 
@@ -142,7 +142,7 @@ def _opened(model: LoadedModel, method: str) -> Opened:
 
 
 def _by_engine(maker: Maker, method: str) -> Quantised:
-    with refusing(method):
+    with refusing(method, f"--quantize {AUTO} tries all methods that suit the model"):
         made = maker.candidate(method)
     chosen = choose(made.measured, maker.max_drift)
     module = load_script(io.BytesIO(made.packed), check=False, engine=chosen.engine)

@@ -156,7 +156,10 @@ def calibrate(
         for layer in prepared.modules()
     )
     if not layers:
-        raise ModelRefused("no layer of the model can be int8; expected a convolution or a linear layer")
+        raise ModelRefused(
+            "no layer of the model can be int8; expected a convolution or a linear layer: leave "
+            "--quantize out, or take --quantize bf16"
+        )
     clips = f"{len(clipped) // 2} ReLU6 made the range of the format" if clipped else ""
     return Calibrated(prepared, layers, "; ".join(part for part in (folded.note, clips) if part))
 
