@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
+from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
 
 
@@ -34,7 +35,7 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
     if isinstance(module, torch.jit.ScriptModule):
         module = _from_torchscript(module, example)
     shapes = by_parameter(module, _shapes(example, sizes))
-    with torch.no_grad():
+    with torch.no_grad(), traceable_lengths(module):
         program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     _take_classes_out(program)
     return program

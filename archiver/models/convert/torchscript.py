@@ -15,6 +15,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention_layers import Encoder
 from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded
 from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.load.source import input_names
 from torchere.archiver.models.load.torchscript import check_states
 from torchere.archiver.models.probe.precision import FINE, differing
@@ -181,7 +182,7 @@ def trace(module: torch.nn.Module, example: Tensors, say: Say) -> torch.jit.Scri
     """
     with torch.no_grad():
         is_plain = _is_plain(module(*_copies(example)))
-        with _plain_encoders(module), _baked() as places:
+        with _plain_encoders(module), traceable_lengths(module), _baked() as places:
             made: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
                 module if is_plain else _Flat(module), _copies(example), strict=False, check_trace=False
             )

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.measure.difference import answers, difference
 
 _SAME = 1e-4  # the largest drift of a folded model: only the order of sums differs
@@ -110,7 +111,8 @@ def _traced(module: nn.Module, inputs: int) -> fx.GraphModule:
             "quantise the eager model that it was made from (--model-file, or module:factory)",
         )
     try:
-        return fx.symbolic_trace(_with_inputs(module, inputs))
+        with traceable_lengths(module):
+            return fx.symbolic_trace(_with_inputs(module, inputs))
     # Broad: tracing runs the model's own code on proxies of tensors, which may raise any error.
     except Exception as error:
         found = (str(error).splitlines() or [""])[0]

@@ -133,6 +133,37 @@ def _advice(path: Path, defined: Sequence[type]) -> str:
     )
 
 
+@contextmanager
+def traceable_lengths(module: torch.nn.Module) -> Iterator[None]:
+    """Let `len(tensor)` in the code of the module's classes be `tensor.shape[0]` in the block.
+
+    Python's own `len` returns a plain number, which tracers and torch.export fix: a model that says
+    `token.expand(len(x), -1, -1)` would take the batch of its example only. Not thread-safe.
+    """
+    places = {id(found): found for part in module.modules() for found in _globals_of(type(part))}
+    changed = [place for place in places.values() if "len" not in place]
+    for place in changed:
+        place["len"] = _length
+    try:
+        yield
+    finally:
+        for place in changed:
+            del place["len"]
+
+
+def _globals_of(kind: type) -> Iterator[dict[str, Any]]:
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+            found = getattr(sys.modules.get(base.__module__), "__dict__", None)
+            if found is not None:
+                yield found
+
+
+def _length(value: Any) -> Any:
+    size: Any = value.shape if isinstance(value, (torch.Tensor, torch.fx.Proxy)) else None
+    return len(value) if size is None else size[0]
+
+
 def neighbours_of(model_file: Path) -> Mapping[PurePosixPath, Path]:
     """Return the source files that were imported from the model file's folder, by relative name.
 

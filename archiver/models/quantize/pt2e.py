@@ -20,6 +20,7 @@ from torch import fx, nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import by_parameter
 from torchere.archiver.models.fold.convolutions import NotTraceable, fold
+from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.signature import ANY, TensorSpec
 
@@ -91,7 +92,7 @@ def _exported(module: nn.Module, sample: tuple[torch.Tensor, ...], inputs: Seque
     # torch.export treats a size of 1 as a constant.
     given = tuple(_at_least_two(tensor, its) for tensor, its in zip(sample, free, strict=True))
     sizes: list[dict[int, Any]] = [dict.fromkeys(its, torch.export.Dim.AUTO) for its in free]
-    with torch.no_grad():
+    with torch.no_grad(), traceable_lengths(module):
         program = torch.export.export(module, given, dynamic_shapes=by_parameter(module, sizes))
     graph: nn.Module = program.module()
     return graph

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from torchere.archiver.models.load.module import traceable_lengths
+
 Compile = Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.jit.ScriptModule]
 
 
@@ -17,7 +19,7 @@ def traced(module: nn.Module, example: tuple[torch.Tensor, ...]) -> torch.jit.Sc
     if isinstance(module, torch.jit.ScriptModule):
         return module
     # Not in inference mode: a frozen module's constants must be ordinary tensors.
-    with torch.no_grad(), quiet():
+    with torch.no_grad(), quiet(), traceable_lengths(module):
         found = torch.jit.trace(module.eval(), example, check_trace=False)  # type: ignore[no-untyped-call]
         frozen: torch.jit.ScriptModule = torch.jit.freeze(found.eval())
     return frozen

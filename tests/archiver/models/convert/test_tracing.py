@@ -12,8 +12,11 @@ from torch import nn
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.exported_program import to_program
 from torchere.archiver.models.convert.torchscript import to_torchscript
+from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.inputs.run import run_on
+from torchere.archiver.models.inputs.sizes import batch_of
 from torchere.archiver.signature import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -246,3 +249,32 @@ def test_a_traced_encoder_is_right_wherever_the_padding_is() -> None:
         x = torch.randn(2, 4, 8)
         rows = [model(x[row : row + 1], padded[row : row + 1]) for row in range(2)]
         torch.testing.assert_close(traced(x, padded), torch.cat(rows))
+
+
+class WithToken(nn.Module):
+    """Puts a token before each row, as vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer = nn.Parameter(torch.ones(1, 1, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.cat([self.token.expand(len(x), -1, -1), x], 1))
+
+
+def exported(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Any:
+    return to_program(module, example, [batch_of(example, (1, 8))]).module()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [to_torchscript, exported, lambda *given: fold(*given).module],
+    ids=["traced", "exported", "graph"],
+)
+def test_a_batch_that_the_code_takes_by_len_stays_free(made: Callable[..., Any]) -> None:
+    module = WithToken().eval()
+    found = made(module, (torch.rand(2, 5, 4),))
+    rows = torch.rand(3, 5, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(found(rows), module(rows))
+    assert len is module.forward.__globals__.get("len", len)
