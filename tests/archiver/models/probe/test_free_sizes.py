@@ -202,3 +202,15 @@ def test_points_that_are_no_batch_are_served_one_request_at_a_time(
     found = serve(archive, [{"body": cloud.tolist()} for cloud in clouds])
     for cloud, answer in zip(clouds, found, strict=True):
         torch.testing.assert_close(torch.tensor(answer), cloud - cloud.mean(0))
+
+
+def test_sizes_below_what_the_example_counts_to_are_tried_with_zeros() -> None:
+    """Edges of an example name nodes that a smaller graph lacks."""
+
+    def neighbours(nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(nodes).index_add(0, edges[1], nodes[edges[0]])
+
+    example = (torch.rand(6, 3), torch.tensor([[0, 5, 2, 3], [1, 2, 5, 4]]))
+    sizes = [parse_free_size(text, ["nodes", "edges"], example) for text in ("nodes.0=1:50", "edges.1=1:80")]
+    made = signature_of(neighbours, example, ["nodes", "edges"], sizes, probe_batch=False)
+    assert [spec.shape for spec in (*made.inputs, *made.outputs)] == [(-1, 3), (2, -1), (-1, 3)]
