@@ -1,6 +1,6 @@
-"""AOTInductor against TorchScript for six models in fp32, and what a second executor brings.
+"""AOTInductor against TorchScript for twelve models in fp32, and what a second executor brings.
 
-    python benchmarks/aoti.py                   all of them, some eight minutes; needs g++
+    python benchmarks/aoti.py                   all of them, a quarter of an hour; needs g++
     python benchmarks/aoti.py --only mlp,lstm
     python benchmarks/aoti.py --write-docs      also docs/aoti.md
 

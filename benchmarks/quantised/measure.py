@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from quantised.fastest import BATCHES, Form, fastest, forms_of
 from quantised.zoo import Ready, Sample, Subject
 from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.torchscript import saved
+from torchere.archiver.models.load.torchscript import load_script, saved
 from torchere.archiver.models.measure.cost import batch_of, processor_ms
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.models.quantize.traced import plain_attention, traced
 from torchere.archiver.signature import Signature, TensorSpec
 
-BATCHES = (1, 8)
 _BUDGET_S = 2.0  # of timing, for each batch size
 
 
@@ -39,11 +41,24 @@ class Row:
     top1: float | None
     engines: str  # every engine with its time
     kept: tuple[str, ...] = ()  # layers that went back to fp32
+    forms: tuple[Form, ...] = ()  # every form that packing makes, in fp32 and int8
     trained: bool = True  # weights are, so that its first class means something
+
+    @classmethod
+    def read(cls, kept: dict[str, Any]) -> Row:
+        """Return the row that `dataclasses.asdict` and JSON made this of."""
+        forms = tuple(Form(**{**one, "ms": _by_batch(one["ms"])}) for one in kept["forms"])
+        times = {name: _by_batch(kept[name]) for name in ("fp32_ms", "int8_ms")}
+        return cls(**{**kept, **times, "forms": forms, "kept": tuple(kept["kept"])})
 
     def speedup(self, batch: int) -> float:
         """How many times as fast int8 is."""
         return self.fp32_ms[batch] / self.int8_ms[batch]
+
+    def beyond_fastest(self, batch: int) -> float:
+        """How many times as fast the fastest int8 form is as the fastest one in fp32."""
+        fp32, int8 = (fastest(list(self.forms), quantised) for quantised in (False, True))
+        return fp32.ms[batch] / int8.ms[batch]
 
     @property
     def smaller(self) -> float:
@@ -57,13 +72,16 @@ def measured(subject: Subject) -> Row:
     example = ready.held_out[0]
     with plain_attention():
         fp32 = traced(ready.module, example)
-    made = quantise(_loaded(ready, example), subject.method, ready.calibration)
+    model = _loaded(ready, example)
+    made = quantise(model, subject.method, ready.calibration)
     if not isinstance(made.module, torch.jit.ScriptModule):
         raise TypeError(f"{subject.title} became a {type(made.module).__name__}; expected TorchScript")
     with torch.inference_mode():
         found = difference((flattened(fp32(*one)), flattened(made.module(*one))) for one in ready.held_out)
     models = [fp32, made.module]
     times = {size: processor_ms(models, batch_of(ready.held_out, size), _BUDGET_S) for size in BATCHES}
+    fresh = load_script(io.BytesIO(saved(made.module)), check=False, engine=str(made.engine))
+    forms = forms_of(model, ready, fresh, subject.method)
     return Row(
         title=subject.title,
         data=ready.data,
@@ -81,8 +99,13 @@ def measured(subject: Subject) -> Row:
             for one in made.measured
         ),
         kept=made.kept,
+        forms=tuple(forms),
         trained=ready.trained,
     )
+
+
+def _by_batch(times: dict[str, float]) -> dict[int, float]:
+    return {int(batch): ms for batch, ms in times.items()}
 
 
 def geometric_mean(values: Sequence[float]) -> float:

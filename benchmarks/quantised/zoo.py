@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from harness.errors import Unavailable
 from harness.paths import ROOT
 from torch import nn
 
-from quantised import minilm
+from quantised import minilm, networks
 
 Sample = tuple[torch.Tensor, ...]
 _LENGTH = 32  # tokens, or steps
@@ -40,54 +40,6 @@ class Subject:
     make: Callable[[], Ready]
 
 
-class Recurrent(nn.Module):
-    """Two LSTM layers and a classifier on the last state: [batch, steps, 128] to [batch, 32]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(128, 512, num_layers=2, batch_first=True)
-        self.head = nn.Linear(512, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        scores: torch.Tensor = self.head(self.lstm(x)[0][:, -1])
-        return scores
-
-
-class Block(nn.Module):
-    """A residual block of two 3 x 3 convolutions (He et al. 2015)."""
-
-    def __init__(self, narrow: int, wide: int, stride: int) -> None:
-        super().__init__()
-        self.one = nn.Conv2d(narrow, wide, 3, stride, 1, bias=False)
-        self.one_norm, self.two_norm = nn.BatchNorm2d(wide), nn.BatchNorm2d(wide)
-        self.two = nn.Conv2d(wide, wide, 3, 1, 1, bias=False)
-        self.relu, self.last_relu = nn.ReLU(), nn.ReLU()
-        same = narrow == wide and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Conv2d(narrow, wide, 1, stride, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, narrow, height, width] to [batch, wide, height / stride, width / stride]."""
-        inner = self.two_norm(self.two(self.relu(self.one_norm(self.one(x)))))
-        added: torch.Tensor = self.last_relu(inner + self.shortcut(x))
-        return added
-
-
-class Classifier(nn.Module):
-    """An encoder of torch's own layers, and a classifier on the mean: [batch, steps, 256] to [batch, 16]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(256, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        scores: torch.Tensor = self.head(self.encoder(x).mean(1))
-        return scores
-
-
 def _photographs() -> Ready:
     network, photographs = example_modules()
     calibration = photographs.crops(photographs.CALIBRATION, 6, seed=1)
@@ -105,42 +57,93 @@ def _sentences() -> Ready:
 
 
 def _residual() -> Ready:
-    _, photographs = example_modules()
     torch.manual_seed(0)
     plan = ((64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1))
-    blocks = [Block(*sizes) for sizes in (*plan, (256, 512, 2), (512, 512, 1))]
-    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    network = nn.Sequential(
-        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)
-    ).eval()
+    blocks = [networks.Block(*sizes) for sizes in (*plan, (256, 512, 2), (512, 512, 1))]
+    return _classifier(*_stem(), *blocks, *_last(512))
+
+
+def _bottlenecks() -> Ready:
+    torch.manual_seed(0)
+    plan = [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)]
+    blocks, narrow = [], 64
+    for inner, count, stride in plan:
+        for index in range(count):
+            blocks.append(networks.Bottleneck(narrow, inner, 1 if index else stride))
+            narrow = 4 * inner
+    return _classifier(*_stem(), *blocks, *_last(narrow))
+
+
+def _mobile() -> Ready:
+    torch.manual_seed(0)
+    plan = ((16, 24, 2), (24, 24, 1), (24, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 64, 1))
+    blocks = [networks.Inverted(*sizes) for sizes in (*plan, (64, 96, 1), (96, 160, 2), (160, 160, 1))]
+    first = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6()]
+    wide = [nn.Conv2d(160, 1280, 1, bias=False), nn.BatchNorm2d(1280), nn.ReLU6()]
+    return _classifier(*first, *blocks, *wide, *_last(1280))
+
+
+def _stem() -> list[nn.Module]:
+    return [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+
+
+def _last(width: int) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000)]
+
+
+def _classifier(*layers: nn.Module) -> Ready:
+    """A network with random weights and photographs."""
+    _, photographs = example_modules()
     calibration = photographs.crops(photographs.CALIBRATION, 2, seed=1)
     held_out = photographs.crops(photographs.HELD_OUT, 2, seed=2)
+    network = nn.Sequential(*layers).eval()
     return Ready(network, _one(calibration), _one(held_out), "photographs; random weights", trained=False)
 
 
-def _random(module: nn.Module, *shape: int) -> Ready:
-    """A model with random weights and Gaussian inputs of that shape, without the batch."""
+def _random(module: nn.Module, *shapes: tuple[int, ...]) -> Ready:
+    """A model with random weights and Gaussian inputs of these shapes, without the batch."""
     for parameter in module.parameters():
         if parameter.dim() > 1:  # torch makes all layers of an encoder alike, and a file holds them once
             nn.init.xavier_uniform_(parameter)
-    samples: list[Sample] = [(torch.randn(4, *shape),) for _ in range(24)]
+    samples: list[Sample] = [tuple(torch.randn(4, *shape) for shape in shapes) for _ in range(24)]
     return Ready(module.eval(), samples[:16], samples[16:], "random weights and inputs", trained=False)
 
 
 def _perceptron() -> Ready:
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-    return _random(nn.Sequential(*layers), 1024)
+    return _random(nn.Sequential(*layers), (1024,))
 
 
 def _recurrent() -> Ready:
     torch.manual_seed(0)
-    return _random(Recurrent(), _LENGTH, 128)
+    return _random(networks.Recurrent(), (_LENGTH, 128))
 
 
 def _encoder() -> Ready:
     torch.manual_seed(0)
-    return _random(Classifier(), _LENGTH, 256)
+    return _random(networks.Classifier(), (_LENGTH, 256))
+
+
+def _segmentation() -> Ready:
+    torch.manual_seed(0)
+    ready = _random(networks.UNet(), (3, 96, 96))
+    return replace(ready, classes=False)
+
+
+def _patches() -> Ready:
+    torch.manual_seed(0)
+    return _random(networks.VisionTransformer(), (3, 224, 224))
+
+
+def _decoder() -> Ready:
+    torch.manual_seed(0)
+    return replace(_random(networks.Decoder(), (64, 512)), classes=False)
+
+
+def _recommender() -> Ready:
+    torch.manual_seed(0)
+    return replace(_random(networks.Recommender(), (13,), (26, 128)), classes=False)
 
 
 def _one(batches: list[torch.Tensor]) -> list[Sample]:
@@ -169,6 +172,12 @@ SUBJECTS = (
     Subject("lstm", "LSTM, 2 × 512, 32 steps", "int8-dynamic", _recurrent),
     Subject("mlp", "MLP, 8 × 1024²", "int8-dynamic", _perceptron),
     Subject("encoder", "transformer encoder, 4 × 256, 32 steps", "int8-dynamic", _encoder),
+    Subject("resnet50", "ResNet-50", "int8-static", _bottlenecks),
+    Subject("mobilenet", "MobileNetV2, 10 blocks", "int8-static", _mobile),
+    Subject("unet", "U-Net, 32 to 256 channels, 96 × 96", "int8-static", _segmentation),
+    Subject("vit", "ViT, 6 × 384, 197 tokens", "int8-dynamic", _patches),
+    Subject("decoder", "decoder, 4 × 512, 64 steps", "int8-dynamic", _decoder),
+    Subject("dlrm", "DLRM, 26 categories", "int8-static", _recommender),
 )
 
 

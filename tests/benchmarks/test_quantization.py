@@ -1,10 +1,12 @@
 """The tables of `benchmarks/quantization.py`, and the tokenizer of its sentences."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from quantised.document import agreement, goals, table, verdict
+from quantised.document import agreement, fastest_table, fastest_verdict, goals, table, verdict
+from quantised.fastest import Form
 from quantised.measure import Row, geometric_mean
 from quantised.minilm import Embedder, tokens
 
@@ -26,6 +28,30 @@ WORDS = {
     word: number
     for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "serve", "##d", "cafe", "!"])
 }
+
+
+FORMS = (
+    Form("TorchScript", int8=False, ms={1: 4.0, 8: 32.0}, drift=0.0),
+    Form("AOTInductor", int8=False, ms={1: 3.0, 8: 18.0}, drift=1e-7),
+    Form("TorchScript", int8=True, ms={1: 1.0, 8: 9.0}, drift=0.1),
+    Form("AOTInductor", int8=True, ms={1: 0.5, 8: 4.0}, drift=0.4),
+)
+
+
+def test_the_fastest_forms_that_agree_are_held_against_each_other() -> None:
+    row = replace(ROW, forms=FORMS)
+    assert fastest_table([row])[1] == [
+        *("net", "AOTInductor", "TorchScript", "3 → 1 ms", "18 → 9 ms", "3.00 ×, 2.00 ×")
+    ]
+    said = fastest_verdict([row], 2.97)
+    assert "2.45 × as fast" in said
+    assert "goal 2.97 ×: missed" in said
+    assert said.endswith("Below it: net at batch 8 (2.00 ×).")
+
+
+def test_a_row_that_was_kept_is_the_same_row() -> None:
+    row = replace(ROW, forms=FORMS, kept=("head",))
+    assert Row.read(json.loads(json.dumps(asdict(row)))) == row
 
 
 def test_the_geometric_mean_of_a_ratio_and_its_inverse_is_one() -> None:

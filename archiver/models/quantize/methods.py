@@ -29,6 +29,10 @@ from torchere.archiver.models.quantize.traced import Compile, quiet, traced
 from torchere.archiver.models.steps import Say, refusing, silent
 from torchere.archiver.quantization import AUTO, INT8_DRIFT, METHODS
 
+_FLOAT32_IN_IT = (
+    "its code makes tensors of float32, or casts to it: let it take the dtype of its inputs (dtype=x.dtype), "
+    "or leave --quantize out"
+)
 FORMATS = ("torchscript", "export", "aoti")
 
 
@@ -85,7 +89,7 @@ def quantise(
         _check_weights(model, method)
     if method == "bf16":
         made = bf16(model.module)
-        with refusing("running the model in bfloat16 (take casts to float32 out of its code)"):
+        with refusing("running the model in bfloat16", _FLOAT32_IN_IT):
             made(*(tensor.clone() for tensor in model.example))
         return Quantised(made, method, None, (), ("weights and sums in bfloat16",))
     if target == "torchscript":
