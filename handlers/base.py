@@ -27,6 +27,7 @@ from torchere.handlers.loading.autocast import autocasting
 from torchere.handlers.loading.compile import compile_options, wants_aot_compile
 from torchere.handlers.loading.devices import CPU, choose_device, module_on, to_device, whole_on_device
 from torchere.handlers.loading.eager import in_eval_mode, load_eager
+from torchere.handlers.loading.split import SECTION, Split
 from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
 from torchere.handlers.loading.weights import WeightsKind, weights_kind
 from torchere.handlers.metrics import timed
@@ -103,6 +104,8 @@ class BaseHandler:
 
     def _load(self, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
         path = str(self.model_pt_path)
+        if split := Split.read(self.model_yaml_config):
+            return self._spread(split, kind, model_dir, model)
         if kind is WeightsKind.EAGER:
             loaded = self._load_pickled_model(model_dir, model["modelFile"], self.model_pt_path)
             return module_on(in_eval_mode(loaded), self.device)
@@ -113,6 +116,17 @@ class BaseHandler:
         if kind is WeightsKind.AOT_PACKAGE:
             return self._load_package(path, model_dir)
         return self._load_torch_export_aot_compile(path)
+
+    def _spread(self, split: Split, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
+        """Load this rank's part of the model."""
+        from torchere.handlers.loading.parallel import spread  # noqa: PLC0415 - few models need it
+
+        if kind is not WeightsKind.EAGER:
+            raise ValueError(
+                f"{SECTION} in model-config.yaml splits the layers of a class: pack it with --model-file"
+            )
+        whole = load_eager(archive_at(model_dir), model["modelFile"], self.model_pt_path)
+        return spread(in_eval_mode(whole), split, self.device)
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         """Load TorchScript; one copy per process and device, or per executor if the model modifies itself.

@@ -12,8 +12,8 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 
 PIPPY_REMEDY = (
-    "PiPPy has become torch.distributed.pipelining: with parallelType pptp every rank gets each batch, and "
-    "its handler builds a stage and calls the schedule (docs/operations.md, Models over several processes)"
+    "PiPPy has become torch.distributed.pipelining: `parallel: {pipeline: 2}` in model-config.yaml makes "
+    "stages of a model that BaseHandler loads (docs/operations.md, Models over several processes)"
 )
 
 

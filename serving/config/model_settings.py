@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torchere.archiver.reader import Archive
+from torchere.handlers.loading.split import Split
 from torchere.serving.config.bounded_yaml import MAX_CHARACTERS, read_yaml
 from torchere.serving.config.server_settings import (
     ISOLATIONS,
@@ -174,7 +175,15 @@ class _Reader:
         return ()
 
     def parallel(self) -> ParallelSettings | None:
-        """Return how a worker is spread; as in TorchServe it takes both a type and a level."""
+        """Return how a worker is spread: by our section `parallel`, or by a type and a level of TorchServe's.
+
+        TorchServe needs both.
+        """
+        try:
+            if split := Split.read(self._raw):
+                return ParallelSettings("pptp", split.ranks)
+        except ValueError as err:
+            raise InvalidArchive(f"The model config is wrong: {err}") from err
         kind = self.choice("parallelType", ("pp", "tp", "pptp", "custom"), None)
         level = self.integer("parallelLevel", 1)
         threads = 0

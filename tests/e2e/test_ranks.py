@@ -36,20 +36,32 @@ class AddingHandler(BaseHandler):
     def postprocess(self, x):
         return [x.item()]
 """
-# Two linear layers, the first split by columns and the second by rows.
-SPLIT_MODEL = """
+# Layers that `parallel` splits: pairs of linear layers, in a list.
+LAYERS_MODEL = """
 import torch
 
-class Split(torch.nn.Module):
+class Layers(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.up = torch.nn.Linear(16, 64)
-        self.down = torch.nn.Linear(64, 4)
+        self.blocks = torch.nn.Sequential(*(self.block() for _ in range(4)))
+        self.head = torch.nn.Linear(16, 4)
+
+    def block(self):
+        return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
 
     def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
+        return self.head(self.blocks(x))
 """
+ROWS_HANDLER = """
+import torch
+from ts.torch_handler.base_handler import BaseHandler
+
+class RowsHandler(BaseHandler):
+    def preprocess(self, data):
+        return torch.tensor([row["body"] for row in data])
+"""
+# The same by torch's own calls in a handler, as docs/operations.md shows it.
 SPLIT_HANDLER = """
 import os
 import torch
@@ -60,54 +72,33 @@ from ts.torch_handler.base_handler import BaseHandler
 class SplitHandler(BaseHandler):
     def initialize(self, ctx):
         super().initialize(ctx)
-        if "RANK" in os.environ:
-            mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            self.model = parallelize_module(self.model, mesh, plan)
-            assert self.model.up.weight.to_local().shape == (32, 16)
+        mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+        plan = {"blocks.*.0": ColwiseParallel(), "blocks.*.2": RowwiseParallel()}
+        self.model = parallelize_module(self.model, mesh, plan)
+        assert self.model.blocks[0][0].weight.to_local().shape == (32, 16)
 
     def preprocess(self, data):
         return torch.tensor([row["body"] for row in data])
-"""
-# The same layers as two stages of a pipeline.
-STAGES_HANDLER = """
-import torch
-import torch.distributed as dist
-from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
-from ts.torch_handler.base_handler import BaseHandler
-
-class StagesHandler(BaseHandler):
-    def initialize(self, ctx):
-        super().initialize(ctx)
-        dist.init_process_group("gloo")
-        self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
-        pipe = pipeline(self.model, (torch.zeros(1, 16),), split_spec={"down": SplitPoint.BEGINNING})
-        self.schedule = ScheduleGPipe(pipe.build_stage(self.rank, self.device), n_microbatches=1)
-
-    def preprocess(self, data):
-        return torch.tensor([row["body"] for row in data])
-
-    def inference(self, data):
-        output = self.schedule.eval(*([data] if self.rank == 0 else []))
-        output = output if self.rank == self.last else torch.empty(1, 4)
-        dist.broadcast(output, src=self.last)
-        return output
 """
 ADDING = "parallelType: tp\ndeviceType: cpu\ntorchrun:\n  nproc-per-node: 4\n"
-STAGES = "parallelType: pptp\nparallelLevel: 2\n"
-SPLIT = "parallelType: tp\nparallelLevel: 2\nbatchSize: 2\n"
+BY_HAND = "parallelType: tp\nparallelLevel: 2\n"
+SPREAD = {  # model-config.yaml by model; `whole` has none
+    "tensor": "parallel: {tensor: 2}\nbatchSize: 2\n",
+    "named": "parallel: {tensor: 2, plan: {'blocks.*.0': colwise, 'blocks.*.2': rowwise}}\n",
+    "stages": "parallel: {pipeline: 2}\nbatchSize: 2\n",
+}
 
 
 @pytest.fixture(scope="module")
 def server(open_server: Any, pack: Any) -> Any:
     named = {"handler": "handler.py", "modelFile": "model.py", "configFile": "c.yaml"}
     pack("adding", {"model.py": ADDING_MODEL, "handler.py": ADDING_HANDLER, "c.yaml": ADDING}, **named)
-    split = {"model.py": SPLIT_MODEL, "handler.py": SPLIT_HANDLER}
-    pack("split", {**split, "c.yaml": SPLIT}, **named)
-    stages = {"model.py": SPLIT_MODEL, "handler.py": STAGES_HANDLER, "c.yaml": STAGES}
-    pack("stages", stages, **named)
-    pack("whole", split, handler="handler.py", modelFile="model.py")
-    for name in ("adding", "split", "stages", "whole"):
+    pack("by-hand", {"model.py": LAYERS_MODEL, "handler.py": SPLIT_HANDLER, "c.yaml": BY_HAND}, **named)
+    layers = {"model.py": LAYERS_MODEL, "handler.py": ROWS_HANDLER}
+    pack("whole", layers, handler="handler.py", modelFile="model.py")
+    for name, config in SPREAD.items():
+        pack(name, {**layers, "c.yaml": config}, **named)
+    for name in ("adding", "by-hand", "whole", *SPREAD):
         assert open_server.register(f"{name}.mar", initial_workers=1).status == 200
     return open_server
 
@@ -132,7 +123,7 @@ def test_four_ranks_answer_as_those_of_torchrun_do(server: Any) -> None:
     assert (described["parallelType"], described["parallelLevel"]) == ("tp", 4)
 
 
-@pytest.mark.parametrize("model", ["split", "stages"])
+@pytest.mark.parametrize("model", ["by-hand", *SPREAD])
 def test_a_model_over_two_ranks_answers_as_in_one_process(server: Any, model: str) -> None:
     inputs = [[number / 16 - at for number in range(16)] for at in range(5)]
     for row in inputs:
@@ -141,16 +132,35 @@ def test_a_model_over_two_ranks_answers_as_in_one_process(server: Any, model: st
 
 
 def test_the_memory_of_all_ranks_is_that_of_the_worker(server: Any) -> None:
-    worker = worker_of(server, "split")
+    worker = worker_of(server, "tensor")
     assert worker["memoryUsage"] > 1.5 * psutil.Process(worker["pid"]).memory_info().rss
 
 
 def test_a_rank_that_is_killed_is_named_and_the_model_comes_back(server: Any) -> None:
-    before = worker_of(server, "split")["pid"]
+    before = worker_of(server, "tensor")["pid"]
     os.kill(psutil.Process(before).children()[0].pid, signal.SIGKILL)
     limit_s = time.monotonic() + 60
-    while (worker := worker_of(server, "split"))["pid"] == before or worker["status"] != "READY":
+    while (worker := worker_of(server, "tensor"))["pid"] == before or worker["status"] != "READY":
         assert time.monotonic() < limit_s, worker
-    losses = server.call("GET", "/models/split", api="management").json()[0]["torchere"]["losses"]
+    losses = server.call("GET", "/models/tensor", api="management").json()[0]["torchere"]["losses"]
     assert losses[0]["lastCause"] == "rank 1: killed by signal 9 (SIGKILL)"
-    assert predict(server, "split", [0.5] * 16).status == 200
+    assert predict(server, "tensor", [0.5] * 16).status == 200
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ("parallel: {tensor: 2, pipeline: 2}", "tensor and pipeline are both above 1, expected one of them"),
+        ("parallel: {tensor: 2, plan: {up: colwise}}", "no layer is called up"),
+        ("parallel: {tensor: 3}", "blocks.0.0 of size 64 can't be split over 3 ranks"),
+        ("parallel: {pipeline: 5}", "the model has no list of 5 layers to make stages of"),
+    ],
+)
+def test_what_can_not_be_split_is_refused_with_the_reason(
+    server: Any, pack: Any, config: str, text: str
+) -> None:
+    files = {"model.py": LAYERS_MODEL, "handler.py": ROWS_HANDLER, "c.yaml": config}
+    pack("refused", files, handler="handler.py", modelFile="model.py", configFile="c.yaml")
+    refused = server.register("refused.mar", initial_workers=1)
+    assert refused.status >= 400
+    assert text in refused.body.decode()
