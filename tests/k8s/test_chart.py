@@ -58,11 +58,10 @@ def test_lint_finds_nothing(program: str, tool: Callable[[str], str], root: Path
     assert "1 chart(s) linted, 0 chart(s) failed" in linted.stdout
 
 
-@pytest.mark.parametrize("values", VALUES)
 def test_objects_are_valid_for_kubernetes(
-    values: str, render: Callable[..., list[Object]], assert_valid: Callable[..., None], tmp_path: Path
+    render: Callable[..., list[Object]], assert_valid: Callable[..., None], tmp_path: Path
 ) -> None:
-    assert_valid(render(values), tmp_path)
+    assert_valid({values: render(values) for values in VALUES}, tmp_path)
 
 
 @pytest.mark.parametrize("values", VALUES)

@@ -33,7 +33,7 @@ def base(tool: Callable[[str], str], root: Path) -> dict[str, Object]:
 def test_objects_are_valid_for_kubernetes(
     base: dict[str, Object], assert_valid: Callable[..., None], tmp_path: Path
 ) -> None:
-    assert_valid(list(base.values()), tmp_path)
+    assert_valid({"base": list(base.values())}, tmp_path)
 
 
 def test_everything_keeps_to_the_policy(base: dict[str, Object], policy: ModuleType) -> None:
