@@ -6,6 +6,7 @@ Names, units, defaults and automatic dimensions are those of TorchServe's `conte
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 import logging
 import threading
@@ -169,8 +170,13 @@ class MetricsCache:
     def drain(self) -> list[MetricSample]:
         """Return all values reported since the last call, in order."""
         with self._lock:
-            samples, self._samples = self._samples, []
+            samples = list(self._samples)
+            self._samples.clear()  # not replaced: copies of `beside` share it
         return samples
+
+    def beside(self) -> MetricsCache:
+        """Return a collector for a batch that runs beside others; the values of all are drained here."""
+        return copy.copy(self)
 
     def add_metric_to_cache(
         self,

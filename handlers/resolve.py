@@ -47,7 +47,11 @@ class EntryPoint:
     def __call__(self, data: list[Any] | None, context: Context) -> object:
         """Run one batch and return the answers; exceptions of the handler propagate."""
         answers = self._call(data, context)
-        return self._wait_for(answers) if inspect.iscoroutine(answers) else answers
+        return self.loop.run_until_complete(answers) if inspect.iscoroutine(answers) else answers
+
+    def begin(self, data: list[Any], context: Context) -> object:
+        """Call the handler; return its answers, or a coroutine for them, to be run on `loop`."""
+        return self._call(data, context)
 
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Return example rows for the first runs, in the form of `data`; None when the handler has none.
@@ -60,12 +64,13 @@ class EntryPoint:
             return None
         return None if _is_inherited_from_us(type(self.instance), "warmup_data") else example()
 
-    def _wait_for(self, answers: Any) -> object:
-        # One loop for the life of the handler: asynchronous clients that it keeps are bound to their loop.
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the handler's coroutines, for its whole life: its clients are bound to it."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
-        return self._loop.run_until_complete(answers)
+        return self._loop
 
 
 def _is_inherited_from_us(handler_class: type, method: str) -> bool:
@@ -153,6 +158,7 @@ def list_classes_from_module(module: ModuleType, parent_class: type | None = Non
 
 BUILT_IN_HANDLERS = {
     "base_handler": "torchere.handlers.base:BaseHandler",
+    "densenet_handler": "torchere.handlers.densenet:DenseNetHandler",
     "image_classifier": "torchere.handlers.vision.tasks:ImageClassifier",
     "image_segmenter": "torchere.handlers.vision.tasks:ImageSegmenter",
     "object_detector": "torchere.handlers.vision.tasks:ObjectDetector",
@@ -175,7 +181,6 @@ ENVELOPES = {
 
 NOT_SHIPPED = {
     "dali_image_classifier": "it needs NVIDIA DALI",
-    "densenet_handler": "it unpickles data from clients",
     "text_handler": "it is a base class, not a handler",
     "trt_llm_handler": "it needs TensorRT-LLM",
     "vllm_handler": "it needs vLLM",

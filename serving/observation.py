@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from torchere.handlers.ts_compat.alias import __version__ as TORCHSERVE_VERSION
 from torchere.serving.errors import ServingError
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
@@ -17,6 +20,8 @@ from torchere.serving.types import ModelKey
 from torchere.serving.workers.executor import BatchReport, ExecutorState, ExecutorStatus, Unfinished
 from torchere.serving.workers.loss import LossKind
 from torchere.serving.workers.run import Run
+
+_telemetry = logging.getLogger("TELEMETRY_METRICS")
 
 
 class VersionMetrics:
@@ -72,6 +77,8 @@ class VersionMetrics:
     def executor_lost(self, reason: str) -> None:
         """Count a lost executor; `reason` is a value of `LossKind`."""
         self.meter.restarts[reason] += 1
+        if "SM_TELEMETRY_LOG" in os.environ:  # TorchServe's line of a worker that died, for SageMaker
+            _telemetry.info("ModelServerError.Count:1|#TorchServe:%s,%s:-1", TORCHSERVE_VERSION, reason)
 
 
 class RegistryMetrics:

@@ -142,6 +142,7 @@ class Server:
         if settings.metrics_mode != "prometheus":
             open_metric_files(settings.metrics_directory)
         if settings.system_metrics_enabled:
+            self._metrics.system.command = settings.system_metrics_command
             sampling = self._metrics.system.sample_every(
                 settings.system_metrics_interval_s, settings.max_gpus
             )

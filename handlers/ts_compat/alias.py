@@ -40,6 +40,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.torch_handler.object_detector": ("vision.tasks",),
     "ts.torch_handler.text_handler": ("text",),
     "ts.torch_handler.text_classifier": ("text",),
+    "ts.torch_handler.densenet_handler": (
+        "densenet:DenseNetHandler",
+        "resolve:list_classes_from_module",
+    ),
     "ts.torch_handler.distributed": (),
     "ts.torch_handler.distributed.base_pippy_handler": ("ts_compat.distributed:BasePippyHandler",),
     "ts.torch_handler.distributed.base_deepspeed_handler": ("ts_compat.distributed:BaseDeepSpeedHandler",),
@@ -103,7 +107,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
 NOT_SHIPPED: dict[str, str] = {
     "ts.torch_handler.dali_handler": "it needs NVIDIA DALI; decode with torchere.handlers.vision.decode",
     "ts.torch_handler.dali_image_classifier": "it needs NVIDIA DALI; use image_classifier",
-    "ts.torch_handler.densenet_handler": "it unpickles data from clients; send JSON or raw bytes instead",
     "ts.torch_handler.vllm_handler": "it needs vLLM; run the vLLM server beside this one",
     "ts.torch_handler.trt_llm_handler": "it needs TensorRT-LLM; run its own server beside this one",
     "ts.handler_utils.preprocess": "it needs NVIDIA DALI; decode with torchere.handlers.vision.decode",

@@ -44,7 +44,7 @@ class Batcher(Admission):
         """The number of waiting requests, including those in runs that were sent ahead."""
         queue = self._queue
         waiting = len(queue.front) + queue.behind
-        ahead = len(self._runs) - self._pool.in_service
+        ahead = len(self._runs) - self._pool.in_service * self._settings.at_once
         if ahead > 0:  # executors take runs in the order of dispatch
             waiting += sum(len(run.requests) for run in islice(reversed(self._runs), ahead))
         return waiting
@@ -76,7 +76,7 @@ class Batcher(Admission):
         if not (self._runs or self._queue):
             return  # running it delays no other request, and updates the estimate
         in_front = len(self._runs) + self._queue.before(request) // self._settings.max_batch_size
-        answer_s = self._service_time.answer_s(in_front, self._pool.in_service)
+        answer_s = self._service_time.answer_s(in_front, self._pool.in_service * self._settings.at_once)
         if request.enqueued_s + answer_s > request.deadline_s:
             raise QueueFull(self.refusal, retry_after_s=answer_s)
 

@@ -17,14 +17,13 @@ from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.request import Request
 from torchere.serving.batching.sequences import Sequence, SequenceTable
-from torchere.serving.config.server_settings import BatchSettings, SequenceSettings
+from torchere.serving.config.server_settings import BatchSettings, SequenceHeaders, SequenceSettings
 from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
 from torchere.serving.workers.executor import BatchReport, ExecutorState, Outcome, Unfinished
 from torchere.serving.workers.run import Run
 
-SEQUENCE_ID = "ts_request_sequence_id"
-SEQUENCE_START = "ts_request_sequence_start"
-SEQUENCE_END = "ts_request_sequence_end"
+USUAL = SequenceHeaders()
+SEQUENCE_ID, SEQUENCE_START, SEQUENCE_END = USUAL.id, USUAL.start, USUAL.end
 
 
 class StatefulBatcher(Admission):
@@ -48,6 +47,7 @@ class StatefulBatcher(Admission):
         super().__init__(pool, observer=observer, now=now, refusal=refusal)
         self._settings = settings
         self._table = SequenceTable(sequences, refusal) if sequences else None
+        self._end_headers = {SEQUENCE_END, sequences.headers.end} if sequences else set()
         self._queue = FairQueue(settings.max_batch_size)  # requests of no sequence
         self._going_on: dict[int, list[Request]] = {}  # unfinished requests, by the executor they live on
         self._timer: asyncio.TimerHandle | None = None
@@ -205,7 +205,7 @@ class StatefulBatcher(Admission):
     def _end_sequences_of(self, outcome: Outcome) -> None:
         if self._table is None or isinstance(outcome, (ServingError, Unfinished)):
             return
-        ended = next((value for name, value in outcome.headers if name == SEQUENCE_END), "")
+        ended = next((value for name, value in outcome.headers if name in self._end_headers), "")
         for request in self._table.end(filter(None, ended.split(";"))):
             self._finish(request, Unavailable(self.refusal))
 
@@ -227,15 +227,22 @@ def sequence_of(request: Request) -> str:
     return next((value for name, value in request.headers if name == SEQUENCE_ID), "")
 
 
-def begin_sequence(request: Request) -> None:
-    """Give a request a sequence id; one without an id begins a new sequence, with `SEQUENCE_START` set.
+def begin_sequence(request: Request, names: SequenceHeaders = USUAL) -> None:
+    """Give a request a sequence id; one without an id begins a new sequence, with `names.start` set.
 
-    HTTP header names are case-insensitive; the handler finds the id under the exact name `SEQUENCE_ID`.
+    HTTP header names are case-insensitive; the handler finds the id under the exact name `names.id`. Where
+    the operator renamed the headers, those of the other protocols keep the usual names, under which the
+    server looks for the id; so the request has both.
     """
-    if sequence_of(request):
-        return
-    named = [value for name, value in request.headers if name.lower() == SEQUENCE_ID and value]
-    added = [(SEQUENCE_ID, named[-1])] if named else []
-    if not named:
-        added = [(SEQUENCE_START, "true"), (SEQUENCE_ID, f"ts-seq-{request.request_id}")]
-    request.headers = (*request.headers, *added)
+    if names is USUAL or names == USUAL:
+        if sequence_of(request):
+            return
+    else:
+        renamed = {SEQUENCE_ID: names.id, SEQUENCE_START: names.start, SEQUENCE_END: names.end}
+        given = tuple((renamed[name], value) for name, value in request.headers if name in renamed)
+        request.headers = (*request.headers, *given)
+    named = [value for name, value in request.headers if name.lower() == names.id.lower() and value]
+    sequence_id = named[-1] if named else f"ts-seq-{request.request_id}"
+    added = [] if named else [(names.start, "true")]
+    ids = [(name, sequence_id) for name in dict.fromkeys((names.id, SEQUENCE_ID))]
+    request.headers = (*request.headers, *added, *ids)

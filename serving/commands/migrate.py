@@ -130,9 +130,6 @@ MISSED_KEYS = frozenset(
     {
         "keystore",
         "plugins_path",
-        "ts_header_key_sequence_id",
-        "ts_header_key_sequence_start",
-        "ts_header_key_sequence_end",
     }
 )
 # Keys whose default differs from TorchServe's; reported if the file does not set them.

@@ -60,14 +60,11 @@ NO_KEYSTORES = (
     "after `keytool -importkeystore -srckeystore FILE -destkeystore NEW -deststoretype PKCS12`)"
 )
 _NO_KEYSTORE = f"{NO_KEYSTORES}, and set certificate_file and private_key_file to the paths that it prints"
-_NO_IPEX = "the Intel extension is retired; use torch.compile in the handler"
-_NO_COMMAND = "the server samples the system itself; metrics of your own need an exporter; remove it"
 _NO_LAUNCHER = "the server divides the cores among its executors itself; remove it"
 _NO_SUPERVISOR = (
     "models run in worker processes, which the server starts again; let systemd, Compose or Kubernetes start "
     "the server itself again"
 )
-_NO_SEQUENCES = "the header always has its usual name; let clients send that one"
 
 _LISTENERS = (
     _key("inference_address", kinds.address(80, 443), "inference_address"),
@@ -120,6 +117,17 @@ _MODELS = (
     _key("decode_input_request", kinds.BOOLEAN, "decode_input"),
     _key("default_service_handler", kinds.OPTIONAL_TEXT, "default_handler"),
     _key("service_envelope", kinds.ENVELOPE, "service_envelope"),
+    *(
+        Key(
+            f"ts_header_key_sequence_{which}",
+            kinds.HEADER,
+            f"sequence_headers.{which}",
+            variable=f"TS_HEADER_KEY_SEQUENCE_{which.upper()}",
+        )
+        for which in ("id", "start", "end")
+    ),
+    _key("ipex_enable", kinds.IPEX, "ipex_enabled"),
+    _key("ipex_gpu_enable", kinds.IPEX, "ipex_gpu_enabled"),
     _key("blacklist_env_vars", kinds.PATTERN, "hidden_env_vars"),
     _key("install_py_dep_per_model", kinds.BOOLEAN, "install_dependencies"),
 )
@@ -145,6 +153,7 @@ _METRICS = (
     _key("model_metrics_auto_detect", kinds.BOOLEAN, "metrics_auto_detect"),
     _key("disable_system_metrics", kinds.INVERTED_BOOLEAN, "system_metrics_enabled"),
     Key("metric_time_interval", kinds.seconds(1), "system_metrics_interval_s"),
+    Key("system_metrics_cmd", kinds.TEXT, "system_metrics_command"),
 )
 
 _WITHOUT_EFFECT = (
@@ -165,17 +174,11 @@ _WITHOUT_EFFECT = (
     _advice("keystore", _NO_KEYSTORE),
     _advice("keystore_pass", _NO_KEYSTORE, secret=True),
     _advice("keystore_type", _NO_KEYSTORE),
-    _advice("ipex_enable", _NO_IPEX, "false"),
-    _advice("ipex_gpu_enable", _NO_IPEX, "false"),
     _advice("cpu_launcher_enable", _NO_LAUNCHER, "false"),
     _advice("cpu_launcher_args", _NO_LAUNCHER),
     _advice("initial_worker_port", "workers use no TCP ports; remove it"),
     _advice("initial_distribution_port", "the ranks of a worker meet at a free port; remove it"),
     _advice("cpp_log_config", "there is no C++ backend; remove it"),
-    _advice("ts_header_key_sequence_id", _NO_SEQUENCES, "ts_request_sequence_id"),
-    _advice("ts_header_key_sequence_start", _NO_SEQUENCES, "ts_request_sequence_start"),
-    _advice("ts_header_key_sequence_end", _NO_SEQUENCES, "ts_request_sequence_end"),
-    _file_only(_advice("system_metrics_cmd", _NO_COMMAND)),
     _file_only(_advice("vmargs", _NO_JVM)),
     _file_only(_advice("plugins_path", "Java plug-ins can't be loaded; remove it")),
 )

@@ -54,6 +54,17 @@ def _remark_boolean(text: str) -> str:
 BOOLEAN = Kind("true or false", _read_boolean, _remark_boolean)
 INVERTED_BOOLEAN = Kind("true or false", lambda text: not _read_boolean(text), _remark_boolean)
 
+
+def _remark_ipex(text: str) -> str:
+    if not _read_boolean(text):
+        return _remark_boolean(text)
+    return (
+        "BaseHandler does not optimize with the Intel extension, which is retired; handlers see the variable"
+    )
+
+
+IPEX = Kind("true or false", _read_boolean, _remark_ipex)
+
 # In the environment variable of the Open Inference Protocol, `oip` means `true`.
 PROTOCOL_SWITCH = Kind(
     "true or false (in the environment: oip)", lambda text: text.lower() in ("true", "oip")
@@ -108,6 +119,15 @@ def _read_expiration(text: str) -> float:
 
 EXPIRATION = Kind("minutes over 0, at most a century", _read_expiration)
 TEXT = Kind("text", lambda text: text)
+
+
+def _read_header(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}", text):
+        raise ValueError
+    return text
+
+
+HEADER = Kind("the name of a header", _read_header)
 OPTIONAL_TEXT = Kind("text", lambda text: text or None)
 PATH = Kind("a path", lambda text: Path(text) if text else None)
 PATHS = Kind("comma-separated paths", lambda text: tuple(Path(item) for item in _items(text)))

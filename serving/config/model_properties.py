@@ -110,11 +110,11 @@ def _snapshot_workflow(entry: object) -> SnapshotWorkflow:
         raise ValueError(
             f"a member of workflows is {_shown(entry)}, expected workflowUrl and workflowName as texts"
         )
-    timeouts = [
+    response_s, startup_s = [
         _count(members[key], key, str(name)) if key in members else None
         for key in ("responseTimeout", "startupTimeout")
     ]
-    return SnapshotWorkflow(url, name, *timeouts)
+    return SnapshotWorkflow(url, name, response_s, startup_s, members.get("s3SseKms") is True)
 
 
 def _never_served(entry: object) -> SnapshotModel:

@@ -15,6 +15,7 @@ from torchere.serving.config.server_settings import (
     Isolation,
     ModelSettings,
     ParallelSettings,
+    SequenceHeaders,
     SequenceSettings,
     ServerSettings,
     largest,
@@ -22,7 +23,6 @@ from torchere.serving.config.server_settings import (
 from torchere.serving.errors import InvalidArchive
 
 UNSUPPORTED_KEYS = {
-    "asyncCommunication": "a worker runs one batch at a time; raise maxWorkers, or use continuousBatching",
     "pippy": "PiPPy is archived; torch.distributed.pipelining has taken its place",
     "dali": "NVIDIA DALI is not supported",
 }
@@ -57,6 +57,7 @@ class ModelConfig:
     max_num_sequence: int | None = None
     max_sequence_job_queue_size: int | None = None
     continuous_batching: bool = False
+    async_communication: bool = False
     isolation: Isolation | None = None
     dispatch: Literal["torchserve", "eager"] = "torchserve"
     parallel: ParallelSettings | None = None
@@ -106,6 +107,7 @@ def parse_model_config(text: str) -> ModelConfig:
         max_num_sequence=read.integer("maxNumSequence", 1),
         max_sequence_job_queue_size=read.integer("maxSequenceJobQueueSize", 1),
         continuous_batching=read.flag("continuousBatching"),
+        async_communication=read.flag("asyncCommunication"),
         isolation=read.choice("isolation", ISOLATIONS, None),
         dispatch=read.choice("dispatch", ("torchserve", "eager"), "torchserve"),
         parallel=read.parallel(),
@@ -224,6 +226,9 @@ logger = logging.getLogger(__name__)
 # TorchServe, `default_response_timeout` does not apply to such a model, so it must not shorten the timeout
 # here.
 TIMEOUT_WITH_CONFIG_S = 120.0
+# Requests inside a worker with `asyncCommunication`, where TorchServe has no limit; the others wait outside,
+# where they are counted, and answered if the worker dies. At most `MAX_LANES`, the cells for begin marks.
+ASYNC_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +250,9 @@ def effective_settings(
 
     `defaults` is the version's entry of the `models={...}` property, or {}; `gpus` is the number of GPUs.
     """
+    # The requests of a sequence run in order, those of continuous batching together, and ranks in step.
+    in_turn = config.sequence_batching or config.continuous_batching
+    in_turn = in_turn or (config.parallel is not None and config.parallel.ranks > 1)
     batch = BatchSettings(
         max_batch_size=_first(asked.batch_size, config.batch_size, defaults.get("batchSize"), fallback=1),
         max_queue_delay_ms=_first(
@@ -253,6 +261,7 @@ def effective_settings(
         max_queue_size=_first(config.job_queue_size, fallback=server.max_queue_size),
         dispatch=config.dispatch,
         use_tickets=config.use_job_ticket,
+        at_once=ASYNC_AT_ONCE if config.async_communication and not in_turn else 1,
     )
     if asked.max_batch_delay_ms == 0:  # in a request 0 means "never wait", elsewhere "not set"
         batch = replace(batch, max_queue_delay_ms=0)
@@ -271,7 +280,7 @@ def effective_settings(
         client_timeout_ms=config.client_timeout_ms or 0,
         max_retry_timeout_s=300.0 if config.max_retry_timeout_s is None else config.max_retry_timeout_s,
         isolation=config.isolation or server.default_isolation,
-        sequences=_sequences(config),
+        sequences=_sequences(config, server.sequence_headers),
         sequences_unbounded=config.sequence_batching and not config.sequence_max_idle_ms,
         continuous=config.continuous_batching,
         device_ids=device_ids,
@@ -290,7 +299,7 @@ def _device_ids(config: ModelConfig, gpus: int) -> tuple[int, ...]:
     return ()
 
 
-def _sequences(config: ModelConfig) -> SequenceSettings | None:
+def _sequences(config: ModelConfig, headers: SequenceHeaders) -> SequenceSettings | None:
     if not config.sequence_batching or not config.sequence_max_idle_ms:
         return None
     return SequenceSettings(
@@ -298,6 +307,7 @@ def _sequences(config: ModelConfig) -> SequenceSettings | None:
         timeout_s=(config.sequence_timeout_ms or 0) / 1000,
         max_sequences=config.max_num_sequence or 1,
         max_queue_size=config.max_sequence_job_queue_size or 1,
+        headers=headers,
     )
 
 

@@ -83,17 +83,28 @@ class BatchSettings:
     max_queue_delay_ms: int = 100
     max_queue_size: int = 100  # queued requests; any further request is rejected immediately
     dispatch: Dispatch = "torchserve"
+    at_once: int = 1  # batches that an executor runs at the same time; above 1, each is of one request
     use_tickets: bool = False  # admit a request only while an executor is idle
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceHeaders:
+    """The names of the headers of sequences, for clients and handlers alike."""
+
+    id: str = "ts_request_sequence_id"
+    start: str = "ts_request_sequence_start"
+    end: str = "ts_request_sequence_end"
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSettings:
-    """Limits of stateful sequences: their number, queue and lifetime."""
+    """Limits of stateful sequences: their number, queue and lifetime; and the names of their headers."""
 
     max_idle_s: float  # a sequence ends after this long without a request
     timeout_s: float = 0.0  # limit on the lifetime of a sequence; 0: no limit
     max_sequences: int = 1
     max_queue_size: int = 1  # queued requests per sequence
+    headers: SequenceHeaders = SequenceHeaders()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +199,7 @@ class SnapshotWorkflow:
     name: str | None = None  # None: the name in its manifest
     response_timeout_s: int | None = None
     startup_timeout_s: int | None = None
+    s3_sse_kms: bool = False  # the request for the URL is signed
 
     def entry(self) -> dict[str, object]:
         """Return the entry of a snapshot, which is our extension; TorchServe ignores it."""
@@ -196,6 +208,7 @@ class SnapshotWorkflow:
             "workflowName": self.name,
             "responseTimeout": self.response_timeout_s,
             "startupTimeout": self.startup_timeout_s,
+            "s3SseKms": self.s3_sse_kms or None,
         }
         return {key: value for key, value in values.items() if value is not None}
 
@@ -262,6 +275,7 @@ class ServerSettings:
     tracing_enabled: bool = False  # export spans to the endpoint of the OTEL_... variables
     system_metrics_enabled: bool = True
     system_metrics_interval_s: float = 60.0
+    system_metrics_command: str = ""  # arguments of Python: a script that samples the host instead; "": none
     default_executors: int = 0  # 0: at startup one per GPU or CPU core; in the register API none
     default_response_timeout_s: float = 120.0
     default_startup_timeout_s: float = 120.0
@@ -275,6 +289,9 @@ class ServerSettings:
     service_envelope: str | None = None
     decode_input: bool = True
     limit_max_image_pixels: bool = True
+    sequence_headers: SequenceHeaders = field(default_factory=SequenceHeaders)
+    ipex_enabled: bool = False  # these two are only passed to handlers, in the environment of workers
+    ipex_gpu_enabled: bool = False
     allowed_urls: tuple[str, ...] = ()  # regexes; empty: the model store is the only source
     download_timeout_s: float = 600.0  # per archive
     require_signed: bool = False  # refuse archives without a valid signature of a trusted signer

@@ -66,6 +66,7 @@ class Registration:
     initial_executors: int | None = None
     response_timeout_s: int | None = None
     startup_timeout_s: int | None = None
+    s3_sse_kms: bool = False  # sign the request for the URL, which is one of S3
     synchronous: bool = True
 
 
@@ -310,7 +311,14 @@ def _wanted(wish: Registration, default_executors: int) -> Wanted:
         response_timeout_s=wish.response_timeout_s,
         startup_timeout_s=wish.startup_timeout_s,
     )
-    return Wanted(wish.url, asked, name=wish.model_name, handler=wish.handler, runtime=wish.runtime)
+    return Wanted(
+        wish.url,
+        asked,
+        name=wish.model_name,
+        handler=wish.handler,
+        runtime=wish.runtime,
+        signs=wish.s3_sse_kms,
+    )
 
 
 def _progress(version: Version, asked: int) -> Progress:
@@ -442,5 +450,6 @@ def registration(values: Mapping[str, object]) -> Registration:
         initial_executors=integer(values, "initial_workers"),
         response_timeout_s=integer(values, "response_timeout"),
         startup_timeout_s=integer(values, "startup_timeout"),
+        s3_sse_kms=flag(values, "s3_sse_kms", default=False),
         synchronous=flag(values, "synchronous", default=True),
     )

@@ -239,7 +239,7 @@ class DataPlane:
         meter.accepted(request.named)
         settings = target.settings
         if settings.sequences is not None:
-            begin_sequence(request)
+            begin_sequence(request, settings.sequences.headers)
         if settings.client_timeout_ms and request.deadline_s == NO_DEADLINE:
             request.deadline_s = time.monotonic() + settings.client_timeout_ms / 1000
         ledger = self._ledger

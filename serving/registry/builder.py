@@ -66,7 +66,9 @@ class Loader:
         self._server = server
         self._observer = observer
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
-        self._launcher = ForkLauncher(worker_environment(server.env_vars_hidden_from_workers), fork_server)
+        self._launcher = ForkLauncher(
+            worker_environment(server.env_vars_hidden_from_workers, server), fork_server
+        )
         self._sandbox = sandbox_of(server)
         self._rooms = RoomLauncher(self._launcher)
         self._oom = OomWatch()
@@ -143,7 +145,11 @@ class Loader:
     ) -> WorkerPool:
         # Requests sent ahead to a worker are not counted as queued, so a small queue limit forbids sending
         # ahead.
-        counts_all = settings.batch.use_tickets or settings.batch.max_queue_size < MOST_INSIDE
+        counts_all = (
+            settings.batch.use_tickets
+            or settings.batch.at_once > 1
+            or settings.batch.max_queue_size < MOST_INSIDE
+        )
         return WorkerPool(
             spec,
             response_timeout_s=settings.response_timeout_s,
@@ -179,7 +185,7 @@ class Loader:
         if environment is None:
             return self._rooms.of(key) if origin.isolation == "shared" else self._launcher
         return ExecLauncher(
-            worker_environment(self._server.env_vars_hidden_from_workers),
+            worker_environment(self._server.env_vars_hidden_from_workers, self._server),
             environment.python,
             sandbox=self._sandbox_of(origin, settings) if self._is_confined_first(origin) else None,
             packages=environment.packages,
@@ -210,7 +216,8 @@ class Loader:
             max_response_bytes=self._server.limits.max_response_bytes,
             pinned=_is_stateful(settings),
             # The state is in the handler, so a request must run in the worker it is sent to.
-            shares_weights=origin.isolation != "process" and not _is_stateful(settings),
+            shares_weights=origin.isolation != "process" and not _needs_own_lanes(settings),
+            at_once=settings.batch.at_once,
             sandbox=None if self._is_confined_first(origin) else self._sandbox_of(origin, settings),
             ranks=parallel.ranks if parallel else 1,
             devices=parallel.level if parallel else 1,
@@ -253,7 +260,7 @@ def _isolation_of(
         holds_gil=keeps_gil,
         on_gpu=on_gpu,
         needs_own_process=not may_share
-        or _is_stateful(settings)
+        or _needs_own_lanes(settings)
         or _switches_engine(archive)
         or _has_python(archive),
     )
@@ -290,6 +297,10 @@ def _is_stateful(settings: ModelSettings) -> bool:
     return settings.sequences is not None or settings.continuous
 
 
+def _needs_own_lanes(settings: ModelSettings) -> bool:
+    return _is_stateful(settings) or settings.batch.at_once > 1
+
+
 def _batcher(
     key: ModelKey, settings: ModelSettings, pool: WorkerPool, observer: VersionObserver
 ) -> Admission:
@@ -298,7 +309,8 @@ def _batcher(
         return StatefulBatcher(
             settings.batch, settings.sequences, pool, observer=observer, now=time.monotonic, refusal=text
         )
-    batcher = Batcher(settings.batch, pool, observer=observer, now=time.monotonic, refusal=text)
+    batch = settings.batch if settings.batch.at_once == 1 else replace(settings.batch, max_batch_size=1)
+    batcher = Batcher(batch, pool, observer=observer, now=time.monotonic, refusal=text)
     if settings.sequences_unbounded:
         # The contract: without sequenceMaxIdleMSec every request is refused.
         batcher.close_admission(for_good=True)

@@ -29,6 +29,7 @@ class Wanted:
     executor_range: tuple[int, int] | None = None  # (min, max) of a snapshot; overrides all else
     restores: SnapshotModel | None = None  # its snapshot entry; None: registered at run time
     archive: OpenedArchive | None = None  # already opened; None: `url` is looked up in the store
+    signs: bool = False  # the URL is one of S3, and the request for it is signed
     workflow: str = ""  # the workflow that this model is a step of
 
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from torchere.serving.errors import DownloadFailed, Unavailable
 from torchere.serving.registry.version import Version
@@ -31,7 +32,7 @@ class Fetching:
         self._under_way: set[Interrupt] = set()
         self._closed = False
 
-    async def fetch(self, url: str, by_operator: bool) -> Download | None:
+    async def fetch(self, url: str, by_operator: bool, *, signs: bool = False) -> Download | None:
         """Download a URL into the store; return None when `url` is not a URL. See `Store.download`.
 
         Cancellation interrupts the download and deletes a copy that is completed anyway.
@@ -43,7 +44,7 @@ class Fetching:
             return None
         interrupt = Interrupt()
         # The slot stays taken until the thread returns: a DNS lookup can't be interrupted.
-        job = asyncio.ensure_future(self._in_turn(url, by_operator, interrupt))
+        job = asyncio.ensure_future(self._in_turn(url, by_operator, interrupt, signs))
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
@@ -53,16 +54,15 @@ class Fetching:
             job.add_done_callback(self._undo)
             raise
 
-    async def _in_turn(self, url: str, by_operator: bool, interrupt: Interrupt) -> Download:
+    async def _in_turn(self, url: str, by_operator: bool, interrupt: Interrupt, signs: bool) -> Download:
         async with self._turns.take():
             if self._closed:
                 raise _stopping()
             self._under_way.add(interrupt)
             loop = asyncio.get_running_loop()
+            download = partial(self._store.download, url, by_operator, interrupt, signs=signs)
             try:
-                return await loop.run_in_executor(
-                    self._threads, self._store.download, url, by_operator, interrupt
-                )
+                return await loop.run_in_executor(self._threads, download)
             except DownloadFailed:
                 if self._closed:
                     raise _stopping() from None

@@ -121,7 +121,7 @@ class Registry:
             check_runtime(wanted.runtime)  # before the download
         downloaded = None
         if wanted.archive is None:
-            downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup)
+            downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup, signs=wanted.signs)
         archive = wanted.archive
         try:
             location = downloaded.path.name if downloaded else wanted.url

@@ -115,7 +115,7 @@ class Workflows:
             WorkflowNotFound, DownloadFailed, InvalidWorkflow, InvalidRequest, Conflict: nothing has changed.
             WorkflowFailed: a step could not be registered or loaded; all of them are unregistered again.
         """
-        downloaded = await self._fetching.fetch(wanted.url, at_startup)
+        downloaded = await self._fetching.fetch(wanted.url, at_startup, signs=wanted.s3_sse_kms)
         location = downloaded.path.name if downloaded else wanted.url
         archive: OpenedArchive | None = None
         stored: StoredArchive | None = None

@@ -99,6 +99,7 @@ class Downloader:
         by_operator: bool = False,
         interrupt: Interrupt | None = None,
         *,
+        signs: bool = False,
         max_bytes: int | None = None,
     ) -> Download:
         """Download the file at a URL into the folder, under the file name in the URL. Blocks.
@@ -107,9 +108,9 @@ class Downloader:
             url: the URL of the archive.
             folder: the model store.
             by_operator: the operator names the URL (at a start), so `allowed_urls` need not match it. A file
-                of that name, which an earlier start downloaded, is used, unless it is empty: a server that
-                was killed in `_give_name` leaves an empty file.
+                of that name, from an earlier start, is used, unless it is empty: of a start that was killed.
             interrupt: aborts the download from another thread.
+            signs: the URL is one of S3, for a request with the server's credentials.
             max_bytes: a smaller limit of the size, for a file that is not an archive.
 
         Raises:
@@ -119,7 +120,7 @@ class Downloader:
                 the folder.
         """
         patterns = self._patterns_for(url, by_operator)
-        source = allow(url, patterns)
+        source = signed_url(allow(url, patterns)) if signs else allow(url, patterns)
         target = folder / source.file_name
         interrupt = interrupt or Interrupt()
         interrupt.check(source)
@@ -358,6 +359,37 @@ def signed(source: Source) -> Source:
         target=f"{parts.path}?{parts.query}",
         may_be_private=True,
     )
+
+
+def signed_url(source: Source) -> Source:
+    """Return the presigned source of an HTTP(S) URL of S3, as objects under SSE-KMS need; others unchanged.
+
+    Like `s3://`, it is for hosts only that `allowed_urls` spells out, as the server's credentials open them.
+
+    Raises:
+        DownloadFailed: as for `signed`, or the host is not spelt out.
+    """
+    if source.scheme not in ("http", "https"):
+        return source
+    if not source.may_be_private:
+        raise _failed(source, f"s3_sse_kms: no pattern of allowed_urls spells out the host {source.host}")
+    try:
+        import botocore.session  # noqa: PLC0415 - as in `signed`
+        from botocore.auth import S3SigV4QueryAuth  # noqa: PLC0415
+        from botocore.awsrequest import AWSRequest  # noqa: PLC0415
+    except ImportError as err:
+        raise _failed(source, "s3_sse_kms needs botocore: pip install 'torchere[s3]'") from err
+    session = botocore.session.get_session()
+    credentials, region = session.get_credentials(), session.get_config_variable("region")
+    if credentials is None or region is None:
+        missing = "credentials" if credentials is None else "region"
+        raise _failed(
+            source, f"s3_sse_kms: no {missing}; set AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID and so on"
+        )
+    request = AWSRequest("GET", source.url)
+    S3SigV4QueryAuth(credentials, "s3", region, SIGNATURE_LIFETIME_S).add_auth(request)
+    parts = urlsplit(request.url)
+    return replace(source, target=f"{parts.path}?{parts.query}")
 
 
 class Turns:

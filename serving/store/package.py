@@ -113,10 +113,18 @@ class Store:
         self._unpacked = ClaimedFolder(temp_dir)
         self._sharing = WeightSharing()
 
-    def download(self, url: str, by_operator: bool = False, interrupt: Interrupt | None = None) -> Download:
+    def download(
+        self,
+        url: str,
+        by_operator: bool = False,
+        interrupt: Interrupt | None = None,
+        *,
+        signs: bool = False,
+    ) -> Download:
         """Download an archive into the store; see `Downloader.download`.
 
-        With `by_operator` (at a start) `allowed_urls` need not match, and an existing file is used.
+        With `by_operator` (at a start) `allowed_urls` need not match, and an existing file is used; with
+        `signs` the requests are signed for S3.
 
         Raises:
             ModelNotFound: the URL is not allowed, or no store is configured.
@@ -124,12 +132,17 @@ class Store:
                 one at `signature_url(url)`; then the archive is not kept.
         """
         folder = self._archives.configured()
-        download = self._downloader.download(url, folder, by_operator, interrupt)
+        download = self._downloader.download(url, folder, by_operator, interrupt, signs=signs)
         if self._trust is None:
             return download
         try:
             self._downloader.download(
-                signature_url(url), folder, by_operator, interrupt, max_bytes=MAX_SIGNATURE_BYTES
+                signature_url(url),
+                folder,
+                by_operator,
+                interrupt,
+                signs=signs,
+                max_bytes=MAX_SIGNATURE_BYTES,
             )
         except ServingError as err:
             if download.is_new:

@@ -8,6 +8,7 @@ import gc
 import importlib.metadata
 import logging
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,9 @@ from torchere.serving.telemetry.torchserve import ServerMetrics
 
 _FIELDS = "index,utilization.gpu,memory.used,memory.total"
 _TIMEOUT_S = 10.0  # nvidia-smi ends within a second or, if the driver hangs, never
+_SCRIPT_TIMEOUT_S = 60.0
 
-_hung: list[subprocess.Popen[str]] = []  # killed after a timeout, without effect if the driver hangs
+_hung: list[subprocess.Popen[str]] = []  # killed after a timeout, without effect if a driver hangs
 _asked: list[subprocess.Popen[str]] = []  # still running
 
 
@@ -63,20 +65,26 @@ def sample_gpus() -> tuple[GpuSample, ...]:
         return ()
     command = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        return _ask(command)
+        output, status = _ask(command, _TIMEOUT_S)
+        samples = tuple(parse_gpus(output))
+        # The exit status may be a warning (14: the infoROM of one GPU is corrupted) although the output is
+        # complete.
+        if status and not samples:
+            raise subprocess.CalledProcessError(status, command)
     except (OSError, subprocess.SubprocessError) as err:
         logger.warning("GPUs can't be sampled: %s", err)
         return ()
+    return samples
 
 
 def give_up() -> None:
-    """Kill the running `nvidia-smi`, whose output is no longer needed. Thread-safe."""
+    """Kill the running commands, whose output is no longer needed. Thread-safe."""
     while _asked:
         _asked.pop().kill()
 
 
-def _ask(command: list[str]) -> tuple[GpuSample, ...]:
-    """Run `nvidia-smi` and return its samples.
+def _ask(command: list[str], timeout_s: float, errors: int | None = subprocess.DEVNULL) -> tuple[str, int]:
+    """Run a command; return its output and exit status, or ("", 0) if `give_up` was called.
 
     Unlike `subprocess.run`, this does not wait for a process that can't be killed.
     """
@@ -84,11 +92,17 @@ def _ask(command: list[str]) -> tuple[GpuSample, ...]:
         raise subprocess.SubprocessError("the last nvidia-smi hangs still, as it does where the driver hangs")
     _hung.clear()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        errors="replace",
     )
     _asked.append(process)
     try:
-        output, _ = process.communicate(timeout=_TIMEOUT_S)
+        # A blank line in place of the ids of TorchServe's workers, for which its scripts wait.
+        output, _ = process.communicate("\n", timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         _hung.append(process)
@@ -97,14 +111,52 @@ def _ask(command: list[str]) -> tuple[GpuSample, ...]:
         is_wanted = process in _asked
         if is_wanted:
             _asked.remove(process)
-    if not is_wanted:
+    return (output, process.returncode) if is_wanted else ("", 0)
+
+
+# TorchServe's pattern of a line that a script for `system_metrics_cmd` prints.
+_METRIC_LINE = re.compile(
+    r"\s*(?P<name>[\w\s]+)\.[\w\s]+:(?P<value>[0-9\-,.e]+)\|#(?P<labels>[^|]*)(\|#type:[^|,]+)?"
+    r"\|#hostname:[^,]+,[^,]+(,.*)?"
+)
+
+
+class HostSample(NamedTuple):
+    """A value that a script printed, with its label values."""
+
+    name: str
+    labels: tuple[str, ...]
+    value: float
+
+
+def sample_by_script(arguments: str) -> tuple[HostSample, ...]:
+    """Run Python with these arguments, as TorchServe does for `system_metrics_cmd`, and return its samples.
+
+    Blocks up to `_SCRIPT_TIMEOUT_S`. What the script prints to standard error is in the log.
+    """
+    command = [sys.executable, *arguments.split()]
+    try:
+        output, status = _ask(command, _SCRIPT_TIMEOUT_S, None)
+    except (OSError, subprocess.SubprocessError) as err:
+        logger.warning("system_metrics_cmd: %s", err)
         return ()
-    samples = tuple(parse_gpus(output))
-    # The exit status may be a warning (14: the infoROM of one GPU is corrupted) although the output is
-    # complete.
-    if process.returncode and not samples:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return samples
+    if status:
+        logger.warning("system_metrics_cmd: %s ended with exit code %d", " ".join(command), status)
+    return tuple(parse_samples(output))
+
+
+def parse_samples(text: str) -> Iterator[HostSample]:
+    """Yield the samples of TorchServe's metric lines, up to a blank line; log the lines that are not."""
+    for line in text.splitlines():
+        if not line:
+            return
+        match = _METRIC_LINE.fullmatch(line)
+        value = _number(match["value"]) if match else None
+        if match is None or value is None:
+            logger.warning("Parse metrics failed: %.500s", line)
+            continue
+        labels = (label.partition(":")[2] for label in match["labels"].split(",") if label)
+        yield HostSample(match["name"].strip(), tuple(labels), value)
 
 
 def parse_gpus(text: str) -> Iterator[GpuSample]:
@@ -232,6 +284,7 @@ class SystemMetrics:
     def __init__(self, server: ServerMetrics, gpus: Callable[[], Sequence[GpuSample]] = sample_gpus) -> None:
         self._server = server
         self._gpus = gpus
+        self.command = ""  # of `system_metrics_cmd`: its script samples the host instead; "": none
         self._cpu_times = psutil.cpu_times()
 
     async def sample_every(self, period_s: float, max_gpus: int | None = None) -> None:
@@ -250,7 +303,14 @@ class SystemMetrics:
             give_up()
 
     def sample(self, max_gpus: int | None = None) -> None:
-        """Take one sample. Blocks while the GPUs are sampled."""
+        """Take one sample. Blocks while the GPUs are sampled, or the operator's script runs."""
+        if self.command:
+            for name, labels, value in sample_by_script(self.command):
+                try:
+                    self._server.bind(name, *labels)(value)
+                except ValueError as err:  # other labels than those declared in the metrics configuration
+                    logger.warning("system_metrics_cmd: %s of %s: %s", name, ", ".join(labels), err)
+            return
         memory = psutil.virtual_memory()
         disk = psutil.disk_usage("/")
         values = {

@@ -119,6 +119,7 @@ class LoadSpec:
     handler_installed: bool = False  # the operator chose `handler`: it may be an installed module
     pinned: bool = False  # batches are sent to an executor by its id (state lives in the handler)
     shares_weights: bool = False  # executors are lanes of one process, over one copy of the weights
+    at_once: int = 1  # runs inside an executor at the same time, each of one request (`asyncCommunication`)
     sandbox: Sandbox | None = None  # to be entered before the load; None: none, or it is entered already
     ranks: int = 1  # processes of a worker (`ranks.py`)
     devices: int = 1  # GPUs of a worker

@@ -6,9 +6,18 @@ and their texts are TorchServe's, because clients compare them.
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import cProfile
+import inspect
 import logging
+import os
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +58,10 @@ from torchere.serving.workers.plain import (
 
 logger = logging.getLogger(__name__)
 
+BENCHMARK = os.environ.get("TS_BENCHMARK", "").lower() == "true"
+PROFILE = "tsPythonProfile.prof"
+_profiling = threading.Lock()  # one profiler at a time, from Python 3.12 on
+_profiler: cProfile.Profile | None = None
 SERVER_VERSION = "0.12.0"  # handlers read it as `server_version`: the TorchServe contract's version
 _WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third
 PartialSink = Callable[[int, InferResponse], object]
@@ -202,7 +215,11 @@ class HandlerHost:
         started = time.perf_counter()
         failure: ServingError | None = None
         try:
-            answers = self._loaded()(rows, self._context)
+            if BENCHMARK:
+                with profiled():
+                    answers = self._loaded()(rows, self._context)
+            else:
+                answers = self._loaded()(rows, self._context)
             handler_s = time.perf_counter() - started
             outcomes = self._outcomes(answers, processors)
         except BaseException as err:
@@ -210,13 +227,53 @@ class HandlerHost:
             failure = self._failure(err, requests)
         if failure is not None:  # not in the except block: the exception would keep GPU tensors alive
             outcomes = [failure] * len(requests)
-            if isinstance(failure, ExecutorDied):
-                self.end_cause = failure.detail
-            elif not gpu_is_usable(self._gpu_id, isinstance(failure, OutOfResources)):
-                self.end_cause = "it lost its GPU"
+            self._end_if_lost(failure)
         self._context.end_batch()
         metrics = tuple(self._metrics.drain())
         return BatchReport(outcomes, handler_s, metrics, self._context.stages_s, now_s)
+
+    async def run_beside(
+        self, request: InferRequest, send_partial: PartialSink, is_unwanted: Callable[[], bool]
+    ) -> BatchReport:
+        """Run one request beside others, on `loop`, with its own copy of the context; this does not raise."""
+        now_s = time.monotonic()
+        (refusal,) = _left_out([request], (), now_s)
+        row = row_of(request, self._spec.decode_input, "own")
+        if refusal is not None or isinstance(row, InvalidRequest):
+            return BatchReport([refusal or row], began_s=now_s)  # type: ignore[list-item]  # one of them is it
+        context = copy.deepcopy(self._context)
+        context.metrics, context.is_unwanted = self._metrics.beside(), is_unwanted
+        processors = [RequestProcessor(request.request_id, headers_of(request))]
+        context.begin_batch(processors, _parts_of(processors, send_partial))
+        started = time.perf_counter()
+        failure: ServingError | None = None
+        try:
+            answers = self._loaded().begin([row], context)
+            if inspect.isawaitable(answers):
+                answers = await answers
+            outcomes = self._outcomes(answers, processors)
+        except asyncio.CancelledError as err:
+            failure = Cancelled() if is_unwanted() else HandlerFailed(detail=line_of(err))
+        except BaseException as err:
+            failure = self._failure(err, [request])
+        handler_s = time.perf_counter() - started
+        if failure is not None:  # not in the except block, as in `_run`
+            outcomes = [failure]
+            self._end_if_lost(failure)
+        context.end_batch()
+        return BatchReport(outcomes, handler_s, tuple(self._metrics.drain()), context.stages_s, now_s)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the handler's coroutines."""
+        return self._loaded().loop
+
+    def _end_if_lost(self, failure: ServingError) -> None:
+        """Set `end_cause` if the process can't go on after this failure."""
+        if isinstance(failure, ExecutorDied):
+            self.end_cause = failure.detail
+        elif not gpu_is_usable(self._gpu_id, isinstance(failure, OutOfResources)):
+            self.end_cause = "it lost its GPU"
 
     def _loaded(self) -> EntryPoint:
         if self._entry_point is None:
@@ -282,6 +339,36 @@ class HandlerHost:
     def _load_failed(self, detail: str, err: BaseException) -> LoadFailed:
         spec = self._spec
         return LoadFailed.of(spec.model_name, spec.model_version, detail, lacks_memory(err))
+
+
+@contextmanager
+def profiled() -> Iterator[None]:
+    """Profile the block and write the sums of all blocks, as TorchServe's worker does with `TS_BENCHMARK`.
+
+    The file is `PROFILE` in the temporary folder; it is of the worker that wrote last. Of blocks that overlap
+    in threads of one process, one is profiled.
+    """
+    global _profiler  # noqa: PLW0603 - one for each process
+    if not _profiling.acquire(blocking=False):
+        yield
+        return
+    try:
+        _profiler = _profiler or cProfile.Profile()
+        with suppress(ValueError):  # the handler has a profiler of its own
+            _profiler.enable()
+        try:
+            yield
+        finally:
+            _profiler.disable()
+            file = Path(tempfile.gettempdir(), PROFILE)
+            part = file.with_suffix(f".{os.getpid()}")
+            try:
+                _profiler.dump_stats(part)
+                part.replace(file)
+            except OSError as err:
+                logger.warning("TS_BENCHMARK: %s can't be written: %s", file, err.strerror)
+    finally:
+        _profiling.release()
 
 
 def _left_out(

@@ -13,6 +13,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from torchere.serving.config.server_settings import SequenceHeaders, ServerSettings
 from torchere.serving.workers import lanes
 from torchere.serving.workers.fork_client import ForkServer, Spawned, spawn
 from torchere.serving.workers.lanes import LanePage
@@ -182,11 +183,29 @@ class ForkLauncher:
             await asyncio.to_thread(self._spawned.end)
 
 
-def worker_environment(hidden: str | None = None) -> dict[str, str]:
-    """Return the server's environment without the variables whose whole name matches the regex `hidden`."""
+def worker_environment(hidden: str | None = None, settings: ServerSettings | None = None) -> dict[str, str]:
+    """Return the server's environment without the variables whose whole name matches the regex `hidden`.
+
+    With `settings` it has the variables that TorchServe gives its workers, for handlers that read them.
+    """
     kept = {name: value for name, value in os.environ.items() if not (hidden and re.fullmatch(hidden, name))}
+    given = _of_torchserve(settings, kept) if settings is not None else {}
     # The folder the server was started in must not shadow modules of torchere or torch (Python 3.11 on).
-    return {**kept, "PYTHONSAFEPATH": "1"}
+    return {**kept, **given, "PYTHONSAFEPATH": "1"}
+
+
+def _of_torchserve(settings: ServerSettings, kept: Mapping[str, str]) -> dict[str, str]:
+    switches = {
+        "TS_DECODE_INPUT_REQUEST": settings.decode_input,
+        "TS_IPEX_ENABLE": settings.ipex_enabled,
+        "TS_IPEX_GPU_ENABLE": settings.ipex_gpu_enabled,
+    }
+    given = {name: str(value).lower() for name, value in switches.items()}
+    for which in ("id", "start", "end"):  # read by `Context`; TorchServe wants them set beside its own keys
+        name, header = f"TS_REQUEST_SEQUENCE_{which.upper()}", getattr(settings.sequence_headers, which)
+        if header != getattr(SequenceHeaders(), which) and name not in kept:
+            given[name] = header
+    return given
 
 
 async def _launched(

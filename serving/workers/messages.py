@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -289,6 +290,16 @@ def load_of(spec: LoadSpec, gpu_ids: tuple[int | None, ...], log_token: str) -> 
     if not config_file or _survives(spec.model_config):
         return Load(spec, gpu_ids, log_token)
     return Load(replace(spec, model_config={}), gpu_ids, log_token, config_file)
+
+
+def spec_of(message: Load) -> LoadSpec:
+    """Return the spec of a `Load` message, with the model config from its file if it stayed there."""
+    if not message.config_file:
+        return message.spec
+    from torchere.serving.config.bounded_yaml import read_yaml  # noqa: PLC0415 - hardly ever needed
+
+    text = Path(message.spec.archive_dir, message.config_file).read_text(encoding="utf-8")
+    return replace(message.spec, model_config=read_yaml(text))
 
 
 def _survives(values: dict[str, Any]) -> bool:

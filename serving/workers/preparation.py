@@ -24,7 +24,7 @@ def fork_server_ahead(settings: ServerSettings) -> Iterator[Spawned | None]:
     spawned = None
     if settings.load_models or settings.snapshot_models or settings.snapshot_workflows:
         with suppress(OSError):
-            spawned = spawn(worker_environment(settings.env_vars_hidden_from_workers))
+            spawned = spawn(worker_environment(settings.env_vars_hidden_from_workers, settings))
     try:
         yield spawned
     finally:

@@ -24,8 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -36,6 +34,7 @@ from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.process.allocator import keep_freed_memory
 from torchere.serving.process.signals import die_with_parent, leave
 from torchere.serving.types import InferResponse
+from torchere.serving.workers.concurrent_lane import ConcurrentLane
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
 from torchere.serving.workers.host import HandlerHost
@@ -60,6 +59,7 @@ from torchere.serving.workers.messages import (
     encode_report,
     raw_bytes,
     run_with_raw,
+    spec_of,
 )
 from torchere.serving.workers.oom import offer_to_oom_killer
 from torchere.serving.workers.ranks import GroupHost, Host, show_devices
@@ -105,7 +105,7 @@ class Lane:
             while page.is_held(place) and not is_unwanted():
                 time.sleep(HELD_LOOK_S)
             page.mark(self.number, message.run_id, time.monotonic())
-            self._send([encode_frame(Partial(message.run_id, index, part))])
+            self.send([encode_frame(Partial(message.run_id, index, part))])
 
         report = self.host.run(
             message.requests,
@@ -113,9 +113,10 @@ class Lane:
             page.cancelled(place, count),
             is_unwanted,
         )
-        self._send(encode_report(message.run_id, report, self.host.end_cause))
+        self.send(encode_report(message.run_id, report, self.host.end_cause))
 
-    def _send(self, parts: Parts) -> None:
+    def send(self, parts: Parts) -> None:
+        """Send a message to the server; any thread may call it."""
         with self._sending:
             send_all(self.data, parts)
 
@@ -224,10 +225,22 @@ class WorkerMain:
         if self._loaded_spec().shares_weights:
             while self._obey_next():
                 pass
+        elif self._loaded_spec().at_once > 1:
+            lane = self._lanes[0]
+            while not lane.serves:
+                if not self._obey_next():
+                    return
+            assert isinstance(lane.host, HandlerHost)  # of a group of ranks, one run at a time
+            ConcurrentLane(lane, lane.host, self.page, self._control, self._obey_waiting).serve()
         else:
             self._serve_alone()
         if self._group is not None:
             self._group.close()
+
+    def _obey_waiting(self) -> bool:
+        while (goes_on := self._obey_next()) and self._orders.has_more:
+            pass
+        return goes_on
 
     def _serve_alone(self) -> None:
         """Serve as the only lane: handle control messages, and run batches between them."""
@@ -240,11 +253,8 @@ class WorkerMain:
             if not lane.batches.has_more:
                 ready = [descriptor for descriptor, _ in poll.poll()]
                 if control in ready:
-                    if not self._obey_next():
+                    if not self._obey_waiting():
                         return
-                    while self._orders.has_more:
-                        if not self._obey_next():
-                            return
                     continue
             batch = lane.next_batch()
             if batch is None:
@@ -298,7 +308,7 @@ class WorkerMain:
             if self._group is not None:
                 self._group.set_log_level(message)
         elif isinstance(message, Load):
-            self._spec = spec = _whole_spec(message)
+            self._spec = spec = spec_of(message)
             self.page = LanePage(self._page_descriptor, requests_of(spec.batch_size))
             os.close(self._page_descriptor)
             self._take_process(spec, message.log_token)
@@ -435,15 +445,6 @@ class WorkerMain:
         frame = encode_frame(message)
         with self._sending_control:
             self._control.sendall(frame)
-
-
-def _whole_spec(message: Load) -> LoadSpec:
-    if not message.config_file:
-        return message.spec
-    from torchere.serving.config.bounded_yaml import read_yaml  # noqa: PLC0415 - hardly ever needed
-
-    text = Path(message.spec.archive_dir, message.config_file).read_text(encoding="utf-8")
-    return replace(message.spec, model_config=read_yaml(text))
 
 
 def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:

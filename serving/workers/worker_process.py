@@ -229,7 +229,9 @@ class WorkerProcess:
 
     @property
     def idle_lanes(self) -> int:
-        """The number of lanes in service that are idle."""
+        """The number of lanes in service that are idle, or of runs that they take beside others."""
+        if self._spec.at_once > 1:
+            return max(0, self.serving * self._spec.at_once - len(self.inside))
         idle = 0
         for at in range(self.serving):  # read for every request: a generator is slower
             idle += not self._lanes[at].inside
@@ -356,6 +358,7 @@ class WorkerProcess:
             timeout_s,
         )
         self._look_in(timeout_s)
+        run.cancel(0)
         run.fail(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
         self._events.hung()
 
@@ -376,7 +379,9 @@ class WorkerProcess:
         """Return the time of the last progress of each run that a lane has begun."""
         if self._last_signs is not None:
             return self._last_signs
-        return self._launched.page.begun(self._lanes_loaded) if self._launched is not None else {}
+        # A lane that takes several runs at once has the cell of each run's place (`concurrent_lane.py`).
+        cells = self._lanes_loaded if self._spec.at_once == 1 else self._places_used
+        return self._launched.page.begun(cells) if self._launched is not None else {}
 
     def hangs(self) -> bool:
         """Whether no lane works on a run that is still unanswered."""

@@ -148,7 +148,7 @@ def test_every_built_in_name_leads_to_a_class() -> None:
         assert isinstance(getattr(importlib.import_module(module), name), type)
 
 
-@pytest.mark.parametrize("handler", ["vllm_handler", "densenet_handler", "text_handler"])
+@pytest.mark.parametrize("handler", ["vllm_handler", "trt_llm_handler", "text_handler"])
 def test_a_handler_we_do_not_ship_says_why(tmp_path: Path, make_context: Any, handler: str) -> None:
     with pytest.raises(HandlerLoadError, match=f"'{handler}' is not built in here: it "):
         load_entry_point(handler, make_context(tmp_path))

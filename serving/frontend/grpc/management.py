@@ -74,6 +74,7 @@ class ManagementService:
             initial_executors=_said(request.initial_workers),
             response_timeout_s=_said(request.response_timeout),
             startup_timeout_s=_said(request.startup_timeout),
+            s3_sse_kms=request.s3_sse_kms,
             synchronous=request.synchronous,
         )
         return ManagementResponse(msg=wording.registered(await self._controlplane.register(wish)))

@@ -76,6 +76,7 @@ _REGISTER = (
     ("synchronous", "boolean"),
     ("response_timeout", "integer"),
     ("startup_timeout", "integer"),
+    ("s3_sse_kms", "boolean"),
 )
 _CUSTOMIZED = (("customized", "boolean"),)
 _MODEL, _VERSION = "/models/{model_name}", "/models/{model_name}/{model_version}"

@@ -19,7 +19,7 @@ from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.budgets import DecodeQueue
 from torchere.serving.frontend.call_scope import CallScope, current_call
-from torchere.serving.frontend.control import integer, text
+from torchere.serving.frontend.control import flag, integer, text
 from torchere.serving.frontend.description import workflow_page_text, workflow_text
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
@@ -76,6 +76,7 @@ class WorkflowRoutes:
             text(values, "workflow_name"),
             integer(values, "response_timeout"),
             integer(values, "startup_timeout"),
+            flag(values, "s3_sse_kms", default=False),
         )
         name = await self._workflows.register(wanted)
         return status_answer(wording.workflow_registered(name))

@@ -1,5 +1,7 @@
 """Archives from S3: allowed by the bucket's name, signed with the server's keys, fetched as any other."""
 
+import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -132,3 +134,33 @@ def test_a_pattern_has_to_spell_out_the_bucket(pattern: str) -> None:
 def test_what_is_no_bucket_and_key_is_refused(url: str) -> None:
     with pytest.raises(ModelNotFound, match="does not match any allowed URL"):
         allow(url, ("s3://models.*", "s3://.*"))
+
+
+def test_a_url_of_s3_is_signed_where_the_client_asks_for_it(bucket: type[Bucket], folder: Path) -> None:
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/models/team%20a/net.mar"
+    downloader = Downloader((re.escape(url),), max_bytes=1_000_000, timeout_s=20)
+    with pytest.raises(DownloadFailed):
+        downloader.download(url, folder)
+    assert downloader.download(url, folder, signs=True).path.read_bytes() == BODY
+    path, query = bucket.asked[-1].split("?")
+    assert path == "/models/team%20a/net.mar"
+    assert parse_qs(query)["X-Amz-Credential"][0].split("/")[2:4] == ["eu-central-1", "s3"]
+
+
+def test_credentials_open_a_host_that_is_spelt_out_only(bucket: type[Bucket], folder: Path) -> None:
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/models/net.mar"
+    downloader = Downloader((".*",), max_bytes=1_000_000, timeout_s=20)
+    with pytest.raises(DownloadFailed) as caught:
+        downloader.download(url, folder, signs=True)
+    assert caught.value.detail == "s3_sse_kms: no pattern of allowed_urls spells out the host 127.0.0.1"
+    assert not bucket.asked
+
+
+def test_a_signed_download_without_credentials_says_what_is_missing(
+    bucket: type[Bucket], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/models/net.mar"
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    with pytest.raises(DownloadFailed) as caught:
+        Downloader((re.escape(url),), max_bytes=9, timeout_s=20).download(url, folder, signs=True)
+    assert caught.value.detail.startswith("s3_sse_kms: no region; set AWS_DEFAULT_REGION")

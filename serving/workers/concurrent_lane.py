@@ -1,0 +1,140 @@
+"""A lane that runs many requests at once, for handlers with `asyncCommunication`.
+
+Contract: each request is a batch of one with its own copy of the context, and the handler's coroutines run on
+one event loop, in the main thread of the process. The server sends up to `LoadSpec.at_once` runs, and takes
+their reports in any order. Begin marks are in the page's cell of each run's place, as there is one lane only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from torchere.serving.types import InferResponse
+from torchere.serving.workers.frames import FrameReader, Parts
+from torchere.serving.workers.host import HandlerHost
+from torchere.serving.workers.lanes import LanePage
+from torchere.serving.workers.messages import Partial, Run, encode_frame, encode_report
+
+LOOK_S = 0.05  # polling interval of the page: which requests are cancelled, and whose parts are held back
+
+
+class LaneOfProcess(Protocol):
+    """What is used of a `Lane` of `process.py`."""
+
+    data: socket.socket
+    batches: FrameReader
+
+    def next_batch(self) -> Run | None:
+        """Wait for the next run; None: the server is gone."""
+
+    def send(self, parts: Parts) -> None:
+        """Send a message to the server."""
+
+
+class _Running:
+    """One run under way: its task, and the parts of its answer that wait for its client."""
+
+    __slots__ = ("is_cancelled", "place", "run_id", "task", "waiting")
+
+    def __init__(self, message: Run) -> None:
+        self.run_id, self.place = message.run_id, message.place
+        self.task: asyncio.Task[None] | None = None
+        self.waiting: deque[Parts] = deque()
+        self.is_cancelled = False
+
+
+class ConcurrentLane:
+    """Serves the lane until the server is gone, or the handler means to end the process.
+
+    Args:
+        lane: the only lane of the process, loaded and warm.
+        host: the host of its handler.
+        page: the page that it shares with the server.
+        control: the control socket.
+        obey: handles the waiting control messages; returns False when the server is gone.
+    """
+
+    def __init__(
+        self,
+        lane: LaneOfProcess,
+        host: HandlerHost,
+        page: LanePage,
+        control: socket.socket,
+        obey: Callable[[], bool],
+    ) -> None:
+        self._lane, self._host, self._page, self._control, self._obey = lane, host, page, control, obey
+        self._loop = host.loop
+        self._runs: set[_Running] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def serve(self) -> None:
+        """Run the event loop."""
+        self._loop.add_reader(self._lane.data, self._take)
+        self._loop.add_reader(self._control, self._take_order)
+        if self._lane.batches.has_more:
+            self._loop.call_soon(self._take)
+        self._loop.run_forever()
+
+    def _take_order(self) -> None:
+        if not self._obey():
+            self._loop.stop()
+
+    def _take(self) -> None:
+        """Begin the runs that have arrived; the rest of a frame follows its beginning at once."""
+        while True:
+            message = self._lane.next_batch()
+            if message is None:
+                self._loop.stop()
+                return
+            running = _Running(message)
+            running.task = self._loop.create_task(self._run(message, running))
+            self._runs.add(running)
+            if self._timer is None:
+                self._timer = self._loop.call_later(LOOK_S, self._look)
+            if not self._lane.batches.has_more:
+                return
+
+    async def _run(self, message: Run, running: _Running) -> None:
+        def send_part(index: int, part: InferResponse) -> None:
+            self._page.mark(message.place, message.run_id, time.monotonic())
+            running.waiting.append([encode_frame(Partial(message.run_id, index, part))])
+            self._send_waiting(running)
+
+        host = self._host
+        if host.end_cause:  # the server sends it to another worker
+            return
+        self._page.mark(message.place, message.run_id, time.monotonic())
+        try:
+            report = await host.run_beside(message.requests[0], send_part, lambda: running.is_cancelled)
+            while running.waiting and not running.is_cancelled:
+                await asyncio.sleep(LOOK_S)  # `_look` sends them when the client has read the others
+            self._lane.send(encode_report(message.run_id, report, host.end_cause))
+        except OSError:  # the server is gone
+            self._loop.stop()
+        finally:
+            self._runs.discard(running)
+        if host.end_cause:
+            self._loop.stop()
+
+    def _send_waiting(self, running: _Running) -> None:
+        """Send the parts that wait, unless the server holds them back."""
+        while running.waiting and not self._page.is_held(running.place):
+            self._lane.send(running.waiting.popleft())
+
+    def _look(self) -> None:
+        """Cancel the runs whose client has left, and send what was held back."""
+        for running in list(self._runs):
+            if not running.is_cancelled and self._page.all_cancelled(running.place, 1):
+                running.is_cancelled = True
+                if running.task is not None:
+                    running.task.cancel()
+            try:
+                self._send_waiting(running)
+            except OSError:  # the server is gone
+                self._loop.stop()
+        self._timer = self._loop.call_later(LOOK_S, self._look) if self._runs else None

@@ -1,0 +1,106 @@
+"""Tensors of clients for `densenet_handler`: what is read, and what is refused."""
+
+import io
+import os
+import pickle
+import zipfile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchere.handlers.context import RequestProcessor
+from torchere.handlers.densenet import DenseNetHandler, tensor_of_row
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.resolve import built_in_class
+
+
+def saved(value: Any, **options: Any) -> bytearray:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return bytearray(file.getvalue())
+
+
+def as_npy(array: Any) -> bytearray:
+    file = io.BytesIO()
+    np.save(file, array)
+    return bytearray(file.getvalue())
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("never",)
+
+
+def deflated(archive: bytearray) -> bytearray:
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return bytearray(file.getvalue())
+
+
+@pytest.mark.parametrize(
+    "value", [saved(torch.ones(2, 3)), as_npy(np.ones((2, 3), "f4")), [[1.0] * 3] * 2, torch.ones(2, 3)]
+)
+def test_a_tensor_is_read_from_each_form(value: Any) -> None:
+    assert torch.equal(tensor_of_row({"data": value}), torch.ones(2, 3))
+    assert torch.equal(tensor_of_row({"body": value}), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        saved(Runs()),
+        bytearray(pickle.dumps(Runs())),
+        saved(torch.ones(2), _use_new_zipfile_serialization=False),
+        saved({"a": torch.ones(2)}),
+        saved(torch.ones(1).expand(10**6)),
+        deflated(saved(torch.zeros(10**5))),
+        saved(torch.ones(2))[:-30],
+        saved(torch.ones(2).to_sparse()),
+        as_npy(np.array(["a"])),
+        [1.0, "a"],
+        {"a": 1},
+        "text",
+        None,
+    ],
+    ids=range(13),
+)
+def test_another_value_is_refused_and_not_run(value: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PredictionException) as refused:
+        tensor_of_row({"body": value})
+    assert refused.value.error_code == 400
+    assert not list(tmp_path.iterdir())
+
+
+class Context:
+    model_yaml_config = None
+    metrics = None
+    stages_s = (0.0, 0.0, 0.0)
+
+    def __init__(self, count: int) -> None:
+        self.requests = [RequestProcessor(str(number), {}) for number in range(count)]
+
+    def get_request_header(self, index: int, name: str) -> Any:
+        return self.requests[index].get_request_property(name)
+
+    def set_response_status(self, status: int, idx: int) -> None:
+        self.requests[idx].report_status(status)
+
+
+def test_each_request_of_a_batch_gets_its_row_whatever_the_others_are() -> None:
+    handler = built_in_class("densenet_handler")()
+    assert isinstance(handler, DenseNetHandler)
+    handler.model, handler.device = (lambda rows: rows * 2), torch.device("cpu")
+    context = Context(4)
+    rows = [{"body": [1.0]}, {"body": "no"}, {"body": [[3.0, 4.0]]}, {"body": [2.0]}]
+    answers = handler.handle(rows, context)
+    assert [answers[0].tolist(), answers[2].tolist(), answers[3].tolist()] == [
+        [[2.0]],
+        [[[6.0, 8.0]]],
+        [[4.0]],
+    ]
+    assert answers[1]["code"] == context.requests[1].status_code == 400
