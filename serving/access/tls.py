@@ -22,6 +22,14 @@ HANDSHAKE_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
+# Python's own list, which begins with @SECLEVEL=2.
+_LEVEL_1 = "@SECLEVEL=1:ECDH+AESGCM:ECDH+CHACHA20:ECDH+AES:DHE+AES:!aNULL:!eNULL:!aDSS:!SHA1:!AESCCM"
+_TOO_SMALL = ("EE_KEY_TOO_SMALL", "CA_KEY_TOO_SMALL", "CA_MD_TOO_WEAK")
+_LARGER = (
+    "its key or digest is too weak for OpenSSL: make a larger one (openssl req -x509 -nodes -newkey rsa:2048 "
+    "-keyout KEY -out CERTIFICATE), or start as `torchserve`, which takes RSA keys of 1024 bits"
+)
+
 
 class CertificateUnusable(ServingError):
     """The PEM files are unreadable, or are not a certificate chain and its private key."""
@@ -34,6 +42,7 @@ class TlsFiles:
     certificate: Path
     private_key: Path
     client_ca: Path | None = None  # None: clients are not asked for a certificate
+    small_keys: bool = False  # take a key that is too small for OpenSSL's level 2, with a warning
 
     @property
     def all(self) -> tuple[Path, ...]:
@@ -89,7 +98,12 @@ def certificates_of(settings: ServerSettings) -> Certificates | None:
     if settings.certificate_file is None or settings.private_key_file is None:
         return None
     return Certificates(
-        TlsFiles(settings.certificate_file, settings.private_key_file, settings.client_ca_file)
+        TlsFiles(
+            settings.certificate_file,
+            settings.private_key_file,
+            settings.client_ca_file,
+            settings.small_tls_keys,
+        )
     )
 
 
@@ -118,14 +132,16 @@ def read_pair(files: TlsFiles) -> KeyPair:
             contents.
     """
     try:
-        pair = KeyPair(_context(files), _context(files), _expires_at_s(files))
+        pair = _loaded(files)
         for context in (pair.context, pair.http2_context):
             _ask_for_certificates(context, files.client_ca)
     except (OSError, ValueError) as err:  # SSLError is an OSError
+        expected = (
+            _LARGER if _is_small(err) else "expected a PEM chain and its PEM key, without a pass phrase"
+        )
         raise CertificateUnusable(
             "The TLS certificate can't be used.",
-            f"{files.certificate} and {files.private_key}: {_said(err)}; expected a PEM chain and its PEM "
-            "key, without a pass phrase.",
+            f"{files.certificate} and {files.private_key}: {_said(err)}; {expected}.",
         ) from err
     pair.http2_context.set_alpn_protocols(["h2"])
     return pair
@@ -145,8 +161,24 @@ def _said(err: Exception) -> str:
     return said.partition(" (_ssl.c")[0]
 
 
-def _context(files: TlsFiles) -> ssl.SSLContext:
+def _is_small(err: Exception) -> bool:
+    return getattr(err, "reason", None) in _TOO_SMALL
+
+
+def _loaded(files: TlsFiles) -> KeyPair:
+    try:
+        return KeyPair(_context(files), _context(files), _expires_at_s(files))
+    except ssl.SSLError as err:
+        if not (files.small_keys and _is_small(err)):
+            raise
+        logger.warning("%s: %s; it is used, as in TorchServe, but %s", files.certificate, _said(err), _LARGER)
+        return KeyPair(_context(files, _LEVEL_1), _context(files, _LEVEL_1), _expires_at_s(files))
+
+
+def _context(files: TlsFiles, ciphers: str = "") -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if ciphers:
+        context.set_ciphers(ciphers)
     context.load_cert_chain(files.certificate, files.private_key, password=_no_pass_phrase)
     return context
 

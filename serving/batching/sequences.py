@@ -13,6 +13,8 @@ from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import SequenceSettings
 from torchere.serving.errors import QueueFull
 
+MOST_FORMER = 10_000  # expired sequences whose executor is remembered
+
 
 class Sequence:
     """One sequence: its executor, its waiting requests, and its last activity (monotonic seconds)."""
@@ -39,6 +41,8 @@ class SequenceTable:
         self._settings = settings
         self._refusal = refusal
         self._sequences: dict[str, Sequence] = {}
+        # Executors of expired sequences, the latest last: a handler may hold the state of one that goes on.
+        self._former: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -58,7 +62,7 @@ class SequenceTable:
         if sequence is None:
             if len(self._sequences) >= self._settings.max_sequences:
                 raise QueueFull(self._refusal)
-            sequence = self._sequences[name] = Sequence(name, None, now_s)
+            sequence = self._sequences[name] = Sequence(name, self._former.pop(name, None), now_s)
         if len(sequence.waiting) >= self._settings.max_queue_size:
             raise QueueFull(self._refusal)
         sequence.waiting.append(request)
@@ -111,8 +115,13 @@ class SequenceTable:
 
     def expire(self, now_s: float) -> list[Request]:
         """End the expired sequences; return their waiting requests."""
-        over = [s.name for s in self._sequences.values() if s.expires_s(self._settings) <= now_s]
-        return self.end(over)
+        over = [s for s in self._sequences.values() if s.expires_s(self._settings) <= now_s]
+        for sequence in over:
+            if sequence.executor_id is not None:
+                self._former[sequence.name] = sequence.executor_id
+        while len(self._former) > MOST_FORMER:
+            del self._former[next(iter(self._former))]
+        return self.end(sequence.name for sequence in over)
 
     def next_expiry_s(self) -> float:
         """Return when the next sequence expires; infinity if no sequence is open."""

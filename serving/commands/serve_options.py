@@ -132,8 +132,9 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     configuration = configure(entries, environ, _overrides(options))
     settings = configuration.checked(str(path or "configuration"))
     is_set = any(key == "metrics_mode" for key, _ in configuration.effective)
-    if getattr(options, "old_defaults", False) and not is_set:
-        settings = replace(settings, metrics_mode="log")
+    if getattr(options, "old_defaults", False):
+        settings = replace(settings, small_tls_keys=True)
+        settings = settings if is_set else replace(settings, metrics_mode="log")
     _require_stores(settings.model_store, options.workflow_store)
     logs = log_directory(environ)
     snapshots = (

@@ -263,6 +263,7 @@ class ServerSettings:
     grpc_management_max_connection_age_grace_ms: int | None = None
     certificate_file: Path | None = None  # PEM, including the chain; for every TLS listener
     private_key_file: Path | None = None  # PEM, without pass phrase; both files are reloaded when they change
+    small_tls_keys: bool = False  # take keys that OpenSSL's level 2 refuses (RSA of 1024 bits), as Java does
     cors_allowed_origin: str = ""  # these three are sent verbatim in every REST response; "": no header
     cors_allowed_methods: str = ""
     cors_allowed_headers: str = ""

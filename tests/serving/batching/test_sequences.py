@@ -104,3 +104,19 @@ def test_sequences_of_a_lost_executor_go_on_elsewhere() -> None:
     assert sequences.heads(2, 1) == []
     sequences.keep_on([2])
     assert [s.name for s in sequences.heads(2, 1)] == ["s"]
+
+
+def test_an_expired_sequence_goes_on_where_its_state_may_be_and_an_ended_one_anywhere() -> None:
+    sequences = table()
+    for name, executor_id in (("idle", 9000), ("ended", 9001)):
+        sequences.add(name, waiting(name), 0.0)
+        (sequence,) = sequences.heads(executor_id, 4)
+        sequences.done(name, sequences.take(sequence, executor_id), 0.0)
+    sequences.end(["ended"])
+    sequences.expire(10.0)
+    assert len(sequences) == 0
+    for name in ("idle", "ended"):
+        sequences.add(name, waiting(name), 11.0)
+    assert [sequence.name for sequence in sequences.heads(9001, 4)] == ["ended"]
+    sequences.keep_on([9001])  # its executor is gone, and the state with it
+    assert [sequence.name for sequence in sequences.heads(9001, 4)] == ["idle", "ended"]

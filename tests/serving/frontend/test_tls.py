@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2
 
@@ -35,10 +35,13 @@ NEVER_ENDS = datetime.datetime(2100, 1, 1)
 
 
 def make_pair(
-    name: str, pass_phrase: bytes | None = None, until: datetime.datetime = NEVER_ENDS
+    name: str,
+    pass_phrase: bytes | None = None,
+    until: datetime.datetime = NEVER_ENDS,
+    rsa_bits: int = 0,
 ) -> tuple[bytes, bytes]:
     """A self-signed certificate for `localhost` with that organisation, and its key, in PEM."""
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = rsa.generate_private_key(65537, rsa_bits) if rsa_bits else ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, name)])
     made = (
         x509.CertificateBuilder()
@@ -321,3 +324,25 @@ def test_a_client_without_tls_gets_no_answer(planes, files):
             return said
 
     assert b"HTTP/" not in asyncio.run(main())
+
+
+def test_a_key_of_1024_bits_is_refused_with_what_to_do_and_taken_under_the_old_name(planes, files, caplog):
+    write(files, *make_pair("small", rsa_bits=1024))
+    with pytest.raises(CertificateUnusable) as refused:
+        Certificates(files)
+    assert "openssl req -x509 -nodes -newkey rsa:2048" in refused.value.detail
+    certificates = Certificates(dataclasses.replace(files, small_keys=True))
+    assert "it is used, as in TorchServe" in caplog.text
+
+    async def main():
+        async with rest_server(planes, certificates) as address:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.set_ciphers("DEFAULT:@SECLEVEL=1")
+            reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
+            client = RestClient(reader, writer)
+            assert client.organisation == "small"
+            assert await client.ask() == b"HTTP/1.1 200 OK"
+            writer.close()
+
+    uvloop.run(main()) if hasattr(uvloop, "run") else asyncio.run(main())
