@@ -116,8 +116,10 @@ def configure(
             outcome.findings.append(given.finding(level, f"not used: {winner.source} counts"))
     for given in winners.values():
         _take(given, outcome)
-    outcome.findings += _contradictions(outcome.values)
-    settings = _build(outcome.values)
+    models = winners.get("load_models")
+    beside = models is not None and models.source == COMMAND_LINE  # of a snapshot
+    outcome.findings += _contradictions(outcome.values, beside)
+    settings = _build(outcome.values, beside)
     outcome.findings += [*_open_management(settings), *_shut_out(settings)]
     findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
@@ -220,10 +222,12 @@ def _unreadable(given: _Given, err: ValueError) -> Finding:
     return given.finding("error", message)
 
 
-def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
+def _contradictions(values: Mapping[str, Any], beside: bool) -> Iterator[Finding]:
     """Yield findings on keys that require or exclude each other."""
     if "snapshot_models" in values and values.get("load_models"):
         message = "not used: model_snapshot is there, and lists the models to load"
+        if beside:
+            message = "loaded after the models of model_snapshot, unless it holds them (--ncs: these alone)"
         yield Finding("warning", "configuration", "load_models", _shown_value(values["load_models"]), message)
     yield from _about_keys(values)
     yield from _about_signing(values)
@@ -314,16 +318,21 @@ def _open_management(settings: ServerSettings) -> Iterator[Finding]:
 _REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")
 
 
-def _build(values: Mapping[str, Any]) -> ServerSettings:
-    """Return the default settings with these values; a name with a dot is a nested field."""
+def _build(values: Mapping[str, Any], beside: bool) -> ServerSettings:
+    """Return the default settings with these values; a name with a dot is a nested field.
+
+    `beside`: the command line names models, so they are loaded beside those of a snapshot. The models that it
+    lacks because their archives were never there are left out: a name that was mistyped once does not stay.
+    """
     settings = ServerSettings()
     fields = dict(values)
     if fields.pop(METRICS_API, True) is False:
         fields["metrics_address"] = None
     if "snapshot_models" in fields:
-        fields["load_models"] = ()
+        fields["load_models"] = fields.get("load_models", ()) if beside else ()
         entries = fields["snapshot_models"]
-        fields["snapshot_models"] = tuple(each for each in entries if isinstance(each, SnapshotModel))
+        models = (each for each in entries if isinstance(each, SnapshotModel))
+        fields["snapshot_models"] = tuple(each for each in models if each.version or not beside)
         fields["snapshot_workflows"] = tuple(each for each in entries if isinstance(each, SnapshotWorkflow))
     for name in [name for name in fields if "." in name]:
         outer, inner = name.split(".")

@@ -40,7 +40,8 @@ def startup_models(
 
     Items of `load_models` are `[name=]file`; the single item `all` means every name in the model store, as
     returned by `stored`. Models of a snapshot keep the settings they had; a model that was never served is
-    treated like an item. `gpus` is the number of GPUs.
+    treated like an item. They come first, so that an item that is one of them is registered already.
+    `gpus` is the number of GPUs.
     """
     items = list(server.load_models)
     of_all = [item.lower() for item in items] == ["all"]
@@ -49,7 +50,7 @@ def startup_models(
     executors = Asked(executors=server.startup_executors(gpus, available_cores()), executors_by_default=True)
     wanted = [_from_item(item, executors, of_all) for item in items]
     restored = _still_meant(server.snapshot_models, stored)
-    return wanted + [_from_snapshot(model, executors) for model in restored]
+    return [*(_from_snapshot(model, executors) for model in restored), *wanted]
 
 
 def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], bool]) -> None:

@@ -291,7 +291,10 @@ class Registry:
             try:
                 await self.register(wanted)
             except ServingError as err:
-                if not isinstance(err, Conflict):  # on a conflict the model is registered already
+                is_there = isinstance(err, Conflict)
+                if is_there and self._server.snapshot_models:  # restored, with the settings that it had
+                    continue
+                if not is_there:
                     self._missing.add(wanted)
                 logger.error("Failed to load model: %s: %s", wanted.url, err.detail or err.message)
         for model in self._server.snapshot_models:

@@ -176,6 +176,20 @@ def test_of_duplicate_lines_the_last_counts_and_the_first_is_a_warning() -> None
     assert warnings(text) == ["line 1: job_queue_size: not used: line 2 counts"]
 
 
+def test_models_of_the_command_line_are_loaded_beside_a_snapshot_that_forgets_mistyped_ones() -> None:
+    missing = '"torchere": {"missing": [{"marName": "typo.mar"}]}'
+    text = SNAPSHOT.replace('{"models"', "{" + missing + ', "models"')
+    assert missing in text
+    entries = parse_properties(text)
+    configuration = configure(entries, {}, {"load_models": "b.mar"})
+    assert configuration.settings.load_models == ("b.mar",)
+    assert "typo.mar" not in [model.archive for model in configuration.settings.snapshot_models]
+    assert configuration.settings.snapshot_models
+    (warning,) = configuration.of_level("warning")
+    assert warning.message.startswith("loaded after the models of model_snapshot")
+    assert "typo.mar" in [model.archive for model in configure(entries).settings.snapshot_models]
+
+
 def test_load_models_gives_way_to_a_snapshot_with_a_warning() -> None:
     text = f"load_models=a.mar\n{SNAPSHOT}"
     assert settings(text).load_models == ()

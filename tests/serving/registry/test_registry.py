@@ -454,3 +454,22 @@ def test_a_download_stays_as_long_as_a_version_was_registered_from_it(tmp_path: 
             assert not (tmp_path / "store" / "fetched.mar").exists()
 
     asyncio.run(main())
+
+
+def test_models_of_the_command_line_join_those_of_a_snapshot_which_keep_their_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = {"minWorkers": 0, "maxWorkers": 0, "batchSize": 7, "maxBatchDelay": 100}
+    models = (SnapshotModel("m", "1.0", "m.mar", True, entry),)
+
+    async def main() -> None:
+        items = ("m.mar", "n=m.mar", "typo.mar")
+        async with registry_of(tmp_path, load_models=items, snapshot_models=models) as registry:
+            await registry.load_at_startup(await registry.wanted_at_startup())
+            sizes = {str(each.key): each.settings.batch.max_batch_size for each in registry.versions()}
+            assert sizes == {"m:1.0": 7, "n:1.0": 1}
+
+    asyncio.run(main())
+    assert [line.split(":")[1].strip() for line in caplog.messages if "Failed to load" in line] == [
+        "typo.mar"
+    ]
