@@ -28,19 +28,20 @@ class RequestProcessor:
     """One request of a batch as the handler sees it, with the status and headers of its response.
 
     Args:
+        request_header: the client's headers in the client's spelling; looked up with exact case. Each value
+            of the request has an entry here too, from its name to `{"content-type": its type}`, as in
+            TorchServe.
         request_id: the id the client sees as `x-request-id`.
-        headers: the client's headers in the client's spelling; looked up with exact case. Each value of the
-            request has an entry here too, from its name to `{"content-type": its type}`, as in TorchServe.
     """
 
     __slots__ = ("_request_header", "reason_phrase", "request_id", "response_headers", "status_code")
 
-    def __init__(self, request_id: str, headers: Mapping[str, Any]) -> None:
+    def __init__(self, request_header: Mapping[str, Any], request_id: str = "") -> None:
         self.request_id = request_id
         self.status_code = 200
         self.reason_phrase: str | None = None
         self.response_headers: dict[str, str] = {}
-        self._request_header = headers  # TorchServe's name, which handlers access directly
+        self._request_header = request_header  # TorchServe's name, which handlers access directly
 
     def get_request_property(self, key: str) -> str | None:
         """Return the request header of exactly that name, or None."""
@@ -96,31 +97,31 @@ class Context:
 
     An executor makes one context, gives it to `initialize`, and calls `begin_batch` before every call of the
     handler. Not thread-safe across batches: one batch at a time. Threads a handler starts itself may read it
-    while their batch runs.
+    while their batch runs. The constructor's arguments are TorchServe's, for scripts and tests of handlers.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # TorchServe's signature
         self,
-        *,
         model_name: str,
         model_dir: str,
         manifest: dict[str, Any] | None,
-        gpu_id: int | None,
-        batch_size: int,
-        server_version: str,
+        batch_size: int | None,
+        gpu: int | None,
+        mms_version: str,
         limit_max_image_pixels: bool = True,
-        model_yaml_config: dict[str, Any] | None = None,
         metrics: MetricsCache | None = None,
+        model_yaml_config: dict[str, Any] | None = None,
+        *,
         shared_models: SharedModels | None = None,
     ) -> None:
         self.model_name = model_name
         self.manifest = manifest
         self.system_properties: dict[str, Any] = {
             "model_dir": model_dir,
-            "gpu_id": gpu_id,
+            "gpu_id": gpu,
             "batch_size": batch_size,
             "server_name": "MMS",  # the name TorchServe always gave, from the server it was forked from
-            "server_version": server_version,
+            "server_version": mms_version,
             "limit_max_image_pixels": limit_max_image_pixels,
         }
         self.model_yaml_config: dict[str, Any] = model_yaml_config if model_yaml_config is not None else {}
@@ -150,6 +151,10 @@ class Context:
     @property
     def _request_processor(self) -> Sequence[RequestProcessor] | None:
         return self.request_processor
+
+    @_request_processor.setter
+    def _request_processor(self, requests: Sequence[RequestProcessor] | None) -> None:
+        self.request_processor = requests
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
         """Return a copy for a nested handler, which may change the model's facts in its copy.

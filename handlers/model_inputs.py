@@ -67,9 +67,9 @@ def _configured(handler: str, cls: type, config: Mapping[str, Any]) -> Any:
         model_name="",
         model_dir="",
         manifest=None,
-        gpu_id=None,
+        gpu=None,
         batch_size=1,
-        server_version=__version__,
+        mms_version=__version__,
         model_yaml_config=dict(config),
     )
     try:

@@ -192,9 +192,9 @@ def _served(archive: Path, folder: Path) -> TensorHandler:
             model_name="net",
             model_dir=str(root),
             manifest=json.loads(opened.manifest.dump()),
-            gpu_id=None,
+            gpu=None,
             batch_size=1,
-            server_version="0.12.0",
+            mms_version="0.12.0",
             metrics=MetricsCache("net"),
             model_yaml_config=config_of(opened).raw,
         )
@@ -233,7 +233,7 @@ def _requests_off(entry: Entry, eager: Any, handler: TensorHandler, generator: t
     sent = [entry.draw(1, 0, generator) for _ in range(3)]
     context = handler.context
     assert context is not None
-    context.begin_batch([RequestProcessor(str(at), {}) for at in range(len(sent))], lambda _at, _chunk: None)
+    context.begin_batch([RequestProcessor({}, str(at)) for at in range(len(sent))], lambda _at, _chunk: None)
     bodies = [{name: tensor[0].tolist() for name, tensor in inputs.items()} for inputs in sent]
     answers = handler.handle([{"body": body} for body in bodies], context)
     off = 0.0

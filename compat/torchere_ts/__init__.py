@@ -10,12 +10,20 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 _ORIGIN = "torchere_ts"
 # TorchServe's modules that make sense outside a worker only: where their names are defined.
 OUTSIDE: dict[str, str] = {
     "ts.launcher": "torchere_ts.launcher",
+    "ts.llm_launcher": "torchere_ts.llm_launcher",
+    "ts.model_loader": "torchere_ts.loader",
+    "ts.model_server": "torchere_ts.launcher",
+    "ts.service": "torchere_ts.loader",
+    "ts.metrics.system_metrics": "torchere_ts.system_metrics",
+    "ts.metrics.process_memory_metric": "torchere_ts.system_metrics",
+    "ts.metrics.metric_collector": "torchere_ts.system_metrics",
+    "ts.utils.hf_utils": "torchere_ts.llm_launcher",
     "model_archiver": "torchere_ts.archiver",
     "model_archiver.model_archiver": "torchere_ts.archiver",
     "model_archiver.model_archiver_config": "torchere_ts.archiver",
@@ -54,6 +62,10 @@ def _is_ours(root: str) -> bool:
 
 class _Loader(Loader):
     """Fills a module with the public names of the module that defines them."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code for `python -m`: it calls the function `main` of the module."""
+        return compile(f"from {OUTSIDE[fullname]} import main\nmain()\n", f"<{fullname}>", "exec")
 
     def exec_module(self, module: ModuleType) -> None:
         source = importlib.import_module(OUTSIDE[module.__name__])

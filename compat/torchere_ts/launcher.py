@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
 from queue import Full, Queue
 from typing import IO, Any
 
-__all__ = ["register_model", "register_model_with_params", "start", "stop"]
+__all__ = ["main", "register_model", "register_model_with_params", "start", "stop"]
 
 STARTED = "Model server started"
 _HELD_LINES = 1000  # of output that no caller reads; later lines are dropped, as by TorchServe
@@ -73,6 +74,11 @@ def _follow(output: IO[str], lines: Queue[str | None]) -> None:
     if lines.full():
         lines.get_nowait()
     lines.put(None)
+
+
+def main() -> None:
+    """Run `torchserve` with the arguments of this process: `python -m ts.model_server`."""
+    sys.exit(subprocess.run(["torchserve", *sys.argv[1:]], check=False).returncode)
 
 
 def register_model_with_params(params: Any) -> Any:

@@ -23,7 +23,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts": ("ts_compat.alias:__version__",),
     "ts.version": ("ts_compat.alias:__version__",),
     "ts.context": ("context:Context", "context:RequestProcessor"),
-    "ts.service": ("ts_compat.legacy:emit_metrics",),
+    "ts.service": (
+        "ts_compat.legacy:emit_metrics",
+        "ts_compat.legacy:PREDICTION_METRIC",
+        "errors:PredictionException",
+    ),
     "ts.torch_handler": (),
     "ts.torch_handler.base_handler": (
         "base",
@@ -51,6 +55,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.torch_handler.unit_tests": (),
     "ts.torch_handler.unit_tests.test_utils": (),
     "ts.torch_handler.unit_tests.test_utils.mock_context": ("ts_compat.legacy:MockContext",),
+    "ts.torch_handler.unit_tests.test_utils.model_dir": (
+        "ts_compat.utilities:copy_files",
+        "ts_compat.utilities:download_model",
+    ),
     "ts.torch_handler.request_envelope": (),
     "ts.torch_handler.request_envelope.base": ("envelopes:BaseEnvelope",),
     "ts.torch_handler.request_envelope.body": ("envelopes:BodyEnvelope",),
@@ -93,13 +101,17 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.metrics.metric": ("ts_compat.legacy:Metric",),
     "ts.metrics.metrics_store": ("ts_compat.legacy:MetricsStore",),
     "ts.metrics.caching_metric": ("metrics:CachingMetric",),
-    "ts.metrics.metric_cache_yaml_impl": ("metrics:MetricsCache=MetricsCacheYamlImpl",),
+    "ts.metrics.metric_abstract": ("metrics:CachingMetric=MetricAbstract",),
+    "ts.metrics.metric_encoder": ("ts_compat.legacy:MetricEncoder",),
+    "ts.metrics.metric_cache_abstract": ("metrics:MetricsCache=MetricCacheAbstract",),
+    "ts.metrics.metric_cache_yaml_impl": ("ts_compat.legacy:MetricsCacheYamlImpl",),
     "ts.metrics.metric_cache_errors": (
         "errors:MetricsCacheTypeError",
         "errors:MetricsCacheKeyError",
         "errors:MetricsCacheValueError",
         "errors:MetricsCachePyYamlError",
         "errors:MetricsCacheIOError",
+        "errors:MetricsCacheError=GeneralMetricsCacheError",
     ),
 }
 

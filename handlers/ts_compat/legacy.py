@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +13,17 @@ from typing import Any
 
 import torch
 
+from torchere.handlers.errors import (
+    MetricsCacheIOError,
+    MetricsCacheKeyError,
+    MetricsCachePyYamlError,
+    MetricsCacheTypeError,
+    MetricsCacheValueError,
+)
 from torchere.handlers.metric_types import Dimension, MetricSample, MetricTypes, Units
 from torchere.handlers.metrics import MetricsCache, current_metrics
+
+PREDICTION_METRIC = "PredictionTime"
 
 
 class Metric:
@@ -46,6 +58,13 @@ class Metric:
         """Replace the value, or add to it when the metric is a counter."""
         self.value = self.value + float(value) if self.metric_method == "counter" else float(value)
 
+    def __str__(self) -> str:
+        """Return TorchServe's line of the value, which scripts for `system_metrics_cmd` print."""
+        labels = ",".join(f"{item.name}:{item.value}" for item in self.dimensions)
+        request = f",{self.request_id}" if self.request_id else ""
+        host = f"#hostname:{socket.gethostname()},{int(time.time())}{request}"
+        return f"{self.name}.{self.unit}:{self.value}|#{labels}|{host}"
+
     def sample(self) -> MetricSample:
         """Return the record of the current value."""
         kind = MetricTypes.COUNTER if self.metric_method == "counter" else MetricTypes.GAUGE
@@ -75,6 +94,73 @@ def emit_metrics(metrics: Iterable[Metric | MetricSample]) -> None:
         return
     for metric in metrics:
         collector.record(metric.sample() if isinstance(metric, Metric) else metric)
+
+
+class MetricsCacheYamlImpl(MetricsCache):
+    """The collector with the constructor of scripts and tests: it reads a metrics configuration.
+
+    Args:
+        config_file_path: a `metrics.yaml`; `initialize_cache` declares the metrics of its `model_metrics`.
+
+    Raises:
+        MetricsCacheTypeError, MetricsCachePyYamlError, MetricsCacheIOError: no path, no YAML, no file.
+    """
+
+    def __init__(self, config_file_path: str, model_name: str = "") -> None:
+        super().__init__(model_name)
+        if not config_file_path:
+            raise MetricsCacheTypeError("Config file not initialized")
+        import yaml  # noqa: PLC0415  # only where a script asks for it
+
+        try:
+            self._document = yaml.safe_load(Path(config_file_path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as err:
+            raise MetricsCachePyYamlError(f"Error parsing file {config_file_path}: {err}") from err
+        except OSError as err:
+            raise MetricsCacheIOError(f"Error reading file {config_file_path}: {err}") from err
+
+    def initialize_cache(self) -> None:
+        """Declare the metrics of the configuration.
+
+        Raises:
+            MetricsCacheKeyError, MetricsCacheValueError: the section is missing or empty, or a key is.
+        """
+        if "model_metrics" not in self._document:
+            raise MetricsCacheKeyError("'model_metrics' key not found in yaml file")
+        if not self._document["model_metrics"]:
+            raise MetricsCacheValueError("Missing `model_metrics` specification")
+        for kind, declared in self._document["model_metrics"].items():
+            try:
+                metric_type = MetricTypes(kind)
+                for metric in declared:
+                    self.add_metric_to_cache(
+                        metric["name"], metric["unit"], metric["dimensions"], metric_type
+                    )
+            except ValueError as err:
+                raise MetricsCacheKeyError(f"Invalid metric type: {err}") from err
+            except KeyError as err:
+                raise MetricsCacheKeyError(f"Key not found in cache spec: {err}") from err
+
+    def cache_keys(self) -> list[str]:
+        """Return the declared metrics as `type:name`."""
+        return [f"{metric_type.value}:{name}" for name, metric_type in self.cache]
+
+    def set_request_ids(self, request_ids: str) -> None:
+        """Attach the values reported from now on to these requests, separated by commas."""
+        self.request_ids = dict(enumerate(request_ids.split(",")))
+
+
+class MetricEncoder(json.JSONEncoder):
+    """Writes metrics, dimensions and units as JSON."""
+
+    def default(self, o: Any) -> Any:
+        """Return a metric or dimension as a dict."""
+        if isinstance(o, Dimension):
+            return {"Name": o.name, "Value": o.value}
+        if not isinstance(o, Metric):
+            return super().default(o)
+        members = {"MetricName": o.name, "Value": o.value, "Unit": o.unit, "Dimensions": o.dimensions}
+        return {**members, "Timestamp": int(time.time()), "RequestId": o.request_id}
 
 
 class MockContext:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import shutil
 import time
+import urllib.request
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +29,18 @@ def get_yaml_config(yaml_file_path: str) -> Any:
     import yaml  # noqa: PLC0415  # only where a handler asks for it
 
     return yaml.safe_load(Path(yaml_file_path).read_text(encoding="utf-8"))
+
+
+def copy_files(src_dir: Path, dst_dir: Path, files: Mapping[str, str]) -> None:
+    """Copy files, given as source and target names, from one folder to another."""
+    for source, target in files.items():
+        shutil.copyfile(Path(src_dir, source), Path(dst_dir, target))
+
+
+def download_model(model_url: str, model_dir: Path) -> None:
+    """Download a file to `model.pt` in a folder."""
+    with urllib.request.urlopen(model_url) as source, Path(model_dir, "model.pt").open("wb") as target:
+        shutil.copyfileobj(source, target)
 
 
 def deprecated(

@@ -181,9 +181,9 @@ def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..
                 model_name=archive.manifest.model_name or root.name,
                 model_dir=str(root),
                 manifest=json.loads(archive.manifest.dump()),
-                gpu_id=None,
+                gpu=None,
                 batch_size=1,
-                server_version=__version__,
+                mms_version=__version__,
                 model_yaml_config=config,
             )
         )

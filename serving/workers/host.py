@@ -93,9 +93,9 @@ class HandlerHost:
             model_name=spec.model_name,
             model_dir=spec.archive_dir,
             manifest=spec.manifest,
-            gpu_id=gpu_id,
+            gpu=gpu_id,
             batch_size=spec.batch_size,
-            server_version=SERVER_VERSION,
+            mms_version=SERVER_VERSION,
             limit_max_image_pixels=spec.limit_max_image_pixels,
             model_yaml_config=spec.model_config,
             metrics=self._metrics,
@@ -149,7 +149,7 @@ class HandlerHost:
         try:
             rows = self._loaded().warmup_data()
             for _ in range(_WARM_UP_RUNS if rows else 0):
-                self._context.begin_batch([RequestProcessor("warm-up", {}) for _ in rows or ()], None)
+                self._context.begin_batch([RequestProcessor({}, "warm-up") for _ in rows or ()], None)
                 self._loaded()(list(rows or ()), self._context)
         except BaseException as err:  # as in `load`
             logger.exception("the warm-up of %s failed", self._spec.model_name)
@@ -210,7 +210,7 @@ class HandlerHost:
         refusals = [row if isinstance(row, InvalidRequest) else None for row in rows]
         if any(refusals):
             return self._run_some(requests, refusals, send_partial, now_s)
-        processors = [RequestProcessor(request.request_id, headers_of(request)) for request in requests]
+        processors = [RequestProcessor(headers_of(request), request.request_id) for request in requests]
         self._context.begin_batch(processors, _parts_of(processors, send_partial))
         started = time.perf_counter()
         failure: ServingError | None = None
@@ -243,7 +243,7 @@ class HandlerHost:
             return BatchReport([refusal or row], began_s=now_s)  # type: ignore[list-item]  # one of them is it
         context = copy.deepcopy(self._context)
         context.metrics, context.is_unwanted = self._metrics.beside(), is_unwanted
-        processors = [RequestProcessor(request.request_id, headers_of(request))]
+        processors = [RequestProcessor(headers_of(request), request.request_id)]
         context.begin_batch(processors, _parts_of(processors, send_partial))
         started = time.perf_counter()
         failure: ServingError | None = None

@@ -7,8 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 COMPAT = Path(__file__).parents[2] / "compat"
 
 
@@ -29,29 +27,149 @@ def test_python_stays_as_quick_as_before_without_the_names(tmp_path: Path) -> No
     assert found.split() == ["False", "False"]
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import ts",
-        "from ts import launcher",
-        "from ts.launcher import register_model, register_model_with_params, start, stop",
-        "from ts.context import Context",
-        "from ts.utils.util import get_yaml_config, PredictionException, deprecated",
-        "from ts.utils.timeit_decorator import timeit",
-        "from ts.handler_utils.text_utils import get_tokenizer, ngrams_iterator",
-        "from ts.metrics.metrics_store import MetricsStore",
-        "from ts.torch_handler.base_handler import BaseHandler, PT2_AVAILABLE, PROFILER_AVAILABLE",
-        "from ts.torch_handler.base_handler import IPEX_AVAILABLE, ONNX_AVAILABLE, XLA_AVAILABLE",
-        "from ts.torch_handler.unit_tests.test_utils.mock_context import MockContext",
-        "from model_archiver import ModelArchiver, ModelArchiverConfig",
-        "from model_archiver.model_archiver_config import ModelArchiverConfig",
-        "from model_archiver.model_packaging import generate_model_archive",
-        "from model_archiver.arg_parser import ArgParser; ArgParser.export_model_args_parser()",
-        "from model_archiver.manifest_components.manifest import RuntimeType",
-    ],
-)
-def test_the_imports_of_scripts_resolve(statement: str, tmp_path: Path) -> None:
-    run(statement, tmp_path)
+STATEMENTS = [
+    "import ts",
+    "from ts import launcher",
+    "from ts.launcher import register_model, register_model_with_params, start, stop",
+    "from ts.context import Context, RequestProcessor",
+    "from ts.service import PREDICTION_METRIC, PredictionException, Service, emit_metrics",
+    "from ts.model_loader import ModelLoader, ModelLoaderFactory, TsModelLoader",
+    "from ts.llm_launcher import get_model_config, main",
+    "from ts.utils.hf_utils import download_model",
+    "from ts.utils.util import list_classes_from_module, load_label_mapping, map_class_to_label",
+    "from ts.metrics.dimension import Dimension; from ts.metrics.unit import Units",
+    "from ts.metrics.metric import Metric; from ts.metrics.metric_type_enum import MetricTypes",
+    "from ts.metrics.metric_encoder import MetricEncoder",
+    "from ts.metrics.metric_cache_abstract import MetricCacheAbstract",
+    "from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl",
+    "import ts.metrics.metric_cache_errors as merrors; merrors.GeneralMetricsCacheError",
+    "from ts.metrics.caching_metric import CachingMetric",
+    "from ts.metrics.system_metrics import collect_all",
+    "from ts.metrics.process_memory_metric import check_process_mem_usage",
+    "from ts.handler_utils.timer import timed",
+    "from ts.handler_utils.micro_batching import MicroBatching",
+    "from ts.handler_utils.hf_batch_streamer import TextIteratorStreamerBatch",
+    "from ts.handler_utils.utils import import_class, send_intermediate_predict_response",
+    "from ts.protocol.otf_message_handler import send_intermediate_predict_response",
+    "from ts.torch_handler.image_classifier import ImageClassifier",
+    "from ts.torch_handler.image_segmenter import ImageSegmenter",
+    "from ts.torch_handler.object_detector import ObjectDetector",
+    "from ts.torch_handler.text_classifier import TextClassifier",
+    "from ts.torch_handler.text_handler import TextHandler",
+    "from ts.torch_handler.vision_handler import VisionHandler",
+    "from ts.torch_handler.densenet_handler import DenseNetHandler",
+    "from ts.torch_handler.request_envelope.base import BaseEnvelope",
+    "from ts.torch_handler.request_envelope import json, body, kserve, kservev2",
+    "from ts.torch_handler.distributed.base_pippy_handler import BasePippyHandler",
+    "from ts.torch_handler.distributed.base_deepspeed_handler import BaseDeepSpeedHandler",
+    "from ts.torch_handler.unit_tests.test_utils.model_dir import copy_files, download_model",
+    "from ts.version import __version__",
+    "import ts.model_server",
+    "from ts.utils.util import get_yaml_config, PredictionException, deprecated",
+    "from ts.utils.timeit_decorator import timeit",
+    "from ts.handler_utils.text_utils import get_tokenizer, ngrams_iterator",
+    "from ts.metrics.metrics_store import MetricsStore",
+    "from ts.torch_handler.base_handler import BaseHandler, PT2_AVAILABLE, PROFILER_AVAILABLE",
+    "from ts.torch_handler.base_handler import IPEX_AVAILABLE, ONNX_AVAILABLE, XLA_AVAILABLE",
+    "from ts.torch_handler.unit_tests.test_utils.mock_context import MockContext",
+    "from model_archiver import ModelArchiver, ModelArchiverConfig",
+    "from model_archiver.model_archiver_config import ModelArchiverConfig",
+    "from model_archiver.model_packaging import generate_model_archive",
+    "from model_archiver.arg_parser import ArgParser; ArgParser.export_model_args_parser()",
+    "from model_archiver.manifest_components.manifest import RuntimeType",
+]
+# All in one process: each start of one imports torch.
+RESOLVING = """
+import json, sys
+for statement in json.loads(sys.argv[1]):
+    try:
+        exec(statement, {})
+    except Exception as err:
+        print(f"{statement}: {err!r}")
+"""
+
+
+def test_the_imports_of_scripts_resolve(tmp_path: Path) -> None:
+    assert not run(f"import sys; sys.argv[1:] = [{json.dumps(STATEMENTS)!r}]\n{RESOLVING}", tmp_path)
+
+
+SCRIPTED_HANDLER = """
+from ts.torch_handler.base_handler import BaseHandler
+
+class Handler(BaseHandler):
+    def initialize(self, context):
+        self.config = context.model_yaml_config
+    def handle(self, data, context):
+        context.metrics.add_counter("Rows", len(data))
+        return [(row["data"], context.get_request_header(0, "who"), self.config) for row in data]
+"""
+
+
+def test_a_script_loads_the_handler_of_an_archive_and_calls_it(tmp_path: Path) -> None:
+    (tmp_path / "MAR-INF").mkdir()
+    (tmp_path / "h.py").write_text(SCRIPTED_HANDLER)
+    (tmp_path / "c.yaml").write_text("answer: 42\n")
+    model = {"modelName": "m", "handler": "h.py", "configFile": "c.yaml"}
+    (tmp_path / "MAR-INF" / "MANIFEST.json").write_text(json.dumps({"model": model}))
+    found = run(
+        "from ts.model_loader import ModelLoaderFactory\nfrom ts.service import Service\n"
+        "loader = ModelLoaderFactory.get_model_loader()\n"
+        f"service = loader.load('m', {str(tmp_path)!r}, 'h.py', batch_size=1)\n"
+        "request = {'requestId': b'1', 'headers': [{'name': b'who', 'value': b'me'}],\n"
+        "    'parameters': [{'name': 'data', 'value': 'x', 'contentType': 'text/plain'}]}\n"
+        "print(service.predict([request]))\n"
+        "headers, rows, ids = Service.retrieve_data_for_inference([request])\n"
+        "service.context.request_ids, service.context.request_processor = ids, headers\n"
+        "print(service._entry_point(rows, service.context), ids)\n",
+        tmp_path,
+    )
+    assert found.splitlines() == [
+        f"{[('x', 'me', {'answer': 42})]}",
+        f"{[('x', 'me', {'answer': 42})]} {{0: '1'}}",
+    ]
+
+
+def test_a_script_constructs_contexts_and_collectors_as_with_torchserve(tmp_path: Path) -> None:
+    (tmp_path / "metrics.yaml").write_text(
+        "model_metrics:\n  counter:\n    - {name: Cats, unit: count, dimensions: [Level]}\n"
+    )
+    found = run(
+        "from ts.context import Context, RequestProcessor\n"
+        "from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl\n"
+        "from ts.metrics.metric_cache_errors import MetricsCacheIOError\n"
+        "metrics = MetricsCacheYamlImpl('metrics.yaml'); metrics.initialize_cache()\n"
+        "context = Context('m', '.', None, 1, None, '1.0', metrics=metrics)\n"
+        "context._request_processor = [RequestProcessor({'a': 'b'})]\n"
+        "context.metrics.get_metric('Cats').add_or_update(1, ['Model'])\n"
+        "print(context.get_request_header(0, 'a'), context.system_properties['server_version'])\n"
+        "print(metrics.cache_keys(), metrics.drain()[0].name)\n"
+        "try:\n    MetricsCacheYamlImpl('none.yaml')\nexcept MetricsCacheIOError as err:\n    print(err)\n",
+        tmp_path,
+    )
+    assert found.splitlines()[:2] == ["b 1.0", "['counter:Cats'] Cats"]
+    assert found.splitlines()[2].startswith("Error reading file none.yaml")
+
+
+def test_the_launcher_for_language_models_says_what_to_run_instead(tmp_path: Path) -> None:
+    found = run(
+        "import runpy, sys; sys.argv = ['x', '--model_id', 'a/b']\n"
+        "try:\n    runpy.run_module('ts.llm_launcher', run_name='__main__')\n"
+        "except SystemExit as err:\n    print(err)",
+        tmp_path,
+    )
+    assert found.endswith("beside it: vllm serve a/b\n")
+
+
+def test_the_collector_of_samples_prints_what_the_server_reads(tmp_path: Path) -> None:
+    from torchere.serving.telemetry.sampling import parse_samples
+
+    found = run(
+        "import io, runpy, sys; sys.argv, sys.stdin = ['x', '--gpu', '0'], io.StringIO('\\n')\n"
+        "runpy.run_module('ts.metrics.metric_collector', run_name='__main__')",
+        tmp_path,
+    )
+    names = {sample.name for sample in parse_samples(found)}
+    assert {"CPUUtilization", "MemoryUsed", "DiskUsage"} <= names
 
 
 def test_an_archive_is_packed_from_python(tmp_path: Path) -> None:

@@ -88,9 +88,9 @@ def make_context() -> Iterator[MakeContext]:
             model_name=name,
             model_dir=str(model_dir),
             manifest=manifest,
-            gpu_id=None,
+            gpu=None,
             batch_size=1,
-            server_version="0.12.0",
+            mms_version="0.12.0",
             model_yaml_config=config,
             **kwargs,
         )
@@ -103,7 +103,7 @@ def make_context() -> Iterator[MakeContext]:
 def begin(context: Context, count: int = 1, **headers: str) -> list[tuple[int, bytes]]:
     """Start a batch of `count` requests; returns the list that partial answers will be put in."""
     partials: list[tuple[int, bytes]] = []
-    requests = [RequestProcessor(f"request-{index}", headers) for index in range(count)]
+    requests = [RequestProcessor(headers, f"request-{index}") for index in range(count)]
     context.begin_batch(requests, lambda index, chunk: partials.append((index, chunk)))
     return partials
 

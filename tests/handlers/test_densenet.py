@@ -82,7 +82,7 @@ class Context:
     stages_s = (0.0, 0.0, 0.0)
 
     def __init__(self, count: int) -> None:
-        self.requests = [RequestProcessor(str(number), {}) for number in range(count)]
+        self.requests = [RequestProcessor({}, str(number)) for number in range(count)]
 
     def get_request_header(self, index: int, name: str) -> Any:
         return self.requests[index].get_request_property(name)

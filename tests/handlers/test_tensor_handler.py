@@ -114,7 +114,7 @@ class Asked:
         self.processors: list[RequestProcessor] = []
 
     def rows(self, *rows: dict[str, Any], **headers: Any) -> list[Any]:
-        self.processors = [RequestProcessor("id", headers) for _ in rows]
+        self.processors = [RequestProcessor(headers, "id") for _ in rows]
         self.context.begin_batch(self.processors, None)
         answers: list[Any] = self.handler.handle(list(rows), self.context)
         return answers
@@ -435,5 +435,5 @@ def test_no_envelope_is_taken_off_before_it(tmp_path: Path, make_context: Callab
     (tmp_path / "signature.json").write_text(ONE.to_json())
     context = make_context(tmp_path, model={"serializedFile": "m.pt"})
     entry = load_entry_point("tensor", context, envelope="kserve")
-    context.begin_batch([RequestProcessor("id", {})], None)
+    context.begin_batch([RequestProcessor({}, "id")], None)
     assert entry([{"body": {"instances": [[1, 2, 3]]}}], context) == [{"predictions": [[2, 4, 6]]}]

@@ -153,9 +153,9 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             model_name=folder.name,
             model_dir=str(folder),
             manifest=json.loads(opened.manifest.dump()),
-            gpu_id=None,
+            gpu=None,
             batch_size=len(rows),
-            server_version="0.12.0",
+            mms_version="0.12.0",
             metrics=MetricsCache("net"),
         )
         handler = TensorHandler()
@@ -163,7 +163,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             warnings.simplefilter("ignore")
             handler.initialize(context)
         context.begin_batch(
-            [RequestProcessor(str(index), {}) for index in range(len(rows))], lambda index, chunk: None
+            [RequestProcessor({}, str(index)) for index in range(len(rows))], lambda index, chunk: None
         )
         found: list[Any] = handler.handle(rows, context)
         return found

@@ -79,9 +79,9 @@ def test_the_archive_says_which_engine_and_how_well_and_the_handler_answers_as_r
             model_name="net",
             model_dir=str(folder),
             manifest=json.loads(archive.manifest.dump()),
-            gpu_id=None,
+            gpu=None,
             batch_size=1,
-            server_version="0",
+            mms_version="0",
             model_yaml_config=config,
         )
     )

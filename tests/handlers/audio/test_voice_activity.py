@@ -68,7 +68,7 @@ def make(tmp_path: Path, make_context: Any) -> Callable[..., Answer]:
         entry_point = load_entry_point("voice_activity", context)
 
         def answer(*rows: Any, headers: dict[str, str] | None = None, parts: Any = None) -> Any:
-            requests = [RequestProcessor(f"r{index}", headers or {}) for index in range(len(rows))]
+            requests = [RequestProcessor(headers or {}, f"r{index}") for index in range(len(rows))]
             sink = [] if parts is None else parts
             context.begin_batch(requests, lambda index, chunk: sink.append((index, chunk)))
             return entry_point(list(rows), context)

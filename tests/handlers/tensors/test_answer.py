@@ -23,7 +23,7 @@ ANSWER = {"a": np.float32([[1, 2]]), "b": np.int8([7]), "t": "é"}
 
 
 def processor(wish: Wish) -> RequestProcessor:
-    return RequestProcessor("id", dict([wish_header(wish)]))
+    return RequestProcessor(dict([wish_header(wish)]), "id")
 
 
 def encoded(answer: object, wish: Wish, folder: Path = Path("/nowhere")) -> tuple[bytes, RequestProcessor]:
@@ -42,7 +42,7 @@ def test_a_wish_is_read_as_it_was_written() -> None:
 
 
 def test_requests_without_tensors_are_answered_as_ever() -> None:
-    request = RequestProcessor("id", {})
+    request = RequestProcessor({}, "id")
     assert AnswerEncoder("m", "2", "/nowhere").encode({"y": 1}, request) == b'{\n  "y": 1\n}'
     assert request.response_headers == {}
 

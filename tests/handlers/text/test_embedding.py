@@ -58,7 +58,7 @@ def make(tmp_path: Path, make_context: Any) -> Callable[..., Any]:
         entry_point = load_entry_point("text_embedding", context)
 
         def answer(*rows: Any, headers: dict[str, str] | None = None) -> Any:
-            requests = [RequestProcessor(f"r{index}", headers or {}) for index in range(len(rows))]
+            requests = [RequestProcessor(headers or {}, f"r{index}") for index in range(len(rows))]
             context.begin_batch(requests, None)
             return entry_point(list(rows), context)
 

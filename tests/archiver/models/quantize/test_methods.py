@@ -187,9 +187,9 @@ def served(folder: Path, engine: str) -> BaseHandler:
             model_name="net",
             model_dir=str(folder),
             manifest={"model": {"serializedFile": "model.pt"}},
-            gpu_id=None,
+            gpu=None,
             batch_size=1,
-            server_version="0",
+            mms_version="0",
             model_yaml_config={"torchscript": {"quantized_engine": engine}},
         )
     )
