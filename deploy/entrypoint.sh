@@ -5,20 +5,20 @@
 #                             folder /opt/ml/model or /opt/ml/models: those of SageMaker
 #   torchserve --start ...    a command line for TorchServe; kept in the foreground, so that the container lives and
 #                             dies with its server (TorchServe's image goes on without one)
-#   'torchserve --start ...'  the same as one word; TorchServe's image evaluates it
-#   words with $NAME in them, or with &, | or ; between them, are for the shell, as there: Docker itself fills nothing
-#                             in, and a variable may hold several words. A server that the shell leaves in the
-#                             background is stayed with until it ends
+#   'torchserve --start ...'  the same, however its words are cut: TorchServe's image joins them and evaluates the line
+#   words with $NAME in them, or with &, | or ; between them, variables and shell commands in front, are for the shell,
+#                             as there: Docker itself fills nothing in, and a variable may hold several words. A server
+#                             that the shell leaves in the background is stayed with until it ends
 #   anything else             is run as it is
 set -eu
 
 home=/home/model-server
 
-# shell LINE: run it. Where it leaves a server in the background, stay until that ends; a SIGTERM is for both.
-shell() {
-  case $1 in *--foreground*) exec sh -c "$1" ;; *torchserve*) ;; *) exec sh -c "$1" ;; esac
+# stay COMMAND ...: run it. Where it leaves a server in the background, stay until that ends; a SIGTERM is for both.
+stay() {
+  case $* in *--foreground*) exec "$@" ;; *torchserve*) ;; *) exec "$@" ;; esac
   told='' status=0
-  sh -c "$1" &
+  "$@" &
   ended=$!
   trap 'told=1; kill "$ended" 2> /dev/null || :' TERM INT
   wait "$ended" || status=$?
@@ -40,34 +40,48 @@ print(pid) if running(pid) else sys.exit(1)'
 
 set -f # nothing here looks for file names; what is run in the end does as it likes
 if [ $# -eq 1 ]; then
-  case $1 in
-    *[\;\&\|\`\<\>\(\)]*) shell "$1" ;;
-    torchserve\ * | serve\ *) # its lines are one; each of them by itself would be run here
-      line=$(printf '%s\n' "$1" | sed 's/\\$//' | tr '\n' ' ')
-      eval "set -- $line"
-      ;;
-    *[\$\'\"]*) shell "$1" ;;
-    *) # words separated by blanks
-      # shellcheck disable=SC2086
-      set -- $1
-      ;;
+  line=$(printf '%s\n' "$1" | sed 's/\\$//' | tr '\n' ' ') # its lines are one; each of them by itself would be run here
+  case $line in
+    *[\;\&\|\`\<\>\(\)]*) stay sh -c "$1" ;;
   esac
 else
   for word; do
-    case $word in '&' | '&&' | '|' | '||' | ';') shell "$*" ;; esac
+    case $word in
+      '&' | '&&' | '|' | '||' | ';' | '>' | '>>' | '<' | '2>&1') stay sh -c "$*" ;;
+    esac
   done
-  case ${1-} in
-    torchserve | serve)
-      for word; do
-        case $word in
-          *\$*) eval "set -- \"\$@\" $word" ;;
-          *) set -- "$@" "$word" ;;
-        esac
-        shift
-      done
-      ;;
+  line=${1-}
+  case ${line##*/} in # its last word is a line of its own, and no other word is for the shell
+    sh | bash) case ${2-} in -c | -[a-z]c | -[a-z][a-z]c) stay "$@" ;; esac ;;
   esac
+  for word; do
+    case $word in *[[:blank:]]*[\;\&\|\`\<\>\(\)]* | *[\;\&\|\`\<\>\(\)]*[[:blank:]]*) stay sh -c "$*" ;; esac
+  done
 fi
+
+# What the line begins with says who reads it.
+line=${line#"${line%%[![:space:]]*}"}
+case ${line%%[[:space:]]*} in
+  torchserve | */torchserve | serve)
+    for word; do
+      shift
+      word=$(printf '%s\n' "$word" | sed 's/\\$//' | tr '\n' ' ')
+      word=${word% } # of the last newline
+      case $word in
+        *[[:space:]]* | *[\$\'\"\\]*) eval "set -- \"\$@\" $word" ;;
+        *) set -- "$@" "$word" ;;
+      esac
+    done
+    ;;
+  *=* | exec | cd | export | set | eval | source | . | ulimit | umask) stay sh -c "$*" ;;
+  *)
+    if [ $# -eq 1 ]; then
+      case $1 in *[\$\'\"]*) stay sh -c "$1" ;; esac
+      # shellcheck disable=SC2086 # words separated by blanks
+      set -- $1
+    fi
+    ;;
+esac
 
 # SageMaker starts its containers with `serve`, and puts models below /opt/ml.
 base=${SAGEMAKER_BASE_DIR:-/opt/ml}
@@ -81,7 +95,7 @@ if [ $# -eq 0 ] || [ "$1" = serve ]; then
   set -- torchserve --start --ts-config "$home/config.properties" "$@"
 fi
 
-if [ "$1" = torchserve ]; then
+if [ "${1##*/}" = torchserve ]; then
   case " $* " in
     *' --foreground '* | *' --stop '* | *' -v '* | *' --version '* | *' -h '* | *' --help '*) ;;
     *) shift && set -- torchserve --foreground "$@" ;;

@@ -99,7 +99,7 @@ def test_a_variable_may_hold_several_words_or_none(
     words = ("torchserve", "--start", "$OPTIONS", "--models", "$MODELS")
 
     assert enter(*words) == ["--foreground", "--start", "--models", "a=a.mar", "*=b.mar"]
-    assert enter("torchserve", '"$MODELS"', "b  c") == ["--foreground", "a=a.mar *=b.mar", "b  c"]
+    assert enter("torchserve", '"$MODELS"', "'b  c'") == ["--foreground", "a=a.mar *=b.mar", "b  c"]
 
 
 def test_a_variable_that_is_not_set_ends_the_container_with_its_name(root: Path) -> None:
@@ -162,3 +162,67 @@ def test_a_line_for_the_shell_keeps_its_exit_status(enter: Callable[..., list[st
 
     assert done.returncode == 7
     assert enter("echo torchserve && echo --start") == ["torchserve", "--start"]
+
+
+OLD = ["--foreground", "--start", "--model-store", "/m", "--models", "a=a.mar", "b.mar"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["torchserve", "--start", "--model-store", "/m", "--models", "a=a.mar", "b.mar"],
+        ["torchserve --start --model-store /m --models a=a.mar b.mar"],
+        ["torchserve --start", "--model-store", "/m", "--models", "a=a.mar b.mar"],
+        ["torchserve", "--start --model-store /m --models a=a.mar b.mar"],
+        ["torchserve", "--start", "--model-store /m", "--models a=a.mar b.mar"],
+        ["torchserve --start", "--model-store /m --models", "a=a.mar", "b.mar"],
+        ["  torchserve   --start --model-store /m ", "--models 'a=a.mar'", '"b.mar"'],
+        ["torchserve", "--start", "--model-store", "/m\n", "--models", "a=a.mar \\\n b.mar\n"],
+        ["torchserve", "--start", "--model-store", "${STORE}", "--models $MODELS"],
+        ["{bin}/torchserve", "--start", "--model-store", "/m", "--models", "a=a.mar", "b.mar"],
+        ["{bin}/torchserve --start --model-store /m --models a=a.mar b.mar"],
+    ],
+    ids=range(11),
+)
+def test_a_torchserve_command_line_is_the_same_however_its_words_are_cut(
+    enter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    monkeypatch.setenv("STORE", "/m")
+    monkeypatch.setenv("MODELS", "a=a.mar b.mar")
+    assert enter(*[word.replace("{bin}", str(tmp_path)) for word in words]) == OLD
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["STORE=/s torchserve --start --model-store $STORE"],
+        ["export STORE=/s && torchserve --start --model-store $STORE"],
+        ["export STORE=/s; torchserve --start", "--model-store $STORE"],
+        ["cd / &&", "torchserve --start --model-store", "/s"],
+        ["exec torchserve --start --model-store /s"],
+        ["exec", "torchserve", "--start", "--model-store", "/s"],
+        ["A=b", "torchserve", "--start", "--model-store", "/s"],
+        ["sh", "-c", "torchserve --start --model-store /s"],
+        ["/bin/sh", "-ec", "torchserve --start --model-store /s; true"],
+        ["sh -c 'torchserve --start --model-store /s'"],
+        ["torchserve --start --model-store /s && tail -n 0 /dev/null"],
+        ["torchserve", "--start", "--model-store", "/s", "&&", "true"],
+        ["torchserve", "--start --model-store /s > /dev/stdout"],
+        ["echo x > /dev/null && torchserve --start --model-store /s"],
+    ],
+    ids=range(14),
+)
+def test_a_line_for_the_shell_starts_the_server_in_it(
+    enter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("STORE", "/s")
+    assert enter(*words) == ["--start", "--model-store", "/s"]
+
+
+def test_the_name_of_torchserves_entrypoint_starts_ours(enter: Callable[..., list[str]], root: Path) -> None:
+    script = str(root / "deploy/entrypoint.sh")
+    assert enter(script, "serve") == SERVE
+    assert enter(f"{script} serve") == SERVE
+    made = (root / "deploy/Dockerfile").read_text()
+    assert "ln -s entrypoint.sh /usr/local/bin/dockerd-entrypoint.sh" in made
+    assert "ln -s /opt/torchere /home/venv" in made  # the environment of TorchServe's image
