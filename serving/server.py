@@ -42,6 +42,7 @@ from torchere.serving.process.signals import ending_signals
 from torchere.serving.registry.registry import Registry
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, read_metrics_config
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.scrape import Extent
 from torchere.serving.telemetry.torchserve import close_metric_files, open_metric_files
 from torchere.serving.telemetry.trace_setup import open_tracing
 from torchere.serving.workers.fork_client import Spawned
@@ -72,6 +73,7 @@ class Server:
             mode=settings.metrics_mode,
             config=_metrics_config(settings),
             auto_detect=settings.metrics_auto_detect,
+            extent=Extent(settings.metrics_stages, settings.metrics_idle_s),
         )
         self._background: list[asyncio.Task[None]] = []  # cancelled at the end
         self._ports = Ports(settings)

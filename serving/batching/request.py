@@ -63,6 +63,7 @@ class Request:
         answered_s: when its answer (or the first part) was ready; 0: no handler answered it.
         sending_s: when sending of the answer began.
         counted: whether telemetry has counted its end.
+        streamed: the handler sent its answer in parts.
         suspect: it may have crashed a worker, and runs alone in its process.
         running: the run it is in.
         parts: the queue of unread parts while the answer is streamed, else None.
@@ -72,7 +73,7 @@ class Request:
         *("account", "answered", "answered_s", "caller", "company_s", "counted", "deadline_s"),
         *("dequeued_s", "enqueued_s"),
         *("group", "headers", "ledger", "meter", "named", "parameters", "parts", "priority", "read_s"),
-        *("request_id", "running", "sending_s", "stages_s", "started_s", "suspect", "trace"),
+        *("request_id", "running", "sending_s", "stages_s", "started_s", "streamed", "suspect", "trace"),
     )
     protocol: Protocol = "rest"
 
@@ -93,7 +94,7 @@ class Request:
         self.read_s = self.enqueued_s = self.dequeued_s = self.company_s = 0.0
         self.answered_s = self.sending_s = 0.0
         self.stages_s = UNTOLD
-        self.suspect = False
+        self.suspect = self.streamed = False
         self.answered = False
         self.counted = False
         self.parts: UnreadParts | None = None
@@ -128,6 +129,7 @@ class Request:
         if stream is None:
             if self.answered:
                 return None
+            self.streamed = True
             stream = self.parts = place(self)
             self._answer(StreamedResponse(part, _Chunks(stream)))  # the client may abandon it at once
         stream.add(part.body)

@@ -214,6 +214,8 @@ _OURS = (
     _key("worker_memory_limit", kinds.whole(0), "sandbox.memory_limit_bytes"),
     _key("worker_network", kinds.BOOLEAN, "sandbox.network"),
     _key("worker_read_paths", kinds.PATHS, "sandbox.read_paths"),
+    _key("metrics_stages", kinds.STAGES, "metrics_stages"),
+    _key("metrics_idle_s", kinds.seconds(0), "metrics_idle_s"),
     _key("tracing", kinds.BOOLEAN, "tracing_enabled"),
     _advice("supervise", _NO_SUPERVISOR, "false"),
     _key("quarantine_directory", kinds.PATH, "quarantine_directory"),

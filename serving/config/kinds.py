@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchere.handlers.resolve import ENVELOPES
-from torchere.serving.config.server_settings import ISOLATIONS, MAX_NUMBER, SANDBOX_LEVELS, Address
+from torchere.serving.config.server_settings import (
+    ISOLATIONS,
+    MAX_NUMBER,
+    SANDBOX_LEVELS,
+    STAGE_SERIES,
+    Address,
+)
 
 MAX_PORT = 65_535
 # 100 years is practically forever, and the expiry date is still representable.
@@ -236,6 +242,13 @@ def _read_sandbox(text: str) -> str:
     return level
 
 
+def _read_stage_series(text: str) -> str:
+    series = text.lower()
+    if series not in STAGE_SERIES:
+        raise ValueError
+    return series
+
+
 def _read_metrics_mode(text: str) -> str:
     mode = "".join(text.split()).lower()
     if mode not in ("log", "prometheus", "legacy"):
@@ -258,3 +271,4 @@ ENVELOPE = Kind(f"one of {', '.join(ENVELOPES)}", _read_envelope)
 ISOLATION = Kind("auto, thread, process or shared", _read_isolation)
 SANDBOX = Kind("off, basic or strict", _read_sandbox)
 METRICS_MODE = Kind("log, prometheus or legacy", _read_metrics_mode)
+STAGES = Kind("buckets, means or none", _read_stage_series)

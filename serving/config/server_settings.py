@@ -13,6 +13,8 @@ from typing import Literal, get_args
 
 Isolation = Literal["auto", "thread", "process", "shared"]
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
+StageSeries = Literal["buckets", "means", "none"]
+STAGE_SERIES: tuple[StageSeries, ...] = get_args(StageSeries)
 SandboxLevel = Literal["off", "basic", "strict"]
 SANDBOX_LEVELS: tuple[SandboxLevel, ...] = get_args(SandboxLevel)
 Dispatch = Literal["torchserve", "eager"]
@@ -272,6 +274,8 @@ class ServerSettings:
     metrics_mode: MetricsMode = "prometheus"
     metrics_config: Path | None = None  # a metrics.yaml; None: the built-in file
     metrics_directory: Path = Path("logs")  # of ts_metrics.log and model_metrics.log; unused in "prometheus"
+    metrics_stages: StageSeries = "buckets"  # how much of the stages of predictions the scrape has
+    metrics_idle_s: float = 0.0  # leave out histograms of versions without a batch for this time; 0: never
     metrics_auto_detect: bool = False  # accept undeclared handler metrics
     tracing_enabled: bool = False  # export spans to the endpoint of the OTEL_... variables
     system_metrics_enabled: bool = True

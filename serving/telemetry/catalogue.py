@@ -16,10 +16,13 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
+from torchere.serving.telemetry.exposition import OwnFamily
+
 Kind = Literal["counter", "gauge", "histogram"]
 
 REQUESTS = "torchere_requests_total"
 REQUEST_DURATION = "torchere_request_duration_seconds"
+FIRST_PART = "torchere_first_part_duration_seconds"
 QUEUE_DURATION = "torchere_queue_duration_seconds"
 STAGE_DURATION = "torchere_stage_duration_seconds"
 IN_FLIGHT = "torchere_requests_in_flight"
@@ -67,6 +70,7 @@ FAMILIES: dict[str, tuple[Kind, str]] = {
         "histogram",
         "Duration of answered predictions, from the first byte of the request to the last of the answer.",
     ),
+    FIRST_PART: ("histogram", "Time from the head of a request to the first part of its streamed answer."),
     QUEUE_DURATION: ("histogram", "Time that predictions waited for an executor."),
     STAGE_DURATION: ("histogram", "Duration of the stages of a prediction; their sum is its whole duration."),
     IN_FLIGHT: ("gauge", "Admitted predictions without an answer."),
@@ -123,13 +127,13 @@ LIBRARY_GAUGES = (
 ALL_NAMES = (*FAMILIES, *LIBRARY_COUNTERS.values(), *LIBRARY_GAUGES)
 
 
-def family(name: str) -> Metric:
+def family(name: str) -> OwnFamily:
     """Return a metric family of the catalogue, without samples."""
     kind, text = FAMILIES[name]
-    return Metric(name, text, kind)
+    return OwnFamily(name, text, kind)
 
 
-def families(names: Iterable[str]) -> dict[str, Metric]:
+def families(names: Iterable[str]) -> dict[str, OwnFamily]:
     """Return several metric families of the catalogue by name, without samples."""
     return {name: family(name) for name in names}
 

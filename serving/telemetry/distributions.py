@@ -9,12 +9,15 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import Metric
 from prometheus_client.samples import Exemplar
+
+from torchere.serving.telemetry.exposition import HistogramRow, OwnFamily
 
 # Upper bounds in seconds: from a tenth of a millisecond, the latency of small models, to the default response
 # timeout.
@@ -88,17 +91,35 @@ class Distributions:
         self.add_rows(np.frombuffer(rows).reshape(-1, self._width))
 
 
-def add_histogram(family: Metric, labels: dict[str, str], values: Histogram, every: int = 1) -> None:
-    """Add the samples of one histogram over `SECONDS_BUCKETS`; `every` 2 uses every second bound only."""
-    cumulated = 0
+_TEXTS = (*map(str, SECONDS_BUCKETS), "+Inf")
+
+
+@lru_cache
+def _kept_bounds(every: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the numbers of the kept buckets, and their bounds as text; `every` 0 keeps only +Inf."""
     last = len(SECONDS_BUCKETS)
-    exemplar: Exemplar | None = None
-    for bucket, count in enumerate(values.counts):
-        cumulated += count
-        exemplar = (values.exemplars[bucket] if values.exemplars else None) or exemplar
-        if bucket % every == 0 or bucket == last:
-            bound = "+Inf" if bucket == last else str(SECONDS_BUCKETS[bucket])
-            family.add_sample(f"{family.name}_bucket", {**labels, "le": bound}, cumulated, exemplar=exemplar)
-            exemplar = None
-    family.add_sample(f"{family.name}_count", labels, cumulated)
-    family.add_sample(f"{family.name}_sum", labels, values.total)
+    kept = (*(range(0, last, every) if every else ()), last)
+    return kept, tuple(_TEXTS[bucket] for bucket in kept)
+
+
+def add_histogram(family: OwnFamily, labels: dict[str, str], values: Histogram, every: int = 1) -> None:
+    """Add one histogram over `SECONDS_BUCKETS`.
+
+    `every` 2 keeps every second bound only, and 0 none but +Inf: the histogram then tells the mean.
+    """
+    kept, bounds = _kept_bounds(every)
+    cumulated = list(accumulate(values.counts))
+    exemplars = _kept_exemplars(values.exemplars, kept) if values.exemplars else ()
+    counts = [cumulated[bucket] for bucket in kept]
+    family.rows.append(HistogramRow(labels, bounds, counts, values.total, exemplars))
+
+
+def _kept_exemplars(exemplars: Sequence[Exemplar | None], kept: Sequence[int]) -> list[Exemplar | None]:
+    """Return the exemplar of each kept bucket: its own, or else that of a bucket which was added to it."""
+    found: list[Exemplar | None] = []
+    first = 0
+    for bucket in kept:
+        merged = exemplars[first : bucket + 1]
+        found.append(next((exemplar for exemplar in reversed(merged) if exemplar), None))
+        first = bucket + 1
+    return found

@@ -7,17 +7,44 @@ the last label, values in the format of Java's `Double.toString`, and counters w
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache
+from typing import NamedTuple
 
 from prometheus_client import Metric
-from prometheus_client.openmetrics.exposition import generate_latest
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client.samples import Exemplar, Sample
 
 # Java's Double.toString writes decimals from 10^-3 to 10^7, and powers of ten outside this range.
 _PLAIN_FROM = 1e-3
 _PLAIN_TO = 1e7
+_LABELS = "\0"  # stands for the labels in the lines of a histogram
+
+
+class HistogramRow(NamedTuple):
+    """One histogram with its labels; a renderer writes all its samples at once."""
+
+    labels: Mapping[str, str]
+    bounds: tuple[str, ...]  # upper bounds as text; the last is "+Inf"
+    counts: Sequence[int]  # by bound, cumulative
+    total: float
+    exemplars: Sequence[Exemplar | None] = ()  # by bound; empty: none
+
+    def samples(self, name: str) -> Iterable[Sample]:
+        """Yield the samples of the histogram; `name` is the name of its family."""
+        exemplars = self.exemplars or (None,) * len(self.bounds)
+        for bound, count, exemplar in zip(self.bounds, self.counts, exemplars, strict=True):
+            yield Sample(f"{name}_bucket", {**self.labels, "le": bound}, count, None, exemplar)
+        yield Sample(f"{name}_count", dict(self.labels), self.counts[-1])
+        yield Sample(f"{name}_sum", dict(self.labels), self.total)
+
+
+class OwnFamily(Metric):
+    """A metric family of this server; its histograms are rows, which need no object for each bucket."""
+
+    def __init__(self, name: str, documentation: str, kind: str) -> None:
+        super().__init__(name, documentation, kind)
+        self.rows: list[HistogramRow] = []
 
 
 def render(families: Iterable[Metric], declared: Mapping[str, str], names: Collection[str] = ()) -> str:
@@ -28,17 +55,69 @@ def render(families: Iterable[Metric], declared: Mapping[str, str], names: Colle
         declared: for counters, the declared name by the library's family name.
         names: names of the samples to render; empty renders all. A family without such a sample is omitted.
     """
-    lines: list[str] = []
+    text: list[str] = []
     for family in families:
         name = declared.get(family.name, family.name)
-        samples = [(_sample_name(name, family, sample), sample) for sample in family.samples]
-        samples = [pair for pair in samples if pair[0] is not None and (not names or pair[0] in names)]
-        if names and not samples:
+        lines = _lines(family, name, names, openmetrics=False)
+        if lines or not names:
+            text.append(f"# HELP {name} {_escaped_help(family.documentation)}\n# TYPE {name} {family.type}\n")
+            text += lines
+    return "".join(text)
+
+
+def _rows(family: Metric) -> Sequence[HistogramRow]:
+    return family.rows if isinstance(family, OwnFamily) else ()
+
+
+def samples_of(family: Metric) -> list[Sample]:
+    """Return all samples of a family, those of its histograms included."""
+    return [*family.samples, *(sample for row in _rows(family) for sample in row.samples(family.name))]
+
+
+def _lines(family: Metric, name: str, names: Collection[str], *, openmetrics: bool) -> list[str]:
+    """Return the lines of the samples of a family with the given (declared) name."""
+    lines: list[str] = []
+    samples = list(family.samples)
+    for row in _rows(family):
+        if names or (openmetrics and row.exemplars):
+            samples += row.samples(family.name)
+        else:
+            lines.append(_histogram_lines(row, name, openmetrics))
+    is_counter, stem = family.type == "counter", len(family.name)
+    labels_of = _sorted_labels if openmetrics else _labels
+    number = openmetrics_number if openmetrics else java_double
+    for sample in samples:
+        suffix = sample.name[stem:]
+        full = name if is_counter else f"{name}{suffix}"
+        if suffix == "_created" or (names and full not in names):
             continue
-        lines.append(f"# HELP {name} {_escaped_help(family.documentation)}")
-        lines.append(f"# TYPE {name} {family.type}")
-        lines += [f"{full}{_labels(sample.labels)} {java_double(sample.value)}" for full, sample in samples]
-    return "".join(f"{line}\n" for line in lines)
+        exemplar = _exemplar(sample.exemplar) if openmetrics and sample.exemplar else ""
+        lines.append(f"{full}{labels_of(sample.labels)} {number(sample.value)}{exemplar}\n")
+    return lines
+
+
+def _histogram_lines(row: HistogramRow, name: str, openmetrics: bool) -> str:
+    number = openmetrics_number if openmetrics else java_double
+    is_small = row.counts[-1] < _PLAIN_TO
+    form = _histogram_form(name, row.bounds, bool(row.labels), openmetrics, is_small)
+    counts = row.counts if is_small else [number(count) for count in row.counts]
+    # The labels are put in last: they may contain "%".
+    return (form % (*counts, counts[-1], number(row.total))).replace(_LABELS, _pairs(row.labels, openmetrics))
+
+
+@lru_cache(maxsize=256)
+def _histogram_form(
+    name: str, bounds: tuple[str, ...], labelled: bool, openmetrics: bool, small: bool
+) -> str:
+    """Return the lines of a histogram with `_LABELS` for its labels, and "%d" (or "%s") for its counts."""
+    number = "%d.0" if small else "%s"
+    if openmetrics:  # which has no comma after the last label
+        comma = "," if labelled else ""
+        lines = [f'{name}_bucket{{le="{bound}"{comma}{_LABELS}}} {number}\n' for bound in bounds]
+    else:
+        lines = [f'{name}_bucket{{{_LABELS}le="{bound}",}} {number}\n' for bound in bounds]
+    braces = f"{{{_LABELS}}}" if labelled else ""
+    return "".join((*lines, f"{name}_count{braces} {number}\n", f"{name}_sum{braces} %s\n"))
 
 
 def java_double(value: float) -> str:
@@ -56,20 +135,20 @@ def java_double(value: float) -> str:
     return f"{'-' if digits.sign else ''}{mantissa[0]}.{mantissa[1:] or '0'}E{exponent}"
 
 
-def _sample_name(name: str, family: Metric, sample: Sample) -> str | None:
-    suffix = sample.name[len(family.name) :]
-    if suffix == "_created":
-        return None
-    return name if family.type == "counter" else f"{name}{suffix}"
-
-
 def _labels(labels: Mapping[str, str]) -> str:
-    if not labels:
-        return ""
-    pairs = "".join(f'{name}="{_escaped_label(value)}",' for name, value in labels.items())
-    return f"{{{pairs}}}"
+    return f"{{{_pairs(labels, False)}}}" if labels else ""
 
 
+def _sorted_labels(labels: Mapping[str, str]) -> str:
+    return f"{{{_pairs(dict(sorted(labels.items())), True)}}}" if labels else ""
+
+
+def _pairs(labels: Mapping[str, str], openmetrics: bool) -> str:
+    pairs = [f'{name}="{_escaped_label(value)}"' for name, value in labels.items()]
+    return ",".join(pairs) if openmetrics else "".join([f"{pair}," for pair in pairs])
+
+
+@lru_cache(maxsize=4096)  # the same values occur in every family
 def _escaped_label(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
@@ -115,38 +194,34 @@ def render_openmetrics(
     families: Iterable[Metric], declared: Mapping[str, str], names: Collection[str] = ()
 ) -> str:
     """Render families as OpenMetrics text; the arguments are those of `render`."""
-    wanted = [_renamed(family, declared.get(family.name, family.name)) for family in families]
-    for family in wanted:
-        family.samples = [sample for sample in family.samples if not names or sample.name in names]
-    kept = [family for family in wanted if family.samples or not names]
-    kept.sort(key=_has_exemplar)
-    text: bytes = generate_latest(_Families(kept))  # type: ignore[no-untyped-call]
-    return text.decode()
+    text: list[str] = []
+    with_exemplars: list[str] = []
+    for family in families:
+        name = declared.get(family.name, family.name)
+        lines = _lines(family, name, names, openmetrics=True)
+        if names and not lines:
+            continue
+        kind = "gauge" if family.type == "counter" and not name.endswith("_total") else family.type
+        stem = name.removesuffix("_total") if kind == "counter" else name
+        head = f"# HELP {stem} {_escaped_label(family.documentation)}\n# TYPE {stem} {kind}\n"
+        (with_exemplars if _has_exemplar(family) else text).extend((head, *lines))
+    return "".join((*text, *with_exemplars, "# EOF\n"))
 
 
-class _Families(Collector):
-    """A collector that returns the given families to the library's renderer."""
+def openmetrics_number(value: float) -> str:
+    """Format a number for OpenMetrics.
 
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
+    >>> openmetrics_number(3), openmetrics_number(1e16), openmetrics_number(math.inf)
+    ('3.0', '1e+16', '+Inf')
+    """
+    return repr(float(value)) if math.isfinite(value) else java_double(value)
 
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+
+def _exemplar(exemplar: Exemplar) -> str:
+    labels = _sorted_labels(exemplar.labels) or "{}"
+    time_s = "" if exemplar.timestamp is None else f" {exemplar.timestamp}"
+    return f" # {labels} {openmetrics_number(exemplar.value)}{time_s}"
 
 
 def _has_exemplar(family: Metric) -> bool:
-    return any(sample.exemplar is not None for sample in family.samples)
-
-
-def _renamed(family: Metric, name: str) -> Metric:
-    """Return the family in OpenMetrics form; `name` is the declared name of a counter."""
-    if family.type != "counter":
-        renamed = Metric(family.name, family.documentation, family.type)
-        renamed.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-        return renamed
-    kind = "counter" if name.endswith("_total") else "gauge"
-    renamed = Metric(name.removesuffix("_total"), family.documentation, kind)
-    for sample in family.samples:
-        if not sample.name.endswith("_created"):
-            renamed.add_sample(name, sample.labels, sample.value, exemplar=sample.exemplar)
-    return renamed
+    return any(row.exemplars for row in _rows(family)) or any(sample.exemplar for sample in family.samples)

@@ -10,6 +10,7 @@ import psutil
 from prometheus_client import Metric
 
 from torchere.serving.telemetry import catalogue as names
+from torchere.serving.telemetry.exposition import OwnFamily
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.telemetry.saturation import SaturationWindow
 
@@ -122,7 +123,7 @@ def load_families(
     return families.values()
 
 
-def _add_queue(families: dict[str, Metric], labels: dict[str, str], load: VersionLoad) -> None:
+def _add_queue(families: dict[str, OwnFamily], labels: dict[str, str], load: VersionLoad) -> None:
     values = {
         names.QUEUE_DEPTH: load.queued,
         names.QUEUE_CAPACITY: load.queued + load.queue_room,
@@ -135,7 +136,7 @@ def _add_queue(families: dict[str, Metric], labels: dict[str, str], load: Versio
 
 
 def _add_executors(
-    families: dict[str, Metric], labels: dict[str, str], load: VersionLoad, states: Iterable[str]
+    families: dict[str, OwnFamily], labels: dict[str, str], load: VersionLoad, states: Iterable[str]
 ) -> None:
     for state, count in Counter(executor.state for executor in load.executors).items():
         families[names.EXECUTORS].add_sample(names.EXECUTORS, {**labels, "state": state}, count)

@@ -22,15 +22,16 @@ from torchere.serving.telemetry.catalogue import Families, Reserved
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample, Report
 from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, executors_of
-from torchere.serving.telemetry.numbers import Listener, ServerNumbers, VersionNumbers
+from torchere.serving.telemetry.numbers import Listener, ServerNumbers, VersionNumbers, VersionSnapshot
 from torchere.serving.telemetry.predictions import Predicted, Tracing
 from torchere.serving.telemetry.refusals import TOO_LARGE, refusal_reason
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S
-from torchere.serving.telemetry.scrape import ClientNumbers, Exposure, States
+from torchere.serving.telemetry.scrape import ClientNumbers, Exposure, Extent, States
 from torchere.serving.telemetry.torchserve import ServerMetrics
 
 PREDICTION_TIME = "PredictionTime"
+VERSIONS_A_TURN = 16  # a snapshot of them blocks the event loop for 1 ms at most
 
 
 class ClientTally(Protocol):
@@ -54,6 +55,7 @@ class Metrics:
         config: the declared metrics of TorchServe and of handlers; None: the declarations of the built-in
             file.
         auto_detect: whether metrics of handlers that `config` does not declare are recorded.
+        extent: limits the number of series.
         tracing: creates spans; None: no spans.
         now: monotonic seconds.
     """
@@ -65,6 +67,7 @@ class Metrics:
         mode: MetricsMode = "prometheus",
         config: MetricsConfig | None = None,
         auto_detect: bool = False,
+        extent: Extent = Extent(),  # noqa: B008 - immutable
         tracing: Tracing | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,6 +79,7 @@ class Metrics:
             for metric in config.model.values()
         )
         self.tracing = tracing
+        self._extent = extent
         self._now = now
         self._families = families = Families()
         self._server = server = ServerMetrics(config.server, families, self._host, mode, torchserve.PLAIN)
@@ -229,6 +233,19 @@ class Metrics:
 
     def expose(self) -> Exposure:
         """Return a copy of all current metrics, which another thread may render as text."""
+        return self._exposure({key: version.snapshot() for key, version in self._numbers.versions.items()})
+
+    async def expose_in_turns(self) -> Exposure:
+        """As `expose`, but let the event loop serve requests after every few versions."""
+        versions = self._numbers.versions
+        snapshots = {}
+        for key, version in list(versions.items()):
+            snapshots[key] = version.snapshot()
+            if len(snapshots) % VERSIONS_A_TURN == 0:
+                await asyncio.sleep(0)
+        return self._exposure({key: snapshot for key, snapshot in snapshots.items() if key in versions})
+
+    def _exposure(self, snapshots: Mapping[tuple[str, str], VersionSnapshot]) -> Exposure:
         numbers = self._numbers
         self._predictions.report_last(numbers)
         loads = self._load.ask()
@@ -238,7 +255,7 @@ class Metrics:
         return Exposure(
             self._families,
             plain=lambda: torchserve.families(self._server.plain.values(), samples, self._host),
-            versions={key: version.snapshot() for key, version in numbers.versions.items()},
+            versions=snapshots,
             loads=loads,
             states=self._states,
             refused=dict(numbers.refused),
@@ -249,6 +266,7 @@ class Metrics:
             },
             server={name: float(value()) for name, value in self._server_values.items()},
             process=self.process,
+            extent=self._extent,
         )
 
     def exposition(self, names: Collection[str] = ()) -> str:

@@ -97,6 +97,7 @@ class VersionSnapshot(NamedTuple):
 
     codes: Mapping[tuple[str, str], int]  # by protocol and status label
     histograms: list[Histogram]  # by `COLUMNS`
+    first_parts: Histogram | None  # times to the first part of streamed answers; None: there was none
     rejected: Mapping[str, int]  # by reason
     cancelled: Mapping[str, int]  # by stage
     expired: Mapping[str, int]  # by stage
@@ -106,6 +107,7 @@ class VersionSnapshot(NamedTuple):
     busy_s: float
     in_flight: int
     last_batch_s: float  # seconds since the epoch; 0: never
+    used_s: float  # likewise: the last batch, or else the start of counting
     load_s: float  # 0: not loaded yet
 
 
@@ -122,8 +124,9 @@ class VersionNumbers:
     """
 
     __slots__ = (
-        *("_codes", "_durations", "_marks", "_marks_end", "_now", "_server"),
-        *("around_s", "busy", "by_size", "cancelled", "expired", "failed_s", "handler_s", "in_flight"),
+        *("_codes", "_durations", "_first_parts", "_marks", "_marks_end", "_now", "_server"),
+        *("around_s", "began_s", "busy", "by_size", "cancelled", "expired", "failed_s", "handler_s"),
+        "in_flight",
         *("last_batch_s", "last_handler_s", "listeners", "load", "load_s", "model", "named", "offered"),
         *("queue_s", "rejected", "requests_failed", "requests_succeeded", "restarts", "succeeded_s"),
         *("unnamed", "version", "wants_ids"),
@@ -147,6 +150,7 @@ class VersionNumbers:
         self.wants_ids = any(listener.wants_ids for listener in listeners)
         self._server = server or ServerNumbers()
         self._now = now
+        self.began_s = time.time()
         # Counters of requests.
         self.offered = 0
         self.in_flight = 0
@@ -156,6 +160,7 @@ class VersionNumbers:
         self.expired: Counter[str] = Counter(dict.fromkeys(WAITING_STAGES, 0))
         self._codes: dict[str | int, int] = {}
         self._durations = Distributions(len(COLUMNS))
+        self._first_parts: Distributions | None = None  # made by the first streamed answer
         self._marks = bytearray()  # space for `FOLD_ROWS` requests; allocated by the first
         self._marks_end = 0
         # Counters of batches. A request counts once, regardless of its number of rows.
@@ -222,11 +227,18 @@ class VersionNumbers:
         )
         self._marks_end = at + _ROW_BYTES
         self._server.last_wait_s = wait_s
+        if request.streamed:
+            self._add_first_part((request.sending_s or request.answered_s) - request.started_s)
         trace = request.trace
         if trace is not None and trace.sampled:
             self._durations.note(row_of(request, now_s), {"trace_id": trace.trace_id}, time.time())
         for listener in self.listeners:
             listener.answered(self, request.named, now_s - request.started_s, wait_s)
+
+    def _add_first_part(self, duration_s: float) -> None:
+        if self._first_parts is None:
+            self._first_parts = Distributions(1)
+        self._first_parts.add((duration_s,))
 
     def batches_running(self, batches: int, now_s: float) -> None:
         """Set the number of dispatched batches without an answer; call it whenever the number changes."""
@@ -302,6 +314,7 @@ class VersionNumbers:
         return VersionSnapshot(
             codes=_by_label(self._codes),
             histograms=self._durations.histograms(),
+            first_parts=None if self._first_parts is None else self._first_parts.histograms()[0],
             rejected=dict(self.rejected),
             cancelled=dict(self.cancelled),
             expired=dict(self.expired),
@@ -311,6 +324,7 @@ class VersionNumbers:
             busy_s=self.busy.total_s(self._now()),
             in_flight=self.in_flight,
             last_batch_s=self.last_batch_s,
+            used_s=self.last_batch_s or self.began_s,
             load_s=self.load_s,
         )
 

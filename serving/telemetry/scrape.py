@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import Metric
 
+from torchere.serving.config.server_settings import StageSeries
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry import catalogue as names
 from torchere.serving.telemetry.catalogue import Families
 from torchere.serving.telemetry.distributions import add_histogram
-from torchere.serving.telemetry.exposition import render, render_openmetrics
+from torchere.serving.telemetry.exposition import HistogramRow, OwnFamily, render, render_openmetrics
 from torchere.serving.telemetry.load_metrics import VersionLoad, load_families
 from torchere.serving.telemetry.numbers import SIZE_BUCKETS, VersionSnapshot
 from torchere.serving.telemetry.sampling import ProcessMetrics
@@ -25,6 +28,13 @@ class States:
 
     executor: tuple[str, ...] = ()
     version: tuple[str, ...] = ()
+
+
+class Extent(NamedTuple):
+    """Limits on the number of series; the defaults expose all of them."""
+
+    stages: StageSeries = "buckets"
+    idle_s: float = 0.0  # histograms of versions without a batch for this time are omitted; 0: never
 
 
 class ClientNumbers(NamedTuple):
@@ -49,6 +59,7 @@ class Exposure:
     clients: Mapping[str, ClientNumbers]  # by identity; "": all clients without one
     server: Mapping[str, float]  # by the name of a metric family without labels
     process: ProcessMetrics
+    extent: Extent
 
     def text(self, names: Collection[str] = (), *, openmetrics: bool = False) -> str:
         """Return the text of a scrape with the samples in `names`; empty means all samples. Thread-safe."""
@@ -59,7 +70,7 @@ class Exposure:
     def _collect(self) -> Iterable[Metric]:
         yield from self.plain()
         yield from self.families.registry.collect()
-        yield from version_families(self.versions, self.refused)
+        yield from version_families(self.versions, self.refused, self.extent, time.time())
         yield from load_families(self.loads, self.states.executor, self.states.version)
         for name, value in self.server.items():
             family = catalogue.family(name)
@@ -87,22 +98,27 @@ def client_families(clients: Mapping[str, ClientNumbers]) -> Iterable[Metric]:
 
 
 FAMILIES = (
-    *(names.REQUESTS, names.REQUEST_DURATION, names.QUEUE_DURATION, names.STAGE_DURATION, names.IN_FLIGHT),
-    *(names.REJECTED, names.CANCELLED, names.EXPIRED, names.BATCH_SIZE, names.BUSY_SECONDS),
+    *(names.REQUESTS, names.REQUEST_DURATION, names.FIRST_PART, names.QUEUE_DURATION, names.STAGE_DURATION),
+    *(names.IN_FLIGHT, names.REJECTED, names.CANCELLED, names.EXPIRED, names.BATCH_SIZE, names.BUSY_SECONDS),
     *(names.RESTARTS, names.LAST_PROGRESS, names.LOAD_DURATION),
 )
-# Two thirds of all samples are those of stages, so their histograms have only every second bound.
-_STAGE_BOUNDS = 2
+# Two thirds of all samples are those of stages, so their histograms have only every second bound, or none.
+_STAGE_BOUNDS: dict[StageSeries, int] = {"buckets": 2, "means": 0}
 
 
 def version_families(
-    snapshots: Mapping[tuple[str, str], VersionSnapshot], refused: Mapping[str, int]
+    snapshots: Mapping[tuple[str, str], VersionSnapshot],
+    refused: Mapping[str, int],
+    extent: Extent,
+    now_s: float,
 ) -> Iterable[Metric]:
     """Return the families of `FAMILIES`.
 
     Args:
         snapshots: by model and version.
         refused: rejections before the model was known, by reason; their labels for model and version are "".
+        extent: which series are left out.
+        now_s: seconds since the epoch.
     """
     families = names.families(FAMILIES)
     for reason, count in refused.items():
@@ -110,24 +126,31 @@ def version_families(
         families[names.REJECTED].add_sample(names.REJECTED, labels, count)
     for (model, version), snapshot in snapshots.items():
         labels = {"model": model, "version": version}
-        _add_durations(families, labels, snapshot)
         _add_counts(families, labels, snapshot)
-        _add_sizes(families[names.BATCH_SIZE], labels, snapshot)
+        if snapshot.in_flight or not extent.idle_s or now_s - snapshot.used_s < extent.idle_s:
+            _add_durations(families, labels, snapshot, extent.stages)
+            _add_sizes(families[names.BATCH_SIZE], labels, snapshot)
         _add_values(families, labels, snapshot)
     return families.values()
 
 
-def _add_durations(families: dict[str, Metric], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
+def _add_durations(
+    families: dict[str, OwnFamily], labels: dict[str, str], snapshot: VersionSnapshot, stages: StageSeries
+) -> None:
     histograms = dict(zip(COLUMNS, snapshot.histograms, strict=True))
     add_histogram(families[names.REQUEST_DURATION], labels, histograms["total"])
     add_histogram(families[names.QUEUE_DURATION], labels, histograms["wait"])
-    for stage in STAGES:
+    if snapshot.first_parts is not None:
+        add_histogram(families[names.FIRST_PART], labels, snapshot.first_parts)
+    for stage in STAGES if stages in _STAGE_BOUNDS else ():
         if histograms[stage].total:  # a handler reports either its three stages or only its total time
             values = histograms[stage]
-            add_histogram(families[names.STAGE_DURATION], {**labels, "stage": stage}, values, _STAGE_BOUNDS)
+            add_histogram(
+                families[names.STAGE_DURATION], {**labels, "stage": stage}, values, _STAGE_BOUNDS[stages]
+            )
 
 
-def _add_counts(families: dict[str, Metric], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
+def _add_counts(families: dict[str, OwnFamily], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
     for (transport, code), count in snapshot.codes.items():
         named = {**labels, "protocol": transport, "code": code}
         families[names.REQUESTS].add_sample(names.REQUESTS, named, count)
@@ -141,17 +164,15 @@ def _add_counts(families: dict[str, Metric], labels: dict[str, str], snapshot: V
             families[name].add_sample(name, {**labels, label: value}, count)
 
 
-def _add_sizes(family: Metric, labels: dict[str, str], snapshot: VersionSnapshot) -> None:
-    cumulated = 0
-    bounds = [*(str(float(bound)) for bound in SIZE_BUCKETS), "+Inf"]
-    for bound, count in zip(bounds, snapshot.sizes, strict=True):
-        cumulated += count
-        family.add_sample(f"{family.name}_bucket", {**labels, "le": bound}, cumulated)
-    family.add_sample(f"{family.name}_count", labels, cumulated)
-    family.add_sample(f"{family.name}_sum", labels, snapshot.requests_run)
+_SIZE_BOUNDS = (*(str(float(bound)) for bound in SIZE_BUCKETS), "+Inf")
 
 
-def _add_values(families: dict[str, Metric], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
+def _add_sizes(family: OwnFamily, labels: dict[str, str], snapshot: VersionSnapshot) -> None:
+    counts = list(accumulate(snapshot.sizes))
+    family.rows.append(HistogramRow(labels, _SIZE_BOUNDS, counts, snapshot.requests_run))
+
+
+def _add_values(families: dict[str, OwnFamily], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
     values = {names.IN_FLIGHT: snapshot.in_flight, names.BUSY_SECONDS: snapshot.busy_s}
     if snapshot.last_batch_s:
         values[names.LAST_PROGRESS] = snapshot.last_batch_s

@@ -37,6 +37,7 @@ class Marks(Protocol):
     answered_s: float  # the handler answered, or sent the first part
     sending_s: float  # the first byte of the response was written
     named: bool  # the client named a version
+    streamed: bool  # the answer was sent in parts
     trace: TraceContext | None
 
 

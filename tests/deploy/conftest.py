@@ -30,8 +30,8 @@ from cryptography.x509.oid import NameOID
 
 from torchere.serving.telemetry.metrics import Metrics
 
-# What is there on some machines only: a GPU, limits of a container.
-OF_SOME_MACHINES = re.compile(r"GPU|torchere_cgroup_")
+# What is there on some machines only (a GPU, limits of a container), or for streams only.
+OF_SOME_MACHINES = re.compile(r"GPU|torchere_cgroup_|torchere_first_part_")
 # What Prometheus itself adds to every scrape.
 OF_PROMETHEUS = frozenset({"up", "scrape_duration_seconds", "scrape_samples_scraped"})
 PROPERTIES = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,9 +14,11 @@ from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane, Readiness
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, status_answer
+from torchere.serving.frontend.rest.wire import accepts_gzip, deflate
 from torchere.serving.telemetry import exposition as openmetrics_format
 from torchere.serving.telemetry.exposition import wants_openmetrics
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.scrape import Exposure
 from torchere.serving.telemetry.torchserve import LEGACY_METRICS
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,9 +73,15 @@ def ping_routes(dataplane: DataPlane) -> APIRouter:
     return router
 
 
+def _page(exposure: Exposure, names: Collection[str], *, openmetrics: bool, zipped: bool) -> bytes:
+    text = exposure.text(names, openmetrics=openmetrics).encode()
+    return deflate(text, "gzip") if zipped else text
+
+
 def metrics_routes(metrics: Metrics, mode: MetricsMode) -> APIRouter:
     """Return the routes `/metrics` and below, for any method; repeatable `name[]` selects samples."""
     router = APIRouter()
+    turns = asyncio.Lock()  # so that scrapes together use one thread at most
 
     async def expose(request: Request) -> Response:
         names = frozenset(request.query_params.getlist("name[]"))
@@ -81,11 +90,14 @@ def metrics_routes(metrics: Metrics, mode: MetricsMode) -> APIRouter:
         if mode == "log" or (mode == "legacy" and not names):
             return Response("", headers={"content-type": METRICS_CONTENT_TYPE})
         openmetrics = wants_openmetrics(request.headers.get("accept", ""))
-        exposure = metrics.expose()
-        # Written in a thread, so as not to block the loop: with many models the text has megabytes.
-        text = await asyncio.to_thread(exposure.text, names, openmetrics=openmetrics)
+        zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
+        async with turns:
+            exposure = await metrics.expose_in_turns()
+            # Written in a thread, so as not to block the loop: with many models the text has megabytes.
+            body = await asyncio.to_thread(_page, exposure, names, openmetrics=openmetrics, zipped=zipped)
         content_type = openmetrics_format.CONTENT_TYPE if openmetrics else METRICS_CONTENT_TYPE
-        return Response(text, headers={"content-type": content_type, "vary": "Accept"})
+        headers = {"content-type": content_type, "vary": "Accept, Accept-Encoding"}
+        return Response(body, headers={**headers, "content-encoding": "gzip"} if zipped else headers)
 
     router.add_api_route("/metrics", expose, methods=ANY_METHOD)
     router.add_api_route("/metrics/{rest:path}", expose, methods=ANY_METHOD)

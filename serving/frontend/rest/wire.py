@@ -177,6 +177,19 @@ def answer_coding(accepted: bytes) -> Coding | None:
     return _CODINGS.get(names[0]) if len(names) == 1 else None
 
 
+def accepts_gzip(accepted: str) -> bool:
+    """Return whether an `Accept-Encoding` allows gzip, by its name or by `*`.
+
+    >>> accepts_gzip("br, gzip;q=0.5"), accepts_gzip("gzip;q=0, *"), accepts_gzip("")
+    (True, False, False)
+    """
+    weights = {}
+    for item in accepted.lower().split(","):
+        name, _, weight = item.partition(";")
+        weights[name.strip()] = not _is_zero(weight)
+    return weights.get("gzip", weights.get("*", False))
+
+
 def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
     """Decompress a body.
 

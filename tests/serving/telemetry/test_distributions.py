@@ -11,6 +11,7 @@ from torchere.serving.telemetry.distributions import (
     Distributions,
     add_histogram,
 )
+from torchere.serving.telemetry.exposition import samples_of
 
 
 @settings(deadline=None)
@@ -30,7 +31,7 @@ def test_every_value_is_counted_in_the_bucket_it_belongs_to(rows):
 def samples(histogram, every=1):
     shown = family(REQUEST_DURATION)
     add_histogram(shown, {"model": "m"}, histogram, every)
-    return {(s.name.removeprefix(REQUEST_DURATION), s.labels.get("le")): s for s in shown.samples}
+    return {(s.name.removeprefix(REQUEST_DURATION), s.labels.get("le")): s for s in samples_of(shown)}
 
 
 def test_a_bound_that_is_left_out_adds_to_the_next():
@@ -57,3 +58,15 @@ def test_an_exemplar_stands_in_the_bucket_of_its_value(every):
     assert exemplars["0.0005"] == "t0.0003"
     assert exemplars["+Inf"] == "t300.0"
     assert all(float(s.exemplar.value) <= float(bound) for (_, bound), s in found.items() if s.exemplar)
+
+
+def test_without_bounds_a_histogram_tells_number_and_sum():
+    distributions = Distributions(1)
+    for value in (0.25, 0.5):
+        distributions.add((value,))
+    found = samples(distributions.histograms()[0], every=0)
+    assert {key: sample.value for key, sample in found.items()} == {
+        ("_bucket", "+Inf"): 2,
+        ("_count", None): 2,
+        ("_sum", None): 0.75,
+    }

@@ -2,13 +2,20 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from torchere.serving.telemetry.catalogue import Families
-from torchere.serving.telemetry.exposition import java_double, render
+from torchere.serving.telemetry.exposition import (
+    HistogramRow,
+    OwnFamily,
+    java_double,
+    render,
+    render_openmetrics,
+    samples_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +108,20 @@ def test_creation_times_are_left_out():
     family = Metric("g", "help", "counter")
     family.add_sample("g_created", {}, 1.0)
     assert "created" not in render([family], {})
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 2**40), min_size=1, max_size=4),
+    st.floats(0, 1e12),
+    st.dictionaries(st.sampled_from(["model", "version"]), st.text(max_size=8)),
+)
+@pytest.mark.parametrize("form", [render, render_openmetrics])
+def test_a_row_is_written_as_its_samples_would_be(form, counts, total, labels):
+    counts = sorted(counts)
+    bounds = (*(str(0.5 * bound) for bound in range(1, len(counts))), "+Inf")
+    by_row, by_sample = OwnFamily("h", "help", "histogram"), Metric("h", "help", "histogram")
+    by_row.rows.append(HistogramRow(labels, bounds, counts, total))
+    by_sample.samples = samples_of(by_row)
+    assert sorted(form([by_row], {})) == sorted(form([by_sample], {}))  # the order of labels may differ
+    assert form([by_row], {}, {"h_sum"}) == form([by_sample], {}, {"h_sum"})

@@ -1,3 +1,4 @@
+import asyncio
 import math
 import os
 import threading
@@ -27,7 +28,7 @@ from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry import handler_metrics as bounds
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.scrape import States
+from torchere.serving.telemetry.scrape import Extent, States
 
 HOST = 'Level="Host",Hostname="vm",'
 
@@ -435,3 +436,75 @@ def test_clients_are_told_by_identity_and_those_without_one_together():
         'torchere_client_predictions_in_flight{client="team a",} 1.0',
         'torchere_client_refusals_total{client="team a",budget="client_concurrency",} 1.0',
     ]
+
+
+@pytest.mark.parametrize(("stages", "expected"), [("buckets", 12), ("means", 3), ("none", 0)])
+def test_the_stages_have_as_many_series_as_wanted(answer, stages, expected):
+    metrics = Metrics("vm", extent=Extent(stages))
+    meter = metrics.meter("m", "1.0")
+    metrics.show(meter)
+    answer(meter)
+    series = [line for line in lines(metrics, "torchere_stage_duration_seconds") if 'stage="queue"' in line]
+    assert len(series) == expected + (expected > 3)
+    assert len(lines(metrics, "torchere_request_duration_seconds")) == 22
+
+
+def test_a_version_that_is_idle_keeps_counters_and_loses_histograms_until_its_next_batch(
+    answer, batch, monkeypatch
+):
+    metrics = Metrics("vm", extent=Extent(idle_s=60))
+    meter = metrics.meter("m", "1.0")
+    metrics.show(meter)
+    began_s = time.time()
+
+    def histograms(idle_s):
+        monkeypatch.setattr(time, "time", lambda: began_s + idle_s)
+        return {line.split("{")[0] for line in lines(metrics, "torchere_") if 'model="m"' in line} & {
+            "torchere_request_duration_seconds_sum",
+            "torchere_batch_size_count",
+        }
+
+    answer(meter)
+    batch(meter)
+    assert len(histograms(59)) == 2
+    assert histograms(61) == set()
+    assert lines(metrics, "torchere_requests_total") != []
+    meter.in_flight = 1
+    assert len(histograms(62)) == 2
+    meter.in_flight = 0
+    batch(meter)
+    assert len(histograms(63)) == 2
+
+
+def test_the_time_to_the_first_part_is_that_of_streams_only(metrics, shown, answer):
+    meter = shown()
+    answer(meter)
+    assert lines(metrics, "torchere_first_part") == []
+    streamed = Prediction("r1", 10.0)
+    streamed.dequeued_s, streamed.answered_s, streamed.sending_s = 10.1, 10.2, 10.5
+    streamed.streamed = True
+    meter.finished(streamed, 200, 13.0)
+    assert lines(metrics, "torchere_first_part_duration_seconds_sum") == [
+        'torchere_first_part_duration_seconds_sum{model="m",version="1.0",} 0.5'
+    ]
+
+
+def test_a_scrape_of_many_versions_lets_requests_run_between(metrics, shown, answer):
+    meters = [shown(f"m{number}") for number in range(100)]
+    for meter in meters:
+        answer(meter)
+    seen = []
+
+    async def main():
+        scrape = asyncio.ensure_future(metrics.expose_in_turns())
+        while not scrape.done():
+            await asyncio.sleep(0)
+            seen.append(scrape.done())
+            if len(seen) == 2:
+                metrics.forget(meters[0], was_last=True)
+        return scrape.result()
+
+    text = asyncio.run(main()).text()
+    assert seen.count(False) >= 5
+    assert 'torchere_requests_total{model="m99"' in text
+    assert 'model="m0"' not in text

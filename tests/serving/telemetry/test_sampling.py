@@ -4,11 +4,12 @@ import gc
 import time
 
 from torchere.serving.telemetry import sampling as process_metrics
+from torchere.serving.telemetry.exposition import samples_of
 from torchere.serving.telemetry.sampling import ProcessMetrics
 
 
 def values(metrics):
-    return {sample.name: sample.value for family in metrics.collect() for sample in family.samples}
+    return {sample.name: sample.value for family in metrics.collect() for sample in samples_of(family)}
 
 
 def test_the_process_is_described():

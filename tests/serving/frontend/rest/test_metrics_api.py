@@ -1,4 +1,5 @@
 import asyncio
+import zlib
 
 import pytest
 
@@ -98,3 +99,15 @@ def test_in_legacy_mode_there_are_the_three_old_counters(planes, ask_listener):
         "ts_queue_latency_microseconds",
     }
     assert asyncio.run(ask_listener(app, "GET", "/metrics?name[]=Requests2XX")).body == b""
+
+
+@pytest.mark.parametrize(
+    ("accepted", "zipped"),
+    [("gzip", True), ("br;q=1, GZIP;q=0.5", True), ("*", True), ("gzip;q=0, *", False), ("br", False)],
+)
+def test_the_metrics_are_compressed_for_those_who_take_it(ask, accepted, zipped):
+    answer = ask("metrics", "GET", "/metrics", accept_encoding=accepted)
+    assert answer.headers.get("content-encoding") == ("gzip" if zipped else None)
+    assert answer.headers["vary"] == "Accept, Accept-Encoding"
+    text = zlib.decompress(answer.body, wbits=31) if zipped else answer.body
+    assert b"# TYPE Requests2XX counter" in text
