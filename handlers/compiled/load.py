@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.models.load.exported_program import keyword_inputs
+from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled import library as aot_abi
@@ -131,7 +131,7 @@ def _load_program(path: str, device: str | None) -> CompiledModel:
         program = torch.export.load(path)
     if device not in (None, "cpu"):  # operators that create tensors name the export's device
         program = importlib.import_module("torch.export.passes").move_to_device_pass(program, device)
-    return by_position(program)
+    return ServedProgram(program)
 
 
 def _refuse_code(path: str) -> None:
@@ -181,25 +181,3 @@ def _load_by_binding(path: str) -> CompiledModel:
             f"of torch ({torch.__version__}) on a machine like this one"
         ) from err
     return model
-
-
-def by_position(program: torch.export.ExportedProgram) -> torch.nn.Module:
-    """Return the module of a program; its keyword inputs can also be passed by position, in order."""
-    module = program.module()
-    positional, keywords = keyword_inputs(program)
-    return _ByPosition(module, positional, keywords) if keywords else module
-
-
-class _ByPosition(torch.nn.Module):
-    def __init__(self, module: torch.nn.Module, positional: int, keywords: tuple[str, ...]) -> None:
-        super().__init__()
-        self.module = module
-        self._positional = positional
-        self._keywords = keywords
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as it was exported, with the last positional arguments passed by keyword."""
-        if not kwargs and len(args) == self._positional + len(self._keywords):
-            kwargs = dict(zip(self._keywords, args[self._positional :], strict=True))
-            args = args[: self._positional]
-        return self.module(*args, **kwargs)

@@ -19,6 +19,7 @@ from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.examples import check_against
 from torchere.archiver.models.inputs.run import Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
+from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.module import take_along
 from torchere.archiver.models.load.source import EAGER, Source, aoti_metadata
 from torchere.archiver.models.probe.derive import signature_of
@@ -99,7 +100,7 @@ def write_model(
             save_program(exported, target)
     if options.model_format == EXPORT:
         write_build(beside, {"format": EXPORT, "torch": version()})
-        return Packed(target, exported.module(), beside)
+        return Packed(target, ServedProgram(exported), beside)
     if exported.example_inputs is None:  # saved by `save_program`; the compiler needs them
         exported.example_inputs = (tuple(example), {})
     with step(say, "compiling with AOTInductor", _NOT_COMPILED):
@@ -298,7 +299,7 @@ def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say
 
 def _run(source: Source, options: BuildOptions) -> Run:
     if source.module is not None:
-        return source.program.module() if source.program is not None else source.module
+        return ServedProgram(source.program) if source.program is not None else source.module
     if not options.allow_pickle:
         raise ModelRefused(
             f"{source.path}: to derive a signature its machine code would have to run; trust it with "

@@ -1,13 +1,18 @@
-"""Exported programs with keyword inputs, as of `export(model, (x,), {"mask": mask})`.
+"""Runs exported programs, also those with keyword inputs, as of `export(model, (x,), {"mask": mask})`.
 
 Servers pass all inputs by position, in the order in which the program names them.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -38,3 +43,75 @@ def take_by_position(program: ExportedProgram) -> None:
 def _spec(program: ExportedProgram) -> Any:
     """Return the structure of `(args, kwargs)` as JSON: the object's accessors differ between versions."""
     return json.loads(pytree.treespec_dumps(program.call_spec.in_spec))
+
+
+class ServedProgram(torch.nn.Module):
+    """An exported program as a server runs it: inputs by position or by keyword, as it was exported.
+
+    torch's module of a program checks its inputs in Python at each call and looks each weight up in its
+    modules, which took longer than a small model itself. The checks read types and shapes only, so inputs of
+    each kind are checked once, and then given to the graph alone
+    (docs/decisions/0029-exported-programs-as-fast-as-eager.md). Thread-safe, as the program is.
+    """
+
+    def __init__(self, program: ExportedProgram) -> None:
+        super().__init__()
+        self.checked: Any = program.module()
+        self._direct = _without_checks(self.checked)
+        self._out_spec: pytree.TreeSpec = self.checked._out_spec
+        self._is_tensor = self._out_spec == pytree.tree_structure(0)
+        self._positional, self._keywords = keyword_inputs(program)
+        self._passed: set[tuple[Any, ...]] = set()  # types and shapes of inputs that torch has accepted
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program; inputs that it does not take are refused by torch's own checks."""
+        plain = args and not kwargs and all([type(one) is torch.Tensor for one in args])
+        if not plain or torch.compiler.is_compiling():
+            return self._with_checks(*args, **kwargs)
+        kind = tuple([(one.dtype, one.shape, one.device) for one in args])
+        if kind in self._passed:
+            found = self._direct(*args)
+            return found[0] if self._is_tensor else pytree.tree_unflatten(found, self._out_spec)
+        result = self._with_checks(*args)
+        if len(self._passed) >= _MOST_KINDS:
+            self._passed.clear()
+        self._passed.add(kind)
+        return result
+
+    def _with_checks(self, *args: Any, **kwargs: Any) -> Any:
+        if self._keywords and not kwargs and len(args) == self._positional + len(self._keywords):
+            kwargs = dict(zip(self._keywords, args[self._positional :], strict=True))
+            args = args[: self._positional]
+        return self.checked(*args, **kwargs)
+
+    def _apply(
+        self, *args: Any, **kwargs: Any
+    ) -> Any:  # torch's, behind `to` and `half`: may replace weights
+        applied = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._direct = _without_checks(self.checked)
+        return applied
+
+
+_MOST_KINDS = 4096  # clients choose the shapes: bounds the memory for them
+
+
+def _without_checks(module: fx.GraphModule) -> Callable[..., Any]:
+    """Return a function of the module's graph, from flat inputs to flat outputs, without checks.
+
+    It holds the module's own tensors, so what the graph writes into a buffer is seen by both.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    first = next((node for node in graph.nodes if node.op == "placeholder"), None)
+    held: dict[str, Any] = {}
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            with graph.inserting_before(first):
+                node.replace_all_uses_with(graph.placeholder(f"held_{len(held)}"))
+            held[f"held_{len(held)}"] = operator.attrgetter(node.target)(module)
+        elif node.target is torch.ops.aten.dropout.default and node.args[2] is False:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target not in ("_guards_fn", torch.ops.aten._assert_tensor_metadata.default):
+            continue
+        graph.erase_node(node)
+    return functools.partial(fx.GraphModule(module, graph).forward, *held.values())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.files import Packed
+from torchere.archiver.models.measure.cost import gain
 from torchere.archiver.models.quantize.methods import Quantised, processor_has_bf16
 from torchere.archiver.models.verify.compare import refuse_drift
 from torchere.archiver.models.verify.report import Report
@@ -139,7 +140,9 @@ def check_trial(
         return ""
     if not accept_drift:
         refuse_drift(trial.report)
-    if trial.report.speedup is None or trial.report.speedup >= LITTLE or trial.quantised is None:
+    if trial.quantised is None:
+        return _beside_eager(trial.report) if target == EXPORT else ""
+    if trial.report.speedup is None or trial.report.speedup >= LITTLE:
         return ""
     times = _times(trial.report)
     helps = what_helps(module, trial.method, target)
@@ -150,6 +153,18 @@ def check_trial(
     raise SlowerRefused(
         f"{trial.method} is not faster than fp32 on this processor: {times}; {helps}; "
         "--accept-slower packs it all the same, for its size or for another processor"
+    )
+
+
+def _beside_eager(report: Report) -> str:
+    """Return that an exported program is slower than the model that it was made from; or an empty text."""
+    share = gain(report.original.latency_ms, report.packed.latency_ms)
+    if share * LITTLE >= 1:
+        return ""
+    times = _times(replace(report, fp32=report.original))
+    return (
+        f"as an exported program the model runs at {share:.2f} x its speed in eager mode: {times}; "
+        f"--format {AOTI} compiles it, and {TORCHSCRIPT} runs it outside of Python"
     )
 
 

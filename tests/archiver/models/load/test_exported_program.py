@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchere.archiver.models.load.exported_program import keyword_inputs, take_by_position
+from torchere.archiver.models.load.exported_program import ServedProgram, keyword_inputs, take_by_position
 from torchere.archiver.models.load.source import read_source
 from torchere.handlers.compiled import load as aot
 
@@ -83,3 +83,65 @@ def test_a_server_goes_on_taking_keywords(program: Path, module: Masked, tmp_pat
     wanted = module(X, mask=MASK, shift=SHIFT)
     assert torch.allclose(run(X, shift=SHIFT, mask=MASK), wanted)
     assert torch.allclose(run(X, SHIFT, MASK), wanted)
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls in a buffer, and answers in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(4, 2)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.calls = torch.nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls.add_(1)
+        return {"y": self.dropout(self.one(x)), "calls": self.calls.clone()}
+
+
+@pytest.fixture
+def served() -> ServedProgram:
+    torch.manual_seed(0)
+    free = ({0: torch.export.Dim("batch", min=1, max=8)},)
+    return ServedProgram(torch.export.export(Counting().eval(), (X,), dynamic_shapes=free))
+
+
+def test_inputs_of_one_kind_are_checked_once_and_answered_alike(served: ServedProgram) -> None:
+    checked: list[Any] = []
+    served.checked.register_forward_hook(lambda *_: checked.append(1))
+    answers = [served(X) for _ in range(3)]
+    assert len(checked) == 1
+    assert all(torch.equal(one["y"], answers[0]["y"]) for one in answers)
+    served(torch.ones(3, 4))
+    assert len(checked) == 2
+
+
+def test_what_a_program_writes_into_a_buffer_is_seen_with_checks_and_without(served: ServedProgram) -> None:
+    calls = [float(served(rows)["calls"]) for rows in (X, X, torch.ones(3, 4), X)]
+    assert calls == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(9, 4), torch.ones(2, 5), torch.ones(2, 4).double(), [1.0]])
+def test_what_a_program_does_not_take_is_refused_behind_what_it_takes(
+    served: ServedProgram, wrong: Any
+) -> None:
+    served(X)
+    served(X)
+    for _ in range(2):
+        with pytest.raises((RuntimeError, AssertionError, TypeError, ValueError, AttributeError)):
+            served(wrong)
+
+
+def test_weights_that_are_replaced_are_used_without_checks_too(served: ServedProgram) -> None:
+    before = served(X)["y"]
+    served._apply(lambda tensor: tensor * 2)
+    assert torch.allclose(served(X)["y"], 2 * before)
+
+
+def test_the_kinds_of_inputs_that_are_remembered_are_bounded(
+    served: ServedProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchere.archiver.models.load.exported_program._MOST_KINDS", 3)
+    for rows in range(1, 9):
+        served(torch.ones(rows, 4))
+    assert len(served._passed) <= 3
