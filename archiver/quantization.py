@@ -34,12 +34,18 @@ METHODS: dict[str, Method] = {
     "int8-trained": Method(
         "for a model that was trained for int8 (QAT) or is int8 already, only chooses the engine", INT8_DRIFT
     ),
+    "int8-weight": Method(
+        "weights of linear layers and embeddings in 8 bits, products in bfloat16; for large layers that meet "
+        "few rows, and where int8-dynamic drifts too far",
+        BF16_DRIFT,
+    ),
+    "int4-weight": Method("likewise in 4 bits; with the formats export and aoti", INT8_DRIFT),
     "bf16": Method("weights and sums in bfloat16, where the processor has it", BF16_DRIFT),
     AUTO: Method(
         "tries those of the above that suit the model, and packs the fastest that stays within its limit, or "
         "fp32 where none gains",
         INT8_DRIFT,
-        ("int8-static", "int8-dynamic", "bf16"),
+        ("int8-static", "int8-dynamic", "bf16", "int8-weight"),
     ),
 }
 

@@ -31,10 +31,17 @@ from torchere.archiver.models.inputs.examples import (
 from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.source import Source, inputs_up_to, read_source
+from torchere.archiver.models.load.weight_only import torchao_kinds
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.row_independence import VARIATIONS
-from torchere.archiver.models.quantize.methods import Quantised, check_method, quantise, shared_scale
+from torchere.archiver.models.quantize.methods import (
+    Quantised,
+    check_method,
+    check_weights,
+    quantise,
+    shared_scale,
+)
 from torchere.archiver.models.quantize.trials import (
     FP32,
     Failed,
@@ -120,7 +127,7 @@ def _checked(options: BuildOptions) -> BuildOptions:
             "--quantize changes the model, and --format keep does not; expected another format"
         )
     if options.quantize:
-        check_method(options.quantize)
+        check_method(options.quantize, wanted)
         if METHODS[options.quantize].tries and not options.verify:
             raise ModelRefused(
                 f"--quantize {options.quantize} chooses by measuring, which --no-verify leaves out; name one "
@@ -128,6 +135,11 @@ def _checked(options: BuildOptions) -> BuildOptions:
             )
     if options.script and wanted != TORCHSCRIPT:
         raise ModelRefused(f"--script makes TorchScript; expected --format torchscript instead of {wanted}")
+    if options.isa and options.quantize == "int4-weight":
+        raise ModelRefused(
+            "int4-weight compiles the weights in the order of this machine's processor, so that --isa has no "
+            "use; leave it out, or take int8-weight"
+        )
     if options.isa and (wanted != AOTI or options.isa not in ISAS):
         raise ModelRefused(f"--isa is {options.isa!r}; expected --format aoti and one of {', '.join(ISAS)}")
     return replace(options, model_format=wanted)
@@ -192,6 +204,7 @@ class _Compilation:
     def built(self, example: Tensors | None) -> Built:
         """Quantise, compile, sign and verify the model."""
         module, example = self._startable(example)
+        self._check_torchao(module)
         names = self.source.names_of_inputs(len(example))
         sizes = sizes_of(self.options, names, example)
         if not self.options.dynamic_sizes:
@@ -224,6 +237,19 @@ class _Compilation:
         return _finished(
             Built(trial.packed.file, None, config, trial.packed.beside), trial.signature, self.say
         )
+
+    def _check_torchao(self, module: torch.nn.Module) -> None:
+        """Say that weights of torchao are kept; refuse TorchScript, which would hold them in fp32."""
+        quantised = torchao_kinds(module)
+        if quantised and self.options.quantize:
+            check_weights(module, self.options.quantize)
+        if quantised and self.options.model_format == TORCHSCRIPT:
+            raise ModelRefused(
+                f"the model's weights are quantised by torchao ({quantised}), and TorchScript would hold "
+                "them in fp32; take --format export or aoti, which keep their bits"
+            )
+        if quantised:
+            self.say(f"weights quantised by torchao ({quantised}) keep their bits; a server needs no torchao")
 
     def _best(self, job: _Job, methods: Sequence[str]) -> Trial:
         """Quantise the model by each method, and return the best of the forms with its report."""

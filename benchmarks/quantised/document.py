@@ -27,6 +27,8 @@ Written by `python benchmarks/quantization.py --write-docs`; do not edit, but it
 | `int8-static` | convolutions, linear layers: weights and activations in 8 bits | it, as a graph; samples |
 | `int8` | both of these; the faster one that agrees | samples, or only the first is tried |
 | `int8-trained` | takes a model as it is, and chooses the engine | QAT, or int8 TorchScript |
+| `int8-weight` | linear layers, embeddings: weights in 8 bits, products in bfloat16 | the eager model |
+| `int4-weight` | the same in 4 bits | it, and `--format export` or `aoti` |
 | `bf16` | weights and sums in bfloat16, float32 in and out | the eager model, a processor that has it |
 | `auto` | tries what suits; packs the fastest that agrees, or fp32 where none gains a tenth | as they do |
 
@@ -60,12 +62,35 @@ back, as many as should do; the model is converted again and compared, three tim
 the weights go back, which keeps a file below 0.35 times of fp32 that would be 0.25 times. The report names
 the layers. Not with `--format export` and `aoti`.
 
+## Weights alone
+
+`int8-weight` makes the weights small and leaves the activations as they are: it drifts less than
+dynamic int8, the rows of a batch share no scale, and it needs no samples. It gains where large layers
+meet few rows and the time goes into reading weights: one layer of 4096 x 1024 takes 0.22 instead of 0.72 ms
+for a row, 0.85 instead of 2.4 ms for 8, and no less for 128
+([decision 30](decisions/0030-weights-in-8-and-4-bits.md)). It changes linear layers and embeddings of 16,384
+weights and more; recurrent layers, convolutions and `nn.EmbeddingBag` stay in fp32. `int4-weight` is as fast,
+and smaller: 5 bits for each weight with its scales. It drifts ten times as far. Embeddings, and layers of sizes
+that its kernel does not take (outputs that are no multiple of 16, inputs of 32), get 8 bits. An archive of it
+that was compiled on a processor with AVX-512 runs on one without as the exported program that lies beside it,
+and the other way round. Both use operators of torch's own: neither packing nor serving needs torchao.
+
+A model that was quantised with torchao's `quantize_` keeps its bits with `--format export` and `aoti`: give a
+factory that makes it, or its class and the state dict (`torch.save(model.state_dict(), ...)`). Its answers
+stay the same, and a server needs no torchao. That goes for `Int8WeightOnlyConfig`,
+`Int8DynamicActivationInt8WeightConfig`, `IntxWeightOnlyConfig` and, packed on the kind of processor where it
+was quantised, `PrototypeInt4WeightOnlyConfig` for CPUs; `Int4WeightOnlyConfig` needs a GPU to quantise, so
+take `int4-weight` of the model in fp32. Such a model is smaller, and mostly not faster, for torchao casts the
+weights to fp32 at each call; `int8-weight` of the model in fp32 is. TorchScript would hold the weights in
+fp32, and `keep` would load them into a class that is not quantised: both are refused.
+
 ## Verification
 
 Whatever becomes of a model, the packed one is compared with the original before it is packed
 (`--no-verify` leaves that out), on `--samples`, or on the example without any. *Drift* is the root of the
 mean squared difference over the root of the mean square of the original's values: 0 is equal, 1 has
-nothing to do with it. Above `--max-drift` (0.001 for a format alone, 0.05 for bf16, 0.25 for int8) nothing
+nothing to do with it. Above `--max-drift` (0.001 for a format alone, 0.05 for bf16 and
+`int8-weight`, 0.25 for other int8 and int4) nothing
 is packed, with exit status 2. Neither is it when channels of an output that vary in the original have
 one and the same value in the packed model, which one figure over a whole output does not show: scores beside
 boxes that are 640 times as large may all be zero. The worst channel is told with its own drift, measured by

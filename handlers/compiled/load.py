@@ -26,6 +26,7 @@ from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled import library as aot_abi
 from torchere.handlers.compiled.library import AotModel
 from torchere.handlers.compiled.package import (
+    Build,
     Misfit,
     Package,
     extracted_library,
@@ -76,7 +77,11 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
     if package.is_program:
         return _load_program(path, device)
     build = read_build(model_dir).with_metadata(package.metadata)
-    found = _misplaced(package, device) or misfit(build, torch.__version__, read_cpu_flags())
+    found = (
+        _misplaced(package, device)
+        or misfit(build, torch.__version__, read_cpu_flags())
+        or _in_other_order(build)
+    )
     if found and build.fallback:
         logger.warning("%s is not used: %s. Its fallback %s is slower", path, found.reason, build.fallback)
         return _load_program(str(Path(model_dir, build.fallback)), device)
@@ -109,6 +114,17 @@ def _misplaced(package: Package, device: str | None) -> Misfit | None:
     if package.device in (kind, "unknown"):
         return None
     return Misfit(f"it was compiled for {package.device}, and is to run on {kind}", fatal=True)
+
+
+def _in_other_order(build: Build) -> Misfit | None:
+    """Return a fatal misfit if weights of 4 bits have the order of other instructions than torch uses here.
+
+    The kernel would take each for another one, and answer wrongly.
+    """
+    here = torch.backends.cpu.get_cpu_capability()
+    if build.weights_for in (None, here):
+        return None
+    return Misfit(f"its weights of 4 bits are ordered for {build.weights_for}; this is {here}", fatal=True)
 
 
 def _runs_by_abi(package: Package, device: str | None) -> bool:

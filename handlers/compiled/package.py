@@ -142,12 +142,13 @@ class Build:
     isa: str | None = None  # instruction set, lower case
     machine: str | None = None  # as platform.machine() returns it
     fallback: str | None = None  # file of the same model as an exported program
+    weights_for: str | None = None  # torch's name of the vector instructions whose order the weights have
 
     def with_metadata(self, metadata: dict[str, str]) -> Build:
         """Return this record, with its missing values filled from the metadata of the package."""
         isa = metadata.get("AOTI_CPU_ISA", "").lower() or None
         machine = metadata.get("AOTI_MACHINE") or None
-        return Build(self.torch, self.isa or isa, self.machine or machine, self.fallback)
+        return Build(self.torch, self.isa or isa, self.machine or machine, self.fallback, self.weights_for)
 
 
 def read_build(model_dir: str) -> Build:
@@ -170,6 +171,7 @@ def read_build(model_dir: str) -> Build:
         torch=_text(record, "torch"),
         isa=isa.lower() if isa else None,
         fallback=_fallback(_text(record, "fallback"), model_dir),
+        weights_for=_text(record, "weights_for"),
     )
 
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
 from torchere.archiver.models.load.module import traceable_lengths
+from torchere.archiver.models.load.weight_only import with_plain_weights, without_torchao
 from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
 
 
@@ -34,9 +35,11 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
             example = resized(example, free, 2)
     if isinstance(module, torch.jit.ScriptModule):
         module = _from_torchscript(module, example)
+    module = with_plain_weights(module)
     shapes = by_parameter(module, _shapes(example, sizes))
     with torch.no_grad(), traceable_lengths(module):
         program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+        program = without_torchao(program)
     _take_classes_out(program)
     return program
 

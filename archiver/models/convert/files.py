@@ -22,6 +22,7 @@ from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.module import take_along
 from torchere.archiver.models.load.source import EAGER, Source, aoti_metadata
+from torchere.archiver.models.load.weight_only import has_4_bits, torchao_kinds
 from torchere.archiver.models.probe.derive import signature_of
 from torchere.archiver.models.steps import Say, refusing, step
 from torchere.archiver.request import (
@@ -104,12 +105,18 @@ def write_model(
     if exported.example_inputs is None:  # saved by `save_program`; the compiler needs them
         exported.example_inputs = (tuple(example), {})
     with step(say, "compiling with AOTInductor", _NOT_COMPILED):
-        freezing = True if options.quantize else None
-        isa = compile_aoti(exported, target, options.isa, say, freezing=freezing).isa
+        isa = compile_aoti(exported, target, options.isa, say, freezing=_freezing(module, options)).isa
         compiled = load_aoti(target)
     save_program(exported, beside / FALLBACK_NAME)
-    write_build(beside, {"format": AOTI, "torch": version(), "isa": isa, "fallback": FALLBACK_NAME})
+    order = {"weights_for": torch.backends.cpu.get_cpu_capability()} if has_4_bits(exported) else {}
+    write_build(beside, {"format": AOTI, "torch": version(), "isa": isa, "fallback": FALLBACK_NAME, **order})
     return Packed(target, compiled, beside)
+
+
+def _freezing(module: torch.nn.Module, options: BuildOptions) -> bool | None:
+    if torchao_kinds(module):
+        return False  # it would fold weights of 8 bits to fp32
+    return True if options.quantize else None
 
 
 def refuse_full_disk(module: torch.nn.Module, work: Path, copies: int = 1) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.safetensors import read_safetensors
+from torchere.archiver.models.load.weight_only import register_torchao
 from torchere.archiver.scan.pickles import is_plain
 from torchere.archiver.scan.weights import PICKLE, SAFETENSORS, TORCH_SAVE, classify_file
 
@@ -99,11 +100,15 @@ def _read(path: Path, allow_pickle: bool) -> Weights:
     return _weights_of(path, _unpickled(path, allow_pickle))
 
 
-def _unpickled(path: Path, allow_pickle: bool) -> Any:
+def _unpickled(path: Path, allow_pickle: bool, known: bool = False) -> Any:
+    """Return the content of a file; `known`: the classes of torchao's tensors are registered."""
     try:
         return torch.load(path, map_location="cpu", weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
         found = classify_file(path).foreign
+        if not known and any(name.startswith("torchao.") for name in found):
+            register_torchao()
+            return _unpickled(path, allow_pickle, known=True)
         names = f" (it imports {', '.join(found[:3])})" if found else ""
         raise ModelRefused(
             f"{path}: its pickle holds more than tensors{names}, and reading it could run any code; save the "

@@ -8,13 +8,15 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
+
+from torchere.archiver.models.load.weight_only import BY_PROCESSOR
 
 
 def keyword_inputs(program: ExportedProgram) -> tuple[int, tuple[str, ...]]:
@@ -58,7 +60,7 @@ class ServedProgram(torch.nn.Module):
         super().__init__()
         self.checked: Any = program.module()
         self._direct = _without_checks(self.checked)
-        self._out_spec: pytree.TreeSpec = self.checked._out_spec
+        self._out_spec: Any = self.checked._out_spec
         self._is_tensor = self._out_spec == pytree.tree_structure(0)
         self._positional, self._keywords = keyword_inputs(program)
         self._passed: set[tuple[Any, ...]] = set()  # types and shapes of inputs that torch has accepted
@@ -103,7 +105,7 @@ def _without_checks(module: fx.GraphModule) -> Callable[..., Any]:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     first = next((node for node in graph.nodes if node.op == "placeholder"), None)
-    held: dict[str, Any] = {}
+    held: dict[str, Any] = {}  # by the name of the placeholder
     for node in list(graph.nodes):
         if node.op == "get_attr":
             with graph.inserting_before(first):
@@ -114,4 +116,31 @@ def _without_checks(module: fx.GraphModule) -> Callable[..., Any]:
         elif node.target not in ("_guards_fn", torch.ops.aten._assert_tensor_metadata.default):
             continue
         graph.erase_node(node)
+    _order_weights(graph, held, first)
     return functools.partial(fx.GraphModule(module, graph).forward, *held.values())
+
+
+def _order_weights(graph: fx.Graph, held: dict[str, Any], first: fx.Node | None) -> None:
+    """Bring weights of 4 bits into the order of this processor, once instead of at each call."""
+    found = [node for node in graph.nodes if node.target is BY_PROCESSOR and _is_constant(node, held)]
+    for node in found:
+        name = f"held_{len(held)}"
+        with torch.no_grad():
+            held[name] = _value_of(node, held)
+        with graph.inserting_before(first):
+            node.replace_all_uses_with(graph.placeholder(name))
+    if found:
+        graph.eliminate_dead_code()
+
+
+def _is_constant(node: fx.Node, held: Mapping[str, Any]) -> bool:
+    if node.op == "placeholder":
+        return node.target in held
+    return node.op == "call_function" and all(_is_constant(one, held) for one in node.all_input_nodes)
+
+
+def _value_of(node: fx.Node, held: Mapping[str, Any]) -> Any:
+    if node.op == "placeholder":
+        return held[str(node.target)]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: _value_of(one, held))
+    return node.target(*args, **kwargs)  # type: ignore[operator]

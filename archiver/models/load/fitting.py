@@ -15,6 +15,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.checkpoint import StateDict, Weights, some
+from torchere.archiver.models.load.weight_only import torchao_weights
 
 # torch.compile wraps modules, at any depth, and saves their weights under this name.
 _COMPILED = "_orig_mod."
@@ -74,6 +75,8 @@ def _load(module: torch.nn.Module, state: StateDict, source: Path, **options: bo
 
 
 def _give(module: torch.nn.Module, state: StateDict, **options: bool) -> None:
+    if torchao_weights(state):  # copied into weights of fp32, they would be fp32
+        options["assign"] = True
     with torch.no_grad():
         module.load_state_dict(copy.copy(state), **options)  # a class of its own may change the dict
 

@@ -28,6 +28,7 @@ from torchere.archiver.models.load.huggingface import Loaded, is_model_folder, l
 from torchere.archiver.models.load.module import module_from_factory, module_from_file
 from torchere.archiver.models.load.onnx import OnnxForm, read_onnx
 from torchere.archiver.models.load.torchscript import load_script
+from torchere.archiver.models.load.weight_only import torchao_kinds
 from torchere.archiver.models.steps import refusing
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.archiver.scan.torchscript import UnsafeScript
@@ -140,7 +141,14 @@ def _eager(
             if model_file
             else module_from_factory(str(factory), arguments)
         )
+        is_plain = not torchao_kinds(module)
         notes = load_into(module, weights, serialized, strict) if weights and serialized else []
+        if kept and is_plain and (quantised := torchao_kinds(module)):
+            raise ModelRefused(
+                f"{serialized}: weights of torchao ({quantised}), which a server can't load into a class "
+                "that is not quantised; take --format export or aoti, which keep their bits and need no "
+                "torchao to serve"
+            )
     except ModelRefused as refusal:
         if kept and given:
             raise ModelRefused(f"{refusal}; {_KEPT_WITHOUT_ARGUMENTS}") from refusal

@@ -15,6 +15,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened, open_attention
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
 from torchere.archiver.models.load.torchscript import load_script
+from torchere.archiver.models.load.weight_only import torchao_kinds, weight_only
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.quantize.candidates import (
     Candidate,
@@ -24,7 +25,7 @@ from torchere.archiver.models.quantize.candidates import (
     choose,
     some_of,
 )
-from torchere.archiver.models.quantize.pt2e import quantised_program
+from torchere.archiver.models.quantize.pt2e import check_torchao, quantised_program
 from torchere.archiver.models.quantize.traced import Compile, quiet, traced
 from torchere.archiver.models.steps import Say, refusing, silent
 from torchere.archiver.quantization import AUTO, INT8_DRIFT, METHODS
@@ -34,6 +35,8 @@ _FLOAT32_IN_IT = (
     "or leave --quantize out"
 )
 FORMATS = ("torchscript", "export", "aoti")
+_BY_PT2E = ("int8-static", "int8-dynamic", "int8")  # in other formats than TorchScript
+_WEIGHTS = {"int8-weight": 8, "int4-weight": 4}  # bits
 
 
 @dataclass(frozen=True)
@@ -80,18 +83,20 @@ def quantise(
             remedy.
         NoUsableEngine: no engine runs the quantised model.
     """
-    check_method(method)
+    check_method(method, target)
     if METHODS[method].tries:
         raise ValueError(f"{method} chooses from {', '.join(METHODS[method].tries)}; quantise by one of them")
     if target not in FORMATS:
         raise ModelRefused(f"--format is {target!r}; expected one of {', '.join(FORMATS)}")
     if method != "int8-trained":
-        _check_weights(model, method)
+        check_weights(model.module, method)
     if method == "bf16":
         made = bf16(model.module)
         with refusing("running the model in bfloat16", _FLOAT32_IN_IT):
             made(*(tensor.clone() for tensor in model.example))
         return Quantised(made, method, None, (), ("weights and sums in bfloat16",))
+    if method in _WEIGHTS:
+        return _weight_only(model, method)
     if target == "torchscript":
         with quiet():
             judged = some_of(model, list(samples) or [model.example])
@@ -105,6 +110,13 @@ def quantise(
     opened = model.module if target == "aoti" else open_attention(model.module, model.example).module
     program = quantised_program(opened, given, model.signature.inputs, is_dynamic, say)
     return Quantised(program, method, None, (), ("quantised by torchao PT2E for oneDNN",))
+
+
+def _weight_only(model: LoadedModel, method: str) -> Quantised:
+    made, note = weight_only(open_attention(model.module, model.example).module, _WEIGHTS[method])
+    with refusing(f"running the model with weights of {_WEIGHTS[method]} bits"):
+        made(*(tensor.clone() for tensor in model.example))
+    return Quantised(made, method, None, (), (note,))
 
 
 def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
@@ -123,14 +135,32 @@ def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
     )
 
 
-def check_method(method: str) -> None:
-    """Raise `ModelRefused` if the method is not a key of `METHODS`."""
+def check_method(method: str, target: str = "torchscript") -> None:
+    """Check what can be said of a method before the model is read.
+
+    Raises:
+        ModelRefused: it is not a key of `METHODS`, not for this format, or needs torchao, which is missing.
+    """
     if method not in METHODS:
         raise ModelRefused(f"--quantize is {method!r}; expected one of {', '.join(METHODS)}")
+    if method == "int4-weight" and target == "torchscript":
+        raise ModelRefused(
+            "int4-weight brings the weights into the order of the processor when a server loads them, which "
+            "TorchScript can't; take --format export or aoti, or int8-weight"
+        )
+    if method in _BY_PT2E and target != "torchscript":
+        check_torchao()
 
 
-def _check_weights(model: LoadedModel, method: str) -> None:
-    kinds = {weight.dtype for weight in model.module.parameters() if weight.is_floating_point()}
+def check_weights(module: nn.Module, method: str) -> None:
+    """Raise ModelRefused unless some of the weights are fp32, and none quantised by torchao."""
+    if quantised := torchao_kinds(module):
+        raise ModelRefused(
+            f"--quantize {method}: the model's weights are quantised already, by torchao ({quantised}); "
+            "leave --quantize out, which keeps them with --format export or aoti, or start from the model in "
+            "fp32"
+        )
+    kinds = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
     if kinds and torch.float32 not in kinds:
         found = " and ".join(sorted(DATATYPES.get(kind, str(kind)) for kind in kinds))
         raise ModelRefused(

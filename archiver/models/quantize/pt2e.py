@@ -6,12 +6,9 @@ computes in float between these steps: it is smaller, but not faster.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
+import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import by_parameter
 from torchere.archiver.models.fold.convolutions import NotTraceable, fold
 from torchere.archiver.models.load.module import traceable_lengths
+from torchere.archiver.models.load.weight_only import quiet_torchao
 from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.signature import ANY, TensorSpec
 
@@ -52,7 +50,7 @@ def quantised_program(
             "int8 needs samples to see how large activations are, and there are none; give some that are "
             "like real requests with --samples"
         )
-    with _quiet():
+    with quiet_torchao():
         pt2e, quantizers = _torchao()
         graph = _exported(_folded(module, samples[0]), samples[0], inputs)
         quantizer = quantizers.X86InductorQuantizer()
@@ -109,23 +107,16 @@ def _torchao() -> tuple[Any, Any]:
     try:
         return importlib.import_module(_PT2E), importlib.import_module(_QUANTIZER)
     except ModuleNotFoundError as error:
-        raise ModelRefused(
-            f"int8 for exported programs needs torchao, and {error.name} is not installed; "
-            "pip install 'torchere[quantize]', or use --format torchscript"
-        ) from error
+        raise ModelRefused(_MISSING.format(error.name)) from error
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings, stderr and logs, such as torchao's at its import about unavailable GPU kernels."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+_MISSING = (
+    "int8 for exported programs needs torchao, and {} is not installed; pip install 'torchere[quantize]', or "
+    "use --format torchscript"
+)
+
+
+def check_torchao() -> None:
+    """Raise ModelRefused if torchao is not installed; does not import it, which takes seconds."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ModelRefused(_MISSING.format("torchao"))

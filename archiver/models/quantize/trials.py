@@ -10,6 +10,7 @@ from torch import nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.files import Packed
+from torchere.archiver.models.load.weight_only import large_layers
 from torchere.archiver.models.measure.cost import gain
 from torchere.archiver.models.quantize.methods import Quantised, processor_has_bf16
 from torchere.archiver.models.verify.compare import refuse_drift
@@ -23,6 +24,7 @@ FP32 = "fp32"
 LITTLE = (
     1.1  # a smaller gain is not worth the drift: `auto` packs fp32 then, and other methods tell what helps
 )
+_HEAVY = 2**20  # weights
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU)
 # Activations that int8-static of TorchScript leaves in fp32, between layers that are int8.
@@ -79,8 +81,15 @@ def methods_tried(module: nn.Module, method: str, target: str, samples: Sequence
         # One layer among many convolutions takes a hundredth of the time.
         "int8-dynamic": bool(dynamic) and not convolutions > 4 * dynamic,
         "bf16": processor_has_bf16(),
+        "int8-weight": not convolutions and _is_heavy(module),
     }
     return tuple(name for name in METHODS[method].tries if suits[name])
+
+
+def _is_heavy(module: nn.Module) -> bool:
+    """Return whether the weights of large linear layers are more than the caches near a core hold."""
+    linear = [one for one in large_layers(module).values() if isinstance(one, nn.Linear)]
+    return sum(one.weight.numel() for one in linear) >= _HEAVY
 
 
 def choose_trial(trials: Sequence[Trial], method: str) -> Trial:
@@ -186,6 +195,11 @@ def what_helps(module: nn.Module, method: str, target: str) -> str:
     plain = f"--quantize {AUTO} tries the other methods and packs fp32 where none gains"
     if method == "bf16":
         return f"bfloat16 gains on large matrix multiplications only; {plain}"
+    if method in ("int8-weight", "int4-weight"):
+        return (
+            f"{method} gains where layers of a million weights and more meet few rows (a batch of one, one "
+            f"token); int8-dynamic computes in 8 bits, too, or {plain}"
+        )
     if target == EXPORT:
         return (
             "an exported program computes its int8 layers in fp32 until it is compiled; --format "

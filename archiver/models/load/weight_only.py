@@ -1,0 +1,366 @@
+"""Layers with weights of 8 or 4 bits that compute in floating point: made here, or quantised by torchao.
+
+Only the weights are small: inputs, sums and outputs keep their numbers, so rows of a batch share no scale and
+no samples are needed. What it gains is memory traffic, with few rows and large layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import io
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from torchere.archiver.errors import ModelRefused
+
+GROUP = 32  # weights of a row that share a scale and a zero in 4 bits; 5 bits for each weight with these
+_OUTPUTS_OF_4_BITS = 16  # torch's kernel takes multiples of this
+# Smaller layers stay in fp32: they are little of a file, and their products cost less than the conversions.
+LARGE = 2**14
+BY_PROCESSOR = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
+_TINY = 1e-8  # lower bound of scales, which must not be 0
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with weights of 8 bits, a scale for each row, and products in bfloat16."""
+
+    values: torch.Tensor  # int8 [out, in]
+    scales: torch.Tensor  # bfloat16 [out]
+    bias: torch.Tensor | None
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.values, self.scales = _in_8_bits(layer.weight.detach())
+        self.bias = None if layer.bias is None else nn.Buffer(layer.bias.detach().clone())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights in fp32, for models that read them in their own code."""
+        return self.values.float() * self.scales.float().unsqueeze(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by the weights and add the bias, in the type of `x`."""
+        rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
+        found = torch._weight_int8pack_mm(rows, self.values, self.scales).to(x.dtype)
+        found = found.reshape(*x.shape[:-1], self.out_features)
+        return _plus(found, self.bias)
+
+
+class Int4Linear(nn.Module):
+    """A linear layer with weights of 4 bits, a scale and a zero for each group of a row.
+
+    The order of weights that torch's kernel wants depends on the processor. So the weights are kept in their
+    own order, and brought into that of the processor in `forward`: AOTInductor does it once when it compiles,
+    and `ServedProgram` when it is made.
+    """
+
+    values: torch.Tensor  # uint8 [out, in / 2]: two weights in a byte, the first one in the lower half
+    scales: torch.Tensor  # bfloat16 or float32 [in / group, out, 2]: scales and zeros
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None
+    ) -> None:
+        """Make a layer of whole numbers.
+
+        Args:
+            values: 0 ... 15 [out, in].
+            scales: [in / group, out, 2].
+            bias: [out].
+            dtype: of the products; None: that of the inputs.
+        """
+        super().__init__()
+        self.out_features, self.in_features = values.shape
+        self.group, self.dtype = self.in_features // len(scales), dtype
+        self.values = nn.Buffer((values[:, ::2] | (values[:, 1::2] << 4)).to(torch.uint8))
+        self.scales = nn.Buffer(scales.clone())
+        self.bias = None if bias is None else nn.Buffer(bias.detach().clone())
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> Int4Linear:
+        """Quantise a layer in fp32; see `fits_4_bits`."""
+        groups = layer.weight.detach().reshape(layer.out_features, -1, GROUP)
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        scales = ((high - low) / 15).clamp_min(_TINY).bfloat16().float()
+        zeros = (low + 8 * scales).bfloat16().float()
+        values = ((groups - zeros) / scales + 8).round().clamp(0, 15).to(torch.int32).flatten(1)
+        pairs = torch.cat([scales, zeros], -1).transpose(0, 1).contiguous().bfloat16()
+        return cls(values, pairs, layer.bias, torch.bfloat16)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights in fp32, for models that read them in their own code."""
+        scales = self.scales.float().transpose(0, 1).unsqueeze(-2)
+        groups = self._unpacked().reshape(self.out_features, -1, self.group)
+        weight: torch.Tensor = ((groups - 8) * scales[..., 0] + scales[..., 1]).flatten(1)
+        return weight
+
+    def _unpacked(self) -> torch.Tensor:
+        return torch.stack((self.values & 15, self.values >> 4), -1).flatten(1).to(torch.int32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by the weights and add the bias, in the type of `x`."""
+        rows = x.reshape(-1, self.in_features).to(self.dtype or x.dtype)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(self._unpacked(), 1)
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, self.group, self.scales)
+        found = product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        return _plus(found, self.bias)
+
+
+class Int8Embedding(nn.Module):
+    """An embedding with rows of 8 bits, and a scale for each."""
+
+    values: torch.Tensor  # int8 [rows, size]
+    scales: torch.Tensor  # bfloat16 [rows]
+
+    def __init__(self, layer: nn.Embedding) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
+        self.padding_idx = layer.padding_idx
+        self.values, self.scales = _in_8_bits(layer.weight.detach())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights in fp32, for models that read them in their own code."""
+        return self.values.float() * self.scales.float().unsqueeze(1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look rows up, in fp32."""
+        rows = nn.functional.embedding(ids, self.values)
+        return rows.float() * nn.functional.embedding(ids, self.scales.unsqueeze(1)).float()
+
+
+def _plus(found: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return found if bias is None else found + bias
+
+
+def _in_8_bits(weight: torch.Tensor) -> tuple[nn.Buffer, nn.Buffer]:
+    # The scale is rounded first, so that its rounding costs nothing.
+    scales = (weight.abs().amax(1) / 127).clamp_min(_TINY).bfloat16()
+    values = (weight / scales.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
+    return nn.Buffer(values), nn.Buffer(scales)
+
+
+def fits_4_bits(layer: nn.Linear) -> bool:
+    """Return whether torch's kernel for weights of 4 bits takes the layer's sizes."""
+    return layer.in_features % GROUP == 0 and layer.out_features % _OUTPUTS_OF_4_BITS == 0
+
+
+def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
+    """Return the layers whose weights are worth fewer bits, by name: linear layers and embeddings."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if (type(layer) is nn.Linear or (type(layer) is nn.Embedding and layer.max_norm is None))
+        and layer.weight.numel() >= LARGE
+        and layer.weight.dtype == torch.float32
+    }
+
+
+def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
+    """Copy the model with the weights of its large layers in 8 or 4 bits; return it with a note.
+
+    In 4 bits, embeddings and layers of sizes that the kernel does not take get 8.
+
+    Raises:
+        ModelRefused: there is no such layer, or the model is TorchScript.
+    """
+    name = f"int{bits}-weight"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelRefused(
+            "the model is TorchScript, whose layers can't be changed any more; "
+            "quantise the eager model that it was made from (--model-file, or module:factory)"
+        )
+    made = copy.deepcopy(module).eval()
+    found = large_layers(made)
+    if not found:
+        raise ModelRefused(
+            f"{name} changes linear layers and embeddings of {LARGE:,} weights and more, and the model has "
+            "none; leave --quantize out, or take --quantize auto"
+        )
+    counts: Counter[str] = Counter()
+    for path, layer in found.items():
+        new: nn.Module
+        if isinstance(layer, nn.Embedding):
+            new = Int8Embedding(layer)
+        else:
+            new = Int4Linear.of(layer) if bits == 4 and fits_4_bits(layer) else Int8Linear(layer)
+        made = _replaced(made, path, new)
+        counts[_NAMES[type(new)]] += 1
+    told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return made, f"{name}: {told}; products in bfloat16, all else in fp32"
+
+
+_NAMES: dict[type[nn.Module], str] = {
+    Int8Linear: "linear layers in 8 bits",
+    Int4Linear: "linear layers in 4 bits",
+    Int8Embedding: "embeddings in 8 bits",
+}
+
+
+def has_4_bits(program: ExportedProgram) -> bool:
+    """Return whether weights of 4 bits are brought into the order of the processor in the program."""
+    return any(node.target is BY_PROCESSOR for node in program.graph.nodes)
+
+
+def _replaced(module: nn.Module, path: str, layer: nn.Module) -> nn.Module:
+    if not path:
+        return layer
+    owner, _, name = path.rpartition(".")
+    setattr(module.get_submodule(owner), name, layer)
+    return module
+
+
+# Models that the user quantised with torchao: their weights are tensor subclasses, each of plain tensors.
+#
+# torch.export keeps such classes in the program, whose file is then a pickle that needs torchao to load;
+# tracing folds them to fp32. So the plain tensors become the weights, and torchao's own operators torch's.
+
+_PACKAGES = ("torchao.quantization", "torchao.prototype.quantization.int4")  # register their tensors
+_INT4_FOR_A_PROCESSOR = "Int4OpaqueTensor"
+
+
+def torchao_weights(weights: Mapping[str, Any]) -> dict[str, str]:
+    """Return the kinds of the weights that are torchao's, by name."""
+    return {
+        name: type(value).__name__
+        for name, value in weights.items()
+        if type(value).__module__.partition(".")[0] == "torchao"
+    }
+
+
+def torchao_kinds(module: nn.Module) -> str:
+    """Return the kinds of torchao's weights in a module, for messages; an empty text if it has none."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return ""
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return ", ".join(dict.fromkeys(torchao_weights(held).values()))
+
+
+def register_torchao() -> None:
+    """Let torch's weights-only unpickler make torchao's tensors.
+
+    Raises:
+        ModelRefused: torchao is not installed.
+    """
+    with quiet_torchao():
+        try:
+            importlib.import_module(_PACKAGES[0])
+        except ModuleNotFoundError as error:
+            raise ModelRefused(
+                f"the weights are tensors of torchao, and {error.name} is not installed; pip install "
+                "'torchere[quantize]'"
+            ) from error
+        with contextlib.suppress(ImportError):  # a prototype, which other versions do not have there
+            importlib.import_module(_PACKAGES[1])
+
+
+def with_plain_weights(module: nn.Module) -> nn.Module:
+    """Return a copy of the module whose weights of torchao are plain tensors; without any, the module itself.
+
+    Raises:
+        ModelRefused: a kind of weight that can't be served.
+    """
+    if not torchao_kinds(module):
+        return module
+    from torch._functorch._aot_autograd.subclass_parametrization import (  # noqa: PLC0415  # seconds
+        unwrap_tensor_subclass_parameters,
+    )
+
+    made = copy.deepcopy(module)
+    for path, layer in list(made.named_modules()):
+        weight: Any = getattr(layer, "weight", None)
+        if type(weight).__name__ == _INT4_FOR_A_PROCESSOR:
+            made = _replaced(made, path, _of_torchao(path, layer))
+    plain: nn.Module = unwrap_tensor_subclass_parameters(made)
+    return plain
+
+
+def _of_torchao(path: str, layer: nn.Module) -> Int4Linear:
+    weight: Any = layer.weight
+    if not isinstance(layer, nn.Linear) or weight.act_mapping_type or weight.act_pre_scale is not None:
+        raise ModelRefused(
+            f"{path}: torchao's {_INT4_FOR_A_PROCESSOR} with scaled activations can't be served; take "
+            "PrototypeInt4WeightOnlyConfig without them, Int8WeightOnlyConfig, or --quantize int4-weight "
+            "of the model in fp32"
+        )
+    bias = cast("torch.Tensor | None", layer.bias)
+    return Int4Linear(_unpacked(weight.qdata, tuple(weight.shape)), weight.scale_and_zero, bias, None)
+
+
+def _unpacked(packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return weights of 4 bits in their own order, from the order that torch's kernel has here.
+
+    The order is found out: the places themselves, four bits at a time, are packed likewise.
+    """
+    places = torch.arange(shape[0] * shape[1], dtype=torch.int64).reshape(shape)
+    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    low, high = torch.zeros(packed.numel(), dtype=torch.int64), torch.zeros(packed.numel(), dtype=torch.int64)
+    for shift in range(0, int(places.numel()).bit_length(), 4):
+        digits = pack(((places >> shift) & 15).to(torch.int32), 1).flatten().to(torch.int64)
+        low |= (digits & 15) << shift
+        high |= (digits >> 4) << shift
+    found = torch.empty(places.numel(), dtype=torch.int32)
+    values = packed.flatten().to(torch.int32)
+    found[low], found[high] = values & 15, values >> 4
+    return found.reshape(shape)
+
+
+def without_torchao(program: ExportedProgram) -> ExportedProgram:
+    """Return the program with torchao's operators as torch's, so that a server needs no torchao.
+
+    Raises:
+        ModelRefused: an operator can't be replaced.
+    """
+    found = _operators(program)
+    if not found:
+        return program
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+    table: dict[Any, Any] = {
+        one: functools.partial(one._op_dk, implicit)
+        for one in found
+        if one.has_kernel_for_dispatch_key(implicit)
+    }
+    with quiet_torchao():
+        made: ExportedProgram = program.run_decompositions(table)
+    left = _operators(made)
+    if left:
+        raise ModelRefused(
+            f"the model needs {', '.join(sorted(map(str, left)))} of torchao, which servers do not have; "
+            "take another configuration of torchao's, such as Int8WeightOnlyConfig, or --quantize of the "
+            "model in fp32"
+        )
+    return made
+
+
+def _operators(program: ExportedProgram) -> set[Any]:
+    modules = [one for one in program.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
+    targets = {node.target for one in modules for node in one.graph.nodes if node.op == "call_function"}
+    return {one for one in targets if isinstance(one, torch._ops.OpOverload) and one.namespace == "torchao"}
+
+
+@contextlib.contextmanager
+def quiet_torchao() -> Iterator[None]:
+    """Suppress warnings, stderr and logs, such as torchao's at its import about unavailable GPU kernels."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
