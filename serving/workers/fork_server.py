@@ -23,7 +23,6 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.serving.process.allocator import keep_freed_memory
 from torchere.serving.process.signals import die_with_parent, leave
 from torchere.serving.workers import process, room_process
@@ -141,5 +140,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # spawned by a handler: it imports the handler's file by its plain name
-    ts_alias.install()

@@ -29,6 +29,7 @@ import torch
 
 from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.ts_compat import alias as ts_alias
+from torchere.handlers.ts_compat.main import hide_launcher
 from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.process.allocator import keep_freed_memory
@@ -454,7 +455,7 @@ def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
     """
     die_with_parent()
     offer_to_oom_killer()
-    sys.argv[:] = [""]  # model code that parses them must not find ours
+    hide_launcher()
     faulthandler.enable()  # logs a traceback at a crash in native code
     to_server = logging.StreamHandler()
     lines = WorkerFormatter(origin)
@@ -490,5 +491,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # spawned by a handler: it imports the handler's file by its plain name
-    ts_alias.install()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -362,3 +363,45 @@ def test_a_request_goes_on_when_the_criterion_at_its_index_says_anything_false(
     outcomes = host.run([InferRequest(name, (Parameter("body", b"x"),)) for name in "abc"], None).outcomes
 
     assert [type(outcome) for outcome in outcomes] == [Unfinished, InferResponse, InferResponse]
+
+
+LOOKING = """
+    import json, multiprocessing, os, sys
+    import __main__
+
+    def double(number):
+        import __main__ as own
+        return 2 * number, hasattr(own, "ForkServer") or hasattr(own, "WorkerMain")
+
+    class Handler:
+        def initialize(self, context): __main__.Net = Handler  # as for a checkpoint of a training script
+        def handle(self, data, context):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                doubled = pool.apply(double, (21,))
+            names = [name for name in vars(__main__) if not name.startswith("__")]
+            return [json.dumps({
+                "names": names, "same": sys.modules["__main__"] is __main__,
+                "is_file": os.path.isfile(__main__.__file__), "argv": sys.argv, "orig_argv": sys.orig_argv,
+                "doubled": doubled, "ours": [name for name in os.environ if "TORCHERE" in name],
+            })]
+"""
+
+
+@pytest.mark.parametrize("kind", [ForkLauncher, ExecLauncher])
+def test_model_code_sees_no_launcher_in_its_main_module_its_arguments_and_its_variables(
+    make_spec: Callable[..., LoadSpec], kind: Any
+) -> None:
+    async def main() -> None:
+        async with launcher_of(kind) as launcher, worker_of(launcher, make_spec(LOOKING)) as peer:
+            done = await peer.run(Run(1, 0, (InferRequest("a", ()),)))
+        assert json.loads(done.outcomes[0].response.body) == {
+            "names": ["Net"],
+            "same": True,
+            "is_file": True,
+            "argv": [""],
+            "orig_argv": [sys.executable],
+            "doubled": [42, False],
+            "ours": [],
+        }
+
+    asyncio.run(main())

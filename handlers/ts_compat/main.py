@@ -1,0 +1,35 @@
+"""The module `__main__` of a worker, as the code in it sees it: empty, with a file, and quick to import.
+
+Processes that a handler spawns import it as `__mp_main__`, where it makes `import ts` resolve.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import sys
+from types import ModuleType
+
+from torchere.handlers.ts_compat import alias
+
+_launchers: list[ModuleType] = []  # keeps the globals of the code that runs as `__main__`
+
+
+def hide_launcher() -> None:
+    """Replace `__main__` and the command line of this process, whose code imports models.
+
+    Model code reads them to find out how it was started, and unpickles classes of training scripts from
+    `__main__`, whose names must not meet those of a launcher.
+    """
+    spec = importlib.util.find_spec(__name__)
+    assert spec is not None  # it is this module's
+    main = ModuleType("__main__")
+    vars(main).update(__spec__=spec, __file__=spec.origin, __builtins__=builtins, __cached__=None)
+    _launchers.append(sys.modules["__main__"])
+    sys.modules["__main__"] = main
+    sys.argv[:] = [""]
+    sys.orig_argv[:] = [sys.executable]
+
+
+if __name__ == "__mp_main__":
+    alias.install()
