@@ -19,20 +19,9 @@ from typing import NoReturn
 from torchere.archiver.commands import PrepareFor, convert_archive, pack_model, prepared
 from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError, plainly
 from torchere.archiver.inspection import inspect_archive
-from torchere.archiver.manifest import DEFAULT_VERSION, EPOCH_S, RUNTIMES
-from torchere.archiver.model_flags import (
-    add_build_arguments,
-    add_source_arguments,
-    build_options,
-    wants_model,
-)
-from torchere.archiver.request import (
-    BUILT_IN_HANDLERS,
-    DEFAULT_HANDLER,
-    FORMATS,
-    ArchiveRequest,
-    check_inputs,
-)
+from torchere.archiver.manifest import EPOCH_S
+from torchere.archiver.model_flags import add_archive_arguments, build_options, wants_model
+from torchere.archiver.request import DEFAULT_HANDLER, ArchiveRequest, check_inputs
 from torchere.archiver.writer import Progress, write_archive
 
 _LATEST_EPOCH_S = 253402300799  # the last second of the year 9999, the last one that has a date
@@ -47,63 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_archive_arguments(parser)
     namespace = parser.parse_args(argv)
     try:
-        with _tidy_when_ended():
+        with tidy_when_ended():
             return run_archive(namespace)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-
-
-def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = False) -> None:
-    """Add every flag of `torch-model-archiver`; with `models`, also those about the model."""
-    add = parser.add_argument
-    add("--model-name", required=True, metavar="NAME", help="name of the model and of the archive's file")
-    default = {"default": DEFAULT_VERSION} if models else {"required": True}
-    told = f" (default: {DEFAULT_VERSION})" if models else ""
-    what = f"version of the model, any text without a slash{told}"
-    add("-v", "--version", metavar="V", help=what, **default)
-    add(
-        "--handler",
-        required=not models,
-        metavar="H",
-        help=f"built-in handler ({', '.join(BUILT_IN_HANDLERS)}), or a Python file with optional :function"
-        + (f" (default: {DEFAULT_HANDLER}, which needs no code)" if models else ""),
-    )
-    add("--serialized-file", metavar="FILE", help="weights: .pt, .pth, .pt2, .onnx, .so, .safetensors ...")
-    add(
-        "--model-file",
-        metavar="FILE",
-        help="Python file with the model's class, needed if the weights file does not contain the model",
-    )
-    add(
-        "--extra-files",
-        metavar="LIST",
-        help="extra files to pack, comma-separated: files, directories (their contents are added) or globs",
-    )
-    add(
-        "--runtime",
-        choices=RUNTIMES,
-        default="python",
-        help="runtime of the handler (default: python); LSP, the C++ backend, can be packed but not served",
-    )
-    add(
-        "--export-path",
-        metavar="DIR",
-        default=".",
-        help="where to put the archive (default: current directory)",
-    )
-    add(
-        "--archive-format",
-        choices=FORMATS,
-        default="default",
-        help="default: NAME.mar, weights uncompressed, other files compressed; zip-store: NAME.mar, nothing "
-        "compressed; tgz: NAME.tar.gz; no-archive: a plain directory NAME",
-    )
-    add("-f", "--force", action="store_true", help="overwrite an existing archive")
-    add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
-    add("-c", "--config-file", metavar="FILE", help="model-config.yaml")
-    if models:
-        add_source_arguments(parser)
-        add_build_arguments(parser, "--format")
 
 
 def run_archive(namespace: argparse.Namespace) -> int:
@@ -119,10 +55,13 @@ def run_archive(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def run_model_archive(namespace: argparse.Namespace, prepare_for: PrepareFor | None = None) -> int:
+def run_model_archive(
+    namespace: argparse.Namespace, prepare_for: PrepareFor | None = None, command: str = "torchere archive"
+) -> int:
     """Run `torchere archive`: convert the model if a flag asks for it, and write the archive.
 
-    `prepare_for` returns what the handler of an archive does to the body of a request.
+    `prepare_for` returns what the handler of an archive does to the body of a request. `command` begins the
+    line of an error.
 
     Returns 0, 1 on failure, or 2 when a model, an example or an option is refused.
     """
@@ -138,7 +77,7 @@ def run_model_archive(namespace: argparse.Namespace, prepare_for: PrepareFor | N
         check_inputs(request)
         return write_archive(request, Progress(sys.stderr))
 
-    return _status_of("torchere archive", pack)
+    return _status_of(command, pack)
 
 
 def run_convert(namespace: argparse.Namespace, prepare_for: PrepareFor | None = None) -> int:
@@ -158,7 +97,7 @@ def run_convert(namespace: argparse.Namespace, prepare_for: PrepareFor | None = 
 def _status_of(command: str, action: Callable[[], object]) -> int:
     """Run the action and return the exit status; print one line for an error."""
     try:
-        with _tidy_when_ended():
+        with tidy_when_ended():
             action()
     except (ModelRefused, ArchiveError) as error:
         print(f"{command}: {error}", file=sys.stderr)
@@ -221,7 +160,7 @@ def epoch_of(text: str) -> int:
 
 
 @contextmanager
-def _tidy_when_ended() -> Iterator[None]:
+def tidy_when_ended() -> Iterator[None]:
     """Exit by an exception on SIGTERM or SIGHUP, so that partial output is removed; main thread only.
 
     SIGHUP is sent when the terminal goes away. A signal that is ignored (nohup) stays ignored.

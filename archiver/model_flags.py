@@ -1,15 +1,23 @@
-"""Model flags of `torchere archive` and `torchere convert`. Standard library only."""
+"""The flags of `torch-model-archiver`, and of `torchere archive`, `convert` and `serve MODEL`.
+
+Standard library only, and little of it: each start of a server imports this module.
+"""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from torchere.archiver.manifest import DEFAULT_VERSION, RUNTIMES
 from torchere.archiver.quantization import BF16_DRIFT, INT8_DRIFT, METHODS, SAME_DRIFT
 from torchere.archiver.request import (
     AOTI,
+    BUILT_IN_HANDLERS,
+    DEFAULT_HANDLER,
     EXPORT,
+    FORMATS,
     ISAS,
     KEEP,
     MAX_SAMPLES,
@@ -44,7 +52,95 @@ examples:
 """
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = False) -> None:
+    """Add every flag of `torch-model-archiver`; with `models`, also those about the model."""
+    add = parser.add_argument
+    add("--model-name", required=True, metavar="NAME", help="name of the model and of the archive's file")
+    default = {"default": DEFAULT_VERSION} if models else {"required": True}
+    told = f" (default: {DEFAULT_VERSION})" if models else ""
+    what = f"version of the model, any text without a slash{told}"
+    add("-v", "--version", metavar="V", help=what, **default)
+    _add_handler_argument(parser, models=models)
+    add("--serialized-file", metavar="FILE", help="weights: .pt, .pth, .pt2, .onnx, .so, .safetensors ...")
+    _add_file_arguments(parser)
+    add(
+        "--runtime",
+        choices=RUNTIMES,
+        default="python",
+        help="runtime of the handler (default: python); LSP, the C++ backend, can be packed but not served",
+    )
+    add(
+        "--export-path",
+        metavar="DIR",
+        default=".",
+        help="where to put the archive (default: current directory)",
+    )
+    add(
+        "--archive-format",
+        choices=FORMATS,
+        default="default",
+        help="default: NAME.mar, weights uncompressed, other files compressed; zip-store: NAME.mar, nothing "
+        "compressed; tgz: NAME.tar.gz; no-archive: a plain directory NAME",
+    )
+    add("-f", "--force", action="store_true", help="overwrite an existing archive")
+    add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
+    add("-c", "--config-file", metavar="FILE", help="model-config.yaml")
+    if models:
+        _add_source_arguments(parser)
+        add_build_arguments(parser, "--format")
+
+
+def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `torchere archive` that say how `torchere serve` packs a model."""
+    group = parser.add_argument_group("packing MODEL, as by torchere archive")
+    add = group.add_argument
+    add("--model-name", metavar="NAME", help="name of the model (default: that of its file)")
+    add(
+        "-v",
+        "--version",
+        metavar="V",
+        default=DEFAULT_VERSION,
+        help=f"version of the model (default: {DEFAULT_VERSION})",
+    )
+    _add_handler_argument(group, models=True)
+    _add_file_arguments(group)
+    add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
+    add("-c", "--config-file", metavar="FILE", help="model-config.yaml")
+    _add_source_arguments(group)
+    add_build_arguments(parser, "--format")
+
+
+def packing_defaults() -> dict[str, Any]:
+    """Return the defaults of the flags of `add_packing_arguments`, by their names in the namespace."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_packing_arguments(parser)
+    return vars(parser.parse_args([]))
+
+
+def _add_handler_argument(parser: argparse._ActionsContainer, *, models: bool) -> None:
+    parser.add_argument(
+        "--handler",
+        required=not models,
+        metavar="H",
+        help=f"built-in handler ({', '.join(BUILT_IN_HANDLERS)}), or a Python file with optional :function"
+        + (f" (default: {DEFAULT_HANDLER}, which needs no code)" if models else ""),
+    )
+
+
+def _add_file_arguments(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--model-file",
+        metavar="FILE",
+        help="Python file with the model's class, needed if the weights file does not contain the model",
+    )
+    parser.add_argument(
+        "--extra-files",
+        metavar="LIST",
+        help="extra files to pack, comma-separated: files, directories (their contents are added) or globs",
+    )
+
+
+def _add_source_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the flag that names the model's class."""
     parser.add_argument(
         "--factory",

@@ -37,7 +37,8 @@ Prepare = Callable[[bytes], Any]
 class BuildOptions:
     """A model and the conversion to apply to it; see `torchere archive --help` for each option.
 
-    `model_format` None keeps the format, or means TorchScript when the model is quantised.
+    `model_format` None keeps the format. It means TorchScript when the model is quantised, or when no server
+    loads it as it is: a Hugging Face folder, a pickled module, a class made by `factory`.
     """
 
     serialized_file: Path | None = None

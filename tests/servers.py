@@ -102,15 +102,18 @@ def start(
     properties: str = "",
     python: str = sys.executable,
     user: int | None = None,
+    store: str | None = "../store",
 ) -> RunningServer:
     """Start `torchere serve` in `folder`, with the model store beside it, and wait until it is up.
 
+    `store` None: the arguments say what is served.
     `user`: what root changes to before; None: the server's user is that of the tests.
     """
     (folder / "config.properties").write_text(PROPERTIES + properties)
     command = [
         *(python, "-m", "torchere.serving", "serve", "--ncs", "--log-format", "json"),
-        *("--model-store", "../store", "--ts-config", "config.properties", *arguments),
+        *(("--model-store", store) if store else ()),
+        *("--ts-config", "config.properties", *arguments),
     ]
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(

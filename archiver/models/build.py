@@ -15,7 +15,15 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes
-from torchere.archiver.models.convert.files import Packed, config_with, keep, may_say, members_of, write_model
+from torchere.archiver.models.convert.files import (
+    Packed,
+    can_be_kept,
+    config_with,
+    keep,
+    may_say,
+    members_of,
+    write_model,
+)
 from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, measured_gain
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import NotTraceable
@@ -89,6 +97,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
         PackingError: an example does not exist; one line says so.
         OSError: a file can't be read or written.
     """
+    is_open = options.model_format is None and not options.quantize
     options = _checked(options)
     check_examples(options)
     beside = work / "beside"
@@ -100,10 +109,13 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
             options.factory,
             options.allow_pickle,
             strict=options.strict,
-            kept=options.model_format == KEEP,
+            kept=options.model_format == KEEP and options.factory is None,
         )
     for line in (f"the model: {source.kind} ({source.path})", *source.notes):
         say(line)
+    if is_open and not can_be_kept(source, options):
+        say(f"packed as {TORCHSCRIPT}, since no server loads it as it is; --format changes that")
+        options = replace(options, model_format=TORCHSCRIPT)
     signed = inputs_of(options.example_signature) if options.example_signature else ()
     if signed:  # clients use these input names; a program has its own
         source = replace(source, names=tuple(spec.name for spec in signed))

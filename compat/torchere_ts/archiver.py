@@ -10,8 +10,8 @@ from enum import Enum
 from pathlib import Path
 
 from torchere.archiver import ArchiveRequest, write_archive
-from torchere.archiver.cli import add_archive_arguments
 from torchere.archiver.errors import PackingError
+from torchere.archiver.model_flags import add_archive_arguments
 
 __all__ = [
     "ArgParser",

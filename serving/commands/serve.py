@@ -19,18 +19,35 @@ from torchere.serving.commands.serve_options import (
     add_serve_options,
     log_format,
     plan_from,
+    refuse_packing_options,
 )
-from torchere.serving.commands.texts import described
+from torchere.serving.commands.texts import explained
 from torchere.serving.logs.lines import LEVELS
 from torchere.serving.logs.lines import configure as configure_logging
 
 logger = logging.getLogger(__name__)
 
+_EXAMPLES = """\
+examples:
+  the models of a store:
+    torchere serve --model-store store --models all --ts-config config.properties
+  one model, packed on the way:
+    torchere serve net.pt --example example.json
+"""
+
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere serve` to `parser`."""
-    example = "torchere serve --model-store store --models all --ts-config config.properties"
-    described(parser, "Serve models in the foreground, until SIGTERM or Ctrl+C.", example)
+    from torchere.archiver.model_flags import add_packing_arguments  # noqa: PLC0415 - of this command only
+
+    explained(parser, "Serve models in the foreground, until SIGTERM or Ctrl+C.", _EXAMPLES)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="file or folder of one model to serve: a .mar as it is; a .pt, .pt2, .onnx, .safetensors or "
+        "Hugging Face folder is packed into a cache first",
+    )
     add_serve_options(parser)
     parser.add_argument(
         "--log-level",
@@ -47,10 +64,20 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--process-name", help=argparse.SUPPRESS)  # only marks the command line
     parser.add_argument(OLD_DEFAULTS, action="store_true", help=argparse.SUPPRESS)
+    add_packing_arguments(parser)
     parser.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:
+    if options.model is None:
+        refuse_packing_options(options, "no MODEL is given")
+    else:
+        from torchere.serving.commands import serve_model  # noqa: PLC0415 - most servers pack no model
+
+        try:
+            serve_model.serve_model(options, os.environ)
+        except serve_model.NotPacked as error:
+            return error.status
     # Imports create hundreds of thousands of permanent objects, and garbage collections of them take a tenth
     # of the start time. The server freezes the objects and enables the collector again once it has started.
     gc.disable()

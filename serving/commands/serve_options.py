@@ -109,6 +109,15 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
     return [*arguments, "--models", *options.models] if options.models else arguments
 
 
+def refuse_packing_options(options: argparse.Namespace, reason: str, but: tuple[str, ...] = ()) -> None:
+    """Raise LaunchRefused if an option for packing is given, which `reason` makes meaningless."""
+    from torchere.archiver.model_flags import packing_defaults  # noqa: PLC0415 - of `torchere serve` only
+
+    for name, default in packing_defaults().items():
+        if name not in but and getattr(options, name) != default:
+            raise LaunchRefused(f"{reason}, and --{name.replace('_', '-')} says how a model is packed")
+
+
 def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     """Merge options, configuration file and environment.
 

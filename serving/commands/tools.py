@@ -23,8 +23,8 @@ TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is reproduced
 
 def add_archive(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere archive` to `parser`."""
-    from torchere.archiver.cli import add_archive_arguments, run_model_archive
-    from torchere.archiver.model_flags import EXAMPLES
+    from torchere.archiver.cli import run_model_archive
+    from torchere.archiver.model_flags import EXAMPLES, add_archive_arguments
     from torchere.serving.commands.inputs import prepare_for
 
     text = (

@@ -210,6 +210,8 @@ def _text(config: Path | None) -> str:
 
 # `--format keep`: the model is packed in its original format.
 
+_LOADABLE = (kinds.TORCHSCRIPT, kinds.EXPORTED_PROGRAM, kinds.AOTINDUCTOR, kinds.ONNX)
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -247,6 +249,11 @@ def keep(source: Source, example: Tensors | None, options: BuildOptions, work: P
     return Kept(built, _signature(source, example, options, say))
 
 
+def can_be_kept(source: Source, options: BuildOptions) -> bool:
+    """Return whether a server can load the source in its original format."""
+    return source.kind in _LOADABLE or (source.kind == EAGER and options.model_file is not None)
+
+
 def _built(source: Source, options: BuildOptions, work: Path) -> Built:
     beside = work / "beside"
     if source.kind == EAGER and options.model_file is not None:
@@ -255,7 +262,7 @@ def _built(source: Source, options: BuildOptions, work: Path) -> Built:
     if source.kind == kinds.AOTINDUCTOR:
         isa = aoti_metadata(source.path).get("AOTI_CPU_ISA", "").lower()
         write_build(beside, {"format": AOTI, "isa": isa})
-    if source.kind in (kinds.TORCHSCRIPT, kinds.EXPORTED_PROGRAM, kinds.AOTINDUCTOR, kinds.ONNX):
+    if source.kind in _LOADABLE:
         data = source.onnx.beside if source.onnx else ()
         return Built(_with_suffix(source, work), None, options.config_file, beside, data)
     raise ModelRefused(
