@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchere.handlers.micro_batching import MicroBatching
     from torchere.handlers.text import TextClassifier
     from torchere.handlers.text.embedding import TextEmbedding
+    from torchere.handlers.ts_compat.legacy import MockContext
     from torchere.handlers.vision import VisionHandler
     from torchere.handlers.vision.tasks import ImageClassifier, ImageSegmenter, ObjectDetector
 
@@ -29,6 +30,7 @@ _HOMES = {
     "ImageClassifier": "vision.tasks",
     "ImageSegmenter": "vision.tasks",
     "MicroBatching": "micro_batching",
+    "MockContext": "ts_compat.legacy",
     "ObjectDetector": "vision.tasks",
     "PredictionException": "errors",
     "RequestProcessor": "context",
@@ -47,6 +49,7 @@ __all__ = [
     "ImageClassifier",
     "ImageSegmenter",
     "MicroBatching",
+    "MockContext",
     "ObjectDetector",
     "PredictionException",
     "RequestProcessor",

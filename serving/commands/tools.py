@@ -36,6 +36,22 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_as_served(partial(run_model_archive, prepare_for=prepare_for)))
 
 
+def add_new(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere new handler` to `parser`."""
+    from torchere.serving.commands.new_handler import add_new_handler_arguments
+
+    described(parser, "Begin something new.", "torchere new handler my_model")
+    handler = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
+        "handler", help="write a handler, a test of it, a model-config.yaml and a Makefile that packs it"
+    )
+    text = (
+        "Write a folder with a handler of your own, and all that it needs to be tested, packed and served:\n"
+        "handler.py, model.py, test_handler.py, model-config.yaml, Makefile."
+    )
+    described(handler, text, "torchere new handler my_model && cd my_model && make test && make serve")
+    add_new_handler_arguments(handler)
+
+
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere convert` to `parser`."""
     from torchere.archiver.cli import run_convert
