@@ -80,7 +80,7 @@ class Unauthorized(ServingError):
 
 
 class Forbidden(ServingError):
-    """A browser may have sent the request for a foreign site; see `frontend/rest/browser_guard.py`."""
+    """The client may not do this without a token: a browser for a foreign site, or another machine."""
 
     code = "forbidden"
 

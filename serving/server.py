@@ -287,7 +287,8 @@ def _refuse_open_management(settings: ServerSettings) -> None:
     The commands have checked it before; settings that a program makes have passed no other check.
     """
     for address in (settings.management_address, settings.grpc_management_address):
-        if address is not None and not settings.allows_management(address):
+        is_open = address is not None and not settings.allows_management(address)
+        if address is not None and is_open and settings.insecure_management != "local":
             raise ServingError(
                 "Management would be open to the network.",
                 f"every client that reaches {address.authority} may change models, and so run code: "

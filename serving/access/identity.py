@@ -41,6 +41,15 @@ def address_of(peer: object) -> str:
     return str(peer[0]).removeprefix(_IPV4_IN_IPV6)
 
 
+def is_this_machine(address: str) -> bool:
+    """Return whether a client's address (see `address_of`) can only be one of this machine.
+
+    Not the whole of 127.0.0.0/8: proxies beside a server, such as Istio's, forward calls of other machines
+    from an address in it.
+    """
+    return address in (UNIX_CLIENT, "127.0.0.1", "::1")
+
+
 def is_before(now_s: float, expires_at_s: float | None) -> bool:
     """Tell whether a moment is before an expiry time; None: it never expires."""
     return expires_at_s is None or now_s < expires_at_s

@@ -107,6 +107,7 @@ def _start(options: argparse.Namespace) -> int:
     pid_file = launcher.pid_file(os.environ)
     if not launcher.may_start(pid_file):
         return 1
+    options.old_defaults = True
     plan_from(options, os.environ)  # the server repeats this; only here an error sets the exit status
     options.log_files = True  # log collectors made for TorchServe read its log files
     lines = [] if os.environ.get(LOG_FORMAT_VARIABLE) else ["--log-format=torchserve"]

@@ -16,14 +16,14 @@ from torchere.archiver.reader import Archive, open_archive
 from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED
-from torchere.serving.commands.serve_options import newest_snapshot
+from torchere.serving.commands.serve_options import newest_snapshot, old_defaults
 from torchere.serving.config.model_settings import (
     UNSUPPORTED_KEYS,
     config_of,
     unsupported_keys,
 )
 from torchere.serving.config.properties import ConfigurationError, read_properties
-from torchere.serving.config.resolve import Configuration, Finding, configure
+from torchere.serving.config.resolve import DEFAULTS, Configuration, Finding, configure
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import InvalidArchive, InvalidRequest, ServingError
 from torchere.serving.registry.desired import startup_models
@@ -134,10 +134,10 @@ MISSED_KEYS = frozenset(
 )
 # Keys whose default differs from TorchServe's; reported if the file does not set them.
 OTHER_DEFAULTS = {
-    "allowed_urls": "TorchServe fetches archives from any URL unless told otherwise; here a client may "
-    "register only from URLs that match allowed_urls, and from none without it",
-    "metrics_mode": "TorchServe's default is log; here it is prometheus, so that the metrics API answers, "
-    "and ts_metrics.log and model_metrics.log are not written",
+    "allowed_urls": "with torchserve a client may register from any URL, as in TorchServe, unless "
+    "insecure_management=true; with torchere serve from none",
+    "metrics_mode": "torchserve has TorchServe's default, log; that of torchere serve is prometheus, so that "
+    "the metrics API answers, and ts_metrics.log and model_metrics.log are not written",
 }
 OTHER_MEANING = {
     "install_py_dep_per_model": "packages go into a folder, or a virtual environment, of the version; a "
@@ -152,15 +152,21 @@ def config_findings(path: Path, environ: Mapping[str, str]) -> tuple[ServerSetti
     Raises:
         ConfigurationError: the file can't be read, or is not a properties file.
     """
-    configuration = configure(read_properties(path), environ)
-    found = [_line(str(path), finding) for finding in configuration.findings]
-    given = {finding.key for finding in configuration.findings}
+    configuration = _configured(path, environ)
+    found = [_line(str(path), finding) for finding in configuration.findings if finding.source != DEFAULTS]
+    given = {finding.key for finding in configuration.findings if finding.source != DEFAULTS}
     found += [
         MigrationFinding(str(path), key, "differs", text)
         for key, text in OTHER_DEFAULTS.items()
         if key not in given
     ]
     return configuration.settings, found
+
+
+def _configured(path: Path, environ: Mapping[str, str]) -> Configuration:
+    """Return the configuration of a file as `torchserve` reads it, but for the defaults it does not set."""
+    name = "insecure_management"
+    return configure(read_properties(path), environ, defaults={name: old_defaults(environ)[name]})
 
 
 def snapshot_findings(
@@ -171,7 +177,7 @@ def snapshot_findings(
     Raises:
         ConfigurationError: the file can't be read, or is not a properties file.
     """
-    configuration = configure(read_properties(path), environ)
+    configuration = _configured(path, environ)
     return [*_problems(path, configuration), *model_findings(path, configuration.settings, store)]
 
 

@@ -24,6 +24,11 @@ LOG_FORMATS = ("auto", "json", "text", "torchserve")
 LOG_FORMAT_VARIABLE = "TORCHERE_LOG_FORMAT"
 # Given by `torchserve`, the old name: scrapers of its log files and dashboards rely on TorchServe's defaults.
 OLD_DEFAULTS = "--old-defaults"
+_LOCAL_CLIENTS_URLS = (
+    "file://.*",
+    "https?://.*",
+    r"https?://(127\.0\.0\.1|\[::1\]|localhost)(:[0-9]+)?/.*",  # a broader pattern leaves this machine out
+)
 _IGNORED = "ignored (for TorchServe compatibility)"
 _SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
 
@@ -90,6 +95,20 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def old_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the defaults of `torchserve`, the old name, by key of the configuration file.
+
+    Tools and start scripts for TorchServe set none of these. Who may register an archive may run code, so
+    archives of any URL are no further risk while only clients on this machine, or with a token, may register.
+    """
+    is_sagemaker = environ.get("SAGEMAKER_MULTI_MODEL", "").lower() == "true"  # it manages from outside
+    return {
+        "metrics_mode": "log",
+        "insecure_management": "true" if is_sagemaker else "local",
+        "allowed_urls": ",".join(_LOCAL_CLIENTS_URLS),
+    }
+
+
 def serve_arguments(options: argparse.Namespace) -> list[str]:
     """Return the flags that give `torchere serve` these options."""
     arguments: list[str] = []
@@ -138,12 +157,13 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     entries = read_properties(path) if path else ()
     if path and _SNAPSHOT_NAME.fullmatch(path.name) and (cut := _cut_off(path, entries)):
         raise LaunchRefused(f"{path} is no whole snapshot: {cut}. Delete it, or start with --ncs.")
-    configuration = configure(entries, environ, _overrides(options))
+    defaults = old_defaults(environ) if getattr(options, "old_defaults", False) else {}
+    configuration = configure(entries, environ, _overrides(options), defaults)
     settings = configuration.checked(str(path or "configuration"))
-    is_set = any(key == "metrics_mode" for key, _ in configuration.effective)
     if getattr(options, "old_defaults", False):
         settings = replace(settings, small_tls_keys=True)
-        settings = settings if is_set else replace(settings, metrics_mode="log")
+    if settings.insecure_management is True and settings.allowed_urls == tuple(_LOCAL_CLIENTS_URLS):
+        settings = replace(settings, allowed_urls=())  # every client in the network may register
     _require_stores(settings.model_store, options.workflow_store)
     logs = log_directory(environ)
     snapshots = (

@@ -187,7 +187,7 @@ _OURS = (
     _key("key_file", kinds.PATH, "key_file"),
     _key("token_keys_file", kinds.PATH, "token_keys_file"),
     _key("client_ca_file", kinds.PATH, "client_ca_file"),
-    _key("insecure_management", kinds.BOOLEAN, "insecure_management"),
+    _key("insecure_management", kinds.OPENNESS, "insecure_management"),
     _key("metrics_authorization", kinds.BOOLEAN, "metrics_authorization"),
     _key("allowed_hosts", kinds.HOSTS, "allowed_hosts"),
     _key("drain_delay_s", kinds.seconds(0), "drain_delay_s"),

@@ -71,6 +71,17 @@ def _remark_ipex(text: str) -> str:
 
 IPEX = Kind("true or false", _read_boolean, _remark_ipex)
 
+
+def _read_openness(text: str) -> bool | str:
+    return "local" if text.lower() == "local" else _read_boolean(text)
+
+
+def _remark_openness(text: str) -> str:
+    return "" if text.lower() == "local" else _remark_boolean(text)
+
+
+OPENNESS = Kind("true, false or local", _read_openness, _remark_openness)
+
 # In the environment variable of the Open Inference Protocol, `oip` means `true`.
 PROTOCOL_SWITCH = Kind(
     "true or false (in the environment: oip)", lambda text: text.lower() in ("true", "oip")

@@ -1,6 +1,6 @@
 """Merges properties, environment and command line into `ServerSettings`, with one finding per value.
 
-The first source that sets a key takes precedence: environment, command line, file, default. The environment
+The first source that sets a key takes precedence: environment, command line, file, defaults. The environment
 counts only if the file allows it (`enable_envvars_config=true`). All functions here are pure.
 """
 
@@ -18,6 +18,7 @@ from torchere.serving.config.server_settings import ServerSettings, SnapshotMode
 
 Level = Literal["effect", "warning", "error"]
 COMMAND_LINE = "command line"
+DEFAULTS = "default of torchserve"
 _HIDDEN = "***"
 _SHOWN_CHARACTERS = 80  # longest value in a message; `models` may be long
 
@@ -89,9 +90,11 @@ def configure(
     entries: Iterable[Entry] = (),
     environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] | None = None,
 ) -> Configuration:
     """Merge the sources; `overrides` are the command line options, by the file's key names.
 
+    `defaults` replace those of `ServerSettings`, and are not kept in snapshots.
     An invalid value is not raised, but is a finding of level "error" (see `Configuration.checked`).
     """
     environ = environ or {}
@@ -114,6 +117,8 @@ def configure(
             # A key twice in one file is a mistake; in two sources it is normal.
             level: Level = "warning" if given.line and winner.line else "effect"
             outcome.findings.append(given.finding(level, f"not used: {winner.source} counts"))
+    for name, text in (defaults or {}).items():
+        winners.setdefault(name, _Given(KEYS[name], text, DEFAULTS))
     for given in winners.values():
         _take(given, outcome)
     models = winners.get("load_models")
@@ -133,7 +138,9 @@ _NOT_KEPT_FROM_COMMAND_LINE = ("disable_token_authorization", "enable_model_api"
 def _effective(winners: Iterable[_Given]) -> Iterator[tuple[str, str]]:
     for given in winners:
         name, said = given.key.name, given.source == COMMAND_LINE and given.key.name
-        if given.key.secret or name in _NOT_KEPT or said in _NOT_KEPT_FROM_COMMAND_LINE:
+        if given.key.secret or name in _NOT_KEPT or given.source == DEFAULTS:
+            continue
+        if said in _NOT_KEPT_FROM_COMMAND_LINE:
             continue
         yield name, _absolute(given)
 
@@ -295,6 +302,12 @@ def _shut_out(settings: ServerSettings) -> Iterator[Finding]:
         yield Finding("warning", "configuration", name, "", message)
 
 
+_ONLY_LOCAL = (
+    "tokens are off, so only clients on this machine may change models over {}. Switch tokens on, name "
+    "client_ca_file, or open it to every client with insecure_management=true"
+)
+
+
 def _open_management(settings: ServerSettings) -> Iterator[Finding]:
     """Yield findings on management that every client in the network could call."""
     addresses = {
@@ -306,7 +319,9 @@ def _open_management(settings: ServerSettings) -> Iterator[Finding]:
             continue
         risk = f"every client that reaches {address.authority} may change models, and so run code"
         if settings.insecure_management:
-            yield Finding("warning", "configuration", name, address.authority, f"insecure_management: {risk}")
+            is_local = settings.insecure_management == "local"
+            remark = _ONLY_LOCAL.format(address.authority) if is_local else f"insecure_management: {risk}"
+            yield Finding("warning", "configuration", name, address.authority, remark)
             continue
         message = (
             f"tokens are off, so {risk}. Switch them on (remove disable_token_authorization and "

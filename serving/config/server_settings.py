@@ -314,7 +314,9 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     token_keys_file: Path | None = None  # keys of the operator, for all replicas; replaces key_file
     client_ca_file: Path | None = None  # PEM; clients with a certificate of these CAs need no token
-    insecure_management: bool = False  # allow management without authorisation on addresses beyond loopback
+    # Management without authorisation on addresses beyond loopback: refused, for every client, or ("local")
+    # changes for clients on this machine only.
+    insecure_management: bool | Literal["local"] = False
     metrics_authorization: bool = False  # /metrics needs the role `metrics`; in TorchServe it needs no key
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)
@@ -345,7 +347,7 @@ class ServerSettings:
 
         Who may register an archive may run code, so without authorisation only clients on this machine may.
         """
-        return self.authorizes_clients or self.insecure_management or address.is_local
+        return self.authorizes_clients or self.insecure_management is True or address.is_local
 
     def startup_executors(self, gpus: int, cores: int) -> int:
         """Return the number of executors for a model that is loaded at startup and does not set it."""

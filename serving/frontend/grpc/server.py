@@ -67,12 +67,14 @@ class GrpcServer:
         self.address = address
         self._services = services
         self._tasks: set[asyncio.Task[None]] = set()
+        settings = services.settings
+        is_local = settings.insecure_management == "local"
         openers: Openers = {}
         for one in (*offered, reflection_service(names)):
             openers |= one(self._tasks)
         self.methods = frozenset(openers)  # paths
-        limits = services.settings.limits
-        self._age_s, self._age_grace_s = _ages(api, services.settings)
+        limits = settings.limits
+        self._age_s, self._age_grace_s = _ages(api, settings)
         self._limit = limit_of_listener(api == "inference", limits.max_connections, services.budgets)
         self._listener = Listener(
             dispatcher(
@@ -80,7 +82,9 @@ class GrpcServer:
                 services.keys,
                 api,
                 services.metrics,
-                is_managed=services.settings.allows_management(address),
+                changes="all"
+                if settings.allows_management(address)
+                else ("this machine" if is_local else "none"),
                 limits=services.client_limits,
             ),
             limits.max_request_bytes + MESSAGE_OVERHEAD_BYTES,

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from torchere.serving.access.client_limits import ClientLimits
-from torchere.serving.access.identity import Role, address_of
+from torchere.serving.access.identity import Role, address_of, is_this_machine
 from torchere.serving.access.keys import Keys
 from torchere.serving.errors import ServingError, TooManyRequests, Unauthorized
 from torchere.serving.frontend.authorisation import API_KEY, HEALTH_ROUTES, grpc_actions, grpc_rows
@@ -135,7 +135,7 @@ def dispatcher(
     port: Role,
     metrics: Metrics,
     *,
-    is_managed: bool = True,
+    changes: Literal["all", "this machine", "none"] = "all",
     limits: ClientLimits | None = None,
 ) -> Callable[[Stream], CallListener]:
     """Return the function that opens or refuses each call of a port.
@@ -145,11 +145,14 @@ def dispatcher(
         keys: None when calls need no key.
         port: the API whose port it is, and the role that methods without a row need.
         metrics: counts calls refused because of their key or the limits of their client.
-        is_managed: False refuses the calls that change models; see `ServerSettings.allows_management`.
+        changes: who may change models without authorization; see `ServerSettings.allows_management`.
         limits: of each client, for calls with the inference role; None: there are none.
     """
     roles = {path: row.needs for path, row in grpc_rows(port).items() if row.needs != API_KEY}
     changing = frozenset(path for path, row in grpc_rows(port).items() if row.actions)
+
+    def may_change(client: object) -> bool:
+        return changes == "all" or (changes == "this machine" and is_this_machine(address_of(client)))
 
     def open_call(stream: Stream) -> CallListener:
         head = stream.head
@@ -168,7 +171,7 @@ def dispatcher(
             audit(stream, "PERMISSION_DENIED")
             failed = unauthorized() if isinstance(error, Unauthorized) else failure(error, MANAGEMENT)
             stream.end(*failed.trailers())
-        elif not is_managed and head.path in changing:
+        elif head.path in changing and not may_change(stream.client):
             audit(stream, "PERMISSION_DENIED")
             stream.end(StatusCode.PERMISSION_DENIED, _UNMANAGED)
         elif (opens := openers.get(head.path)) is not None:

@@ -9,8 +9,9 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchere.serving.access.identity import is_this_machine
 from torchere.serving.batching.request import Request
-from torchere.serving.errors import ServingError, TooManyRequests, Unauthorized
+from torchere.serving.errors import Forbidden, ServingError, TooManyRequests, Unauthorized
 from torchere.serving.frontend.budgets import ConnectionBudget
 from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.rest.bodies import WholeBody
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from torchere.serving.frontend.rest.listener import Listener
 
 LAST_CHUNK = b"0\r\n\r\n"
+FOR_THIS_MACHINE = (
+    "Tokens are off, so only clients on this machine may change models. Switch token authorization on, or "
+    "set insecure_management=true."
+)
+_FORWARDED = (b"forwarded", b"via", b"x-forwarded-for")  # set by proxies
 
 
 # Slots for the concrete subclasses of `Exchange`, which has none itself: Python can't combine two base
@@ -127,6 +133,9 @@ class Exchange(ABC):
         if head.refusal is not None:
             self.refuse(head.refusal)
             return False
+        if listener.is_for_this_machine and self._changes_from_outside():
+            self.refuse(Forbidden(FOR_THIS_MACHINE))
+            return False
         try:
             if listener.keys is not None and head.role is not None:
                 identity = listener.keys.authorize(head.role, head.authorization, self.connection.subjects)
@@ -137,6 +146,14 @@ class Exchange(ABC):
             self.refuse(error)
             return False
         return True
+
+    def _changes_from_outside(self) -> bool:
+        """Tell whether another machine wants a change of models (a proxy beside the server is one, too)."""
+        row = self.head.place.row
+        if row.needs != "management" or not row.action(self.head.method):
+            return False
+        is_forwarded = any(name.lower() in _FORWARDED for name, _ in self.head.headers)
+        return is_forwarded or not is_this_machine(self.connection.address)
 
     def refuse(self, error: ServingError) -> None:
         """Answer with an error, before the request is read, and count the refusal."""

@@ -98,6 +98,10 @@ class Listener:
         self.keys = services.keys
         self.client_limits = services.client_limits
         self.is_open = self.keys is None and self.client_limits is None  # no request needs `authorized`
+        # Models may be changed from this machine only.
+        self.is_for_this_machine = "management" in surfaces and not settings.allows_management(
+            settings.management_address
+        )
         self.limits = settings.limits
         self.budgets = services.budgets
         self.cors = cors_headers(services.cors)

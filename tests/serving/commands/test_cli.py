@@ -17,6 +17,7 @@ from torchere.serving.commands import serve as cli_serve
 from torchere.serving.commands import torchserve as launcher
 from torchere.serving.config.server_settings import ServerSettings, SnapshotSettings
 from torchere.serving.logs.files import Log4jFormatter, remove_log_files
+from torchere.serving.store import url_rules
 
 HEAVY = ("torch", "fastapi", "grpc", "numpy", "prometheus_client")
 SNAPSHOT = (
@@ -232,6 +233,34 @@ def test_the_old_name_has_torchserves_metrics_mode(
     arguments = [*command, "--model-store", str(store), "--ts-config", "c.properties"]
     options = cli._parser(arguments).parse_args(arguments)
     assert cli.plan_from(options, {}).settings.metrics_mode == mode
+
+
+OFF = "disable_token_authorization=true\nmanagement_address=http://0.0.0.0:8081\n"
+
+
+def settings_of_the_old_name(store: Path, properties: str, environ: dict[str, str]) -> ServerSettings:
+    Path("c.properties").write_text(properties)
+    arguments = ["serve", "--old-defaults", "--model-store", str(store), "--ts-config", "c.properties"]
+    return cli.plan_from(cli._parser(arguments).parse_args(arguments), environ).settings
+
+
+def test_under_the_old_name_open_management_is_for_this_machine(store: Path) -> None:
+    assert settings_of_the_old_name(store, OFF, {}).insecure_management == "local"
+    assert settings_of_the_old_name(store, f"{OFF}insecure_management=true", {}).insecure_management is True
+    # SageMaker's platform manages an endpoint of several models from outside.
+    several = {"SAGEMAKER_MULTI_MODEL": "true"}
+    assert settings_of_the_old_name(store, OFF, several).insecure_management is True
+    with pytest.raises(cli.ConfigurationError, match="or set insecure_management=true"):
+        settings_of_the_old_name(store, f"{OFF}insecure_management=false", {})
+
+
+def test_under_the_old_name_clients_may_name_urls_unless_the_network_may_register(store: Path) -> None:
+    urls = ["https://models.example/m.mar", "http://127.0.0.1:8222/m.mar", "file:///srv/m.mar"]
+    patterns = settings_of_the_old_name(store, OFF, {}).allowed_urls
+    assert [url_rules.allow(url, patterns).may_be_private for url in urls] == [False, True, False]
+    assert not url_rules.allow("http://10.0.0.7/m.mar", patterns).may_be_private
+    assert settings_of_the_old_name(store, f"{OFF}insecure_management=true", {}).allowed_urls == ()
+    assert settings_of_the_old_name(store, "allowed_urls=https://a/.*", {}).allowed_urls == ("https://a/.*",)
 
 
 def test_the_variable_of_the_log_format_counts_for_the_old_name(

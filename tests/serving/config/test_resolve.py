@@ -296,6 +296,22 @@ def test_management_beyond_loopback_needs_authorization(text: str, address: str)
     assert settings(with_certificates).client_ca_file == Path("/ca")
 
 
+def test_management_may_be_for_this_machine_alone_on_every_address() -> None:
+    off = "management_address=http://0.0.0.0:8081\ndisable_token_authorization=true\n"
+    (said,) = warnings(f"{off}insecure_management=local")
+    assert "only clients on this machine may change models over 0.0.0.0:8081" in said
+    given = settings(f"{off}insecure_management=Local")
+    assert not given.allows_management(given.management_address)
+
+
+def test_defaults_count_below_every_source_and_are_not_kept() -> None:
+    defaults = {"metrics_mode": "log", "job_queue_size": "7"}
+    entries = parse_properties("job_queue_size=\n")
+    found = configure(entries, {}, {"metrics_mode": "prometheus"}, defaults)
+    assert (found.settings.metrics_mode, found.settings.max_queue_size) == ("prometheus", 7)
+    assert dict(found.effective) == {"metrics_mode": "prometheus"}
+
+
 @pytest.mark.parametrize("address", ["http://127.0.0.2:1", "http://[::1]:1", "http://localhost:1", "unix:/m"])
 def test_management_on_this_machine_alone_needs_no_authorization(address: str) -> None:
     text = f"management_address={address}\ninference_address=http://0.0.0.0:80\n"

@@ -172,6 +172,7 @@ def test_reads_over_grpc_are_not_audited(planes, audited):
     [
         ("0.0.0.0", {"token_auth_enabled": False}, "PERMISSION_DENIED"),
         ("0.0.0.0", {"token_auth_enabled": False, "insecure_management": True}, "OK"),
+        ("0.0.0.0", {"token_auth_enabled": False, "insecure_management": "local"}, "OK"),
         ("127.0.0.1", {"token_auth_enabled": False}, "OK"),
     ],
 )

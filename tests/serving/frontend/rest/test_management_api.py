@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
@@ -352,3 +353,30 @@ def test_a_registration_goes_on_when_its_client_leaves(planes):
             await asyncio.wait_for(done.wait(), 20)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("line", "client", "status"),
+    [
+        (b"PUT /models/m", ("127.0.0.1", b""), b"200"),
+        (b"PUT /models/m", ("::1", b""), b"200"),
+        (b"PUT /models/m", ("10.0.0.7", b""), b"403"),
+        (b"PUT /models/m", ("127.0.0.6", b""), b"403"),  # Istio's proxy, for clients of other machines
+        (b"PUT /models/m", ("127.0.0.1", b"X-Forwarded-For: 10.0.0.7\r\n"), b"403"),
+        (b"GET /models", ("10.0.0.7", b""), b"200"),
+    ],
+)
+def test_management_for_this_machine_is_read_from_others_and_not_changed(
+    talk, monkeypatch, line, client, status
+):
+    address, header = client
+    monkeypatch.setattr("torchere.serving.frontend.rest.connection.address_of", lambda peer: address)
+    said = talk(
+        b"%s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n%s\r\n" % (line, header),
+        surface="management",
+        management_address=Address("0.0.0.0", 8081),
+        token_auth_enabled=False,
+        insecure_management="local",
+    )
+    assert said.split()[1] == status
+    assert (b"only clients on this machine may change models" in said) == (status == b"403")
