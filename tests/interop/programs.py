@@ -33,8 +33,8 @@ PROGRAMS = {
         (("torch==2.13.0", "setuptools<81"), ("mlflow-torchserve==0.1.0",)),
     ),
     "torchx": Program((("torchx==0.7.0", "fsspec", "requests", "setuptools<81"),)),
-    # It does not name httpx, and runs with a release of Streamlit that this one still has.
-    "torchserve-dashboard": Program((("torchserve-dashboard==0.6.0", "httpx"),)),
+    # It does not name httpx, and its Streamlit is too old for a newer altair.
+    "torchserve-dashboard": Program((("torchserve-dashboard==0.6.0", "httpx", "altair<5"),)),
     "kserve": Program((("kserve==0.21.0", "requests"),)),
     # SageMaker's handler runs in torchere's workers, beside its torch and NumPy.
     "sagemaker": Program(
