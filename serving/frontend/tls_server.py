@@ -123,6 +123,8 @@ class _Handshake:
 async def bound_sockets(address: Address, backlog: int) -> list[socket.socket]:
     """Return the listening sockets of an address, one for each of the addresses of a host name.
 
+    `[::]` takes IPv4, too, as TorchServe's does: in a cluster with both, a pod has one address of each kind.
+
     Raises:
         OSError: the address can't be bound.
     """
@@ -139,7 +141,7 @@ async def bound_sockets(address: Address, backlog: int) -> list[socket.socket]:
         for family, name in wanted:
             sockets.append(socket.socket(family, socket.SOCK_STREAM))
             if family == socket.AF_INET6:
-                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address.host != "::")
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sockets[-1].bind(name)
             sockets[-1].listen(backlog)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,51 @@ def configuration(objects: list[Object], folder: Path) -> Configuration:
                if "config.properties" in each["data"]]  # fmt: skip
     (folder / "config.properties").write_text(text)
     return configure(read_properties(folder / "config.properties"))
+
+
+def values_read(templates: Path) -> set[str]:
+    """The values that templates name, with dots: by themselves, or through a variable that holds a part."""
+    found = set()
+    for file in [*templates.glob("*.tpl"), *templates.rglob("*.yaml"), *templates.glob("*.txt")]:
+        text = file.read_text()
+        parts = dict(re.findall(r"\$(\w+) := \$?\.Values\.([\w.]+)", text))
+        found |= set(re.findall(r"\.Values\.([\w.]+)", text)) - set(parts.values())
+        found |= {
+            f"{parts[name]}.{rest}" for name, rest in re.findall(r"\$(\w+)\.([\w.]+)", text) if name in parts
+        }
+    return found
+
+
+def leaves(schema: Object, path: str = "") -> Iterator[str]:
+    """The values that a schema allows, with dots, down to those without members of their own."""
+    for name, each in schema.get("properties", {}).items():
+        if "properties" in each:
+            yield from leaves(each, f"{path}{name}.")
+        else:
+            yield path + name
+
+
+def test_every_value_of_the_schema_is_read_by_a_template_and_has_a_default(root: Path) -> None:
+    chart = root / "k8s/chart"
+    schema = json.loads((chart / "values.schema.json").read_text())
+    theirs = ("torchserve", "namespace", "deployment", "persistentVolume", "persitant_volume")  # TorchServe's
+    allowed = [path for path in leaves(schema) if not path.startswith(theirs)]
+    read = values_read(chart / "templates")
+    defaults = yaml.safe_load((chart / "values.yaml").read_text())
+
+    def is_read(path: str) -> bool:
+        return any(path == each or path.startswith(f"{each}.") for each in read)
+
+    def has_default(path: str) -> bool:
+        first, *rest = path.split(".")
+        value = defaults.get(first)
+        for name in rest:
+            value = value.get(name, value) if value else value  # an empty map stands for its members
+        return first in defaults and value is not None
+
+    assert len(allowed) > 150
+    assert [path for path in allowed if not is_read(path)] == []
+    assert [path for path in allowed if not has_default(path)] == []
 
 
 @pytest.mark.parametrize("program", ["helm", "helm4"])
@@ -102,7 +148,7 @@ def test_the_server_understands_its_configuration_and_has_time_to_drain(
     assert ports["http"] == settings.inference_address.port
     assert ports["grpc"] == settings.grpc_inference_address.port
     assert ports["metrics"] == settings.metrics_address.port
-    is_open = settings.management_address.host == "0.0.0.0"
+    is_open = settings.management_address.host in ("0.0.0.0", "::")
     assert is_open == ("management" in ports)
 
 
@@ -248,11 +294,34 @@ def test_rules_and_dashboards_are_those_of_the_files(render: Callable[..., list[
     rules = [rule for group in named(objects, "PrometheusRule")["spec"]["groups"] for rule in group["rules"]]
 
     expected = [rule for group in groups for rule in group["rules"] if rule.get("alert") not in disabled]
-    assert rules[:-1] == expected
+    assert [rule | {"expr": ""} for rule in rules[:-1]] == [rule | {"expr": ""} for rule in expected]
     assert rules[-1]["alert"] == "QueueOfMine"
     shown = named(objects, "ConfigMap", "-dashboards")["data"]
     files = {path.name: path.read_text() for path in (root / "k8s/chart/dashboards").glob("*.json")}
     assert shown == files and len(files) == 2
+
+
+def test_rules_are_about_their_own_namespace_and_have_the_thresholds_of_the_values(
+    render: Callable[..., list[Object]], tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    spec = named(render("monitored"), "PrometheusRule")["spec"]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec))
+    ours = [rule for group in spec["groups"][:-1] for rule in group["rules"]]
+    alerts = {rule["alert"]: rule["expr"] for rule in ours if "alert" in rule}
+
+    checked = subprocess.run(
+        [tool("promtool3"), "check", "rules", tmp_path / "rules.yaml"],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    for rule in ours:  # each selector, and each recorded series
+        selected = re.findall(r'torchere:\w+:\w+(?!\w)|job="torchere"', rule["expr"])
+        assert selected and rule["expr"].count('namespace="torchserve"') == len(selected), rule["expr"]
+    assert alerts["TorchereLatencyHigh"].endswith("> 0.25")
+    assert alerts["TorchereErrorBudgetBurn"].rstrip().endswith("> 20")
+    assert alerts["TorchereErrorBudgetBurnSlow"].rstrip().endswith("> 20")
+    assert alerts["TorchereNoTargets"] == 'absent(up{job="torchere", namespace="torchserve"})'
 
 
 def test_the_service_monitor_finds_one_service_and_names_the_job_as_the_rules_do(
@@ -268,7 +337,9 @@ def test_the_service_monitor_finds_one_service_and_names_the_job_as_the_rules_do
 
     (endpoint,) = monitor["endpoints"]
     assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
-    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "torchere"}]
+    assert endpoint["relabelings"][0] == {"targetLabel": "job", "replacement": "torchere"}
+    assert endpoint["relabelings"][1]["targetLabel"] == "node"
+    assert (endpoint["interval"], endpoint["scrapeTimeout"]) == ("30s", "25s")
     assert "annotations" not in service["metadata"]  # or it would be scraped twice
 
 
@@ -297,6 +368,114 @@ def test_a_copied_store_is_there_before_the_server_starts_and_may_be_fetched(
     assert {"secretRef": {"name": "s3-credentials"}} in fetch["envFrom"]
     egress = named(objects, "NetworkPolicy")["spec"]["egress"]
     assert {"protocol": "TCP", "port": 9000} in [port for rule in egress for port in rule["ports"]]
+
+
+def test_a_copied_store_of_google_and_azure_is_there_before_the_server_starts(
+    render: Callable[..., list[Object]],
+) -> None:
+    def fetch(values: str) -> Object:
+        pod = named(render(values), "Deployment")["spec"]["template"]["spec"]
+        (container,) = pod["initContainers"]
+        return {**container, "volumes": pod["volumes"]}
+
+    google, azure = fetch("gcs"), fetch("azure")
+
+    assert google["args"] == ["gs://models/production", "/mnt/model-store"]
+    (variable,) = [each for each in google["env"] if each["name"] == "GOOGLE_APPLICATION_CREDENTIALS"]
+    (mount,) = [each for each in google["volumeMounts"] if each["name"] == "store-credentials"]
+    assert variable["value"] == f"{mount['mountPath']}/account.json"
+    secrets = [each["secret"]["secretName"] for each in google["volumes"] if "secret" in each]
+    assert secrets == ["store-key"]
+    assert azure["args"] == ["https://models.blob.core.windows.net/store/production", "/mnt/model-store"]
+    assert azure["envFrom"] == [{"secretRef": {"name": "store-key"}}]
+
+
+def test_a_claim_that_the_chart_makes_is_mounted_and_outlives_the_release(
+    render: Callable[..., list[Object]],
+) -> None:
+    objects = render("new-claim")
+    claim = named(objects, "PersistentVolumeClaim")
+    volumes = named(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
+
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "100Gi"
+    name = claim["metadata"]["name"]
+    assert {"claimName": name, "readOnly": True} in [each.get("persistentVolumeClaim") for each in volumes]
+
+
+def test_a_model_may_have_workers_and_a_batch_size_of_its_own(
+    render: Callable[..., list[Object]], tmp_path: Path
+) -> None:
+    settings = configuration(render("per-model"), tmp_path).settings
+
+    assert settings.load_models == (
+        "bert=bert.mar",
+        "bert=bert-1.mar",
+        "classifier=resnet-1.2.mar",
+        "other.mar",
+    )
+    assert settings.model_defaults == {
+        "bert": {
+            "1.0": {"minWorkers": 1, "maxWorkers": 1},
+            "2.0": {
+                "minWorkers": 4,
+                "maxWorkers": 4,
+                "batchSize": 16,
+                "maxBatchDelay": 5,
+                "responseTimeout": 30,
+            },
+        }
+    }
+
+
+def test_an_ingress_leads_to_the_service_by_the_names_of_its_ports(
+    render: Callable[..., list[Object]],
+) -> None:
+    objects = render("ingress")
+
+    backends = [path["backend"]["service"] for rule in named(objects, "Ingress")["spec"]["rules"]
+                for path in rule["http"]["paths"]]  # fmt: skip
+
+    assert [backend["port"]["name"] for backend in backends] == ["http", "grpc"]
+    assert {backend["name"] for backend in backends} == {"rel-torchere"}
+
+
+def test_routes_share_traffic_with_another_release_by_weight(render: Callable[..., list[Object]]) -> None:
+    objects = render("gateway")
+    ports = {
+        port["name"]: port["port"] for port in named(objects, "Service", "rel-torchere")["spec"]["ports"]
+    }
+
+    for kind, port in (("HTTPRoute", ports["http"]), ("GRPCRoute", ports["grpc"])):
+        (rule,) = named(objects, kind)["spec"]["rules"]
+        shares = [(each["name"], each["port"], each["weight"]) for each in rule["backendRefs"]]
+        assert shares == [("rel-torchere", port, 90), ("canary-torchere", port, 10)]
+
+
+def test_images_come_from_a_mirror_whatever_their_registry_is(render: Callable[..., list[Object]]) -> None:
+    pods = [named(render("mirrored"), "Deployment")["spec"]["template"]["spec"],
+            named(render("mirrored"), "Pod")["spec"]]  # fmt: skip
+
+    images = {each["image"] for pod in pods for each in [*pod.get("initContainers", ()), *pod["containers"]]}
+
+    mirror = "mirror.example:5000/cache"
+    assert images == {f"{mirror}/team/torchere:0.1.0", f"{mirror}/amazon/aws-cli:2.27.0"}
+
+
+def test_companions_of_the_server_are_in_its_pod_and_extra_objects_are_templates(
+    render: Callable[..., list[Object]],
+) -> None:
+    objects = render("companions")
+    deployment = named(objects, "Deployment")["spec"]
+    pod = deployment["template"]["spec"]
+
+    assert [each["name"] for each in pod["initContainers"]] == ["warm-cache"]
+    assert [each["name"] for each in pod["containers"]] == ["torchere", "log-shipper"]
+    assert named(objects, "ConfigMap", "rel-notes")["data"] == {"service": "rel-torchere"}
+    (spread,) = pod["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"] == deployment["selector"]["matchLabels"]
+    assert pod["terminationGracePeriodSeconds"] == 90
+    assert deployment["minReadySeconds"] == 15
 
 
 def test_by_default_nothing_may_leave_but_questions_for_names(render: Callable[..., list[Object]]) -> None:

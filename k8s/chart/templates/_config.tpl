@@ -3,16 +3,29 @@
 {{- $v := include "torchere.effective" . | fromYaml -}}
 {{- $p := $v.ports -}}
 {{- $scheme := ternary "https" "http" .Values.tls.enabled -}}
-{{- $inside := ternary "0.0.0.0" "127.0.0.1" .Values.management.enabled -}}
+{{- $address := .Values.server.address -}}
+{{- $inside := ternary $address "127.0.0.1" .Values.management.enabled -}}
 {{- $models := list -}}
-{{- range .Values.models -}}
-{{- $models = append $models (ternary (printf "%s=%s" (.name | default "") .archive) .archive (not (empty .name))) -}}
+{{- $settings := dict -}}
+{{- $names := dict "workers" (list "minWorkers" "maxWorkers") "batchSize" (list "batchSize") "maxBatchDelayMs" (list "maxBatchDelay") "responseTimeoutSeconds" (list "responseTimeout") -}}
+{{- range $model := .Values.models -}}
+{{- $models = append $models (ternary (printf "%s=%s" ($model.name | default "") $model.archive) $model.archive (not (empty $model.name))) -}}
+{{- $own := dict -}}
+{{- range $key, $properties := $names -}}
+{{- range $properties -}}
+{{- if hasKey $model $key -}}{{- $_ := set $own . (get $model $key | int) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $own -}}
+{{- $versions := dict $model.version $own -}}
+{{- $_ := set $settings $model.name (merge $versions (get $settings $model.name | default dict)) -}}
+{{- end -}}
 {{- end -}}
 {{- $own := dict
-      "inference_address" (printf "%s://0.0.0.0:%v" $scheme $p.http)
+      "inference_address" (printf "%s://%s:%v" $scheme $address $p.http)
       "management_address" (printf "%s://%s:%v" $scheme $inside $p.management)
-      "metrics_address" (printf "http://0.0.0.0:%v" $p.metrics)
-      "grpc_inference_address" "0.0.0.0"
+      "metrics_address" (printf "http://%s:%v" $address $p.metrics)
+      "grpc_inference_address" $address
       "grpc_inference_port" $p.grpc
       "grpc_management_address" $inside
       "grpc_management_port" $p.grpcManagement
@@ -27,6 +40,9 @@
       "enable_model_api" .Values.management.modelApi
       "insecure_management" .Values.management.insecure
       "disable_token_authorization" (not .Values.auth.enabled) -}}
+{{- if $settings -}}
+{{- $_ := set $own "models" (toJson $settings) -}}
+{{- end -}}
 {{- if and .Values.auth.enabled .Values.auth.secretName -}}
 {{- $_ := set $own "token_keys_file" "/run/torchere-keys/keys.json" -}}
 {{- else if .Values.auth.enabled -}}

@@ -41,13 +41,47 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{- define "torchere.image" -}}
 {{- $old := .Values.torchserve_image | default "" -}}
-{{- if $old -}}
-{{- $old -}}
-{{- else if .Values.image.digest -}}
-{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
-{{- else -}}
-{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- $image := printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- if .Values.image.digest -}}
+{{- $image = printf "%s@%s" .Values.image.repository .Values.image.digest -}}
 {{- end -}}
+{{- include "torchere.mirrored" (dict "image" (default $image $old) "root" .) -}}
+{{- end -}}
+
+{{/* An image in the registry of global.imageRegistry. A first part with a dot or a port, or localhost, is a registry. */}}
+{{- define "torchere.mirrored" -}}
+{{- $registry := dig "imageRegistry" "" (.root.Values.global | default dict) -}}
+{{- if $registry -}}
+{{- printf "%s/%s" (trimSuffix "/" $registry) (regexReplaceAll "^(localhost|[^/]*[.:][^/]*)/" .image "") -}}
+{{- else -}}
+{{- .image -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Replicas for the Deployment: with an autoscaler those that run, since Kubernetes would start again from 1 when the number
+disappears from the manifest. Nothing where there is no cluster to ask (helm template, a first installation).
+*/}}
+{{- define "torchere.replicas" -}}
+{{- if or .Values.autoscaling.enabled .Values.keda.enabled -}}
+{{- $running := lookup "apps/v1" "Deployment" .Release.Namespace (include "torchere.fullname" .) -}}
+{{- with dig "spec" "replicas" nil $running }}{{ int . }}{{ end -}}
+{{- else -}}
+{{- (include "torchere.effective" . | fromYaml).replicas -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Another release of this chart in the namespace that has the object for all of them already; or nothing. */}}
+{{- define "torchere.owner" -}}
+{{- $owners := list -}}
+{{- range (lookup .apiVersion .kind .root.Release.Namespace "").items -}}
+{{- $labels := .metadata.labels | default dict -}}
+{{- $owner := get $labels "app.kubernetes.io/instance" -}}
+{{- if and (hasPrefix (printf "%s-" $.root.Chart.Name) (get $labels "helm.sh/chart")) (eq (get $labels "app.kubernetes.io/component") $.component) (ne $owner $.root.Release.Name) -}}
+{{- $owners = append $owners $owner -}}
+{{- end -}}
+{{- end -}}
+{{- with first $owners }}{{ . }}{{ end -}}
 {{- end -}}
 
 {{/* A number of the values as the configuration file wants it: YAML makes floats of them, and 2e+07 is not whole. */}}
@@ -98,7 +132,7 @@ Its older values name no claim: it was always model-store-claim.
 
 {{/* Seconds between SIGTERM and SIGKILL: everything the server may take, and some. */}}
 {{- define "torchere.grace" -}}
-{{- add (ceil .Values.server.drainDelaySeconds) (ceil .Values.server.drainTimeoutSeconds) 15 -}}
+{{- default (add (ceil .Values.server.drainDelaySeconds) (ceil .Values.server.drainTimeoutSeconds) 15) (int .Values.terminationGracePeriodSeconds) -}}
 {{- end -}}
 
 {{/* The ports of the Service that clients call. `int`, for helm 3.18 takes a 0 that was read from a file for a value. */}}
@@ -108,4 +142,20 @@ Its older values name no claim: it was always model-store-claim.
 
 {{- define "torchere.grpcPort" -}}
 {{- default (include "torchere.effective" . | fromYaml).ports.grpc (int .Values.service.grpcPort) -}}
+{{- end -}}
+
+{{/* True where no pod at all is no trouble: scaled to zero. */}}
+{{- define "torchere.mayHaveNoPods" -}}
+{{- $v := include "torchere.effective" . | fromYaml -}}
+{{- if or (and .Values.keda.enabled (eq (int .Values.keda.minReplicas) 0)) (and (not .Values.keda.enabled) (not .Values.autoscaling.enabled) (eq (int $v.replicas) 0)) -}}true{{- end -}}
+{{- end -}}
+
+{{/* The expression of a rule with the thresholds of the values, about this namespace alone, for others have their own rules. */}}
+{{- define "torchere.expression" -}}
+{{- $namespace := printf "namespace=%q" .root.Release.Namespace -}}
+{{- $values := .root.Values.prometheusRule -}}
+{{- $expr := .rule.expr | replace "p99_5m > 1" (printf "p99_5m > %v" $values.latencyThresholdSeconds) -}}
+{{- $expr = regexReplaceAll "(torchere:failures:[a-z0-9]+) > 5" $expr (printf "${1} > %v" $values.minFailures) -}}
+{{- $expr = replace `job="torchere"` (printf `job="torchere", %s` $namespace) $expr -}}
+{{- regexReplaceAll "torchere:[a-z0-9_]+:[a-z0-9_]+" $expr (printf "${0}{%s}" $namespace) -}}
 {{- end -}}

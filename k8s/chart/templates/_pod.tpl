@@ -54,10 +54,14 @@ httpGet:
   persistentVolumeClaim: {claimName: {{ $v.claimName }}, readOnly: true}
 {{- else if eq $v.storeType "image" }}
 - name: store
-  image: {reference: {{ .Values.modelStore.image.reference | quote }}, pullPolicy: {{ .Values.modelStore.image.pullPolicy }}}
+  image: {reference: {{ include "torchere.mirrored" (dict "image" .Values.modelStore.image.reference "root" .) | quote }}, pullPolicy: {{ .Values.modelStore.image.pullPolicy }}}
 {{- else if ne $v.storeType "bundled" }}
 - name: store
   emptyDir: {sizeLimit: {{ .Values.modelStore.sizeLimit }}}
+{{- end }}
+{{- if and (eq $v.storeType "gcs") .Values.modelStore.gcs.secretName }}
+- name: store-credentials
+  secret: {secretName: {{ .Values.modelStore.gcs.secretName }}, defaultMode: 0440}
 {{- end }}
 {{- if .Values.tls.enabled }}
 - name: tls
@@ -79,12 +83,14 @@ httpGet:
 {{/* The container that fills the store before the server starts; nothing where it is mounted. */}}
 {{- define "torchere.initContainers" -}}
 {{- $v := include "torchere.effective" . | fromYaml -}}
-{{- if has $v.storeType (list "s3" "init") -}}
+{{- $fetched := has $v.storeType (list "s3" "gcs" "azure" "init") -}}
+{{- if or $fetched .Values.extraInitContainers -}}
 initContainers:
+{{- if $fetched }}
   - name: fetch-models
     {{- if eq $v.storeType "s3" }}
     {{- $s3 := .Values.modelStore.s3 }}
-    image: {{ $s3.image | quote }}
+    image: {{ include "torchere.mirrored" (dict "image" $s3.image "root" .) | quote }}
     command: [aws]
     args: [s3, sync, --only-show-errors, {{ $s3.uri | quote }}, /mnt/model-store]
     env:
@@ -99,9 +105,21 @@ initContainers:
     envFrom:
       - secretRef: {name: {{ . }}}
     {{- end }}
+    {{- else if has $v.storeType (list "gcs" "azure") }}
+    {{- $source := get .Values.modelStore $v.storeType }}
+    image: {{ include "torchere.mirrored" (dict "image" .Values.modelStore.initializerImage "root" .) | quote }}
+    args: [{{ $source.uri | quote }}, /mnt/model-store]
+    env:
+      - {name: HOME, value: /tmp}
+    {{- if and (eq $v.storeType "gcs") $source.secretName }}
+      - {name: GOOGLE_APPLICATION_CREDENTIALS, value: {{ printf "/run/store-credentials/%s" $source.secretKey | quote }}}
+    {{- else if $source.secretName }}
+    envFrom:
+      - secretRef: {name: {{ $source.secretName }}}
+    {{- end }}
     {{- else }}
     {{- $init := .Values.modelStore.init }}
-    image: {{ $init.image | quote }}
+    image: {{ include "torchere.mirrored" (dict "image" $init.image "root" .) | quote }}
     {{- with $init.command }}
     command: {{- toYaml . | nindent 6 }}
     {{- end }}
@@ -123,5 +141,10 @@ initContainers:
     volumeMounts:
       - {name: store, mountPath: /mnt/model-store}
       - {name: scratch, mountPath: /tmp}
+      {{- if and (eq $v.storeType "gcs") .Values.modelStore.gcs.secretName }}
+      - {name: store-credentials, mountPath: /run/store-credentials, readOnly: true}
+      {{- end }}
+{{- end }}
+{{- with .Values.extraInitContainers }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end -}}
 {{- end -}}

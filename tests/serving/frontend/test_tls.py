@@ -25,10 +25,12 @@ from grpc_health.v1 import health_pb2
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.access.tls import Certificates, CertificateUnusable, TlsFiles
 from torchere.serving.config.server_settings import Address
-from torchere.serving.errors import HandlerFailed
+from torchere.serving.errors import HandlerFailed, ServingError
 from torchere.serving.frontend.grpc.server import inference_server
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.tls_server import bound_sockets
+from torchere.serving.io.addresses import refuse_taken
 from torchere.serving.types import InferResponse, StreamedResponse
 
 NEVER_ENDS = datetime.datetime(2100, 1, 1)
@@ -346,3 +348,16 @@ def test_a_key_of_1024_bits_is_refused_with_what_to_do_and_taken_under_the_old_n
             writer.close()
 
     uvloop.run(main()) if hasattr(uvloop, "run") else asyncio.run(main())
+
+
+def test_the_unspecified_address_of_ipv6_takes_ipv4_too() -> None:
+    sockets = asyncio.run(bound_sockets(Address("::", 0), 8))
+    try:
+        port = sockets[0].getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), 10).close()
+        with pytest.raises(ServingError, match="Address already in use"):
+            refuse_taken([Address("0.0.0.0", port)])
+    finally:
+        for each in sockets:
+            each.close()
