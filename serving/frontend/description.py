@@ -21,6 +21,7 @@ from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.frontend.control import ModelPage, VersionDescription
 from torchere.serving.frontend.workflows import WorkflowPage
 from torchere.serving.registry.workflows import Workflow
+from torchere.serving.store.url_rules import shown_url
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 
@@ -97,7 +98,7 @@ def page_text(page: ModelPage) -> str:
 def workflow_page_text(page: WorkflowPage) -> str:
     """Return one page of the list of workflows as JSON."""
     token = {} if page.next_page_token is None else {"nextPageToken": page.next_page_token}
-    workflows = [{"workflowName": name, "workflowUrl": url} for name, url in page.workflows]
+    workflows = [{"workflowName": name, "workflowUrl": shown_url(url)} for name, url in page.workflows]
     return pretty({**token, "workflows": workflows})
 
 
@@ -107,7 +108,7 @@ def workflow_text(workflow: Workflow) -> str:
     dag = [f"{node}=[{', '.join(below)}]" for node, below in workflow.spec.children.items()]
     described = {
         "workflowName": workflow.name,
-        "workflowUrl": workflow.url,
+        "workflowUrl": shown_url(workflow.url),
         "minWorkers": defaults.min_workers,
         "maxWorkers": defaults.max_workers,
         "batchSize": defaults.batch_size,

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 # Failures after which another attempt may succeed.
 _WORTH_RETRYING = (HandlerFailed, ExecutorDied, OutOfResources, DeadlineExceeded)
+# Between the attempts of a step, each twice as long as the one before; a crashed worker starts in 0.1 s.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+_pause = asyncio.sleep
 INLINE_BYTES = 65_536  # longer results of several leaves are joined in a thread: 12 MB of numbers take 0.3 s
 
 
@@ -181,9 +184,9 @@ class WorkflowPlane:
         return await asyncio.to_thread(_answer, leaves)
 
     async def _attempts(self, workflow: Workflow, step: str, request: InferRequest) -> InferResponse:
-        """Run one step, and again after a failure, as often as its settings allow."""
+        """Run one step, and again after a failure and a pause, as often as its settings allow."""
         settings = workflow.spec.steps[step]
-        attempts_left = settings.retry_attempts
+        attempts_left, pause_s = settings.retry_attempts, FIRST_PAUSE_S
         while True:
             deadline_s = min(request.deadline_s, time.monotonic() + settings.timeout_ms / 1000)
             attempt = msgspec.structs.replace(request, deadline_s=deadline_s)
@@ -198,6 +201,8 @@ class WorkflowPlane:
                 if not attempts_left or not isinstance(err, _WORTH_RETRYING):
                     raise _step_error(workflow, step, err) from err
             attempts_left -= 1
+            await _pause(min(pause_s, max(0.0, request.deadline_s - time.monotonic())))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 async def _whole(response: InferResponse | StreamedResponse, max_bytes: int) -> InferResponse:

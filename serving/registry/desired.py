@@ -32,6 +32,11 @@ class Wanted:
     signs: bool = False  # the URL is one of S3, and the request for it is signed
     workflow: str = ""  # the workflow that this model is a step of
 
+    @property
+    def by_operator(self) -> bool:
+        """Whether the operator names the URL; that of a step is from the workflow's archive."""
+        return self.at_startup and not self.workflow
+
 
 def startup_models(
     server: ServerSettings, stored: Callable[[], Sequence[str]], gpus: int = 0

@@ -7,7 +7,7 @@ from the store, and predictions whose bodies are decompressed there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,9 @@ class Fetching:
         self._under_way: set[Interrupt] = set()
         self._closed = False
 
-    async def fetch(self, url: str, by_operator: bool, *, signs: bool = False) -> Download | None:
+    async def fetch(
+        self, url: str, by_operator: bool, *, signs: bool = False, reuses: bool = False
+    ) -> Download | None:
         """Download a URL into the store; return None when `url` is not a URL. See `Store.download`.
 
         Cancellation interrupts the download and deletes a copy that is completed anyway.
@@ -43,8 +45,9 @@ class Fetching:
         if not is_remote(url):
             return None
         interrupt = Interrupt()
+        download = partial(self._store.download, url, by_operator, interrupt, signs=signs, reuses=reuses)
         # The slot stays taken until the thread returns: a DNS lookup can't be interrupted.
-        job = asyncio.ensure_future(self._in_turn(url, by_operator, interrupt, signs))
+        job = asyncio.ensure_future(self._in_turn(download, interrupt))
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
@@ -54,13 +57,12 @@ class Fetching:
             job.add_done_callback(self._undo)
             raise
 
-    async def _in_turn(self, url: str, by_operator: bool, interrupt: Interrupt, signs: bool) -> Download:
+    async def _in_turn(self, download: Callable[[], Download], interrupt: Interrupt) -> Download:
         async with self._turns.take():
             if self._closed:
                 raise _stopping()
             self._under_way.add(interrupt)
             loop = asyncio.get_running_loop()
-            download = partial(self._store.download, url, by_operator, interrupt, signs=signs)
             try:
                 return await loop.run_in_executor(self._threads, download)
             except DownloadFailed:

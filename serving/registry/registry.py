@@ -41,6 +41,7 @@ from torchere.serving.registry.version import RegistryObserver, Version, Version
 from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
 from torchere.serving.store.fetch import Download
 from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
+from torchere.serving.store.url_rules import shown_url
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.fork_client import Spawned
 from torchere.serving.workers.launch import worker_environment
@@ -121,12 +122,14 @@ class Registry:
             check_runtime(wanted.runtime)  # before the download
         downloaded = None
         if wanted.archive is None:
-            downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup, signs=wanted.signs)
+            downloaded = await self._fetching.fetch(
+                wanted.url, wanted.by_operator, signs=wanted.signs, reuses=wanted.at_startup
+            )
         archive = wanted.archive
         try:
             location = downloaded.path.name if downloaded else wanted.url
             if archive is None:
-                opening = functools.partial(self._store.open, location, wanted.at_startup)
+                opening = functools.partial(self._store.open, location, wanted.by_operator)
                 archive = await self._in_thread(opening, OpenedArchive.close)
             key = _key_of(wanted, location, archive.manifest)
             # A twin waits for the conflict here, instead of unpacking the whole archive first.
@@ -140,7 +143,7 @@ class Registry:
             self._fetching.delete(downloaded)
             raise
         if archive.signer:
-            logger.info("registered %s from %s, signed by %s", key, wanted.url, archive.signer)
+            logger.info("registered %s from %s, signed by %s", key, shown_url(wanted.url), archive.signer)
         self._missing.registered(wanted, key)
         self._observer.registered(version, lambda: self._weight_of(version))
         self._reconciler.wake(version)
@@ -296,7 +299,8 @@ class Registry:
                     continue
                 if not is_there:
                     self._missing.add(wanted)
-                logger.error("Failed to load model: %s: %s", wanted.url, err.detail or err.message)
+                reason = err.detail or err.message
+                logger.error("Failed to load model: %s: %s", shown_url(wanted.url), reason)
         for model in self._server.snapshot_models:
             if model.default_version and model.name in self._serving:
                 with contextlib.suppress(VersionNotFound):  # it failed to register, which was logged

@@ -41,6 +41,7 @@ from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, workflow_store_of
+from torchere.serving.store.url_rules import shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Workflow:
     response_timeout_s: int | None = None
     startup_timeout_s: int | None = None
     versions: tuple[Version, ...] = ()  # of the steps
+    s3_sse_kms: bool = False
     downloaded: Path | None = None  # the archive, if it was downloaded for this workflow
     running: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -125,6 +127,7 @@ class Workflows:
             if name in self._workflows or name in self._registering:
                 raise Conflict(f"Workflow {name} is already registered.")
             workflow = Workflow(name, wanted.url, spec, wanted.response_timeout_s, wanted.startup_timeout_s)
+            workflow.s3_sse_kms = wanted.s3_sse_kms
             workflow.downloaded = downloaded.path if downloaded and downloaded.is_new else None
             self._registering.add(name)
             try:
@@ -186,16 +189,20 @@ class Workflows:
                 await self.register(each, at_startup=True)
             except ServingError as err:
                 self._missing.append(each)
-                logger.error("Failed to load workflow: %s: %s %s", each.url, err.message, err.detail)
+                logger.error(
+                    "Failed to load workflow: %s: %s %s", shown_url(each.url), err.message, err.detail
+                )
 
     def missing(self) -> tuple[str, ...]:
         """Return the names of startup workflows that could not be registered."""
-        return tuple(each.name or each.url for each in self._missing)
+        return tuple(each.name or shown_url(each.url) for each in self._missing)
 
     def to_restore(self) -> list[dict[str, Any]]:
         """Return the snapshot entries of all workflows, also of missing ones."""
         registered = (
-            SnapshotWorkflow(each.url, each.name, each.response_timeout_s, each.startup_timeout_s)
+            SnapshotWorkflow(
+                each.url, each.name, each.response_timeout_s, each.startup_timeout_s, each.s3_sse_kms
+            )
             for each in self.registered()
         )
         return [each.entry() for each in (*registered, *self._missing)]

@@ -100,6 +100,7 @@ class Downloader:
         interrupt: Interrupt | None = None,
         *,
         signs: bool = False,
+        reuses: bool = False,
         max_bytes: int | None = None,
     ) -> Download:
         """Download the file at a URL into the folder, under the file name in the URL. Blocks.
@@ -107,10 +108,10 @@ class Downloader:
         Args:
             url: the URL of the archive.
             folder: the model store.
-            by_operator: the operator names the URL (at a start), so `allowed_urls` need not match it. A file
-                of that name, from an earlier start, is used, unless it is empty: of a start that was killed.
+            by_operator: the operator names the URL (at a start), so `allowed_urls` need not match; `reuses`.
             interrupt: aborts the download from another thread.
             signs: the URL is one of S3, for a request with the server's credentials.
+            reuses: take a file of that name from an earlier start; an empty one is of a killed start.
             max_bytes: a smaller limit of the size, for a file that is not an archive.
 
         Raises:
@@ -121,12 +122,12 @@ class Downloader:
         """
         patterns = self._patterns_for(url, by_operator)
         source = signed_url(allow(url, patterns)) if signs else allow(url, patterns)
-        target = folder / source.file_name
+        target, reuses = folder / source.file_name, reuses or by_operator
         interrupt = interrupt or Interrupt()
         interrupt.check(source)
         try:
             if target.exists():
-                if not by_operator:
+                if not reuses:
                     raise _exists(target)
                 if target.stat().st_size:
                     return Download(target, is_new=False)
@@ -143,7 +144,7 @@ class Downloader:
                 os.fsync(file.fileno())  # otherwise a power failure could truncate the file
             _give_name(part, target)
         except FileExistsError as err:
-            if not by_operator:
+            if not reuses:
                 raise _exists(target) from err
             return Download(target, is_new=False)  # another server that started at the same time was faster
         except OSError as err:

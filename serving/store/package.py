@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import DownloadFailed, InvalidArchive, ModelNotFound, ServingError
 from torchere.serving.store.environment import Environment
 from torchere.serving.store.fetch import PART_PREFIX, Download, Downloader, Interrupt
-from torchere.serving.store.scratch import ClaimedFolder, sweep_folders, sweep_parts
+from torchere.serving.store.scratch import ClaimedFolder, remove_tree, sweep_folders, sweep_parts
 from torchere.serving.store.shared_weights import WeightSharing, weights_file
 from torchere.serving.store.signing import (
     MAX_SIGNATURE_BYTES,
@@ -43,7 +42,7 @@ from torchere.serving.store.signing import (
     signature_beside,
     signature_url,
 )
-from torchere.serving.store.url_rules import is_remote
+from torchere.serving.store.url_rules import is_remote, shown_url
 from torchere.serving.store.verified_copy import verified_copy
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class OpenedArchive:
     def close(self) -> None:
         """Delete the copy, if any; idempotent."""
         if self.copy is not None:
-            shutil.rmtree(self.copy, ignore_errors=True)
+            remove_tree(self.copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +119,11 @@ class Store:
         interrupt: Interrupt | None = None,
         *,
         signs: bool = False,
+        reuses: bool = False,
     ) -> Download:
         """Download an archive into the store; see `Downloader.download`.
 
-        With `by_operator` (at a start) `allowed_urls` need not match, and an existing file is used; with
+        With `by_operator` `allowed_urls` need not match; with that or `reuses` an existing file is used; with
         `signs` the requests are signed for S3.
 
         Raises:
@@ -132,7 +132,7 @@ class Store:
                 one at `signature_url(url)`; then the archive is not kept.
         """
         folder = self._archives.configured()
-        download = self._downloader.download(url, folder, by_operator, interrupt, signs=signs)
+        download = self._downloader.download(url, folder, by_operator, interrupt, signs=signs, reuses=reuses)
         if self._trust is None:
             return download
         try:
@@ -142,6 +142,7 @@ class Store:
                 by_operator,
                 interrupt,
                 signs=signs,
+                reuses=reuses,
                 max_bytes=MAX_SIGNATURE_BYTES,
             )
         except ServingError as err:
@@ -213,9 +214,9 @@ class Store:
         config = self.config_of(archive)
         name = archive.manifest.config_file
         for key in unsupported_keys(config.raw):
-            logger.warning("%s: %s in %s has no effect: %s", url, key, name, UNSUPPORTED_KEYS[key])
+            logger.warning("%s: %s in %s has no effect: %s", shown_url(url), key, name, UNSUPPORTED_KEYS[key])
         for key, remark in config.ignored.items():
-            logger.warning("%s: %s in %s %s", url, key, name, remark)
+            logger.warning("%s: %s in %s %s", shown_url(url), key, name, remark)
         try:
             manifest = _manifest_as_written(archive)
             _check_sendable("manifest", manifest)
@@ -242,7 +243,7 @@ class Store:
         try:
             return archive.extract(folder / "model")
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
             raise
 
     def share_weights(self, opened: OpenedArchive, stored: StoredArchive, handler: str | None) -> None:
@@ -256,7 +257,7 @@ class Store:
         if stored.downloaded and not keep_download:
             self.delete(stored.downloaded)
         self._sharing.leave(stored.directory)
-        shutil.rmtree(stored.directory.parent, ignore_errors=True)
+        remove_tree(stored.directory.parent)
 
     def close(self) -> None:
         """Delete all unpacked archives of this store."""

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 FOLDER_PREFIX = "torchere-models-"
 _CLAIM = ".claim"  # the locked file in a claimed folder
 
+RISEN = ".torchere-risen-"  # names of folders that `remove_tree` moves up
+
 
 class ClaimedFolder:
     """A new temporary folder, locked until `release` or the end of this process. Thread-safe.
@@ -56,11 +58,48 @@ class ClaimedFolder:
 
     def release(self) -> None:
         """Delete the folder and its contents."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_tree(self.path)
         self._claim.close()
         if self._itself is not None:
             os.close(self._itself)
             self._itself = None
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a folder and its contents, as far as possible; a handler may have nested it deeply.
+
+    `shutil.rmtree` calls itself for each level, and a path may be longer than the system takes. So the
+    folders of each level are moved up to the first one, until there is only one level.
+    """
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:
+        with suppress(OSError):
+            _remove_level_by_level(folder)
+
+
+def _remove_level_by_level(folder: Path) -> None:
+    top, number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), 0
+    try:
+        while entries := list(os.scandir(top)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.name, dir_fd=top)
+                    continue
+                below = os.open(entry.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+                try:
+                    for inner in list(os.scandir(below)):
+                        if inner.is_dir(follow_symlinks=False):
+                            number += 1
+                            os.rename(inner.name, f"{RISEN}{number}", src_dir_fd=below, dst_dir_fd=top)
+                        else:
+                            os.unlink(inner.name, dir_fd=below)
+                finally:
+                    os.close(below)
+                os.rmdir(entry.name, dir_fd=top)
+    finally:
+        os.close(top)
+    folder.rmdir()
 
 
 def _locked_folder(folder: Path) -> int | None:
@@ -93,7 +132,7 @@ def sweep_folders(parent: Path | None) -> list[Path]:
     for folder in _ours(Path(parent or tempfile.gettempdir()), FOLDER_PREFIX):
         with suppress(OSError), (folder / _CLAIM).open("rb") as claim:
             if not folder.is_symlink() and lock(claim):
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
                 swept.append(folder)
     return swept
 

@@ -65,6 +65,15 @@ def is_remote(url: str) -> bool:
     return _REMOTE.match(url) is not None
 
 
+def shown_url(url: str) -> str:
+    """Return a URL for logs and descriptions: without its query, which may hold a signature.
+
+    >>> shown_url("https://bucket/m.mar?X-Amz-Signature=0f"), shown_url("a?b.mar")
+    ('https://bucket/m.mar', 'a?b.mar')
+    """
+    return url.partition("?")[0] if is_remote(url) else url
+
+
 def allow(url: str, patterns: Sequence[str]) -> Source:
     """Return the source of an allowed URL. Blocks on pattern matching, at most `MATCH_TIMEOUT_S`.
 

@@ -78,6 +78,7 @@ _REGISTER = (
     ("startup_timeout", "integer"),
     ("s3_sse_kms", "boolean"),
 )
+_MODEL_NAME = (("model_name", "string"),)
 _CUSTOMIZED = (("customized", "boolean"),)
 _MODEL, _VERSION = "/models/{model_name}", "/models/{model_name}/{model_version}"
 
@@ -271,6 +272,45 @@ def open_inference_operations(surfaces: Surfaces) -> list[Operation]:
         operations += _of_model(_V2_VERSION, "v2_version", "of a version")
     if "management" in surfaces:
         operations += _REPOSITORY
+    return operations
+
+
+_NAME = "{workflow_name}"
+_WORKFLOW = f"/workflows/{_NAME}"
+_REGISTER_WORKFLOW = (
+    ("url", "string"),
+    ("workflow_name", "string"),
+    ("response_timeout", "integer"),
+    ("startup_timeout", "integer"),
+    ("s3_sse_kms", "boolean"),
+)
+
+
+def workflow_operations(surfaces: Surfaces) -> list[Operation]:
+    """Return the operations on workflows, and SageMaker's predictions, that a listener has."""
+    operations: list[Operation] = []
+    if "inference" in surfaces:
+        operations += [
+            Operation(f"/wfpredict/{_NAME}", "post", "wfpredict", "Run a workflow", _ASK, has_body=True),
+            Operation(
+                "/invocations", "post", "invocations", "Predict, as SageMaker does", _ASK, _MODEL_NAME, True
+            ),
+            Operation(
+                f"{_MODEL}/invoke", "post", "invoke", "Predict, as SageMaker does", _ASK, has_body=True
+            ),
+        ]
+    if "management" in surfaces:
+        statuses = (200, 400, 404, 405, 409, 500)
+        operations += [
+            Operation("/workflows", "get", "listWorkflows", "List the workflows", (200,), _LIST_QUERY),
+            Operation(
+                "/workflows", "post", "registerWorkflow", "Register a workflow", statuses, _REGISTER_WORKFLOW
+            ),
+            Operation(_WORKFLOW, "get", "describeWorkflow", "Describe a workflow", (200, 404)),
+            Operation(
+                _WORKFLOW, "delete", "unregisterWorkflow", "Unregister a workflow", (200, 404, 405, 408)
+            ),
+        ]
     return operations
 
 

@@ -32,6 +32,7 @@ from torchere.serving.frontend.rest.openapi import (
     listener_document,
     open_inference_operations,
     prediction_document,
+    workflow_operations,
 )
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
 from torchere.serving.frontend.rest.targets import prediction_target
@@ -81,7 +82,8 @@ def _add_management(app: FastAPI, controlplane: ControlPlane, services: Services
 
 def _description_routes(surfaces: Surfaces, services: Services) -> APIRouter:
     router = APIRouter()
-    more = open_inference_operations(surfaces) if services.settings.open_inference_protocol else []
+    more = workflow_operations(surfaces)
+    more += open_inference_operations(surfaces) if services.settings.open_inference_protocol else []
     text = pretty(listener_document(surfaces, services.server_version, more))
 
     async def describe_api(request: Request) -> Response:

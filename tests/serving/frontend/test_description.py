@@ -5,8 +5,17 @@ import os
 import psutil
 
 from torchere.serving.config.server_settings import ModelSettings
+from torchere.serving.config.workflow_spec import read_workflow_spec
 from torchere.serving.frontend.control import ModelPage
-from torchere.serving.frontend.description import customized_text, page_text, versions_text
+from torchere.serving.frontend.description import (
+    customized_text,
+    page_text,
+    versions_text,
+    workflow_page_text,
+    workflow_text,
+)
+from torchere.serving.frontend.workflows import WorkflowPage
+from torchere.serving.registry.workflows import Workflow
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import ExecutorState
 
@@ -112,3 +121,11 @@ def test_a_page_has_its_token_first_and_only_when_there_is_one():
     page = json.loads(page_text(ModelPage((("a", "a.mar"),), "1")))
     assert [*page] == ["nextPageToken", "models"]
     assert page["models"] == [{"modelName": "a", "modelUrl": "a.mar"}]
+
+
+def test_the_url_of_a_workflow_is_shown_without_the_signature_in_its_query():
+    url = "https://bucket.s3.amazonaws.com/w.war?X-Amz-Signature=0f"
+    spec = read_workflow_spec("models:\n  a: {url: a.mar}\ndag:\n  a: []\n")
+    (workflow,) = json.loads(workflow_text(Workflow("w", url, spec)))
+    (listed,) = json.loads(workflow_page_text(WorkflowPage((("w", url),), None)))["workflows"]
+    assert workflow["workflowUrl"] == listed["workflowUrl"] == "https://bucket.s3.amazonaws.com/w.war"

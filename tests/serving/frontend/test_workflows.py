@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.config.workflow_spec import read_workflow_spec
-from torchere.serving.errors import StepFailed
+from torchere.serving.errors import HandlerFailed, StepFailed
 from torchere.serving.frontend import workflows
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
@@ -19,11 +19,12 @@ from torchere.serving.types import InferRequest, InferResponse, Parameter, Strea
 MODELS = "models:\n  retry-attempts: 0\n  one: {url: one.mar}\n  two: {url: two.mar}\n  three: {url: x.mar}\n"
 
 
-def plane_of(planes: Any, dag: str) -> Any:
+def plane_of(planes: Any, dag: str, retry_attempts: int = 0) -> Any:
     """The plane with the workflow `flow`, whose steps are all known to the data plane."""
     plane = planes.control.workflows
+    models = MODELS.replace("retry-attempts: 0", f"retry-attempts: {retry_attempts}")
     plane._workflows._workflows["flow"] = Workflow(
-        "flow", "flow.war", read_workflow_spec(f"{MODELS}dag:\n{dag}")
+        "flow", "flow.war", read_workflow_spec(f"{models}dag:\n{dag}")
     )
     planes.data.check_exists = lambda *_: None
     return plane
@@ -51,6 +52,23 @@ def test_the_parts_of_a_step_have_together_the_limit_of_a_response(planes):
         asyncio.run(plane.infer("flow", request()))
     assert failed.value.detail == "The answer has more than max_response_size=1000 bytes."
     assert len(taken) == 4
+
+
+def test_a_step_is_tried_again_after_pauses_that_grow(planes, monkeypatch):
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def fails(_: InferRequest) -> InferResponse:
+        raise HandlerFailed()
+
+    monkeypatch.setattr(workflows, "_pause", pause)
+    planes.data.behave = fails
+    plane = plane_of(planes, "  one: [two]\n", retry_attempts=8)
+    with pytest.raises(StepFailed):
+        asyncio.run(plane.infer("flow", request()))
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
 
 def test_long_results_of_several_leaves_are_joined_beside_the_event_loop(planes, monkeypatch):

@@ -2,9 +2,10 @@
 
 import pytest
 
+from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import ServerSettings, SnapshotModel
 from torchere.serving.errors import InvalidSnapshot
-from torchere.serving.registry.desired import check_snapshot, startup_models
+from torchere.serving.registry.desired import Wanted, check_snapshot, startup_models
 
 ENTRY: dict[str, object] = {
     "minWorkers": 0,
@@ -94,3 +95,8 @@ def test_a_model_that_says_nothing_gets_an_executor_for_each_gpu(
 ) -> None:
     server = ServerSettings(load_models=("a.mar",), default_executors=asked)
     assert [wanted.asked.executors for wanted in startup_models(server, list, gpus)] == [executors]
+
+
+def test_the_url_of_a_step_is_no_operators_own_even_when_a_start_restores_its_workflow() -> None:
+    assert Wanted("http://host/m.mar", Asked(), at_startup=True).by_operator
+    assert not Wanted("http://host/m.mar", Asked(), at_startup=True, workflow="w").by_operator

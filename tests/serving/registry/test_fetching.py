@@ -24,7 +24,9 @@ class SlowStore:
         self.begun = threading.Semaphore(0)
         self.ended: list[str] = []
 
-    def download(self, url: str, by_operator: bool, interrupt: Interrupt, *, signs: bool) -> Download:
+    def download(
+        self, url: str, by_operator: bool, interrupt: Interrupt, *, signs: bool, reuses: bool
+    ) -> Download:
         self.begun.release()
         while not self.finish.wait(0.005):
             if interrupt.asked:
@@ -124,8 +126,10 @@ def test_at_the_end_of_the_server_downloads_end_and_none_begins(tmp_path: Path) 
 class DeafStore(SlowStore):
     """Its downloads end when they `finish` only, as one does that asks for an address."""
 
-    def download(self, url: str, by_operator: bool, interrupt: Interrupt, *, signs: bool) -> Download:
-        return super().download(url, by_operator, Interrupt(), signs=signs)
+    def download(
+        self, url: str, by_operator: bool, interrupt: Interrupt, *, signs: bool, reuses: bool
+    ) -> Download:
+        return super().download(url, by_operator, Interrupt(), signs=signs, reuses=reuses)
 
 
 async def give_up(*tasks: "asyncio.Task[Download | None]") -> None:

@@ -268,6 +268,15 @@ def test_at_a_start_a_file_that_is_there_is_the_copy_of_the_last_one(tmp_path: P
         downloader(()).download("http://models.internal/a.mar", tmp_path)
 
 
+def test_a_copy_of_an_earlier_start_is_taken_for_a_url_that_still_needs_a_pattern(tmp_path: Path) -> None:
+    (tmp_path / "a.mar").write_text("here")
+    url = "http://models.internal/a.mar"
+    found = downloader(("http://models.internal/.*",)).download(url, tmp_path, reuses=True)
+    assert found == Download(tmp_path / "a.mar", is_new=False)
+    with pytest.raises(ModelNotFound):
+        downloader(()).download(url, tmp_path, reuses=True)
+
+
 def test_a_url_that_the_operator_names_needs_no_pattern(at: str, tmp_path: Path) -> None:
     url = f"{at}/good/a.mar?signature=a+b(c)"
     with pytest.raises(ModelNotFound):

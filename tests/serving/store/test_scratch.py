@@ -13,7 +13,7 @@ import pytest
 from torchere.serving.config.server_settings import Limits
 from torchere.serving.errors import ServingError
 from torchere.serving.store.package import Store
-from torchere.serving.store.scratch import ClaimedFolder, lock, sweep_folders, sweep_parts
+from torchere.serving.store.scratch import ClaimedFolder, lock, remove_tree, sweep_folders, sweep_parts
 
 CLAIMS = """
 import sys
@@ -141,3 +141,21 @@ def test_a_folder_that_can_not_be_claimed_is_not_left_behind(tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_are_nested_thousands_deep_are_deleted(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    (tmp_path / "kept").write_text("kept")
+    (top / "link").symlink_to(tmp_path)
+    below = os.open(top, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("a", dir_fd=below)
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=below))
+        deeper = os.open("a", os.O_RDONLY, dir_fd=below)
+        os.close(below)
+        below = deeper
+    os.close(below)
+    remove_tree(top)
+    assert not top.exists()
+    assert (tmp_path / "kept").read_text() == "kept"

@@ -10,6 +10,7 @@ from torchere.serving.frontend.rest.openapi import (
     management_document,
     open_inference_operations,
     prediction_document,
+    workflow_operations,
 )
 
 ALL = frozenset({"inference", "management", "metrics"})
@@ -114,3 +115,13 @@ def test_a_signature_is_merged_into_the_models_document():
 def test_a_signature_that_is_no_object_is_refused(text):
     with pytest.raises(InvalidRequest, match=r"^Failed to parse signature\.json$"):
         prediction_document("m", text)
+
+
+def test_workflows_and_the_paths_of_sagemaker_are_described_where_they_are_served():
+    inference = listener_document(frozenset({"inference"}), "1", workflow_operations({"inference"}))
+    assert {"wfpredict", "invocations", "invoke"} <= operations(inference)
+    assert list(inference["paths"]["/models/{model_name}/invoke"]) == ["post"]
+    management = listener_document(frozenset({"management"}), "1", workflow_operations({"management"}))
+    assert set(management["paths"]["/workflows"]) == {"get", "post"}
+    assert set(management["paths"]["/workflows/{workflow_name}"]) == {"get", "delete"}
+    assert operations(management).isdisjoint({"wfpredict", "invocations"})
