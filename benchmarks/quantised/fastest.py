@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ class Form:
 
     name: str
     int8: bool
-    ms: dict[int, float]
+    ms: dict[int, float] = field(hash=False)
     drift: float
 
     @property
@@ -66,12 +66,22 @@ def forms_of(model: LoadedModel, ready: Ready, script: torch.jit.ScriptModule, m
             (SCRIPT, True): script,
             (COMPILED, True): _compiled(model, ready, method, Path(folder)),
         }
-        models = list(made.values())
-        times = {size: processor_ms(models, batch_of(ready.held_out, size), _BUDGET_S) for size in BATCHES}
-        return [
-            Form(name, int8, {size: times[size][index] for size in BATCHES}, _drift(ready, models[index]))
-            for index, (name, int8) in enumerate(made)
+        times = _timed(list(made.values()), ready)
+        found = [
+            Form(name, int8, ms, _drift(ready, made[name, int8]))
+            for (name, int8), ms in zip(made, times, strict=True)
         ]
+        # Once more without the others, whose weights push theirs out of the processor's caches.
+        best = [fastest(found, int8) for int8 in (False, True)]
+        alone = _timed([made[one.name, one.int8] for one in best], ready)
+        again = dict(zip(best, alone, strict=True))
+        return [replace(one, ms=again.get(one, one.ms)) for one in found]
+
+
+def _timed(models: list[Model], ready: Ready) -> list[dict[int, float]]:
+    """Return the milliseconds of each model by batch size, in turns."""
+    times = {size: processor_ms(models, batch_of(ready.held_out, size), _BUDGET_S) for size in BATCHES}
+    return [{size: one[index] for size, one in times.items()} for index in range(len(models))]
 
 
 def _compiled(model: LoadedModel, ready: Ready, method: str, folder: Path) -> CompiledModel:

@@ -106,8 +106,7 @@ def quantise(
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
     is_dynamic = method == "int8-dynamic"
     given = samples or ([model.example] if is_dynamic else [])
-    # Not for AOTInductor: for int8 layers in a residual, it modifies the model's input in place (torch 2.13).
-    opened = model.module if target == "aoti" else open_attention(model.module, model.example).module
+    opened = open_attention(model.module, model.example).module
     program = quantised_program(opened, given, model.signature.inputs, is_dynamic, say)
     return Quantised(program, method, None, (), ("quantised by torchao PT2E for oneDNN",))
 

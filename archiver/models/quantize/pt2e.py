@@ -22,6 +22,12 @@ from torchere.archiver.models.load.weight_only import quiet_torchao
 from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.signature import ANY, TensorSpec
 
+_LAYERS = {
+    torch.ops.aten.conv1d.default,
+    torch.ops.aten.conv2d.default,
+    torch.ops.aten.conv3d.default,
+    torch.ops.aten.linear.default,
+}
 _PT2E = "torchao.quantization.pt2e.quantize_pt2e"
 _QUANTIZER = "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"
 
@@ -53,6 +59,7 @@ def quantised_program(
     with quiet_torchao():
         pt2e, quantizers = _torchao()
         graph = _exported(_folded(module, samples[0]), samples[0], inputs)
+        _keep_inputs(graph)
         quantizer = quantizers.X86InductorQuantizer()
         # 7-bit activations, because without VNNI the sum of two 8-bit products overflows.
         quantizer.set_global(
@@ -76,6 +83,27 @@ def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
         return module
 
 
+def _keep_inputs(graph: fx.GraphModule) -> None:
+    """Negate inputs of floats twice, so that no compiled layer writes its result into them.
+
+    AOTInductor lets an int8 layer of a residual add to the other operand in place, also where that is an
+    input of the model (torch 2.13). It takes a clone out, and keeps negations, which cost next to nothing.
+    An input that convolutions or linear layers alone read is no such operand.
+    """
+    for node in graph.graph.find_nodes(op="placeholder"):
+        readers = {user.target for user in node.users}
+        if not node.meta["val"].is_floating_point() or readers <= _LAYERS:
+            continue
+        with graph.graph.inserting_after(node):
+            once = graph.graph.call_function(torch.ops.aten.neg.default, (node,))
+        with graph.graph.inserting_after(once):
+            twice = graph.graph.call_function(torch.ops.aten.neg.default, (once,))
+        node.replace_all_uses_with(twice, lambda user, once=once: user is not once)
+        for made in (once, twice):
+            made.meta = {"val": node.meta["val"]}
+    graph.recompile()
+
+
 def _forget_unused(graph: fx.GraphModule) -> None:
     """Delete the unused fp32 weights, which int8 weights replace: an exported program would hold both."""
     used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
@@ -85,14 +113,16 @@ def _forget_unused(graph: fx.GraphModule) -> None:
         delattr(graph.get_submodule(owner), own)
 
 
-def _exported(module: nn.Module, sample: tuple[torch.Tensor, ...], inputs: Sequence[TensorSpec]) -> nn.Module:
+def _exported(
+    module: nn.Module, sample: tuple[torch.Tensor, ...], inputs: Sequence[TensorSpec]
+) -> fx.GraphModule:
     free = [[at for at, size in enumerate(spec.shape) if size == ANY] for spec in inputs]
     # torch.export treats a size of 1 as a constant.
     given = tuple(_at_least_two(tensor, its) for tensor, its in zip(sample, free, strict=True))
     sizes: list[dict[int, Any]] = [dict.fromkeys(its, torch.export.Dim.AUTO) for its in free]
     with torch.no_grad(), traceable_lengths(module):
         program = torch.export.export(module, given, dynamic_shapes=by_parameter(module, sizes))
-    graph: nn.Module = program.module()
+    graph: fx.GraphModule = program.module()
     return graph
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.aotinductor import compile_aoti, load_aoti
 from torchere.archiver.models.convert.exported_program import to_program
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
@@ -91,6 +93,31 @@ def test_of_an_encoder_the_program_holds_int8_weights_and_no_fp32_ones(method: s
     with torch.no_grad():
         pair = ((network(*encoder.example),), (program.module()(*encoder.example),))
     assert difference([pair]).drift < 0.1
+
+
+@needs_torchao
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_compiled_encoder_is_int8_and_leaves_its_input_as_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    network = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    spec = (TensorSpec("x", "FP32", (-1, 5, 32)),)
+    given = (torch.randn(2, 5, 32),)
+    encoder = LoadedModel(network, given, Signature(spec, spec), "eager", Path("net.py"))
+    made = quantise(encoder, "int8-static", [given], target="aoti")
+    program = to_program(made.module, given, [FreeSize("batch", ((0, 0),), 1, 8)])
+    weights = [one for one in program.state_dict.values() if one.dim() > 1]
+    assert {one.dtype for one in weights} == {torch.int8}
+    compile_aoti(program, tmp_path / "net.pt2", None, lambda _line: None, freezing=True)
+    compiled = load_aoti(tmp_path / "net.pt2")
+    rows = torch.randn(3, 5, 32)
+    found = compiled(rows.clone())
+    before = rows.clone()
+    compiled(rows)
+    assert torch.equal(rows, before)
+    with torch.no_grad():
+        assert difference([((network(rows),), (found,))]).drift < 0.1
 
 
 @needs_torchao
