@@ -60,7 +60,7 @@ from torchere.archiver.models.quantize.trials import (
     table,
 )
 from torchere.archiver.models.steps import Say, step
-from torchere.archiver.models.verify.compare import verify, with_memory
+from torchere.archiver.models.verify.compare import refuse_other_sizes, verify, with_memory
 from torchere.archiver.models.verify.report import REPORT_NAME
 from torchere.archiver.quantization import AUTO, METHODS, max_drift_of
 from torchere.archiver.request import (
@@ -338,6 +338,9 @@ class _Compilation:
                 probe_batch=target == TORCHSCRIPT,
                 say=self.say,
             )
+        if self.options.verify and target != TORCHSCRIPT:
+            limit = max_drift_of(None if method == FP32 else method)
+            refuse_other_sizes(job.model.module, packed.run, job.model.example, job.sizes, limit)
         load = self._load(packed, job, signature, quantised, target)
         return Trial(method, packed, load, signature, quantised)
 

@@ -133,8 +133,7 @@ without `max_norm`, and bags that sum, without `padding_idx`. With `--format exp
 changes linear layers only. Scores and mixing of attention, GELU and normalisations stay in fp32. So do
 the projections of `nn.MultiheadAttention` with `add_bias_kv`, `add_zero_attn` or hooks, of its
 subclasses, and of any model that answers its example otherwise once its attention is plain layers, or
-whose own code reads the weights of torch's. With `--format aoti` torch's attention and encoder layers
-stay as they are, and mostly in fp32. Convolutions stay in fp32 by `int8-dynamic`, transposed ones
+whose own code reads the weights of torch's. Convolutions stay in fp32 by `int8-dynamic`, transposed ones
 always, and so do `nn.PReLU` and convolutions whose weights are computed (blur pooling) by `int8-static`.
 A layer that was given back is named in the report.
 

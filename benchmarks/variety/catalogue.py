@@ -318,5 +318,5 @@ ENTRIES = (
         _floats(x=lambda _: (256,)),
         int8=True,
     ),
-    Entry("qat", "trained for int8", "QAT", _M + "quantisation_aware", _picture(32), int8=True),
+    Entry("qat", "trained for int8", "QAT", _M + "quantisation_aware", _picture(32, name="input"), int8=True),
 )

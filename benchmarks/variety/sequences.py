@@ -96,7 +96,7 @@ class Dlrm(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         x = self.bottom(dense)
-        rows = [x, *(table(sparse[:, at]) for at, table in enumerate(self.tables))]
+        rows = [x, *(table(sparse[:, at : at + 1]) for at, table in enumerate(self.tables))]
         every = torch.stack(rows, 1)
         products = torch.bmm(every, every.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
         return self.top(torch.cat([x, products], 1)).sigmoid()

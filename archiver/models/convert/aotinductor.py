@@ -122,6 +122,10 @@ _LEVELS = {"avx2": ("x86-64-v3", 256), "avx512": ("x86-64-v4", 512)}
 _PACKED = ("aten::conv", "aten::_conv", "aten::lstm")
 
 
+# Layers that AOTInductor unrolls, step by step; an LSTM is one call of oneDNN's.
+_UNROLLED = (torch.ops.aten.gru.input, torch.ops.aten.rnn_tanh.input, torch.ops.aten.rnn_relu.input)
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """The result of a compilation. `timed` is None unless two builds were compared."""
@@ -151,6 +155,7 @@ def compile_aoti(
         ModelRefused: this machine lacks the instruction set, and the compiler has to test it here.
         Exception: any error of the compilers.
     """
+    _refuse_unrolled(program)
     frozen = gains_by_freezing(program) if freezing is None else freezing
     with private_cache(path.parent):
         if frozen and not _compiles_frozen(program, path, isa, say):
@@ -161,6 +166,19 @@ def compile_aoti(
         given = [] if frozen or not multiplies(program) else samples(program)
         found = _with_templates(program, path, settings, given, say) if given else None
     return Compiled(aoti_metadata(path).get("AOTI_CPU_ISA", "").lower(), frozen, found)
+
+
+def _refuse_unrolled(program: ExportedProgram) -> None:
+    """Raise ModelRefused for a recurrent layer of a free length that would be compiled for one length."""
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node.target not in _UNROLLED:
+            continue
+        length = node.args[0].meta["val"].shape[1 if node.args[-1] else 0]
+        if isinstance(length, torch.SymInt):
+            raise ModelRefused(
+                "AOTInductor compiles a GRU for the length of the example only, and the length is to vary; "
+                "take --format export or torchscript"
+            )
 
 
 def _compiles_frozen(program: ExportedProgram, path: Path, isa: str | None, say: Say) -> bool:

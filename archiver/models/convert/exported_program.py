@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim, ExportedProgram, _patches
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
@@ -37,11 +40,42 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
         module = _from_torchscript(module, example)
     module = with_plain_weights(module)
     shapes = by_parameter(module, _shapes(example, sizes))
-    with torch.no_grad(), traceable_lengths(module):
+    with torch.no_grad(), exportable(module):
         program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
         program = without_torchao(program)
     _take_classes_out(program)
     return program
+
+
+@contextmanager
+def exportable(module: torch.nn.Module) -> Iterator[None]:
+    """Let torch.export take in the block what it would fix or refuse; answers stay the same.
+
+    A batch that the code takes by `len`; the length of a GRU or an LSTM, which it unrolls while it looks at
+    shapes; the look of `nn.Transformer` at the values of a mask, which only chooses a faster kernel. Not
+    thread-safe.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(traceable_lengths(module))
+        stack.enter_context(_whole_recurrent_layers())
+        layers: Any = transformer
+        stack.callback(setattr, layers, "_detect_is_causal_mask", layers._detect_is_causal_mask)
+        layers._detect_is_causal_mask = lambda _mask, is_causal=None, _size=None: bool(is_causal)
+        yield
+
+
+@contextmanager
+def _whole_recurrent_layers() -> Iterator[None]:
+    """Register torch's loops for recurrent layers (torch 2.9 on), so that their lengths are not unrolled."""
+    found = [getattr(_patches, f"register_{kind}_while_loop_decomposition", None) for kind in ("lstm", "gru")]
+    layers = (torch.ops.aten.lstm.input, torch.ops.aten.gru.input)
+    with contextlib.ExitStack() as stack:
+        for register, layer in zip(found, layers, strict=True):
+            if register is not None:
+                layer._dispatch_cache.clear()  # else torch goes on with what it chose before
+                stack.callback(layer._dispatch_cache.clear)
+                stack.enter_context(register())
+        yield
 
 
 def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:

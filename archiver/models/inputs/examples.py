@@ -51,8 +51,8 @@ class Example:
             return self.tensors
         if unknown := [name for name in self.names if name not in wanted]:
             raise ModelRefused(
-                f"the example has the input {unknown[0]!r}; the model has {', '.join(wanted)}; a forward "
-                "that takes a dict of tensors can't be run: let it, or a module around it, take each alone"
+                f"the example has the input {unknown[0]!r}; the model has {', '.join(wanted)}: use these "
+                "names (a forward that takes a dict of tensors can't be run: let it take each alone)"
             )
         given = dict(zip(self.names, self.tensors, strict=True))
         present = [name for name in wanted if name in given]

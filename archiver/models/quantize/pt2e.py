@@ -15,9 +15,8 @@ import torch
 from torch import fx, nn
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.convert.exported_program import by_parameter
+from torchere.archiver.models.convert.exported_program import by_parameter, exportable
 from torchere.archiver.models.fold.convolutions import NotTraceable, fold
-from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.load.weight_only import quiet_torchao
 from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.signature import ANY, TensorSpec
@@ -120,7 +119,7 @@ def _exported(
     # torch.export treats a size of 1 as a constant.
     given = tuple(_at_least_two(tensor, its) for tensor, its in zip(sample, free, strict=True))
     sizes: list[dict[int, Any]] = [dict.fromkeys(its, torch.export.Dim.AUTO) for its in free]
-    with torch.no_grad(), traceable_lengths(module):
+    with torch.no_grad(), exportable(module):
         program = torch.export.export(module, given, dynamic_shapes=by_parameter(module, sizes))
     graph: fx.GraphModule = program.module()
     return graph

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.sizes import FreeSize, resized
 from torchere.archiver.models.measure.cost import Samples, batches_of, fewer_threads_when_busy, processor_ms
 from torchere.archiver.models.measure.difference import Outputs, answers, difference
 from torchere.archiver.models.steps import Say, counted, silent
@@ -108,6 +109,33 @@ def refuse_drift(report: Report) -> None:
     """Raise DriftRefused unless the report is accepted; the message gives the drift and the reason."""
     if not report.accepted:
         raise DriftRefused(f"{_refusal(report)}; --accept-drift packs it all the same")
+
+
+def refuse_other_sizes(
+    original: Callable[..., Any],
+    packed: Callable[..., Any],
+    example: tuple[torch.Tensor, ...],
+    sizes: Sequence[FreeSize],
+    max_drift: float,
+) -> None:
+    """Raise DriftRefused when the packed model answers differently at another size than the example's.
+
+    A compiler may have fixed a size that is said to be free, as the number of steps of an unrolled loop; the
+    shapes of the answers need not show it.
+    """
+    for free in sizes:
+        size = free.other_size(example)
+        if size == free.size_in(example):
+            continue
+        other = resized(example, free, size)
+        with torch.inference_mode():
+            found = difference([(answers(original, other), answers(packed, other))])
+        if not found.undefined and found.drift > max_drift:
+            raise DriftRefused(
+                f"the packed model is right for the example, and answers differently when {free.name} is "
+                f"{size}: drift {found.drift:.3g}, expected at most {max_drift:.3g}; take --format "
+                "torchscript, or fix the size"
+            )
 
 
 def _refusal(report: Report) -> str:

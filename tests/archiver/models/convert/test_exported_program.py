@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import fx, nn
 
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.aotinductor import compile_aoti
 from torchere.archiver.models.convert.exported_program import save_program, to_program
+from torchere.archiver.models.inputs.sizes import FreeSize, batch_of
 
 
 def exported() -> torch.export.ExportedProgram:
@@ -26,3 +30,54 @@ def test_the_same_model_is_the_same_file_wherever_its_graph_lies_in_memory(tmp_p
         save_program(program, tmp_path / "model.pt2")
         contents.append((tmp_path / "model.pt2").read_bytes())
     assert contents[0] == contents[1]
+
+
+class Last(nn.Module):
+    """The last state of a recurrent layer."""
+
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
+        super().__init__()
+        self.layer = kind(4, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0][:, -1]
+
+
+class Translator(nn.Module):
+    """Torch's transformer with a mask that it looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.layers(x, x, tgt_mask=later)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch.export
+LENGTH = FreeSize("length", ((0, 1),), 2, 50)
+
+
+@pytest.mark.parametrize(
+    ("module", "width"),
+    [(Last(nn.LSTM), 4), (Last(nn.GRU), 4), (Translator(), 8)],
+    ids=["lstm", "gru", "mask"],
+)
+def test_recurrent_layers_and_torchs_transformer_keep_their_lengths_free(
+    module: nn.Module, width: int
+) -> None:
+    module.eval()
+    example = (torch.rand(2, 7, width),)
+    with torch.no_grad():
+        module(*example)  # torch keeps what it chose for a layer
+        found = to_program(module, example, [batch_of(example, (1, 8)), LENGTH]).module()
+        rows = torch.rand(3, 12, width)
+        torch.testing.assert_close(found(rows), module(rows))
+
+
+def test_a_gru_of_a_free_length_is_not_compiled(tmp_path: Path) -> None:
+    example = (torch.rand(2, 7, 4),)
+    program = to_program(Last(nn.GRU).eval(), example, [LENGTH])
+    with pytest.raises(ModelRefused, match="take --format export or torchscript"):
+        compile_aoti(program, tmp_path / "net.pt2", None, lambda _line: None)

@@ -12,10 +12,17 @@ import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.measure.cost import batch_of
 from torchere.archiver.models.measure.difference import Difference, chance_of_worst
 from torchere.archiver.models.quantize.traced import traced
-from torchere.archiver.models.verify.compare import DriftRefused, refuse_drift, verify, with_memory
+from torchere.archiver.models.verify.compare import (
+    DriftRefused,
+    refuse_drift,
+    refuse_other_sizes,
+    verify,
+    with_memory,
+)
 from torchere.archiver.models.verify.report import Machine, Report, Side
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.serving.commands.compare import picture
@@ -232,3 +239,18 @@ def test_with_a_form_in_fp32_the_ratios_are_to_that(report: Report) -> None:
     assert lines[3].split() == ["batch", "of", "1", "4", "ms", "3", "ms", "2", "ms", "1.50", "x", "faster"]
     assert found.speedup == pytest.approx(1.5**0.5)
     assert json.loads(found.to_json())["speedup"] == pytest.approx(1.5**0.5)
+
+
+def test_another_answer_at_another_size_is_refused() -> None:
+    """A loop that was unrolled for the example's length gives a shape that is right."""
+    example, sizes = (torch.rand(2, 7),), [FreeSize("length", ((0, 1),), 2, 50)]
+
+    def original(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1)
+
+    refuse_other_sizes(original, original, example, sizes, 1e-3)
+    refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, [], 1e-3)
+    with pytest.raises(
+        DriftRefused, match=r"when length is 9: drift .* --format torchscript, or fix the size"
+    ):
+        refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, sizes, 1e-3)
