@@ -17,6 +17,7 @@ from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED
 from torchere.serving.commands.serve_options import newest_snapshot, old_defaults
+from torchere.serving.commands.trials import tried
 from torchere.serving.config.model_settings import (
     UNSUPPORTED_KEYS,
     config_of,
@@ -152,7 +153,8 @@ def config_findings(path: Path, environ: Mapping[str, str]) -> tuple[ServerSetti
     Raises:
         ConfigurationError: the file can't be read, or is not a properties file.
     """
-    configuration = _configured(path, environ)
+    # The store and its models have findings of their own, for the store that the caller names.
+    configuration = tried(_configured(path, environ), but=("model_store", "load_models"))
     found = [_line(str(path), finding) for finding in configuration.findings if finding.source != DEFAULTS]
     given = {finding.key for finding in configuration.findings if finding.source != DEFAULTS}
     found += [

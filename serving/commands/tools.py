@@ -194,10 +194,11 @@ def _sagemaker(options: argparse.Namespace) -> int:
 
 
 def _check_config(options: argparse.Namespace) -> int:
+    from torchere.serving.commands.trials import tried
     from torchere.serving.config.properties import read_properties
     from torchere.serving.config.resolve import configure, report
 
-    configuration = configure(read_properties(options.file), os.environ)
+    configuration = tried(configure(read_properties(options.file), os.environ))
     print(report(options.file, configuration))
     failing = configuration.of_level("error") + (configuration.of_level("warning") if options.strict else ())
     return 1 if failing else 0

@@ -1,0 +1,171 @@
+"""Tries what the settings name, by the functions that a start uses; for `config check` and `migrate check`.
+
+A value may be valid, and yet every start or every model fails with it: a certificate without its key, a
+handler that is not installed. Nothing is bound, written or loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.reader import open_archive
+from torchere.handlers.errors import MetricsCacheError
+from torchere.handlers.resolve import BUILT_IN_HANDLERS
+from torchere.serving.access.fixed_keys import read_clients
+from torchere.serving.access.tls import TlsFiles, read_pair
+from torchere.serving.config.resolve import Configuration, Finding, Level
+from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.errors import ServingError
+from torchere.serving.store.signing import TrustedKeys
+from torchere.serving.store.url_rules import is_remote
+from torchere.serving.telemetry.declared import read_metrics_config
+from torchere.serving.workers.sandbox import sandbox_of
+
+_Problem = tuple[str, Level, str]  # key, level, and text
+
+
+def tried(configuration: Configuration, but: Collection[str] = ()) -> Configuration:
+    """Return the configuration with findings on what does not work on this machine, but for these keys."""
+    found: dict[str, Finding] = {}
+    for key, level, text in _problems(configuration.settings):
+        if key in but:
+            continue
+        found.setdefault(key, Finding(level, "configuration", key, "", text))
+    findings = []
+    for finding in configuration.findings:
+        problem = found.pop(finding.key, None) if finding.level == "effect" else None
+        if problem is None:
+            findings.append(finding)
+        else:
+            findings.append(replace(finding, level=problem.level, message=problem.message))
+    return replace(configuration, findings=(*findings, *found.values()))
+
+
+def _problems(settings: ServerSettings) -> Iterator[_Problem]:
+    yield from _folders(settings)
+    yield from _files(settings)
+    yield from _models(settings)
+    yield from _handler(settings)
+    script = settings.system_metrics_command.split()[:1]
+    if script and not Path(script[0]).is_file():
+        yield "system_metrics_cmd", "warning", _absent(Path(script[0]), "the host is not sampled")
+    try:
+        sandbox_of(settings)
+    except ServingError as err:
+        yield ("worker_user" if settings.sandbox.user else "worker_sandbox"), "error", _said(err)
+
+
+def _folders(settings: ServerSettings) -> Iterator[_Problem]:
+    for key, folder in (("model_store", settings.model_store), ("workflow_store", settings.workflow_store)):
+        if folder is not None and not folder.is_dir():
+            yield key, _level(folder), _absent(folder, "the start is refused; make the folder")
+    audit = settings.audit_log
+    if audit is not None and not audit.absolute().parent.is_dir():
+        yield "audit_log", _level(audit.absolute().parent), _absent(audit.parent, "the start is refused")
+
+
+def _files(settings: ServerSettings) -> Iterator[_Problem]:
+    tls = (settings.certificate_file, settings.private_key_file)
+    refused = "the start is refused"
+    if tls[0] is not None and tls[1] is not None:
+        files = TlsFiles(tls[0], tls[1], settings.client_ca_file, small_keys=True)
+        names = ("certificate_file", "private_key_file", "client_ca_file")
+        missing = [
+            (key, file)
+            for key, file in zip(names, (*tls, files.client_ca), strict=True)
+            if file is not None and not file.is_file()
+        ]
+        for key, file in missing:
+            yield key, _level(file), _absent(file, refused)
+        if not missing:
+            yield from _tls(files)
+    if settings.token_keys_file is not None:
+        yield from _file("token_keys_file", settings.token_keys_file, read_clients, refused)
+    if settings.metrics_config is not None:
+        lost = "only metrics that begin with torchere_ are kept"
+        yield from _file("metrics_config", settings.metrics_config, read_metrics_config, lost)
+    if settings.require_signed:
+        try:
+            TrustedKeys(settings.trusted_signing_keys)
+        except ServingError as err:
+            yield "trusted_signing_keys", "error", _said(err)
+
+
+def _tls(files: TlsFiles) -> Iterator[_Problem]:
+    try:
+        pair = read_pair(files)
+    except ServingError as err:
+        yield (
+            ("client_ca_file" if "client_ca_file" in err.message else "certificate_file"),
+            "error",
+            _said(err),
+        )
+        return
+    if pair.expires_at_s is not None and pair.expires_at_s < time.time():
+        yield "certificate_file", "warning", f"{files.certificate} has expired; clients refuse it: renew it"
+
+
+def _file(key: str, file: Path, read: Callable[[Path], object], otherwise: str) -> Iterator[_Problem]:
+    if not file.is_file():
+        yield key, _level(file), _absent(file, otherwise)
+        return
+    try:
+        read(file)
+    except (ServingError, MetricsCacheError) as err:
+        yield key, "error", f"{_said(err)}; {otherwise}"
+
+
+def _models(settings: ServerSettings) -> Iterator[_Problem]:
+    """Yield the archives of `load_models` that can't be opened."""
+    store = settings.model_store
+    if store is None or not store.is_dir() or [each.lower() for each in settings.load_models] == ["all"]:
+        return
+    for item in settings.load_models:
+        name = item.partition("=")[2] or item
+        if is_remote(name) or is_remote(item):
+            continue
+        path = store / name.rstrip("/").rpartition("/")[2]
+        if not path.exists():
+            yield "load_models", "warning", f"{_absent(path, 'it is not served')} (/readyz says 503)"
+            continue
+        try:
+            open_archive(path)
+        except ArchiveError as err:
+            yield "load_models", "error", f"{path.name} is not served: {err.reason}"
+
+
+def _handler(settings: ServerSettings) -> Iterator[_Problem]:
+    module = (settings.default_handler or "").partition(":")[0]
+    key = "default_service_handler"
+    if module.startswith("/"):
+        if not Path(module).is_file():
+            yield key, _level(Path(module)), _absent(Path(module), "archives without a handler do not load")
+        return
+    top = module.partition(".")[0]
+    # A name without a dot, or a file, may be in an archive.
+    if top == module or module.endswith(".py") or module in BUILT_IN_HANDLERS or top == "ts":
+        return
+    if importlib.util.find_spec(top) is None:
+        where = f"installed beside {sys.executable}"
+        yield key, "error", f"the package {top} is not {where}, so archives without a handler do not load"
+
+
+def _level(path: Path) -> Level:
+    """Return the level of a missing file: on another machine than the server's its folder is missing, too."""
+    return "error" if path.absolute().parent.is_dir() else "warning"
+
+
+def _absent(path: Path, otherwise: str) -> str:
+    return f"there is no {path} on this machine; without it, {otherwise}"
+
+
+def _said(err: Exception) -> str:
+    if isinstance(err, ServingError):
+        return " ".join(filter(None, (err.message, err.detail)))
+    return str(err)

@@ -1,0 +1,85 @@
+"""What `config check` and `migrate check` say of values that are valid and do not work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.commands import cli
+
+USELESS = {
+    "model_store": ("none", "error", "the start is refused; make the folder"),
+    "workflow_store": ("none", "error", "the start is refused; make the folder"),
+    "audit_log": ("/no-such-folder/below/audit.log", "warning", "the start is refused"),
+    "metrics_config": ("broken.yaml", "error", "not YAML"),
+    "token_keys_file": ("broken.json", "error", "The file of token_keys_file can't be used."),
+    "default_service_handler": ("no_package.handler:handle", "error", "no_package is not installed beside"),
+    "system_metrics_cmd": ("no.py --gpu 0", "warning", "the host is not sampled"),
+    "worker_user": ("no-such-user", "error", "'no-such-user' is none"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "broken.json").chmod(0o600)
+    (tmp_path / "broken.pem").write_text("no certificate")
+    (tmp_path / "store" / "junk.mar").write_text("junk")
+    monkeypatch.chdir(tmp_path)
+
+
+def checked(text: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    Path("c.properties").write_text(text)
+    return cli.main(["config", "check", "c.properties"]), capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", sorted(USELESS))
+def test_a_value_that_can_not_work_is_named_with_what_happens(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value, level, text = USELESS[key]
+    status, report = checked(f"{key}={value}\n", capsys)
+    assert f"{level}: " in report
+    assert text in report
+    assert status == (1 if level == "error" else 0)
+
+
+def test_a_certificate_that_can_not_be_used_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    files = "certificate_file=broken.pem\nprivate_key_file=broken.pem\n"
+    status, report = checked(f"inference_address=https://127.0.0.1:1\n{files}", capsys)
+    assert status == 1
+    assert "The TLS certificate can't be used. broken.pem and broken.pem: " in report
+    status, report = checked(f"{files.replace('broken', 'none')}client_ca_file=/none/ca.pem\n", capsys)
+    assert status == 1
+    assert report.count("there is no none.pem on this machine") == 2
+    assert "warning: there is no /none/ca.pem" in report
+
+
+def test_of_the_models_to_load_those_are_named_that_are_missing_or_broken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, report = checked("model_store=store\nload_models=junk.mar\n", capsys)
+    assert status == 1
+    assert "junk.mar is not served: the file begins with 6a 75 6e 6b" in report
+    status, report = checked("model_store=store\nload_models=a=none.mar\n", capsys)
+    assert status == 0
+    assert "warning: there is no store/none.mar" in report
+
+
+def test_what_works_or_may_be_in_an_archive_has_no_remark(capsys: pytest.CaptureFixture[str]) -> None:
+    for handler in ("image_classifier", "service.py:handle", "json.tool:main", "handler:handle"):
+        status, report = checked(f"model_store=store\ndefault_service_handler={handler}\n", capsys)
+        assert status == 0
+        assert "0 errors, 0 warnings" in report
+
+
+def test_a_migration_is_unsupported_where_a_file_can_not_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("c.properties").write_text("model_store=/elsewhere\nmetrics_config=broken.yaml\n")
+    (Path("store") / "junk.mar").unlink()
+    assert cli.main(["migrate", "check", "--ts-config", "c.properties", "--model-store", "store"]) == 1
+    report = capsys.readouterr().out
+    assert "unsupported metrics_config=broken.yaml: not YAML" in report
+    assert "same        model_store=/elsewhere" in report
