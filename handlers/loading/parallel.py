@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -66,7 +66,36 @@ def spread(model: torch.nn.Module, split: Split, device: torch.device) -> torch.
     mesh = init_device_mesh(device.type, (ranks,))
     plan = {name: _MAKERS[style]() for name, style in styles.items()}
     # Each rank takes its part of the weights that it has itself, so nothing is sent.
-    return parallelize_module(model, mesh, plan, src_data_rank=None).to(device)
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    return _apart(model, device)
+
+
+def _apart(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Copy what is whole in each rank: a single view of the weights' file would keep all of it in memory."""
+    copies: dict[torch.Tensor, torch.Tensor] = {}  # weights that layers share stay shared
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, value in own.items():
+                if value is None or (isinstance(value, DTensor) and not _is_whole(value)):
+                    continue
+                if value not in copies:
+                    copies[value] = _copy_of(value, device)
+                own[name] = copies[value]  # type: ignore[assignment]  # a parameter stays one
+    return model.to(device)
+
+
+def _is_whole(value: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in value.placements)
+
+
+def _copy_of(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        local = value.to_local().detach().to(device, copy=True)
+        copied: torch.Tensor = DTensor.from_local(local, value.device_mesh, value.placements, run_check=False)
+    else:
+        copied = value.detach().to(device, copy=True)
+    is_parameter = isinstance(value, torch.nn.Parameter)
+    return torch.nn.Parameter(copied, requires_grad=False) if is_parameter else copied
 
 
 def styles_of(model: torch.nn.Module, plan: str | Mapping[str, str], ranks: int) -> dict[str, str]:

@@ -32,6 +32,15 @@ def heaps(cores: int) -> int:
     return max(1, cores // _CORES_PER_HEAP)
 
 
+def give_back_freed_memory() -> None:
+    """Give the memory that is free now back to the kernel, once; what is freed later is kept as before.
+
+    Loading leaves as much free as the weights that a class makes before those of its file take their place.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     """Make this process's allocator, and that of its forked children, keep freed memory.
 

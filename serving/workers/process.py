@@ -32,7 +32,7 @@ from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.handlers.ts_compat.main import hide_launcher
 from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import WorkerFormatter
-from torchere.serving.process.allocator import keep_freed_memory
+from torchere.serving.process.allocator import give_back_freed_memory, keep_freed_memory
 from torchere.serving.process.signals import die_with_parent, leave
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.concurrent_lane import ConcurrentLane
@@ -426,7 +426,7 @@ class WorkerMain:
         self._tidy()
 
     def _tidy(self, *, thaw: bool = False) -> None:
-        """Freeze the loaded objects, so that later garbage collections do not traverse them.
+        """Freeze the loaded objects, so that later garbage collections do not traverse them; free the rest.
 
         The garbage collector runs first, because `gc.freeze` would keep garbage in reference cycles forever.
         Objects that the fork server has frozen stay frozen: traversing them would copy 37 MiB of pages that
@@ -436,6 +436,7 @@ class WorkerMain:
             gc.unfreeze()
         gc.collect()
         gc.freeze()
+        give_back_freed_memory()
 
     def _loaded_spec(self) -> LoadSpec:
         if self._spec is None:

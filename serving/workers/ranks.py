@@ -9,6 +9,7 @@ was. To the pool the group is one worker.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -28,6 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch na
 
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
+from torchere.serving.process.allocator import give_back_freed_memory
 from torchere.serving.process.signals import die_with_parent, leave
 from torchere.serving.types import NO_DEADLINE, InferRequest
 from torchere.serving.workers.devices import devices_of
@@ -374,8 +376,12 @@ class _RankMain:
                 os.environ.update(_environment(self._spec, self._number, message.port))
                 self._host.own_process()
                 self._host.load()
-            elif self._spec.parallel_type != "pp":
-                self._host.warm_up()
+            else:
+                if self._spec.parallel_type != "pp":
+                    self._host.warm_up()
+                gc.collect()
+                gc.freeze()  # as in rank 0
+                give_back_freed_memory()
         except LoadFailed as err:
             self._send(LoadError(err.detail, err.out_of_memory))
         else:
