@@ -20,6 +20,7 @@ API_KEY: Literal["api key"] = "api key"
 Need = Role | Literal["api key"] | None
 
 PREDICTIONS = "(predictions)"  # every path of `targets.py`
+PAGE = "(page)"  # `/` for a browser: `rest/page.py`
 ANY_METHOD = "*"
 
 
@@ -80,6 +81,7 @@ TABLE: tuple[Row, ...] = (
     *_rest(None, None, "/livez", "/startupz", "/readyz", "/readyz/{model}", "/readyz/{model}/{version}"),
     *_rest(None, None, "/api-description"),
     Row("rest", None, None, "/", {}, method="OPTIONS"),
+    *_rest("inference", None, PAGE),
     *_rest("metrics", "metrics", "/metrics", "/metrics/{rest:path}"),
     Row("rest", "management", API_KEY, "/token", {ANY_METHOD: "renew-token"}),
     *_rest("inference", "inference", PREDICTIONS, "/ping"),
@@ -179,6 +181,7 @@ class RestPort:
         served = [row for row in TABLE if row.transport == "rest" and (row.port or "") in (*surfaces, "")]
         self._rows = [(row, _pattern(row.route)) for row in served]
         self._other = Row("rest", None, _role_of_port(surfaces), "", {})
+        self.page = next((row for row in served if row.route == PAGE), None)  # None: the port has no page
 
     def row(self, method: str, path: str) -> Row:
         """Return the row of a request; one with the role of the port for a path that does not exist.

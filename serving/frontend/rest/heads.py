@@ -15,6 +15,7 @@ from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, is_probe
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import media_type, text_headers
+from torchere.serving.frontend.rest.page import wants_page
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
 from torchere.serving.frontend.rest.wire import Wire, read_wire
 from torchere.serving.logs.trace_context import TraceContext, trace_of_headers
@@ -272,7 +273,10 @@ class Heads:
             BadHead: the request line has no path or an unknown version, the host is missing or invalid, or
                 the end of the body can't be determined.
         """
-        head = Head(reader, self._place_of(reader.method, reader.url))
+        place = self._place_of(reader.method, reader.url)
+        if place.path == "/" and self._port.page is not None and wants_page(reader.method, reader.headers):
+            place = place._replace(row=self._port.page, role=None, is_charged=False)
+        head = Head(reader, place)
         if self._guard is not None and not self._port.asks(head.place.row):
             head.refusal = self._guard.refusal(head.place.row.needs, head.host, head.origin)
         target = head.target

@@ -5,11 +5,14 @@ Importing the framework takes longer than importing all our modules, so it is de
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import InvalidRequest, NotFound
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.authorisation import Surfaces
@@ -34,6 +37,7 @@ from torchere.serving.frontend.rest.openapi import (
     prediction_document,
     workflow_operations,
 )
+from torchere.serving.frontend.rest.page import page, wants_page
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
 from torchere.serving.frontend.rest.targets import prediction_target
 from torchere.serving.frontend.rest.workflows import WorkflowRoutes, workflow_predictions
@@ -90,9 +94,22 @@ def _description_routes(surfaces: Surfaces, services: Services) -> APIRouter:
         return json_answer(text)
 
     router.add_api_route("/", describe_api, methods=["OPTIONS"])
+    if "inference" in surfaces:
+        router.add_api_route("/", _page_endpoint(surfaces, services.settings), methods=["GET", "HEAD"])
     router.add_api_route("/", no_such_method, methods=ANY_METHOD)
     router.add_api_route("/api-description", describe_api, methods=ANY_METHOD)
     return router
+
+
+def _page_endpoint(surfaces: Surfaces, settings: ServerSettings) -> Callable[[Request], Awaitable[Response]]:
+    text, headers = page(surfaces, settings)
+
+    async def browse(request: Request) -> Response:
+        if not wants_page(request.method.encode(), request.headers.raw):
+            return await no_such_method(request)
+        return Response(text, headers=headers)
+
+    return browse
 
 
 def prediction_options(dataplane: DataPlane) -> APIRouter:

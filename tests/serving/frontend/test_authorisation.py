@@ -5,6 +5,7 @@ import pytest
 from torchere.serving.config.server_settings import Address
 from torchere.serving.frontend.authorisation import (
     API_KEY,
+    PAGE,
     PREDICTIONS,
     TABLE,
     RestPort,
@@ -81,14 +82,14 @@ def test_no_row_is_for_a_route_that_is_gone(planes):
         route for surfaces in (INFERENCE, MANAGEMENT, METRICS) for route, _ in rest_routes(planes, surfaces)
     }
     rows = {row.route for row in TABLE if row.transport == "rest"}
-    assert rows - served == WITHOUT_ROUTE | {PREDICTIONS}
+    assert rows - served == WITHOUT_ROUTE | {PREDICTIONS, PAGE}
 
 
 def test_only_these_routes_are_for_every_client():
     free = {row.route for row in TABLE if row.needs is None}
     health = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
     probes = {"/livez", "/startupz", "/readyz", "/readyz/{model}", "/readyz/{model}/{version}"}
-    assert free == probes | health | {"/api-description", "/"}
+    assert free == probes | health | {"/api-description", "/", PAGE}
     assert {row.route for row in TABLE if row.needs == API_KEY} == {"/token"}
 
 

@@ -1,0 +1,63 @@
+"""The page at `/` of the inference port, for browsers: models, their inputs, a form to try them, the API.
+
+It is one static file that asks the routes of the port, with the key that the user types in where there are
+tokens. So the page itself tells nothing of the server, and needs no key.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchere.serving.config.server_settings import Address, ServerSettings
+from torchere.serving.frontend.authorisation import Surfaces
+
+_FILE = Path(__file__).with_name("page.html")
+_PLACE = 'data-metrics="METRICS"'
+_INLINE = {name: re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("script", "style")}
+
+
+def wants_page(method: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Tell whether a request for `/` is that of a browser: it reads, and names HTML among what it accepts."""
+    if method not in (b"GET", b"HEAD"):
+        return False
+    accepted = b",".join(value for name, value in headers if name.lower() == b"accept")
+    return any(one.partition(b";")[0].strip().lower() == b"text/html" for one in accepted.split(b","))
+
+
+def page(surfaces: Surfaces, settings: ServerSettings) -> tuple[str, dict[str, str]]:
+    """Return the page, and the headers of its answer."""
+    text = _FILE.read_text(encoding="utf-8")
+    script, style = (_digest(pattern, text) for pattern in _INLINE.values())
+    policy = (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src blob:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "content-security-policy": policy,
+        "content-type": "text/html; charset=utf-8",
+        "cross-origin-opener-policy": "same-origin",
+        "referrer-policy": "no-referrer",
+        "vary": "accept",
+        "x-content-type-options": "nosniff",
+    }
+    return text.replace(_PLACE, f'data-metrics="{_metrics(surfaces, settings.metrics_address)}"'), headers
+
+
+def _metrics(surfaces: Surfaces, address: Address | None) -> str:
+    """Return where the metrics are: a path of this port, or `scheme:port` of this host; "" without a link."""
+    if "metrics" in surfaces:
+        return "/metrics"
+    if address is None or address.unix_path is not None or not address.port:
+        return ""
+    return f"{'https' if address.tls else 'http'}:{address.port}"
+
+
+def _digest(pattern: re.Pattern[str], text: str) -> str:
+    """Return the source expression of a policy that allows the inline element, and no other."""
+    found = pattern.search(text)
+    content = found[1] if found else ""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
