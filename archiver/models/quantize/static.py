@@ -136,6 +136,7 @@ def calibrate(
             "are like real requests with --samples"
         )
     folded = fold(module, samples[0])
+    _fix_dtypes(folded.module, samples[0])
     _call_prelu(folded.module)
     clipped = clipped_by_format(folded.module, kept)
     mapping = _configuration(folded.module, clipped)
@@ -162,6 +163,38 @@ def calibrate(
         )
     clips = f"{len(clipped) // 2} ReLU6 made the range of the format" if clipped else ""
     return Calibrated(prepared, layers, "; ".join(part for part in (folded.note, clips) if part))
+
+
+class _Dtypes(fx.Interpreter):
+    """Runs a graph, and records the dtype that each `tensor.dtype` of it is."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.found: dict[fx.Node, torch.dtype] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one operation of the graph."""
+        result = super().run_node(n)
+        if isinstance(result, torch.dtype):
+            self.found[n] = result
+        return result
+
+
+def _fix_dtypes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> None:
+    """Replace each `tensor.dtype` by what it is in fp32: `mask.to(x.dtype)` would ask for int8."""
+    run = _Dtypes(graph)
+    with torch.no_grad():
+        run.run(*(tensor.clone() for tensor in example))
+    for node, dtype in run.found.items():
+
+        def fixed(one: Any, node: fx.Node = node, dtype: torch.dtype = dtype) -> Any:
+            return dtype if one is node else one
+
+        for user in list(node.users):
+            user.args = fx.node.map_aggregate(user.args, fixed)
+            user.kwargs = fx.node.map_aggregate(user.kwargs, fixed)
+        graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _call_prelu(graph: fx.GraphModule) -> None:

@@ -139,3 +139,27 @@ def test_what_torch_has_no_int8_for_stays_in_fp32_between_layers_that_become_int
 def test_of_tokens_no_shared_scale_is_told(masked: LoadedModel) -> None:
     assert not shared_scale(masked, "int8-dynamic")
     assert shared_scale(model_of(nn.Linear(8, 4), torch.rand(2, 8)), "int8-dynamic")
+
+
+class Averaged(nn.Module):
+    """Casts a mask to the dtype of what a layer gives, which is int8 there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.norm, self.head = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(self.wide(x))
+        shown = mask[..., None].to(rows.dtype)
+        return self.head((rows * shown).sum(1) / shown.sum(1).to(dtype=rows.dtype))
+
+
+@needs_engine
+def test_a_cast_to_the_dtype_of_a_layer_stays_one_to_fp32() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+    model = model_of(Averaged(), torch.randn(3, 4, 8), mask)
+    made = quantise(model, "int8-static", [model.example])
+    with torch.no_grad():
+        pair = ((model.module(*model.example),), (made.module(*model.example),))
+    assert difference([pair]).drift < 0.1
