@@ -21,7 +21,7 @@ from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
 from torchere.serving.access.client_limits import client_limits_of
 from torchere.serving.access.fixed_keys import FixedKeys
-from torchere.serving.access.keys import keys_of
+from torchere.serving.access.keys import KeyRing, keys_of
 from torchere.serving.access.reload import Reloadable, watch
 from torchere.serving.access.tls import Certificates, certificates_of
 from torchere.serving.config.server_settings import Address, ServerSettings
@@ -92,8 +92,8 @@ class Server:
         if settings.tracing_enabled:
             self._metrics.tracing = open_tracing(__version__)
         audit_log.open(settings.audit_log)
-        keys = keys_of(settings)
         certificates = certificates_of(settings)
+        keys = self._keys = keys_of(settings)  # last of what the settings may forbid: it writes a file
         self._registry = Registry(settings, RegistryMetrics(self._metrics), self._fork_server)
         budgets = budgets_of(settings.limits)
         own_limits = keys.client_limits if isinstance(keys, FixedKeys) else None
@@ -174,12 +174,14 @@ class Server:
         await asyncio.to_thread(self._flush)
 
     def _flush(self) -> None:
-        """Flush and close the metric files, the access and audit logs, and tracing. Blocks."""
+        """Close the metric files, the access and audit logs, and tracing; delete the keys. Blocks."""
         close_metric_files()
         access_log.close()
         audit_log.close()
         if self._metrics.tracing is not None:
             self._metrics.tracing.close()
+        if isinstance(self._keys, KeyRing):
+            self._keys.close()
 
     def ledger(self) -> tuple[int, int]:
         """Return the number of accepted predictions so far, and the number of answered ones."""

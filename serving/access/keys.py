@@ -45,10 +45,12 @@ class Key:
 
     secret: str = field(repr=False)
     expires_at_s: float | None  # seconds since the epoch; None: never
+    ends_at_s: float | None = None  # the same moment by a clock that is never set: see `KeyRing`
 
-    def accepts(self, offered: bytes, now_s: float) -> bool:
+    def accepts(self, offered: bytes, now_s: float, monotonic_s: float) -> bool:
         """Return whether `offered` equals this key and the key has not expired; compares in constant time."""
-        return hmac.compare_digest(offered, self.secret.encode()) and is_before(now_s, self.expires_at_s)
+        is_valid = is_before(now_s, self.expires_at_s) and is_before(monotonic_s, self.ends_at_s)
+        return hmac.compare_digest(offered, self.secret.encode()) and is_valid
 
 
 class KeyRing:
@@ -63,6 +65,8 @@ class KeyRing:
         path: the key file; its directory must exist and be writable.
         expiration_min: minutes until an inference or management key expires; the API key never expires.
         clock: returns seconds since the epoch. Wall time, because the file contains the expiry times.
+        monotonic: returns seconds of a clock that is never set. A key that was made while the wall clock was
+            ahead expires by this one.
 
     Raises:
         KeyFileUnwritable: the file could not be written.
@@ -73,10 +77,12 @@ class KeyRing:
         path: Path,
         expiration_min: float = 60.0,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
         self._lifetime_s = expiration_min * 60
         self._clock = clock
+        self._monotonic = monotonic
         self._writing = threading.Lock()
         self._keys: Mapping[TokenKind, Key] = {kind: self._new_key(kind) for kind in NAMES_IN_FILE}
         _write_private(path, _document(self._keys))
@@ -111,15 +117,23 @@ class KeyRing:
             _write_private(self.path, _document(keys))
             self._keys = keys
 
+    def close(self) -> None:
+        """Delete the key file, unless it was replaced: it may hold the keys of a later server."""
+        with self._writing, suppress(OSError, ValueError):
+            if self.path.read_text(encoding="utf-8") == _document(self._keys):
+                self.path.unlink()
+
     def _new_key(self, kind: TokenKind) -> Key:
-        expires_at_s = self._clock() + self._lifetime_s if kind in _RENEWABLE else None
+        expires_at_s = ends_at_s = None
+        if kind in _RENEWABLE:
+            expires_at_s, ends_at_s = self._clock() + self._lifetime_s, self._monotonic() + self._lifetime_s
         value = "-"
         while value.startswith("-"):  # a command line would parse it as an option
             value = secrets.token_urlsafe(_KEY_BYTES)
-        return Key(value, expires_at_s)
+        return Key(value, expires_at_s, ends_at_s)
 
     def _accepts(self, kind: TokenKind, authorization: str | None) -> bool:
-        return self._keys[kind].accepts(bearer_key(authorization), self._clock())
+        return self._keys[kind].accepts(bearer_key(authorization), self._clock(), self._monotonic())
 
 
 def _document(keys: Mapping[TokenKind, Key]) -> str:

@@ -86,7 +86,9 @@ def become(command: Sequence[str], file: Path) -> None:
 
 
 def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) -> int:
-    """Send SIGTERM to the server in the pid file; delete that file and `key_file.json` in this directory.
+    """Send SIGTERM to the server in the pid file, and delete that file.
+
+    The server deletes the key file that it wrote: one in this directory may be another server's.
 
     Args:
         file: the pid file.
@@ -111,7 +113,6 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
         say(f"TorchServe (process {pid}) belongs to another user; stop it as that user.")
         return 1
     file.unlink(missing_ok=True)
-    Path("key_file.json").unlink(missing_ok=True)
     return 0
 
 

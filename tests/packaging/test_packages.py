@@ -22,7 +22,7 @@ def packages() -> list[str]:
     for room in ROOMS:
         below = find_packages(str(ROOT / room))
         found += [f"torchere.{room}", *(f"torchere.{room}.{name}" for name in below)]
-    return sorted(found)
+    return sorted(["torchere", *found])
 
 
 def test_every_subpackage_is_listed() -> None:
@@ -51,16 +51,23 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         held = {name for name in opened.namelist() if name.startswith("torchere/")}
         opened.extractall(tmp_path / "site")
-    source = {f"torchere/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    source = {"torchere/__init__.py"} | {
+        f"torchere/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")
+    }
     assert source <= held
     modules = sorted(name[:-3].replace("/", ".").removesuffix(".__init__") for name in source)
     runnable = [name for name in modules if not name.endswith("__main__")]
+    clone = tmp_path / "torchere" / "serving"  # a checkout in the current folder must not be imported
+    clone.mkdir(parents=True)
+    (clone / "__init__.py").write_text("raise ImportError('the checkout')")
     code = (
         "import sys, importlib\n"
-        f"sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        "assert '' in sys.path\n"
+        f"sys.path.append({str(tmp_path / 'site')!r})\n"
         "sys.meta_path = [f for f in sys.meta_path if '__editable__' not in type(f).__module__ + repr(f)]\n"
         f"for name in {runnable!r}: importlib.import_module(name)\n"
-        f"assert sys.modules['torchere.serving'].__file__.startswith({str(tmp_path)!r})\n"
+        f"assert sys.modules['torchere.serving'].__file__.startswith({str(tmp_path / 'site')!r})\n"
+        "import torchere; assert torchere.__version__ == importlib.metadata.version('torchere')\n"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

@@ -109,6 +109,7 @@ def test_a_signal_while_an_archive_is_fetched_at_the_start_ends_the_server(tmp_p
     assert asyncio.run(main()) == 0
     assert list((tmp_path / "store").iterdir()) == []
     assert list((tmp_path / "temp").iterdir()) == []
+    assert not (tmp_path / "key_file.json").exists()
 
 
 def test_while_archives_are_fetched_at_the_start_probes_are_answered_and_nothing_is_healthy(

@@ -193,3 +193,25 @@ def test_keys_renewed_at_once_leave_file_and_memory_agreeing(ring: KeyRing) -> N
 def test_no_key_is_shown_with_what_holds_it(ring: KeyRing) -> None:
     secret = bearer(ring, "API").removeprefix("Bearer ")
     assert secret not in repr(ring._keys)
+
+
+def test_a_closed_ring_deletes_its_file_and_leaves_that_of_a_later_server(tmp_path: Path) -> None:
+    path = tmp_path / "key_file.json"
+    earlier, later = KeyRing(path), KeyRing(path)
+    earlier.close()
+    assert path.exists()
+    later.renew("inference", bearer(later, "API"))
+    later.close()
+    assert not path.exists()
+    later.close()  # there is nothing to delete any more
+
+
+def test_a_key_made_while_the_clock_was_ahead_lives_no_longer_than_others(tmp_path: Path) -> None:
+    wall, monotonic = FakeClock(1_735_689_600.0 + 86_400), FakeClock(5.0)
+    ring = KeyRing(tmp_path / "key_file.json", 60.0, wall, monotonic)
+    header = bearer(ring, "inference")
+    wall.now_s -= 86_400  # the clock is set right
+    assert not refused(ring, "inference", header)
+    monotonic.now_s += 3600
+    assert refused(ring, "inference", header)
+    assert not refused(ring, "api", bearer(ring, "API"))

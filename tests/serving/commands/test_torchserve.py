@@ -105,16 +105,16 @@ def test_stopping_nothing_says_so(pid_file: Path) -> None:
     assert said == ["TorchServe is not currently running."]
 
 
-def test_stopping_ends_the_server_and_removes_pid_file_and_keys(pid_file: Path, spawn: Spawn) -> None:
+def test_stopping_ends_the_server_and_leaves_keys_of_another_one(pid_file: Path, spawn: Spawn) -> None:
     process = spawn()
-    keys = pid_file.with_name("key_file.json")
+    keys = pid_file.with_name("key_file.json")  # in the current folder, which need not be the server's
     keys.write_text("{}")
     said: list[str] = []
     assert launcher.stop(pid_file, say=said.append) == 0
     assert said == ["TorchServe has stopped."]
     assert process.wait() == -15
     assert not pid_file.exists()
-    assert not keys.exists()
+    assert keys.read_text() == "{}"
 
 
 def test_stopping_in_the_foreground_waits_for_the_end(pid_file: Path, spawn: Spawn) -> None:
