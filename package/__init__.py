@@ -1,7 +1,7 @@
-"""torchere packs PyTorch models into archives and serves them over REST and gRPC.
+"""Packs PyTorch models into archives and serves them over REST and gRPC.
 
-A regular package: a folder named `torchere` in the current directory, such as a clone of the repository, would
-be imported instead of a namespace package.
+A regular package: a namespace package would lose to a folder named `torchere` in the current directory, such
+as a clone of the repository.
 """
 
 
