@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from harness.processes import sigterm_exits
+
 POLL_S = 0.002
 LAST_S = 120.0
 SETTINGS = """
@@ -65,7 +67,7 @@ def status_of(port: int, path: str) -> int:
 def started(archive: Path, patch: str) -> tuple[float, float]:
     """Seconds to the first answer of /livez, and to the first 200 of /readyz."""
     port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with sigterm_exits(), tempfile.TemporaryDirectory() as folder:
         text = SETTINGS.format(port=port, archive=archive.name, store=archive.parent)
         Path(folder, "c.properties").write_text(text)
         command = [sys.executable, "-c", patch + MAIN, "serve", "--ncs", "--ts-config", "c.properties"]

@@ -29,6 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.errors import Failed
+from harness.processes import sigterm_exits
 from rolling import clients
 from rolling.clients import Tally
 from rolling.proxies import Haproxy, Nginx, missing
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing():
         print(f"{' and '.join(missing())} not installed; on Debian: apt-get install nginx-light haproxy")
         return 2
-    with tempfile.TemporaryDirectory(prefix="rolling-") as folder:
+    with sigterm_exits(), tempfile.TemporaryDirectory(prefix="rolling-") as folder:
         rolling = Rolling(Path(folder), options.rest, options.grpc, options.restarts, tcp=options.tcp)
         try:
             asyncio.run(rolling.run())

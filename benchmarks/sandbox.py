@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.processes import sigterm_exits
+
 LEVELS = ("off", "basic", "strict")
 HANDLER = """
 import torch
@@ -175,7 +177,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000, help="of a round, one after the other")
     parser.add_argument("--worker-user", help="for a server that is root's")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with sigterm_exits(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
         (folder / "store").mkdir()

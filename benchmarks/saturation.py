@@ -30,7 +30,7 @@ from pathlib import Path
 from harness.environments import environment
 from harness.errors import Failed
 from harness.paths import SCRIPTS
-from harness.processes import free_ports
+from harness.processes import free_ports, sigterm_exits
 
 from torchere.serving.commands.bench import percentile
 from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write everything that was seen there")
     parser.add_argument("--svg", type=Path, help="draw it there")
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="torchere-saturation-") as folder:
+    with sigterm_exits(), tempfile.TemporaryDirectory(prefix="torchere-saturation-") as folder:
         server = Server(Path(folder))
         try:
             server.until_ready()

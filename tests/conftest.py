@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import pytest
@@ -88,6 +91,39 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPUs of this machine, but for `-m gpu`: what tests expect, and recordings hold, is a CPU's."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    catch_ignored_signals()
+
+
+def catch_ignored_signals() -> None:
+    """Give the processes that tests start the default actions, also under nohup or in the background.
+
+    An ignored signal is inherited by new programs, and a caught one is not.
+    """
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """Go on, as with the signal ignored."""
+
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, ignore)
+
+
+leave_process = subprocess.Popen.__exit__
+
+
+def end_process(
+    process: subprocess.Popen[Any],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Kill the process of a `with` block that fails, also by its time limit: it would be waited for."""
+    if error is not None and process.poll() is None:
+        process.kill()
+    leave_process(process, kind, error, trace)
+
+
+subprocess.Popen.__exit__ = end_process  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

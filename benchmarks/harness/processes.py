@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -56,6 +58,19 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """On SIGTERM, raise SystemExit in the block, so that each `finally` stops its servers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def serving(
     command: Sequence[str],
     folder: Path,
@@ -81,7 +96,8 @@ def serving(
     grpc = f"127.0.0.1:{grpc_port}" if grpc_port else ""
     management = f"http://127.0.0.1:{management_port}" if management_port else ""
     try:
-        yield Endpoint(f"http://127.0.0.1:{port}", grpc, process, log, started_s, management)
+        with sigterm_exits():
+            yield Endpoint(f"http://127.0.0.1:{port}", grpc, process, log, started_s, management)
     finally:
         end(process)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,9 +36,13 @@ def main(name: str, run: Callable[[Path], None]) -> int:
 
 
 def status_of(action: Callable[[], None], run_folder: Path) -> int:
-    """Run the action; 1 and a line that says why when it fails."""
+    """Run the action; 1 and a line that says why when it fails, 130 when Ctrl+C or SIGTERM ends it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         action()
+    except KeyboardInterrupt:
+        print("\nstopped before it was over", file=sys.stderr)
+        return 130
     except (ExampleFailed, ModelRefused) as error:
         print(f"\nfailed: {error}", file=sys.stderr)
     except (ClientError, requests.RequestException, grpc.RpcError) as error:

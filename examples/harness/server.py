@@ -141,14 +141,23 @@ def started(directory: Path, store: Path, models: Sequence[str], ports: Ports) -
     command += ["--model-store", str(store), "--ts-config", str(config), "--models", *models]
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=directory, env=_environment(), stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=directory,
+            env=_environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl+C is for this program, which then stops the server
         )
     try:
         yield Server(directory, ports, process)
     finally:
         if process.poll() is None:
-            process.kill()
-            process.wait()
+            process.terminate()  # not at once by force: it deletes its temporary files
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _environment() -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import signal
 import sys
 from dataclasses import dataclass
 
@@ -144,7 +143,6 @@ def _stay(server: Server) -> None:
     print("\nServing until Ctrl+C. Try it:")
     print(f"  curl -H 'Authorization: {key}' -T PHOTOGRAPH \\")
     print(f"       http://127.0.0.1:{port}/predictions/{MODEL}/2.0", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         raise ServerFailed(f"it ended by itself with exit status {server.process.wait()}")
 

@@ -80,10 +80,13 @@ def run_bench(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as err:
         print(f"torchere bench: {plainly(err)}", file=sys.stderr)
         return 1
+    shows_bar = sys.stderr.isatty()
+    if not shows_bar:  # the terminal gets a bar that moves; a log, one line before the wait
+        print(f"{run.clients} clients for {run.seconds:g} s: {run.target.url}", file=sys.stderr, flush=True)
     tally = Tally()
     started_s = time.perf_counter()
     try:
-        elapsed_s = asyncio.run(measure(run, tally, show=sys.stderr.isatty()))
+        elapsed_s = asyncio.run(measure(run, tally, show=shows_bar))
     except KeyboardInterrupt:
         print(report(tally, time.perf_counter() - started_s, run.clients))
         raise

@@ -39,6 +39,11 @@ class Target:
     path: str
     tls: bool
 
+    @property
+    def url(self) -> str:
+        """The URL of the requests."""
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}{self.path}"
+
     @staticmethod
     def parse(url: str) -> Target:
         """Parse a URL.

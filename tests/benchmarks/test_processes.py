@@ -1,8 +1,12 @@
 """Starting servers, waiting for them, ending them with all their children."""
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import harness
 import psutil
 import pytest
 from harness.errors import Failed
@@ -48,3 +52,26 @@ def test_a_server_that_ends_at_once_is_reported_with_its_last_words(tmp_path: Pa
 
 def test_free_ports_are_all_different():
     assert len(set(free_ports(5))) == 5
+
+
+def test_sigterm_to_a_benchmark_ends_its_server(tmp_path: Path):
+    code = (
+        "import pathlib, sys, time\n"
+        "from harness.processes import serving\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "with serving(sleep, pathlib.Path('.'), 1) as endpoint:\n"
+        "    print(endpoint.process.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    scripts = str(Path(harness.__file__).parents[1])
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": scripts},
+        stdout=subprocess.PIPE,
+    ) as benchmark:
+        assert benchmark.stdout is not None
+        server = psutil.Process(int(benchmark.stdout.readline()))
+        benchmark.terminate()
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
+    assert not server.is_running()

@@ -117,7 +117,7 @@ def check_runs(book: Path, outcomes: dict[str, tuple[int, str]]) -> Counter[int]
     return statuses
 
 
-@pytest.mark.timeout(180 + 2 * KILLS)
+@pytest.mark.timeout(600 + 2 * KILLS)
 def test_kills_from_outside_lose_no_request_run_none_twice_and_convict_none(
     start_server: Callable[..., Any], pack: Any, store: Path, wait_until: Any
 ) -> None:

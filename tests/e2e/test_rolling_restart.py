@@ -32,7 +32,7 @@ def test_a_rolling_restart_under_load_loses_nothing(way: tuple[str, ...], tmp_pa
         check=False,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=500,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """What somebody sees whose first command is `make demo`."""
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,35 @@ def test_a_python_that_is_too_old_is_named_and_leaves_no_environment(tmp_path: P
     assert made.returncode == 2
     assert f"{old} is Python 3.9, expected 3.10 or newer" in made.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def test_the_tests_end_under_nohup_where_signals_are_ignored() -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell without job control
+
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/serving/process/test_signals.py",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=ignore,
+        timeout=500,
+    )
+    assert found.returncode == 0, found.stdout
+
+
+def test_a_test_that_fails_does_not_wait_for_the_process_that_it_started() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    with pytest.raises(ZeroDivisionError), subprocess.Popen(command) as process:
+        raise ZeroDivisionError  # as the time limit of a test does
+    assert process.returncode == -signal.SIGKILL
