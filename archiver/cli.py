@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from torchere.archiver.commands import PrepareFor, convert_archive, pack_model, prepared
+from torchere.archiver.arguments import Parser
+from torchere.archiver.commands import PrepareFor, convert_archive, pack_model, packed_line, prepared
 from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError, plainly
 from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.manifest import EPOCH_S
 from torchere.archiver.model_flags import add_archive_arguments, build_options, wants_model
-from torchere.archiver.request import DEFAULT_HANDLER, ArchiveRequest, check_inputs
+from torchere.archiver.request import DEFAULT_HANDLER, ArchiveRequest, check_inputs, check_python
 from torchere.archiver.writer import Progress, write_archive
 
 _LATEST_EPOCH_S = 253402300799  # the last second of the year 9999, the last one that has a date
@@ -30,7 +31,7 @@ _ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `torch-model-archiver`; return TorchServe's exit codes: 0, 1 on failure, 2 on wrong arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torch-model-archiver", description="Pack a model and its handler into an archive for serving."
     )
     add_archive_arguments(parser)
@@ -46,13 +47,23 @@ def run_archive(namespace: argparse.Namespace) -> int:
     """Run `torch-model-archiver`: write the archive; print one error and return 1 when that fails."""
     logging.basicConfig(format="%(levelname)s - %(message)s")
     try:
-        write_archive(_request(namespace), Progress(sys.stderr))
+        request = _request(namespace)
+        write_archive(request, Progress(sys.stderr))
+        _warn_of_syntax(request)
     except (PackingError, OSError) as error:
         # The same text as TorchServe's archiver prints.
         kind = "FileNotFoundError: " if isinstance(error, FileNotFoundError) else ""
         print(f"torch-model-archiver: {kind}{error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _warn_of_syntax(request: ArchiveRequest) -> None:
+    """Print a warning of Python that does not compile, and pack it, as TorchServe's archiver does."""
+    try:
+        check_python(request)
+    except PackingError as error:
+        print(f"torch-model-archiver: warning: {error}", file=sys.stderr)
 
 
 def run_model_archive(
@@ -75,7 +86,9 @@ def run_model_archive(
             options = prepared(options, request, prepare_for)
             return pack_model(request, options, Progress(sys.stderr), _say)
         check_inputs(request)
-        return write_archive(request, Progress(sys.stderr))
+        path = write_archive(request, Progress(sys.stderr))
+        _say(packed_line(path))
+        return path
 
     return _status_of(command, pack)
 

@@ -76,8 +76,14 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
             made=built.beside,
         )
         path = write_archive(packed, progress)
-    say(f"packed: {path} ({path.stat().st_size / 1e6:.1f} MB)" if path.is_file() else f"packed: {path}")
+    say(packed_line(path))
     return path
+
+
+def packed_line(path: Path) -> str:
+    """Return the line that tells the path and the size of a new archive."""
+    size = f" ({path.stat().st_size / 1e6:.1f} MB)" if path.is_file() else ""
+    return f"packed: {path}{size}"
 
 
 def _refuse_unservable(built: Built) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from pathlib import Path
 
 
@@ -41,7 +43,15 @@ class ModelRefused(PackingError):
 
 
 def plainly(error: BaseException) -> str:
-    """Return the text of an error; an OSError about a file gives "FILE: reason", without its number."""
+    """Return the text of an error; an OSError about a file gives "FILE: reason", without its number.
+
+    A full disk has no file in its error: name the two folders that are written to.
+    """
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+        place = tempfile.gettempdir()
+        return (
+            f"{error.strerror}: free some on the disk of the output or of {place}, or set TMPDIR to another"
+        )
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -11,10 +11,12 @@ from typing import Any
 
 from torchere.archiver.container.entries import MANIFEST_NAME, ArchiveLimits, Chunks, Entry
 from torchere.archiver.errors import one_line
+from torchere.archiver.manifest import EPOCH_S, created_on
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS
 from torchere.archiver.scan.weights import HEAD_BYTES, SUFFIXES, Weights, bytes_to_see, classify
 
+_NO_TIME = "  The time is fixed: equal inputs give equal bytes. SOURCE_DATE_EPOCH sets another."
 _MAX_ALIGNMENT = 4096  # bytes: a memory page; a larger alignment makes no difference
 
 
@@ -60,6 +62,7 @@ class Report:
             "",
             "Manifest",
             _indented(manifest),
+            *([_NO_TIME] if self.archive.manifest.created_on == created_on(EPOCH_S) else []),
             "",
             "Entries",
         ]

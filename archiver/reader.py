@@ -101,9 +101,15 @@ class Archive:
         with _one_error(self.path), staged(folder) as work:
             if folder.exists() or folder.is_symlink():
                 raise ArchiveError(self.path, f"{folder} exists", "unpack to a path that does not")
-            work.mkdir()
-            for entry, chunks in self.chunks():
-                _write(chunks, work / entry.name)
+            try:
+                work.mkdir()
+                for entry, chunks in self.chunks():
+                    _write(chunks, work / entry.name)
+            except OSError as error:  # reading raises ArchiveError: this is the disk of `target`
+                total = sum(entry.size for entry in self.entries)
+                reason = f"{error.strerror or error}: {total} bytes of {self.path} can't be unpacked there"
+                advice = "free space, or set TMPDIR to a larger disk"
+                raise ArchiveError(folder.parent, reason, advice) from error
         return folder
 
     def verify(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import has_magic
@@ -203,6 +204,7 @@ def check_inputs(request: ArchiveRequest) -> None:
     for flag, path in _named(request):
         if _is_missing(path):
             raise PackingError(f"{flag} {path}: no such file{_place(path)}; check the path")
+    check_python(request)
     for given in request.extra_files:
         path = Path(str(given).strip())
         if _is_missing(path) and not has_magic(str(path)):
@@ -210,6 +212,32 @@ def check_inputs(request: ArchiveRequest) -> None:
                 f"--extra-files {path}: no such file or folder{_place(path)}; check the path (a comma begins "
                 "the next one)"
             )
+
+
+def check_python(request: ArchiveRequest) -> None:
+    """Check that the handler and the model file are valid Python, as far as they exist; run nothing in them.
+
+    Raises:
+        PackingError: the text names the flag, the file, the line and the reason.
+    """
+    handler = None if request.runtime == "LSP" else request.handler_file()
+    for flag, file in (("--handler", handler), ("--model-file", request.model_file)):
+        if file is not None and Path(file).is_file():
+            _check_syntax(flag, Path(file))
+
+
+def _check_syntax(flag: str, file: Path) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escapes: the file works
+            compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise PackingError(
+            f"{flag} {file}{line}: not valid Python {version}: {reason}; correct the file"
+        ) from error
 
 
 def check_examples(options: BuildOptions) -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from torchere.archiver.arguments import Parser
 from torchere.serving import __version__
 from torchere.serving.commands import tools as cli_tools
 from torchere.serving.commands.serve import add_serve
@@ -129,7 +130,7 @@ def _stop(options: argparse.Namespace) -> int:
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of `torchere`; only the command in `arguments` has all its arguments."""
     parser = described(
-        argparse.ArgumentParser(prog="torchere"),
+        Parser(prog="torchere"),
         "Pack PyTorch models into archives and serve them over REST and gRPC.",
         "torchere serve --model-store store --models net=net.mar",
     )
@@ -145,7 +146,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 def _torchserve_parser() -> argparse.ArgumentParser:
     parser = described(
-        argparse.ArgumentParser(prog="torchserve"),
+        Parser(prog="torchserve"),
         "TorchServe's command line, answered by torchere. Without --stop or --version it starts the server.",
         "torchserve --start --ncs --model-store store --models net=net.mar",
     )

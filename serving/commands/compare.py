@@ -97,6 +97,16 @@ def run_compare(options: argparse.Namespace) -> int:
     return 0 if report.accepted else 2
 
 
+def names_of(one: Path, other: Path) -> tuple[str, str]:
+    """Return the names of two archives, with as many folders as tell them apart."""
+    first, second = one.absolute().parts, other.absolute().parts
+    for count in range(1, max(len(first), len(second)) + 1):
+        names = "/".join(first[-count:]), "/".join(second[-count:])
+        if names[0] != names[1]:
+            return names
+    return f"{one.name} (A)", f"{other.name} (B)"  # one archive, compared with itself
+
+
 def _compared(options: argparse.Namespace) -> Report:
     from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
     from torchere.archiver.models.verify.compare import verify, with_memory  # noqa: PLC0415
@@ -112,7 +122,7 @@ def _compared(options: argparse.Namespace) -> Report:
                 samples,
                 max_drift=options.max_drift,
                 batched=one.batched and other.batched,
-                names=(one.name, other.name),
+                names=names_of(options.original, options.packed),
                 files=files,
                 loads=loads,
             )

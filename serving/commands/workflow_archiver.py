@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchere.archiver.arguments import Parser
 from torchere.archiver.cli import epoch_of
 from torchere.archiver.errors import PackingError
 from torchere.archiver.workflow import WorkflowRequest, write_workflow
@@ -17,7 +17,7 @@ from torchere.serving.errors import InvalidWorkflow
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Pack a workflow; return 0, 1 when it can't be packed, or 2 for wrong arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torch-workflow-archiver",
         description="Pack a graph of models and functions into a workflow archive for serving.",
     )

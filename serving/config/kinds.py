@@ -103,6 +103,32 @@ def whole(minimum: int, maximum: int | None = None) -> Kind:
     return Kind(f"a whole number {bounds}", read)
 
 
+_UNITS = {
+    "": 1,
+    **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+    **{"k": 2**10, "m": 2**20, "g": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+}
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([a-z]{0,3})", re.IGNORECASE)
+
+
+def size(minimum: int) -> Kind:
+    """Return the kind of sizes in bytes of at least `minimum`; a unit may follow the number."""
+
+    def read(text: str) -> int:
+        if WHOLE.fullmatch(text):
+            number = int(text)
+        else:
+            match = _SIZE.fullmatch(text)
+            if match is None or match.group(2).lower() not in _UNITS:
+                raise ValueError
+            number = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+        if number < minimum:
+            raise ValueError
+        return number
+
+    return Kind(f"bytes, a whole number of at least {minimum}, or with a unit (6MB, 6MiB)", read)
+
+
 def seconds(minimum: float) -> Kind:
     """Return the kind of durations in seconds, fractions allowed, from `minimum` to `MAX_NUMBER`."""
     expected = f"seconds, at least {minimum:g} and at most {MAX_NUMBER}"

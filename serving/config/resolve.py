@@ -6,6 +6,7 @@ counts only if the file allows it (`enable_envvars_config=true`). All functions 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ Level = Literal["effect", "warning", "error"]
 COMMAND_LINE = "command line"
 DEFAULTS = "default of torchserve"
 _HIDDEN = "***"
+_SECRET = re.compile(r"pass|secret|token|credential|private|(^|[_.-])key", re.IGNORECASE)  # names of keys
 _SHOWN_CHARACTERS = 80  # longest value in a message; `models` may be long
 
 
@@ -30,7 +32,7 @@ class Finding:
     level: Level
     source: str  # "line 3", "environment variable TS_...", "command line"
     key: str
-    value: str  # the given value, shortened; "***" for a secret or an unknown key
+    value: str  # the given value, shortened; "***" for a secret
     message: str
     line: int = 0  # line of the file; 0: another source
 
@@ -125,7 +127,7 @@ def configure(
     beside = models is not None and models.source == COMMAND_LINE  # of a snapshot
     outcome.findings += _contradictions(outcome.values, beside)
     settings = _build(outcome.values, beside)
-    outcome.findings += [*_open_management(settings), *_shut_out(settings)]
+    outcome.findings += [*_open_management(settings), *_shut_out(settings), *_plain_grpc(settings)]
     findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
 
@@ -161,7 +163,8 @@ def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[
         key = KEYS.get(entry.key)
         if key is None:
             name, message = _shown(entry.key), _unknown_key(entry.key)
-            findings.append(Finding("warning", source, name, _HIDDEN, message, entry.line))
+            value = _HIDDEN if _SECRET.search(entry.key) else _shown(entry.value)
+            findings.append(Finding("warning", source, name, value, message, entry.line))
             continue
         try:
             value = substitute(entry, environ).value
@@ -306,6 +309,18 @@ _ONLY_LOCAL = (
     "tokens are off, so only clients on this machine may change models over {}. Switch tokens on, name "
     "client_ca_file, or open it to every client with insecure_management=true"
 )
+
+
+def _plain_grpc(settings: ServerSettings) -> Iterator[Finding]:
+    """Yield a finding on gRPC in plain text beside REST with TLS: one switch does not cover both."""
+    rest = (settings.inference_address, settings.management_address)
+    grpc = (settings.grpc_inference_address, settings.grpc_management_address)
+    plain = [address.authority for address in grpc if address is not None]
+    if plain and not settings.grpc_tls_enabled and any(address.tls for address in rest):
+        message = (
+            f"REST has TLS, and gRPC on {' and '.join(plain)} is in plain text; set enable_grpc_ssl=true"
+        )
+        yield Finding("warning", "configuration", "enable_grpc_ssl", "false", message)
 
 
 def _open_management(settings: ServerSettings) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -19,6 +20,8 @@ from torchere.serving.logs.lines import OWN_FIELDS, extras_of, trace_of
 
 SEPARATOR = "\x1e"  # ASCII's record separator, which is rarely printed
 MAX_TEXT_CHARACTERS = 6000  # per message, traceback or extra field
+REPEATS_WITHIN_S = 30.0  # the workers of a version load at about the same time
+_MOST_TOLD = 1000
 MAX_LINE_BYTES = 8192  # the server splits longer lines, and a part of a line is not a record
 
 
@@ -117,8 +120,29 @@ def relay(
     if printed:
         plain.info("%s", printed, extra=dict(origin))
     logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno):
+    if logger.isEnabledFor(record.levelno) and not _repeats(record):
         logger.handle(record)
+
+
+_told_s: dict[tuple[object, ...], float] = {}  # warnings of loads: when each was logged, monotonic
+
+
+def _repeats(record: logging.LogRecord) -> bool:
+    """Return whether another worker of the version has just logged this warning: all load the same files.
+
+    A warning about a request names the request, and is never a repetition.
+    """
+    if record.levelno != logging.WARNING or hasattr(record, "request_id"):
+        return False
+    origin = (getattr(record, "model", None), getattr(record, "version", None))
+    key = (*origin, record.name, record.getMessage(), record.exc_text)
+    now_s = time.monotonic()
+    if now_s - _told_s.get(key, -REPEATS_WITHIN_S) < REPEATS_WITHIN_S:
+        return True
+    if len(_told_s) >= _MOST_TOLD:
+        _told_s.clear()
+    _told_s[key] = now_s
+    return False
 
 
 def _record(text: str, origin: Mapping[str, object], is_shared: bool) -> logging.LogRecord | None:

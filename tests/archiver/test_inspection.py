@@ -146,3 +146,9 @@ def test_an_archive_can_not_write_the_report_about_itself(request_for: Any, sour
     assert all(line.isprintable() for line in text.split("\n"))
     assert "  handler: service.py:x\\x1b[2J\\nweights: none (Python code in service.py)" in text.split("\n")
     assert text.endswith("Configuration (model-config.yaml)\n  a: 1 # \\x1b[2J\\u202e\n  b:      2")
+
+
+def test_the_fixed_time_of_an_archive_is_explained(request_for: Any) -> None:
+    assert "SOURCE_DATE_EPOCH sets another" in inspect_archive(write_archive(request_for())).as_text()
+    dated = inspect_archive(write_archive(request_for(epoch_s=1_700_000_000, force=True))).as_text()
+    assert "SOURCE_DATE_EPOCH" not in dated

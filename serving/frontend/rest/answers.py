@@ -14,7 +14,7 @@ from torchere.serving.errors import NotAllowed, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.bodies import BodyTooLarge, ClientGone
-from torchere.serving.frontend.rest.errors import error_body, status_and_type
+from torchere.serving.frontend.rest.errors import BodyTooLong, error_body, status_and_type
 
 Handler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]
 
@@ -63,8 +63,12 @@ def answer_errors(app: FastAPI, *, show_detail: bool) -> None:
     app.add_exception_handler(ServingError, handler(_as_it_is))
     app.add_exception_handler(HTTPException, handler(_of_framework))
     app.add_exception_handler(Exception, handler(_of_bug))
-    app.add_exception_handler(BodyTooLarge, empty(413))
+    app.add_exception_handler(BodyTooLarge, handler(_too_long))
     app.add_exception_handler(ClientGone, empty(499))
+
+
+def _too_long(error: Exception) -> ServingError:
+    return BodyTooLong(error.max_bytes if isinstance(error, BodyTooLarge) else 0)
 
 
 def _as_it_is(error: Exception) -> ServingError:

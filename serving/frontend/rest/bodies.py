@@ -26,6 +26,10 @@ _OF_THE_CONNECTION = frozenset({b"connection", b"proxy-connection"})  # allowed 
 class BodyTooLarge(Exception):
     """The body is, or says it will be, longer than `limits.max_request_bytes`: answer 413 and close."""
 
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.max_bytes = max_bytes
+
 
 class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
@@ -162,7 +166,7 @@ async def read_body(receive: Receive, announced_bytes: int, max_bytes: int) -> b
         ClientGone: the connection ended before the body did.
     """
     if announced_bytes > max_bytes:
-        raise BodyTooLarge
+        raise BodyTooLarge(max_bytes)
     # One growing buffer, not a list: a body sent byte by byte needs no more memory than one sent at once.
     buffer = bytearray()
     while True:
@@ -171,6 +175,6 @@ async def read_body(receive: Receive, announced_bytes: int, max_bytes: int) -> b
             raise ClientGone
         buffer += message.get("body", b"")
         if len(buffer) > max_bytes:
-            raise BodyTooLarge
+            raise BodyTooLarge(max_bytes)
         if not message.get("more_body", False):
             return bytes(buffer)

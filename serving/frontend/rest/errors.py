@@ -46,6 +46,15 @@ class UnknownCoding(e.InvalidRequest):
     code = "unknown_coding"
 
 
+class BodyTooLong(e.InvalidRequest):
+    """The body is longer than `limits.max_request_bytes`."""
+
+    code = "body_too_long"
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"The body is longer than max_request_size={max_bytes} bytes.")
+
+
 class InflatesTooFar(e.InvalidRequest):
     """The decompressed body is longer than `limits.max_request_bytes`."""
 
@@ -56,6 +65,7 @@ class InflatesTooFar(e.InvalidRequest):
 TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.InvalidRequest: (400, "BadRequestException"),
     UnknownCoding: (415, "BadRequestException"),
+    BodyTooLong: (413, "BadRequestException"),
     InflatesTooFar: (413, "BadRequestException"),
     e.Quarantined: (422, "BadRequestException"),
     e.NotFound: (404, "ResourceNotFoundException"),

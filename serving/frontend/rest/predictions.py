@@ -22,6 +22,7 @@ from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.bodies import WholeBody
 from torchere.serving.frontend.rest.codec import body_parameters, form_parameters, takes_long
 from torchere.serving.frontend.rest.codec import deadline as deadline_of
+from torchere.serving.frontend.rest.errors import BodyTooLong
 from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange
 from torchere.serving.frontend.rest.heads import CHUNKED, Head
 from torchere.serving.frontend.rest.targets import Target
@@ -99,9 +100,10 @@ class Prediction(Exchange, Request):
                 self._refuse_body()
 
     def _refuse_body(self) -> None:
-        """Answer 413 with an empty body, as TorchServe does."""
-        self.connection.listener.metrics.refused_body()
-        self.send_whole(413, b"", b"")
+        """Answer 413 before the body is read; TorchServe's answer has no text."""
+        listener = self.connection.listener
+        listener.metrics.refused_body()
+        self.answer_error(BodyTooLong(listener.limits.max_request_bytes))
 
     def whole(self) -> None:
         """Run the request: its body is complete, after having arrived later than the head."""

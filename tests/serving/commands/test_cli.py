@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from torchere.archiver import cli as archiver
 from torchere.serving import __version__
 from torchere.serving.access.keys import KeyFileUnwritable
 from torchere.serving.commands import cli, serve_options
@@ -139,6 +140,48 @@ def test_arguments_of_no_command_have_status_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["archive", "--model-name", "m", "--formt", "export"],
+            "usage: torchere archive .*did you mean --format?",
+        ),
+        (["serve", "--modelstore=x"], "usage: torchere serve .*did you mean --model-store?"),
+        (["config", "check", "--strickt"], "usage: torchere config check .*did you mean --strict?"),
+        (["serv"], "usage: torchere .*did you mean serve?"),
+        (["archive", "--model-name", "m", "--format", "exprt"], "did you mean export?"),
+    ],
+)
+def test_a_misspelt_name_has_a_suggestion(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert re.search(said.replace("?", r"\?"), capsys.readouterr().err, re.DOTALL)
+
+
+@pytest.mark.parametrize("flag", ["--handler", "--model-file"])
+def test_python_that_does_not_compile_is_not_packed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.py").write_text("class H:\n    def initialize(self, context)\n        pass\n")
+    Path("good.py").write_text("raise SystemExit('run')\n")
+    code = {"--handler": "good.py", flag: "bad.py"}
+    words = [word for pair in code.items() for word in pair]
+    assert cli.main(["archive", "--model-name", "m", *words]) == 1
+    version = ".".join(map(str, sys.version_info[:2]))
+    said = f"{flag} bad.py, line 2: not valid Python {version}: expected ':'; correct the file"
+    assert said in capsys.readouterr().err
+    assert not Path("m.mar").exists()
+    assert archiver.main(["--model-name", "m", "-v", "1", *words]) == 0  # as TorchServe's
+    assert said in capsys.readouterr().err
+
+
+def test_an_archive_that_was_packed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("h.py").write_text("")
+    assert cli.main(["archive", "--model-name", "m", "--handler", "h.py"]) == 0
+    assert "packed: m.mar (0.0 MB)\n" in capsys.readouterr().err
 
 
 def test_the_module_runs_as_the_command() -> None:

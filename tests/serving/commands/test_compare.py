@@ -17,6 +17,7 @@ from torchere.archiver.models.verify import compare as verify
 from torchere.archiver.request import ArchiveRequest
 from torchere.archiver.writer import write_archive
 from torchere.serving.commands.cli import main
+from torchere.serving.commands.compare import names_of
 
 
 class Mean(nn.Module):
@@ -243,3 +244,16 @@ def test_a_handler_of_the_archives_own_prepares_pictures_only_when_it_is_trusted
 
     assert main([*command, "--allow-code"]) == 0
     assert sign.exists()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        ("old/net.mar", "new/net.mar", ("old/net.mar", "new/net.mar")),
+        ("net.mar", "net8.mar", ("net.mar", "net8.mar")),
+        ("net.mar", "./net.mar", ("net.mar (A)", "net.mar (B)")),
+        ("a/x/net.mar", "b/x/net.mar", ("a/x/net.mar", "b/x/net.mar")),
+    ],
+)
+def test_the_names_of_two_archives_differ(one: str, other: str, names: tuple[str, str]) -> None:
+    assert names_of(Path(one), Path(other)) == names

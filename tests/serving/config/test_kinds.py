@@ -292,3 +292,16 @@ def test_tls_needs_both_of_its_files(text: str) -> None:
 def test_hosts_are_read_in_lower_case() -> None:
     made = settings("allowed_hosts=Models.Example, b_c ,*")
     assert made.allowed_hosts == ("models.example", "b_c", "*")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("6553500", 6_553_500), ("6MB", 6_000_000), ("6 MiB", 6 << 20), ("1.5g", 3 << 29), ("10kb", 10_000)],
+)
+def test_a_size_may_have_a_unit(text: str, expected: int) -> None:
+    assert settings(f"max_request_size={text}").limits.max_request_bytes == expected
+
+
+@pytest.mark.parametrize("text", ["6 apples", "MB", "-6MB", "0.1b", "1_000", "6MBit"])
+def test_any_other_size_is_refused_with_an_example(text: str) -> None:
+    assert "or with a unit (6MB, 6MiB)" in error(f"max_request_size={text}")

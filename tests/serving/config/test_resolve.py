@@ -89,11 +89,22 @@ def test_a_value_can_not_forge_a_line_of_a_message() -> None:
     assert "\n" not in error("inference_address=x\\n2026 ERROR forged")
 
 
-def test_an_unknown_key_names_its_nearest_neighbour_and_hides_its_value() -> None:
-    found = configured("job_queue_sise=5\nsomething_else_entirely=6").findings
+def test_an_unknown_key_names_its_nearest_neighbour_and_shows_its_value() -> None:
+    found = configured("job_queue_sise=5\nsomething_else_entirely=6\nmy_passphrase=7").findings
     assert "did you mean job_queue_size?" in found[0].message
     assert found[1].message == "unknown key, not used"
-    assert {finding.value for finding in found} == {"***"}
+    assert [finding.value for finding in found] == ["5", "6", "***"]
+
+
+def test_the_format_of_metrics_of_old_files_is_known() -> None:
+    assert warnings("metrics_format=prometheus") == []
+    assert "always in Prometheus' format" in warnings("metrics_format=json")[0]
+
+
+def test_grpc_in_plain_text_beside_tls_is_told() -> None:
+    (warning,) = warnings(f"inference_address=https://127.0.0.1\n{TLS_FILES}")
+    assert "gRPC on 127.0.0.1:7070 and 127.0.0.1:7071 is in plain text; set enable_grpc_ssl=true" in warning
+    assert warnings(f"inference_address=https://127.0.0.1\nenable_grpc_ssl=true\n{TLS_FILES}") == []
 
 
 def test_a_key_without_effect_says_what_to_do_instead() -> None:
@@ -290,7 +301,7 @@ def test_management_beyond_loopback_needs_authorization(text: str, address: str)
     assert f"{text.partition('=')[0]}: tokens are off, so every client that reaches {address} may" in said
     assert "insecure_management=true" in said
     assert settings(text).token_auth_enabled
-    (warning,) = warnings(f"{off}insecure_management=true")
+    warning = warnings(f"{off}insecure_management=true")[0]
     assert f"insecure_management: every client that reaches {address} may" in warning
     with_certificates = f"{off}client_ca_file=/ca\ntoken_keys_file=/k.json\n{TLS_FILES}"
     assert settings(with_certificates).client_ca_file == Path("/ca")

@@ -1,3 +1,4 @@
+import json
 import logging
 
 import pytest
@@ -133,3 +134,20 @@ def test_no_field_replaces_what_a_record_is_made_of(extra, message):
     finally:
         logging.getLogger("my.handler").removeHandler(keeper)
     assert seen == [(logging.ERROR, message)]
+
+
+def test_a_warning_that_each_worker_of_a_version_repeats_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = logging.getLogger("torchere.worker")
+    fields = {"level": logging.WARNING, "logger": "of.a.load", "exception": "", "extra": {}}
+
+    def lines(message: str, **extra: str) -> list[str]:
+        caplog.clear()
+        for executor in (9000, 9001):
+            line = f"{SEPARATOR}t{json.dumps({**fields, 'message': message, 'extra': extra})}"
+            relay(line, "t", {"model": "m", "version": "1.0", "executor": executor}, plain)
+        return [record.getMessage() for record in caplog.records]
+
+    assert lines("the labels are missing") == ["the labels are missing"]
+    assert len(lines("no JSON", request_id="r")) == 2  # of two requests, which may be alike

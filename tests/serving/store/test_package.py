@@ -130,7 +130,9 @@ def test_a_disk_that_is_full_has_no_folder_more_afterwards_and_is_not_the_archiv
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert type(caught.value) is ServingError
     assert caught.value.message == "Failed to save model: m.mar"
+    assert caught.value.detail.startswith(f"{tmp_path}/temp/")  # the disk that is full, and not the archive
     assert "File too large" in caught.value.detail
+    assert "set TMPDIR to a larger disk" in caught.value.detail
     assert sorted((tmp_path / "temp").rglob("*")) == before
 
 

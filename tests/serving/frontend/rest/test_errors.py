@@ -59,7 +59,7 @@ def test_the_detail_is_shown_to_operators_only():
     assert "detail" not in error_body(e.ExecutorDied(), show_detail=True)
 
 
-@pytest.mark.parametrize("error", [None, e.Conflict("x"), HTTPException(405), BodyTooLarge(), ClientGone()])
+@pytest.mark.parametrize("error", [None, e.Conflict("x"), HTTPException(405), BodyTooLarge(9), ClientGone()])
 def test_no_thread_is_begun_for_the_answer_to_an_error(planes, ask_listener, error):
     planes.control.error = error
 

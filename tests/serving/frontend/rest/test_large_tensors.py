@@ -139,4 +139,6 @@ def test_a_body_that_announces_too_much_is_refused(run, planes):
             writer.write(message().replace(b"Content-Length: 600", b"Content-Length: 9600", 1))
             return await answer(reader)
 
-    assert run(main()) == (b"HTTP/1.1 413 Request Entity Too Large", b"")
+    status, body = run(main())
+    assert status == b"HTTP/1.1 413 Request Entity Too Large"
+    assert b"The body is longer than max_request_size=" in body

@@ -193,7 +193,7 @@ def test_a_body_that_is_too_large_is_refused_and_the_client_gets_to_see_it(plane
     status, headers, body = split(asyncio.run(main()))
     assert status == b"HTTP/1.1 413 Request Entity Too Large"
     assert b"connection: close" in headers
-    assert body == b""
+    assert b"longer than max_request_size=100000 bytes" in body
 
 
 @pytest.mark.parametrize("text", [request(bytes(1_500_000)), request(bytes(1_500_000), close=False)])

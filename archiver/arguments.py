@@ -1,0 +1,46 @@
+"""The argument parser of all commands: argparse's, with suggestions for misspelt names."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+
+
+class Parser(argparse.ArgumentParser):
+    """Suggests the nearest option, command or choice; shows the usage of the command that was given."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse all arguments; exit with status 2 if one is unknown."""
+        words = list(sys.argv[1:] if args is None else args)
+        found, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            command = self._command(words)
+            suggestions = [_suggestion(word, command._option_string_actions) for word in unknown]
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(suggestions)}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message to standard error, and exit with status 2."""
+        if choice := _CHOICE.search(message):
+            message += _suggestion(choice.group(1), re.findall(r"[\w.-]+", choice.group(2)))
+        super().error(message)
+
+    def _command(self, words: Sequence[str]) -> argparse.ArgumentParser:
+        """Return the parser of the innermost command among the words."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                names = [word for word in words if word in action.choices]
+                command = action.choices[names[0]] if names else self
+                return command._command(words) if names and isinstance(command, Parser) else command
+        return self
+
+
+def _suggestion(word: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
