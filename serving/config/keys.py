@@ -163,9 +163,7 @@ _WITHOUT_EFFECT = (
     Key("tsConfigFile"),
     Key("python"),  # TorchServe writes it to its snapshots
     Key("NUM_WORKERS"),
-    _file_only(
-        _advice("metrics_format", "metrics are always in Prometheus' format; remove it", "prometheus")
-    ),
+    _file_only(_advice("metrics_format", "the format is always Prometheus'; remove it", "prometheus")),
     _advice("debug", "attach a debugger to the server process instead", "false"),
     _advice("number_of_netty_threads", _NO_NETTY),
     _advice("netty_client_threads", _NO_NETTY),

@@ -317,9 +317,7 @@ def _plain_grpc(settings: ServerSettings) -> Iterator[Finding]:
     grpc = (settings.grpc_inference_address, settings.grpc_management_address)
     plain = [address.authority for address in grpc if address is not None]
     if plain and not settings.grpc_tls_enabled and any(address.tls for address in rest):
-        message = (
-            f"REST has TLS, and gRPC on {' and '.join(plain)} is in plain text; set enable_grpc_ssl=true"
-        )
+        message = f"REST has TLS, and gRPC on {' and '.join(plain)} is plain text; set enable_grpc_ssl=true"
         yield Finding("warning", "configuration", "enable_grpc_ssl", "false", message)
 
 

@@ -98,12 +98,12 @@ def test_an_unknown_key_names_its_nearest_neighbour_and_shows_its_value() -> Non
 
 def test_the_format_of_metrics_of_old_files_is_known() -> None:
     assert warnings("metrics_format=prometheus") == []
-    assert "always in Prometheus' format" in warnings("metrics_format=json")[0]
+    assert "the format is always Prometheus'" in warnings("metrics_format=json")[0]
 
 
 def test_grpc_in_plain_text_beside_tls_is_told() -> None:
     (warning,) = warnings(f"inference_address=https://127.0.0.1\n{TLS_FILES}")
-    assert "gRPC on 127.0.0.1:7070 and 127.0.0.1:7071 is in plain text; set enable_grpc_ssl=true" in warning
+    assert "gRPC on 127.0.0.1:7070 and 127.0.0.1:7071 is plain text; set enable_grpc_ssl=true" in warning
     assert warnings(f"inference_address=https://127.0.0.1\nenable_grpc_ssl=true\n{TLS_FILES}") == []
 
 
