@@ -7,27 +7,37 @@ Example:
         print(client.predict("net", {"x": [1.0, 2.0]}).json())
 """
 
-from torchere.client.async_client import AsyncClient
-from torchere.client.client import Client
-from torchere.client.errors import (
-    AnswerError,
-    ClientError,
-    Conflict,
-    ConnectionFailed,
-    DeadlineExceeded,
-    InvalidRequest,
-    ModelFailed,
-    NotFound,
-    TooLate,
-    Unauthorized,
-    Unavailable,
-    UnreadableAnswer,
-)
-from torchere.client.inference import InferOptions, InferResult
-from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata, TensorMetadata
-from torchere.client.predictions import Part, Prediction
-from torchere.client.tensors import Tensor, tensor
-from torchere.client.wire import Retries
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchere.client.async_client import AsyncClient
+    from torchere.client.client import Client
+    from torchere.client.errors import (
+        AnswerError,
+        ClientError,
+        Conflict,
+        ConnectionFailed,
+        DeadlineExceeded,
+        InvalidRequest,
+        ModelFailed,
+        NotFound,
+        TooLate,
+        Unauthorized,
+        Unavailable,
+        UnreadableAnswer,
+    )
+    from torchere.client.inference import InferOptions, InferResult
+    from torchere.client.management import (
+        ModelEntry,
+        ModelMetadata,
+        ModelState,
+        ServerMetadata,
+        TensorMetadata,
+    )
+    from torchere.client.predictions import Part, Prediction
+    from torchere.client.tensors import Tensor, tensor
+    from torchere.client.wire import Retries
 
 __all__ = [
     "AnswerError",
@@ -57,3 +67,35 @@ __all__ = [
     "UnreadableAnswer",
     "tensor",
 ]
+
+_HOMES = {  # modules by name; loaded on first use, since most of them import httpx
+    "async_client": ("AsyncClient",),
+    "client": ("Client",),
+    "errors": (
+        "AnswerError",
+        "ClientError",
+        "Conflict",
+        "ConnectionFailed",
+        "DeadlineExceeded",
+        "InvalidRequest",
+        "ModelFailed",
+        "NotFound",
+        "TooLate",
+        "Unauthorized",
+        "Unavailable",
+        "UnreadableAnswer",
+    ),
+    "inference": ("InferOptions", "InferResult"),
+    "management": ("ModelEntry", "ModelMetadata", "ModelState", "ServerMetadata", "TensorMetadata"),
+    "predictions": ("Part", "Prediction"),
+    "tensors": ("Tensor", "tensor"),
+    "wire": ("Retries",),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that defines a public name."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"torchere.client.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,14 +41,14 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        settings = Settings(
+        settings = Settings.found(
             address,
             management_address,
             token,
             management_token,
-            timeout_s,
-            retries or Retries(),
-            headers or {},
+            timeout_s=timeout_s,
+            retries=retries or Retries(),
+            headers=headers or {},
         )
         self._transport = Awaiting(settings, httpx.AsyncClient(transport=transport, limits=LIMITS))
 

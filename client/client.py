@@ -37,8 +37,9 @@ class Client:
     Args:
         address: the URL of the inference API.
         management_address: the URL of the management API, which also serves the model repository.
-        token: the inference key of a server with token authorisation.
-        management_token: the management key of that server.
+        token: the inference key of a server with token authorisation. None: that of the environment variable
+            TORCHERE_TOKEN, or of `key_file.json` in the current folder for a server here; "": none.
+        management_token: its management key; None: as above, by TORCHERE_MANAGEMENT_TOKEN.
         timeout_s: the default for calls without a `timeout_s`; None waits without limit.
         retries: the retry policy.
         headers: sent with every call; the headers of a single call take precedence.
@@ -63,14 +64,14 @@ class Client:
         headers: Mapping[str, str] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        settings = Settings(
+        settings = Settings.found(
             address,
             management_address,
             token,
             management_token,
-            timeout_s,
-            retries or Retries(),
-            headers or {},
+            timeout_s=timeout_s,
+            retries=retries or Retries(),
+            headers=headers or {},
         )
         self._transport = Blocking(settings, httpx.Client(transport=transport, limits=LIMITS))
 

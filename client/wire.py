@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
 from torchere.client.errors import ClientError, ConnectionFailed, DeadlineExceeded, Unavailable
 from torchere.client.exchange import Answer, Api, Operation, Request, Result, merged, refusal
+from torchere.client.key_file import Role, find_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,29 @@ class Settings:
     timeout_s: float | None
     retries: Retries
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def found(
+        cls,
+        address: str,
+        management_address: str,
+        token: str | None,
+        management_token: str | None,
+        **more: Any,
+    ) -> Settings:
+        """Return the settings with keys that are None looked up; see `find_key`. "" is no key.
+
+        Raises:
+            ValueError: an address, a key or the key file is malformed.
+        """
+        given: list[tuple[str | None, str, Role]] = [
+            (token, address, "inference"),
+            (management_token, management_address, "management"),
+        ]
+        for place, (key, at, role) in enumerate(given):
+            if key is None and (found := find_key(at, role)) is not None:
+                given[place] = (found.key, at, role)
+        return cls(address, management_address, given[0][0] or None, given[1][0] or None, **more)
 
     def __post_init__(self) -> None:
         for address in (self.address, self.management_address):

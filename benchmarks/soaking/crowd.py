@@ -25,9 +25,17 @@ class Crowd(Actor):
         super().__init__(plant, over, seed)
         body = Path(plant.temp.parent, "crowd.json")
         body.write_text(json.dumps({"x": [0.5] * FEATURES}))
-        self._command = [sys.executable, "-m", "torchere.serving", "bench", "tiny", "--url", plant.inference]
+        self._command = [
+            sys.executable,
+            "-m",
+            "torchere.serving",
+            "bench",
+            "tiny",
+            "--address",
+            plant.inference,
+        ]
         self._command += ["--clients", str(CLIENTS), "--seconds", str(STAYS_S)]
-        self._command += ["--body", str(body), "--header", "content-type: application/json"]
+        self._command += ["--file", str(body), "--header", "content-type: application/json"]
 
     def act(self) -> None:
         """Come, ask, and go."""

@@ -15,14 +15,21 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import quote
 
 from torchere.archiver.errors import plainly
+from torchere.serving.commands.calling import (
+    REST_ADDRESS,
+    UsageError,
+    add_body_arguments,
+    add_server_arguments,
+    body_of,
+    headers_of,
+    key_of,
+)
 from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
 
 _REFRESH_S = 0.2
-_LAST_ANSWERS_S = 300.0  # wait for pending responses; more than twice TorchServe's response timeout of 120 s
 _PAUSE_S = 0.05  # after a lost connection, to limit the rate of reconnects
 
 
@@ -34,14 +41,13 @@ class Run:
     request: bytes
     clients: int
     seconds: float
+    timeout_s: float = 60.0  # for the responses that are pending at the end
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere bench` to `parser`."""
-    parser.add_argument("model", metavar="MODEL", help="name of the model, or name/version")
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8080", help="inference address (default: %(default)s)"
-    )
+    add_server_arguments(parser)
+    add_body_arguments(parser, required=False)
     parser.add_argument(
         "--clients",
         type=_count,
@@ -56,17 +62,6 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="duration of the test in seconds (default: %(default)g)",
     )
-    parser.add_argument(
-        "--body", type=Path, metavar="FILE", help="file to send as the body (default: an empty body)"
-    )
-    parser.add_argument(
-        "--header",
-        action="append",
-        default=[],
-        metavar="'NAME: VALUE'",
-        help="HTTP header to send; may be repeated; for example 'Content-Type: application/json', "
-        "'Authorization: Bearer KEY'",
-    )
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -77,7 +72,7 @@ def run_bench(options: argparse.Namespace) -> int:
     """
     try:
         run = plan(options)
-    except (ValueError, OSError) as err:
+    except (UsageError, ValueError, OSError) as err:
         print(f"torchere bench: {plainly(err)}", file=sys.stderr)
         return 1
     shows_bar = sys.stderr.isatty()
@@ -98,20 +93,25 @@ def plan(options: argparse.Namespace) -> Run:
     """Create the load test that the arguments describe.
 
     Raises:
-        ValueError: the address or a header is malformed.
-        OSError: the body can't be read.
+        UsageError, ValueError: the address, a header or the JSON is malformed, or a file holds no key.
+        OSError: a file can't be read.
     """
-    target = Target.parse(f"{options.url.rstrip('/')}/predictions/{quote(options.model)}")
-    body = options.body.read_bytes() if options.body else b""
-    return Run(
-        target, request_bytes(target, body, _headers(options.header)), options.clients, options.seconds
-    )
+    address = options.address or REST_ADDRESS
+    target = Target.parse(f"{address.rstrip('/')}/predictions/{quote(options.model)}")
+    content_type, body = body_of(options)
+    headers = {"Content-Type": content_type} if content_type else {}
+    given = headers_of(options.header)
+    headers = {name: value for name, value in headers.items() if name.lower() not in map(str.lower, given)}
+    if all(name.lower() != "authorization" for name in given) and (key := key_of(options, address)):
+        headers["Authorization"] = f"Bearer {key.key}"
+    request = request_bytes(target, body, {**headers, **given})
+    return Run(target, request, options.clients, options.seconds, options.timeout)
 
 
 async def measure(run: Run, tally: Tally, *, show: bool) -> float:
     """Run all clients and fill `tally`; return the seconds until the last response.
 
-    Requests that have no response five minutes after the end count as lost.
+    Requests that have no response `timeout_s` after the end count as lost.
     """
     started_s = time.perf_counter()
     stop_s = started_s + run.seconds
@@ -119,7 +119,7 @@ async def measure(run: Run, tally: Tally, *, show: bool) -> float:
     ticker = asyncio.ensure_future(_show_progress(run.seconds, tally)) if show else None
     try:
         ended, late = await asyncio.wait(
-            clients, timeout=run.seconds + _LAST_ANSWERS_S, return_when=asyncio.FIRST_EXCEPTION
+            clients, timeout=run.seconds + run.timeout_s, return_when=asyncio.FIRST_EXCEPTION
         )
         for client in ended:
             client.result()
@@ -150,16 +150,6 @@ async def _show_progress(seconds: float, tally: Tally) -> None:
     while True:
         print(progress(time.perf_counter() - started_s, seconds, tally), end="", file=sys.stderr, flush=True)
         await asyncio.sleep(_REFRESH_S)
-
-
-def _headers(lines: list[str]) -> dict[str, str]:
-    headers = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon or not name.strip():
-            raise ValueError(f"the header is {line!r}; expected 'Name: value'")
-        headers[name.strip()] = value.strip()
-    return headers
 
 
 def _count(text: str) -> int:

@@ -7,52 +7,58 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchere.archiver.errors import plainly
+from torchere.client.key_file import FoundKey
+from torchere.serving.commands.calling import (
+    NPY_TYPE,
+    REST_ADDRESS,
+    UsageError,
+    about_key,
+    add_body_arguments,
+    add_server_arguments,
+    body_of,
+    headers_of,
+    key_of,
+    parsed,
+)
 
 if TYPE_CHECKING:
-    from torchere.client import Tensor
+    from torchere.client import Client, Tensor
     from torchere.client.management import TensorMetadata
+    from torchere.serving.commands.predict_grpc import Connection
 
 DESCRIPTION = (
     "Send one request to a running server, over REST or gRPC, and print the answer.\n"
     "Status 1: the server answered with an error, or not at all; 2: there is nothing to send."
 )
-REST_ADDRESS = "http://127.0.0.1:8080"
 GRPC_ADDRESS = "127.0.0.1:7070"
-_LONGEST_S = 86_400.0  # maximum that the server accepts
-NPY_TYPE = "application/x-npy"
 _UNNAMED = "input"  # name of the single input if the model's metadata declares none
-
-
-class UsageError(Exception):
-    """The arguments do not describe a valid request; the message has the reason."""
 
 
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere predict` to `parser`."""
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="name of the model, or name/version")
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--json", metavar="TEXT", help="JSON to send; with --v2, arrays by input name")
-    given.add_argument("--image", type=Path, metavar="FILE", help="a picture to send")
-    given.add_argument("--file", type=Path, metavar="FILE", help="a file to send as it is")
+    add_server_arguments(
+        parser,
+        f"default: {REST_ADDRESS}, with --grpc {GRPC_ADDRESS}; https://host:port for TLS, with either",
+    )
+    given = add_body_arguments(parser, required=True)
     given.add_argument(
         "--npy", action="append", metavar="[NAME=]FILE", help="a NumPy array; with --v2 once for each input"
     )
-    add("--content-type", metavar="TYPE", help="of --file or --image (default: by the file's name)")
-    add(
-        "--address",
-        metavar="ADDRESS",
-        help=f"default: {REST_ADDRESS}, with --grpc {GRPC_ADDRESS}; https://host:port for TLS, with either",
+    given.add_argument(
+        "--zeros",
+        action="append",
+        metavar="[NAME=]SHAPE",
+        help="zeros of a shape such as 1x3x224x224, by the Open Inference Protocol; once for each input",
     )
-    add("--token", metavar="KEY", help="the inference key of the server, as in its key_file.json")
-    add("--timeout", type=float, default=60.0, metavar="S", help="seconds (default: %(default)g)")
-    add("--v2", action="store_true", help="use the Open Inference Protocol, with --json or --npy")
+    add = parser.add_argument
+    add("--v2", action="store_true", help="use the Open Inference Protocol, with --json, --npy or --zeros")
     add("--grpc", action="store_true", help="use gRPC instead of REST")
 
 
@@ -62,18 +68,20 @@ def run_predict(options: argparse.Namespace) -> int:
     The status is 1 for an error response or no response, and 2 if no request could be sent.
     """
     try:
-        from torchere.client import ClientError  # noqa: PLC0415 - not needed for --help
+        from torchere.client import Client, ClientError, Unauthorized  # noqa: F401, PLC0415 - httpx
     except ModuleNotFoundError as err:
         if err.name != "httpx":
             raise
         print("torchere predict needs httpx: pip install 'torchere[client]'", file=sys.stderr)
         return 1
+    found = None
     try:
-        if not 0 < options.timeout <= _LONGEST_S:
-            raise UsageError(f"found --timeout {options.timeout:g}, expected seconds above 0, a day at most")
-        said = _infer(options) if options.v2 else _predict(options)
+        found = key_of(options, _address(options))
+        said = _infer(options, found) if options.v2 or options.zeros else _predict(options, found)
     except ClientError as err:
         print(err, file=sys.stderr)
+        if isinstance(err, Unauthorized) or getattr(err, "kind", "") == "PERMISSION_DENIED":  # over gRPC
+            print(f"torchere predict: {about_key(found)}", file=sys.stderr)
         return 1
     except (UsageError, OSError, EOFError, ValueError, TypeError) as err:
         print(f"torchere predict: {plainly(err)}", file=sys.stderr)
@@ -82,35 +90,43 @@ def run_predict(options: argparse.Namespace) -> int:
     return 0
 
 
-def _predict(options: argparse.Namespace) -> str:
+def _predict(options: argparse.Namespace, found: FoundKey | None) -> str:
     content_type, body = _body(options)
     model, version = _named(options.model)
     if options.grpc:
-        from torchere.serving.commands import predict_grpc  # noqa: PLC0415 - imports grpc
-
-        with predict_grpc.Connection(_address(options), options.token, options.timeout) as connection:
+        with _grpc(options, found) as connection:
             return body_text(connection.predict(model, version, body), "")
-    from torchere.client import Client  # noqa: PLC0415
-
-    with Client(_address(options), token=options.token, timeout_s=options.timeout) as client:
+    with _rest(options, found) as client:
         answer = client.predict(model, body, version=version, content_type=content_type)
         return body_text(answer.body, answer.headers.get("content-type", ""))
 
 
-def _infer(options: argparse.Namespace) -> str:
+def _infer(options: argparse.Namespace, found: FoundKey | None) -> str:
     model, version = _named(options.model)
     arrays = _arrays(options)
     if options.grpc:
-        from torchere.serving.commands import predict_grpc  # noqa: PLC0415 - imports grpc
-
-        with predict_grpc.Connection(_address(options), options.token, options.timeout) as connection:
+        with _grpc(options, found) as connection:
             inputs = _tensors(arrays, connection.inputs(model, version))
             return tensors_text(connection.infer(model, version, inputs))
-    from torchere.client import Client  # noqa: PLC0415
-
-    with Client(_address(options), token=options.token, timeout_s=options.timeout) as client:
+    with _rest(options, found) as client:
         inputs = _tensors(arrays, client.model_metadata(model, version).inputs)
         return tensors_text(client.infer(model, inputs, version=version).tensors)
+
+
+def _rest(options: argparse.Namespace, found: FoundKey | None) -> Client:
+    from torchere.client import Client  # noqa: PLC0415 - imports httpx
+
+    key = found.key if found else ""
+    headers = headers_of(options.header)
+    return Client(_address(options), token=key, timeout_s=options.timeout, headers=headers)
+
+
+def _grpc(options: argparse.Namespace, found: FoundKey | None) -> Connection:
+    from torchere.serving.commands.predict_grpc import Connection  # noqa: PLC0415 - imports grpc
+
+    if options.header:
+        raise UsageError("--header is for REST; leave it or --grpc out")
+    return Connection(_address(options), found.key if found else None, options.timeout)
 
 
 def _named(text: str) -> tuple[str, str | None]:
@@ -125,28 +141,30 @@ def _address(options: argparse.Namespace) -> str:
 
 
 def _body(options: argparse.Namespace) -> tuple[str, bytes]:
-    from torchere.client.predictions import encode_data  # noqa: PLC0415
-
-    if options.json is not None:
-        return "application/json", json.dumps(_parsed(options.json)).encode()
-    if options.npy:
-        if len(options.npy) > 1 or "=" in options.npy[0]:
-            raise UsageError("several or named arrays need --v2")
-        return NPY_TYPE, Path(options.npy[0]).read_bytes()
-    content_type, body = encode_data(options.image or options.file)
-    return options.content_type or content_type, body
+    if not options.npy:
+        return body_of(options)
+    if len(options.npy) > 1 or "=" in options.npy[0]:
+        raise UsageError("several or named arrays need --v2")
+    return NPY_TYPE, Path(options.npy[0]).read_bytes()
 
 
 def _arrays(options: argparse.Namespace) -> dict[str, Any]:
     """Return the input arrays in the arguments by input name; "" is the name of an unnamed input."""
     if options.json is not None:
-        value = _parsed(options.json)
+        value = parsed(options.json)
         return value if isinstance(value, dict) else {"": value}
-    if not options.npy:
-        raise UsageError("--v2 sends arrays; expected --json or --npy")
+    if not options.npy and not options.zeros:
+        raise UsageError("--v2 sends arrays; expected --json, --npy or --zeros")
     import numpy as np  # noqa: PLC0415 - takes a tenth of a second
 
-    arrays = {}
+    arrays: dict[str, Any] = {}
+    for text in options.zeros or ():
+        name, _, shape = text.rpartition("=")
+        if not re.fullmatch(r"[0-9]+(x[0-9]+)*", shape):
+            raise UsageError(f"--zeros {text}: found {shape!r}, expected a shape such as 1x3x224x224")
+        arrays[name] = np.zeros([int(size) for size in shape.split("x")])
+    if options.zeros:
+        return arrays
     for text in options.npy:
         name, separator, file = text.rpartition("=")
         try:
@@ -173,13 +191,6 @@ def _tensors(arrays: dict[str, Any], known: tuple[TensorMetadata, ...]) -> list[
     except (TypeError, ValueError) as err:
         wanted = ", ".join(f"{one.name} {one.datatype}" for one in known)
         raise UsageError(f"no arrays for the model's inputs ({wanted}): {err}") from err
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as err:
-        raise UsageError(f"--json is no JSON: {err}") from err
 
 
 _MOST_ROWS = 100  # rows of a table; a longer result is printed as JSON

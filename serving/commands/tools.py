@@ -133,7 +133,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     from torchere.serving.commands.bench import add_bench_arguments, run_bench
 
     text = "Load-test a model on a running server and print throughput, latencies and errors."
-    described(parser, text, "torchere bench mlp --clients 32 --seconds 5 --body input.json")
+    described(parser, text, "torchere bench mlp --clients 32 --seconds 5 --file input.json")
     add_bench_arguments(parser)
     parser.set_defaults(run=run_bench)
 

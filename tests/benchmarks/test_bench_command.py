@@ -50,6 +50,17 @@ class Garbage(Model):
         self.close_connection = True
 
 
+class Keyed(Model):
+    """Notes the key and the content type of each request, in the place of its path and its note."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.seen.append((str(self.headers["Authorization"]), body, self.headers["Content-Type"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
 @contextmanager
 def running(kind: type[Model]) -> Iterator[tuple[str, list[tuple[str, bytes, str | None]]]]:
     handler = type("Handler", (kind,), {"seen": []})
@@ -65,13 +76,13 @@ def running(kind: type[Model]) -> Iterator[tuple[str, list[tuple[str, bytes, str
 
 
 def bench(url: str, model: str, *arguments: str) -> int:
-    return main(["bench", model, "--url", url, "--seconds", "0.3", "--clients", "2", *arguments])
+    return main(["bench", model, "--address", url, "--seconds", "0.3", "--clients", "2", *arguments])
 
 
 def test_it_sends_the_body_and_headers_and_prints_rate_and_latencies(capsys, tmp_path: Path):
     (tmp_path / "body").write_bytes(b"\x00payload")
     with running(Model) as (url, seen):
-        assert bench(url, "echo", "--body", str(tmp_path / "body"), "--header", "X-Note: a note") == 0
+        assert bench(url, "echo", "--file", str(tmp_path / "body"), "--header", "X-Note: a note") == 0
     printed = capsys.readouterr()
     rate, latencies = printed.out.splitlines()
     assert float(rate.split()[0]) > 0
@@ -80,6 +91,25 @@ def test_it_sends_the_body_and_headers_and_prints_rate_and_latencies(capsys, tmp
     assert set(seen) == {("/predictions/echo", b"\x00payload", "a note")}
     # No progress bar where there is no terminal: one line that says what to wait for.
     assert printed.err == f"2 clients for 0.3 s: {url}/predictions/echo\n"
+
+
+def test_the_key_is_found_as_by_predict_and_stands_on_no_command_line(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHERE_TOKEN", raising=False)
+    with running(Keyed) as (url, seen):
+        bench(url, "m", "--json", "[1]")
+        assert seen[-1] == ("None", b"[1]", "application/json")
+        Path("key_file.json").write_text('{"inference": {"key": "of-the-file"}}')
+        bench(url, "m", "--text", "hello")
+        assert seen[-1] == ("Bearer of-the-file", b"hello", "text/plain; charset=utf-8")
+        Path("own").write_text("own")
+        bench(url, "m", "--token-file", "own", "--json", "[1]", "--header", "content-type: x/y")
+        assert seen[-1] == ("Bearer own", b"[1]", "x/y")
+        monkeypatch.setenv("TORCHERE_TOKEN", "of-the-variable")
+        bench(url, "m")
+        assert seen[-1] == ("Bearer of-the-variable", b"", None)
 
 
 def test_error_statuses_are_counted_and_the_exit_status_tells(capsys):
@@ -103,16 +133,15 @@ def test_answers_that_are_not_http_are_lost_connections(capsys):
     assert "no answer (connection lost): the answer is not HTTP: " in capsys.readouterr().out
 
 
-def test_what_has_no_answer_long_after_the_end_is_lost(capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torchere.serving.commands.bench._LAST_ANSWERS_S", 0.1)
+def test_what_has_no_answer_long_after_the_end_is_lost(capsys):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert bench(f"http://127.0.0.1:{silent.getsockname()[1]}", "echo") == 1
+        assert bench(f"http://127.0.0.1:{silent.getsockname()[1]}", "echo", "--timeout", "0.1") == 1
     assert "2 x no answer (connection lost): given up" in capsys.readouterr().out
 
 
 def test_ctrl_c_prints_what_was_measured_until_then():
     with running(Model) as (url, seen):
-        arguments = ("bench", "echo", "--url", url, "--seconds", "600")
+        arguments = ("bench", "echo", "--address", url, "--seconds", "600")
         command = [sys.executable, "-m", "torchere.serving", *arguments]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while not seen:
@@ -138,11 +167,11 @@ def test_a_server_that_is_not_there_is_lost_connections(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--url", "localhost:8080"], "expected http://host:port"),
-        (["--url", "http://[::1"], "the address is 'http://[::1/predictions/echo'; expected"),
-        (["--url", "http://h:99999"], "the address is 'http://h:99999/predictions/echo'; expected"),
+        (["--address", "localhost:8080"], "expected http://host:port"),
+        (["--address", "http://[::1"], "the address is 'http://[::1/predictions/echo'; expected"),
+        (["--address", "http://h:99999"], "the address is 'http://h:99999/predictions/echo'; expected"),
         (["--header", "no colon"], "expected 'Name: value'"),
-        (["--body", "/no/such/file"], "torchere bench: /no/such/file: No such file or directory\n"),
+        (["--file", "/no/such/file"], "torchere bench: /no/such/file: No such file or directory\n"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_in_words(capsys, arguments: list[str], said: str):

@@ -394,7 +394,7 @@ def test_a_senseless_time_out_is_refused(call: Caller) -> None:
         call(Server(ok()), lambda client: client.predict("net", timeout_s=0))
 
 
-@pytest.mark.parametrize("token", ["s3cret\n", "s3cret ", " s3cret", "s3cret s3cret", "s3crét", ""])
+@pytest.mark.parametrize("token", ["s3cret\n", "s3cret ", " s3cret", "s3cret s3cret", "s3crét"])
 def test_a_token_that_no_header_carries_is_refused_and_kept_secret(token: str) -> None:
     with pytest.raises(ValueError, match="the token holds a line break") as caught:
         Client(token=token)

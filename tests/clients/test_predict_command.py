@@ -96,10 +96,12 @@ def test_no_server_is_status_1(capsys: pytest.CaptureFixture[str], protocol) -> 
         (("--json", "{"), "--json is no JSON"),
         (("--file", "/does/not/exist"), "torchere predict: /does/not/exist: No such file or directory"),
         (("--npy", "a=x.npy"), "need --v2"),
-        (("--v2", "--file", "x"), "expected --json or --npy"),
-        (("--json", "1", "--timeout", "-1"), "expected seconds above 0"),
-        (("--json", "1", "--timeout", "inf", "--grpc"), "expected seconds above 0"),
-        (("--json", "1", "--token", "a\n", "--grpc"), "the token holds a line break"),
+        (("--v2", "--file", "x"), "expected --json, --npy or --zeros"),
+        (("--zeros", "a=1,2"), "expected a shape such as 1x3x224x224"),
+        (("--json", "1", "--header", "x"), "expected 'Name: value'"),
+        (("--json", "1", "--header", "x: y", "--grpc"), "--header is for REST"),
+        (("--json", "1", "--token-file", os.devnull), f"{os.devnull}: no key found"),
+        (("--json", "1", "--token-file", "/does/not/exist"), "/does/not/exist: No such file"),
         (("--v2", "--npy", os.devnull), f"--npy {os.devnull}: no .npy file"),
     ],
 )
@@ -137,3 +139,17 @@ def test_a_file_of_several_arrays_or_of_something_else_is_refused(predict, tmp_p
     status, said, error = predict("identity_FP32", "--v2", "--npy", str(path))
     assert (status, said) == (2, "")
     assert f"--npy {path}: no .npy file" in error
+
+
+@pytest.mark.parametrize("protocol", [(), ("--grpc",)])
+def test_zeros_of_a_shape_need_no_file(predict, protocol) -> None:
+    status, said, _ = predict("identity_UINT8", "--zeros", "1x4", *protocol)
+    assert (status, said) == (0, "y  UINT8 [1, 4]\n[[0 0 0 0]]\n")
+
+
+@pytest.mark.parametrize("timeout", ["-1", "inf", "soon"])
+def test_a_time_limit_that_is_none_is_a_wrong_usage(timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["predict", "two", "--json", "1", "--timeout", timeout])
+    assert ended.value.code == 2
+    assert "expected seconds above 0" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""Finds the key for a server: in the environment, or in the `key_file.json` that a server has written."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+KEY_FILE = Path("key_file.json")
+Role = Literal["inference", "management"]
+VARIABLES: dict[Role, str] = {"inference": "TORCHERE_TOKEN", "management": "TORCHERE_MANAGEMENT_TOKEN"}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundKey:
+    """A key, and where it was found."""
+
+    key: str = field(repr=False)
+    source: str
+    expires: str = ""  # in UTC, as the file has it; "": never, or not known
+
+
+def find_key(
+    address: str, role: Role = "inference", environ: Mapping[str, str] = os.environ
+) -> FoundKey | None:
+    """Return the key for the server at `address`; None if there is none.
+
+    The environment variable of the role counts first. A key file in the current folder is for servers of this
+    machine: its key is sent to loopback addresses only.
+
+    Raises:
+        ValueError: the file exists and holds no such key.
+    """
+    variable = VARIABLES[role]
+    if environ.get(variable):
+        return FoundKey(environ[variable], variable)
+    return read_key(KEY_FILE, role) if _is_loopback(address) and KEY_FILE.is_file() else None
+
+
+def read_key(path: Path, role: Role = "inference") -> FoundKey:
+    """Return the key in a file: one that a server wrote, or one that holds nothing but the key.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it holds no such key.
+    """
+    text = path.read_text(encoding="utf-8").strip()
+    if text and text[0] not in "{[" and len(text.split()) == 1:
+        return FoundKey(text, str(path))
+    try:
+        entry = json.loads(text)[role]
+        return FoundKey(str(entry["key"]), str(path.absolute()), str(entry.get("expiration time", "")))
+    except (ValueError, LookupError, TypeError, AttributeError) as err:
+        raise ValueError(
+            f'{path}: no key found; expected one word, or {{"{role}": {{"key": "KEY"}}}} as servers write it'
+        ) from err
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition("://")[2].partition("/")[0].rpartition("@")[2]
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,128 @@
+"""The options of `torchere predict` and `torchere bench`: which server is called, with which key and body."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mimetypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchere.client.key_file import VARIABLES, FoundKey, find_key, read_key
+
+REST_ADDRESS = "http://127.0.0.1:8080"
+JSON_TYPE = "application/json"
+NPY_TYPE = "application/x-npy"
+_OCTETS = "application/octet-stream"
+_LONGEST_S = 86_400.0  # maximum that the server accepts
+
+
+class UsageError(Exception):
+    """The arguments do not describe a valid request; the message has the reason."""
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, address: str = f"default: {REST_ADDRESS}") -> None:
+    """Add the model, the address, the key, the time limit and the headers of a request."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="name of the model, or name/version")
+    add("--address", metavar="ADDRESS", help=address)
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="key_file.json of the server, or a file with its inference key alone (default: the "
+        f"{VARIABLES['inference']} environment variable, or ./key_file.json for a server on this machine)",
+    )
+    add("--timeout", type=_timeout, default=60.0, metavar="S", help="seconds (default: %(default)g)")
+    add(
+        "--header",
+        action="append",
+        default=[],
+        metavar="'NAME: VALUE'",
+        help="HTTP header to send; may be repeated",
+    )
+    add("--content-type", metavar="TYPE", help="of --file or --image (default: by the file's name)")
+
+
+def add_body_arguments(
+    parser: argparse.ArgumentParser, *, required: bool
+) -> argparse._MutuallyExclusiveGroup:
+    """Add the ways to give the body of a request, and return their group."""
+    given = parser.add_mutually_exclusive_group(required=required)
+    given.add_argument("--json", metavar="TEXT", help="JSON to send; with --v2, arrays by input name")
+    given.add_argument("--text", metavar="TEXT", help="a text to send")
+    given.add_argument("--image", type=Path, metavar="FILE", help="a picture to send")
+    given.add_argument("--file", type=Path, metavar="FILE", help="a file to send as it is")
+    return given
+
+
+def body_of(options: argparse.Namespace) -> tuple[str, bytes]:
+    """Return the content type and the bytes of the body; both are empty if none is given.
+
+    Raises:
+        UsageError: the JSON is malformed.
+        OSError: a file can't be read.
+    """
+    if options.json is not None:
+        return JSON_TYPE, json.dumps(parsed(options.json)).encode()
+    if options.text is not None:
+        return "text/plain; charset=utf-8", options.text.encode()
+    file = options.image or options.file
+    if file is None:
+        return "", b""
+    guessed = mimetypes.guess_type(file.name)[0] or _OCTETS
+    return options.content_type or guessed, file.read_bytes()
+
+
+def headers_of(lines: Sequence[str]) -> dict[str, str]:
+    """Return the headers of lines as `NAME: VALUE`.
+
+    Raises:
+        UsageError: a line has no name or no colon.
+    """
+    headers = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise UsageError(f"the header is {line!r}; expected 'Name: value'")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def key_of(options: argparse.Namespace, address: str) -> FoundKey | None:
+    """Return the key to send, None if there is none.
+
+    Raises:
+        OSError, ValueError: the file can't be read, or holds no key.
+    """
+    return read_key(options.token_file) if options.token_file else find_key(address)
+
+
+def about_key(found: FoundKey | None) -> str:
+    """Return the advice for a key that was refused: which one was sent, and what to do."""
+    if found is None:
+        return (
+            "no key was sent: run this in the folder of the server's key_file.json, name that file by "
+            f"--token-file, or set {VARIABLES['inference']}"
+        )
+    expires = f", which expires at {found.expires}" if found.expires else ""
+    return f"the key was that of {found.source}{expires}"
+
+
+def parsed(text: str) -> Any:
+    """Return the value of `--json`; raise UsageError if it is malformed."""
+    try:
+        return json.loads(text)
+    except ValueError as err:
+        raise UsageError(f"--json is no JSON: {err}") from err
+
+
+def _timeout(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected seconds above 0, a day at most")
+    return seconds

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchere.client import AsyncClient, Client
+from torchere.client.key_file import find_key, read_key
+
+KEYS = {
+    "management": {"key": "m1", "expiration time": "2030-01-01T00:00:00.0Z"},
+    "inference": {"key": "i1", "expiration time": "2030-01-01T00:00:00.0Z"},
+    "API": {"key": "a1"},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("TORCHERE_TOKEN", "TORCHERE_MANAGEMENT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:8080", "https://localhost", "[::1]:7070", "127.0.0.1:1"]
+)
+def test_a_key_file_in_the_current_folder_is_for_servers_of_this_machine(folder: Path, address: str) -> None:
+    assert find_key(address, environ={}) is None
+    (folder / "key_file.json").write_text(json.dumps(KEYS))
+    found = find_key(address, environ={})
+    assert found is not None
+    assert (found.key, found.source) == ("i1", str(folder / "key_file.json"))
+    assert found.expires == "2030-01-01T00:00:00.0Z"
+    assert "i1" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://example.com", "10.0.0.1:7070", "http://127.0.0.1.example.com", "http://a@b"]
+)
+def test_no_other_server_gets_its_keys(folder: Path, address: str) -> None:
+    (folder / "key_file.json").write_text(json.dumps(KEYS))
+    assert find_key(address, environ={}) is None
+
+
+def test_the_variable_of_the_role_counts_first(folder: Path) -> None:
+    (folder / "key_file.json").write_text(json.dumps(KEYS))
+    environ = {"TORCHERE_TOKEN": "t"}
+    inference, management = (
+        find_key("http://127.0.0.1", role, environ) for role in ("inference", "management")
+    )
+    assert inference is not None and management is not None
+    assert (inference.key, inference.source, management.key) == ("t", "TORCHERE_TOKEN", "m1")
+    assert find_key("http://example.com", environ=environ) == inference
+
+
+def test_a_file_may_hold_the_key_alone(folder: Path) -> None:
+    (folder / "key").write_text("word\n")
+    assert read_key(folder / "key").key == "word"
+
+
+@pytest.mark.parametrize("text", ["", "two words", "{", "{}", '{"inference": 1}', "[]", '{"inference": {}}'])
+def test_a_file_without_a_key_is_named(folder: Path, text: str) -> None:
+    (folder / "key").write_text(text)
+    with pytest.raises(ValueError, match="key: no key found; expected one word, or "):
+        read_key(folder / "key")
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_clients_find_both_keys_and_send_none_if_told(folder: Path, kind: type[Client]) -> None:
+    (folder / "key_file.json").write_text(json.dumps(KEYS))
+    settings = kind()._transport._settings
+    assert (settings.token, settings.management_token) == ("i1", "m1")
+    settings = kind("http://example.com", token="k", management_token="")._transport._settings
+    assert (settings.token, settings.management_token) == ("k", None)
