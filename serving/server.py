@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import importlib.util
 import logging
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
@@ -33,10 +36,12 @@ from torchere.serving.frontend.rest.app import listener_of, listeners
 from torchere.serving.frontend.rest.listener import DeferredApp, build_after
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders, Services, budgets_of
+from torchere.serving.frontend.summary import Caller, started_models, summary
 from torchere.serving.io.addresses import refuse_taken, said_plainly
 from torchere.serving.logs.access_lines import access_log
 from torchere.serving.logs.audit import audit_log
-from torchere.serving.logs.lines import lost_lines, say
+from torchere.serving.logs.console import ConsoleFormatter, shortened
+from torchere.serving.logs.lines import AT_START, formatter, lost_lines, say
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.process.signals import ending_signals
 from torchere.serving.registry.registry import Registry
@@ -183,6 +188,30 @@ class Server:
         if isinstance(self._keys, KeyRing):
             self._keys.close()
 
+    async def tell_models(self, endpoints: Endpoints) -> None:
+        """Once the models of the start have settled, say which work, and how to call each."""
+        versions = list(self._registry.versions())
+        await asyncio.gather(*(version.settled.wait() for version in versions))
+        caller = Caller(_own_command(), endpoints.rest["inference"], self._settings)
+        models = started_models(
+            versions,
+            self._registry.missing(),
+            lambda key: self._dataplane.facts(key.name, key.version),
+            caller,
+        )
+        style = formatter()
+        if not isinstance(style, ConsoleFormatter):
+            for model in models:
+                if model.line:
+                    logger.info("To call %s: %s", model.name, model.line)
+            return
+        grpc = {api: address.authority for api, address in endpoints.grpc.items()}
+        addresses = {api: (str(address), grpc.get(api, "")) for api, address in endpoints.rest.items()}
+        keys = _about_keys(self._settings)
+        for line in summary(models, addresses, keys, style.warnings, style.paint):
+            say(shortened(line))
+        style.is_started = True
+
     def ledger(self) -> tuple[int, int]:
         """Return the number of accepted predictions so far, and the number of answered ones."""
         return self._dataplane.accepted, self._dataplane.answered
@@ -207,9 +236,11 @@ async def run(settings: ServerSettings, fork_server: Spawned | None = None) -> i
         logger.info("stopped before the start was over")
         return 0
     _announce(endpoints, settings)
+    telling = asyncio.create_task(server.tell_models(endpoints))
     gc.freeze()  # torch's hundreds of thousands of objects live until exit: exclude them from collection
     gc.enable()  # may have been disabled until here: see `commands/serve.py`
     await stop.wait()
+    telling.cancel()
     await server.stop()
     logger.info("stopped: %d predictions accepted, %d answered", *server.ledger())
     return 0
@@ -270,17 +301,35 @@ def _on_signal(number: int, stop: asyncio.Event) -> None:
 
 def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:
     for api, address in endpoints.rest.items():
-        logger.info("%s API: %s", api.capitalize(), address)
+        logger.info("%s API: %s", api.capitalize(), address, extra=AT_START)
     for api, address in endpoints.grpc.items():
-        logger.info("%s gRPC: %s", api.capitalize(), address.authority)
+        logger.info("%s gRPC: %s", api.capitalize(), address.authority, extra=AT_START)
     if settings.client_ca_file is not None:
         logger.info("Client certificates are accepted: of the CAs in %s", settings.client_ca_file.absolute())
     if settings.token_auth_enabled:
         logger.info(
             "Token authorization is enforced. The keys are in %s; switch it off with --disable-token-auth",
             (settings.token_keys_file or settings.key_file).absolute(),
+            extra=AT_START,
         )
     say(STARTED_LINE)
+
+
+def _own_command() -> str | None:
+    """Return how `torchere` is run here; None if `torchere predict` has no HTTP library."""
+    if importlib.util.find_spec("httpx") is None:
+        return None
+    beside = Path(sys.executable).with_name("torchere")
+    found = shutil.which("torchere")
+    return "torchere" if found and Path(found).parent == beside.parent else str(beside)
+
+
+def _about_keys(settings: ServerSettings) -> str:
+    if not settings.token_auth_enabled:
+        return "off: clients need a certificate" if settings.client_ca_file else "off: no client needs one"
+    if settings.token_keys_file is not None:
+        return str(settings.token_keys_file.absolute())
+    return f"{settings.key_file.absolute()} (good for {settings.token_expiration_min:g} min)"
 
 
 def _refuse_open_management(settings: ServerSettings) -> None:

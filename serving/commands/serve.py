@@ -22,7 +22,8 @@ from torchere.serving.commands.serve_options import (
     refuse_packing_options,
 )
 from torchere.serving.commands.texts import explained
-from torchere.serving.logs.lines import LEVELS
+from torchere.serving.logs.access_lines import LineFormatter
+from torchere.serving.logs.lines import AT_START, LEVELS
 from torchere.serving.logs.lines import configure as configure_logging
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-format",
         choices=LOG_FORMATS,
-        help=f"default: the {LOG_FORMAT_VARIABLE} environment variable, or auto: text on a terminal, "
-        "JSON lines otherwise; torchserve: TorchServe's console format, with metrics if metrics_mode=log",
+        help=f"default: the {LOG_FORMAT_VARIABLE} environment variable, or auto: console on a terminal, "
+        "JSON lines otherwise; console: a summary and short lines; torchserve: TorchServe's console format, "
+        "with metrics if metrics_mode=log",
     )
     parser.add_argument("--process-name", help=argparse.SUPPRESS)  # only marks the command line
     parser.add_argument(OLD_DEFAULTS, action="store_true", help=argparse.SUPPRESS)
@@ -90,11 +92,12 @@ def _serve(options: argparse.Namespace) -> int:
 def _planned_and_served(options: argparse.Namespace) -> int:
     plan = plan_from(options, os.environ)
     wanted = options.log_format or log_format(os.environ)
-    as_json = not sys.stdout.isatty() if wanted == "auto" else wanted == "json"
+    if wanted == "auto":
+        wanted = "console" if sys.stdout.isatty() else "json"
     from torchere.serving.process.allocator import keep_freed_memory  # noqa: PLC0415 - not needed for --help
 
     keep_freed_memory(os.environ)  # before logging starts the first thread
-    _log_as_asked(plan, options, wanted == "torchserve", as_json)
+    _log_as_asked(plan, options, wanted)
     return _prepared_and_served(plan)
 
 
@@ -113,14 +116,18 @@ def _prepared_and_served(plan: Plan) -> int:
             return serve(plan.settings, fork_server)
 
 
-def _log_as_asked(plan: Plan, options: argparse.Namespace, as_torchserve: bool, as_json: bool) -> None:
-    """Configure logging as the options require, and log the sources of the settings."""
-    lines = None
-    if as_torchserve or plan.settings.log_files:
+def _log_as_asked(plan: Plan, options: argparse.Namespace, wanted: str) -> None:
+    """Configure logging in the wanted format, and log the sources of the settings."""
+    lines: LineFormatter | None = None
+    if wanted == "torchserve" or plan.settings.log_files:
         from torchere.serving.logs import files as log_files  # noqa: PLC0415 - rarely needed
 
-        lines = log_files.Log4jFormatter() if as_torchserve else None
-    configure_logging(options.log_level, as_json, sys.stdout, lines=lines)
+        lines = log_files.Log4jFormatter() if wanted == "torchserve" else None
+    if wanted == "console":
+        from torchere.serving.logs.console import ConsoleFormatter, wants_color  # noqa: PLC0415 - for people
+
+        lines = ConsoleFormatter(color=wants_color(os.environ, sys.stdout.isatty()))
+    configure_logging(options.log_level, wanted == "json", sys.stdout, lines=lines)
     if plan.settings.log_files:
         log_files.add_log_files(plan.log_directory)
     _log_account(plan, options)
@@ -128,7 +135,7 @@ def _log_as_asked(plan: Plan, options: argparse.Namespace, as_torchserve: bool, 
 
 def _log_account(plan: Plan, options: argparse.Namespace) -> None:
     origin = plan.config_file or "no configuration file"
-    logger.info("Config file: %s", origin)
+    logger.info("Config file: %s", origin, extra=AT_START)
     for finding in plan.configuration.of_level("warning"):
         logger.warning("%s, %s", origin, finding)
     if plan.settings.snapshot_models:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchere.serving.config.server_settings import ServerSettings
 
 DEFAULT_FILE = Path("config.properties")
-LOG_FORMATS = ("auto", "json", "text", "torchserve")
+LOG_FORMATS = ("auto", "console", "json", "text", "torchserve")
 LOG_FORMAT_VARIABLE = "TORCHERE_LOG_FORMAT"
 # Given by `torchserve`, the old name: scrapers of its log files and dashboards rely on TorchServe's defaults.
 OLD_DEFAULTS = "--old-defaults"

@@ -176,6 +176,8 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")  # for characters that the encoding lacks
     handler = _Handler(stream, lines or (JsonFormatter() if json_lines else TextFormatter()))
+    if (shows := getattr(lines, "shows", None)) is not None:
+        handler.addFilter(shows)
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _Handler)]:
         root.removeHandler(old)
@@ -185,6 +187,12 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
     root.setLevel(name)
     # No formatter here uses these fields, so logging need not collect them (logging HOWTO, "Optimization").
     logging.logProcesses = logging.logMultiprocessing = False
+
+
+def formatter() -> logging.Formatter | None:
+    """Return the formatter of the stream that `configure` has set up; None before."""
+    ours = (handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
+    return next((handler.formatter for handler in ours), None)
 
 
 def say(line: str) -> None:
@@ -259,6 +267,7 @@ OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime",
 """The attributes of a log record. `taskName` came with Python 3.12."""
 
 _HIDDEN_PREFIX = "_"  # extras for other handlers
+AT_START = {"_at_start": True}  # extra of records whose text the summary of a start repeats
 
 
 def extras_of(record: logging.LogRecord) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from torchere.serving.errors import LoadFailed, Unavailable
+from torchere.serving.logs.lines import AT_START
 from torchere.serving.registry.version import Step, Version, VersionState, VersionView, next_step
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Reconciler:
 
     async def _load(self, version: Version) -> None:
         version.enter(VersionState.LOADING)
-        logger.info("loading %s with %d executors", version.key, version.target)
+        logger.info("loading %s with %d executors", version.key, version.target, extra=AT_START)
         given_up = not await self._bring_up(version)
         if version.failure is not None:
             await self._fail(version, version.failure)
@@ -73,7 +74,7 @@ class Reconciler:
             return
         version.enter(VersionState.READY)
         version.batcher.pump()
-        logger.info("%s is ready", version.key)
+        logger.info("%s is ready", version.key, extra=AT_START)
 
     async def _bring_up(self, version: Version) -> bool:
         """Load and warm up the target number of executors; an error is stored in `failure`.

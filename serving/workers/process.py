@@ -462,6 +462,7 @@ def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
     lines = WorkerFormatter(origin)
     to_server.setFormatter(lines)
     logging.basicConfig(level=logging.INFO, handlers=[to_server])
+    logging.captureWarnings(True)  # as records with a level, which are not repeated for each worker
     ts_alias.install()
     return lines
 

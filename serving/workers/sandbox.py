@@ -25,6 +25,7 @@ import msgspec
 
 from torchere.serving.config.server_settings import SandboxSettings, ServerSettings
 from torchere.serving.errors import ServingError
+from torchere.serving.logs.lines import AT_START
 from torchere.serving.process import confinement
 from torchere.serving.process.confinement import DEVICE, FILES_ABI, READ, SCOPES_ABI, WRITE, Kernel
 from torchere.serving.process.signals import die_with_parent
@@ -141,13 +142,15 @@ def announce(server: ServerSettings) -> None:
     kernel = confinement.kernel() if server.sandbox.level == "strict" else None
     sandbox = sandbox_of(server, kernel)
     if sandbox is None:
-        logger.info("worker_sandbox=off: handlers have all rights of the server")
+        logger.info("worker_sandbox=off: handlers have all rights of the server", extra=AT_START)
         return
     if not IS_LINUX:
         logger.warning(
             "worker_sandbox=%s: only limits are in effect, on %s", server.sandbox.level, sys.platform
         )
-    logger.info("worker_sandbox=%s: %s", server.sandbox.level, "; ".join(_parts(sandbox, kernel)))
+    logger.info(
+        "worker_sandbox=%s: %s", server.sandbox.level, "; ".join(_parts(sandbox, kernel)), extra=AT_START
+    )
 
 
 def _parts(sandbox: Sandbox, kernel: Kernel | None) -> Iterator[str]:

@@ -1,7 +1,16 @@
 """TorchServe's console lines, for scripts that read its metrics there."""
 
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import servers
 
 HANDLER = """
 from ts.torch_handler.base_handler import BaseHandler
@@ -41,3 +50,45 @@ def test_the_metrics_are_in_the_console_as_torchserves_benchmark_reads_them(
         values = [scraped(line) for line in lines if metric in line]
         assert len(values) >= (1 if metric == "CPUUtilization" else 3), metric
         assert all(value >= 0 for value in values)
+
+
+def test_on_a_terminal_the_start_ends_with_a_summary_whose_lines_can_be_pasted(
+    store: Path, tmp_path: Path, pack: Callable[..., str]
+) -> None:
+    pack(
+        "echo",
+        {"h.py": "def handle(data, context):\n    return data and [data[0]['body']]\n"},
+        handler="h.py",
+    )
+    pack("bad", {"h.py": "def handle(data, context)\n    return data\n"}, handler="h.py")
+    (tmp_path / "config.properties").write_text(servers.PROPERTIES + "default_workers_per_model=2\n")
+    command = [sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--model-store", str(store)]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*command, "--models", "echo.mar", "bad.mar"],
+        cwd=tmp_path,
+        env={**os.environ, "NO_COLOR": "1"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        seen = ""
+        while "Ctrl+C stops the server" not in seen:
+            seen += os.read(ours, 65536).decode()
+        lines = [line.rstrip() for line in seen.splitlines()]
+        (line,) = [line for line in lines if "torchere predict echo" in line]
+        pasted = subprocess.run(
+            line, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
+        )
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # of a terminal that nothing writes to any more
+            while chunk := os.read(ours, 65536):
+                seen += chunk.decode()
+        os.close(ours)
+    assert (pasted.returncode, pasted.stdout.split()) == (0, ["[", "1,", "2,", "3", "]"]), pasted.stderr
+    assert seen.count("h.py is not valid Python: expected ':' in line 1") == 2  # when it failed, and here
+    assert "failed  bad 1.0" in seen
+    assert "{" not in seen.split("Ctrl+C")[0]  # no JSON
+    assert process.returncode == 0

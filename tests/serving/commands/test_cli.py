@@ -526,7 +526,7 @@ def test_a_log_format_that_is_none_is_refused(
     monkeypatch.setenv("TORCHERE_LOG_FORMAT", "log4j")
     assert cli.main(["serve", "--model-store", str(store)]) == 1
     assert (
-        "TORCHERE_LOG_FORMAT is 'log4j', expected one of auto, json, text, torchserve"
+        "TORCHERE_LOG_FORMAT is 'log4j', expected one of auto, console, json, text, torchserve"
         in capsys.readouterr().out
     )
 

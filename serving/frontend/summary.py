@@ -1,0 +1,233 @@
+"""The summary of a start: the models, the addresses, and a line to paste for each model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchere.archiver.signature import ANY, Signature, TensorSpec
+from torchere.serving.config.server_settings import Address, ServerSettings
+from torchere.serving.frontend.model_facts import TENSOR_HANDLER, ModelFacts
+from torchere.serving.registry.version import Version
+from torchere.serving.types import ModelKey
+
+_DEFAULT = Address("127.0.0.1", 8080)
+_MOST_NUMBERS = 32  # in a line to paste
+_PICTURES = ("image_classifier", "image_segmenter", "object_detector")
+_TEXTS = ("text_classifier", "text_embedding")
+_SOUNDS = ("voice_activity",)
+Paint = Callable[[str, str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """How clients on this machine call the server.
+
+    `command` is that of `torchere`, None if `torchere predict` can't run here (httpx is missing).
+    """
+
+    command: str | None
+    address: Address  # of inference, as it was bound
+    settings: ServerSettings
+
+    def line(self, facts: ModelFacts) -> str:
+        """Return a command that sends a valid request to the model, as far as its input is known."""
+        name = facts.key.name if len(facts.versions) == 1 else f"{facts.key.name}/{facts.key.version}"
+        if self.command is None or self.address.unix_path is not None:
+            return self._curl(name, facts)
+        return " ".join([*self._environment(), self.command, "predict", name, *_body(facts), *self._server()])
+
+    def _environment(self) -> list[str]:
+        settings, words = self.settings, []
+        if settings.token_auth_enabled and settings.token_keys_file is not None:
+            words.append("TORCHERE_TOKEN=KEY")
+        if self.address.tls and settings.certificate_file is not None:
+            words.append(f"SSL_CERT_FILE={shlex.quote(str(settings.certificate_file))}")
+        return words
+
+    def _server(self) -> list[str]:
+        address, settings, words = _reachable(self.address), self.settings, []
+        if address != _DEFAULT:
+            words += ["--address", str(address)]
+        is_elsewhere = settings.key_file.absolute() != Path("key_file.json").absolute()
+        if settings.token_auth_enabled and settings.token_keys_file is None and is_elsewhere:
+            words += ["--token-file", shlex.quote(str(settings.key_file))]
+        return words
+
+    def _curl(self, name: str, facts: ModelFacts) -> str:
+        settings, words = self.settings, ["curl"]
+        if settings.token_auth_enabled:
+            file = shlex.quote(str(settings.key_file))
+            key = f"$(jq -r .inference.key {file})" if settings.token_keys_file is None else "KEY"
+            words.append(f'-H "Authorization: Bearer {key}"')
+        if self.address.tls and settings.certificate_file is not None:
+            words.append(f"--cacert {shlex.quote(str(settings.certificate_file))}")
+        base = str(_reachable(self.address))
+        if self.address.unix_path is not None:
+            words.append(f"--unix-socket {shlex.quote(self.address.unix_path)}")
+            base = "http://localhost"
+        path, body = _curl_body(name, facts)
+        return " ".join([*words, *body, f"{base}{path}"])
+
+
+def _reachable(address: Address) -> Address:
+    """Return an address that a client on this machine can connect to."""
+    any_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    return Address(any_host.get(address.host, address.host), address.port, tls=address.tls)
+
+
+def _body(facts: ModelFacts) -> list[str]:
+    """Return the options of `torchere predict` that give the model an input."""
+    if facts.handler in _PICTURES:
+        return ["--image", "PICTURE.jpg"]
+    if facts.handler in _SOUNDS:
+        return ["--file", "SOUND.wav"]
+    if facts.handler in _TEXTS:
+        return ["--text", "'A sentence.'"]
+    signature = _tensors(facts)
+    if signature is None:
+        return ["--json", "'[1, 2, 3]'"]
+    shapes = {spec.name: _shape(spec) for spec in signature.inputs}
+    if sum(map(math.prod, shapes.values())) > _MOST_NUMBERS:
+        return [
+            word
+            for name, shape in shapes.items()
+            for word in ("--zeros", shlex.quote(f"{name}={'x'.join(map(str, shape))}"))
+        ]
+    values = {spec.name: _nested(_zero(spec), shapes[spec.name]) for spec in signature.inputs}
+    return ["--v2", "--json", shlex.quote(json.dumps(values))]
+
+
+def _curl_body(name: str, facts: ModelFacts) -> tuple[str, list[str]]:
+    """Return the path and the options of curl that give the model an input."""
+    path = f"/predictions/{name}"
+    if facts.handler in (*_PICTURES, *_SOUNDS):
+        return path, ["-T", "PICTURE.jpg" if facts.handler in _PICTURES else "SOUND.wav"]
+    if facts.handler in _TEXTS:
+        return path, ["-d", "'A sentence.'", "-H 'Content-Type: text/plain'"]
+    signature = _tensors(facts)
+    if signature is None:
+        return path, ["--json", "'[1, 2, 3]'"]
+    model = f"/v2/models/{name.replace('/', '/versions/')}"
+    shapes = [_shape(spec) for spec in signature.inputs]
+    if sum(map(math.prod, shapes)) > _MOST_NUMBERS:
+        return model, []  # what it takes
+    inputs = [
+        {"name": spec.name, "shape": shape, "datatype": spec.datatype}
+        | {"data": [_zero(spec)] * math.prod(shape)}
+        for spec, shape in zip(signature.inputs, shapes, strict=True)
+    ]
+    return f"{model}/infer", ["--json", shlex.quote(json.dumps({"inputs": inputs}))]
+
+
+def is_declared(facts: ModelFacts) -> bool:
+    """Whether the input of the model is known: by its handler, or by its signature."""
+    return facts.handler in (*_PICTURES, *_SOUNDS, *_TEXTS) or _tensors(facts) is not None
+
+
+def _tensors(facts: ModelFacts) -> Signature | None:
+    """Return the tensors that requests may hold; None where the handler reads something else, or unknown."""
+    return facts.signature if facts.handler == TENSOR_HANDLER else None
+
+
+def _shape(spec: TensorSpec) -> list[int]:
+    least = {limit.dimension: -(-limit.least // limit.multiple) * limit.multiple for limit in spec.limits}
+    return [max(1, least.get(place, 1)) if size == ANY else size for place, size in enumerate(spec.shape)]
+
+
+def _zero(spec: TensorSpec) -> object:
+    if spec.datatype == "BYTES":
+        return "text"
+    if spec.datatype == "BOOL":
+        return False
+    return 0.0 if spec.datatype.startswith(("F", "BF")) else 0
+
+
+def _nested(value: object, shape: Sequence[int]) -> object:
+    for size in reversed(shape):
+        value = [value] * size
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class StartedModel:
+    """A model of the start: what it is, and whether it works."""
+
+    name: str
+    workers: str  # how many, and in what
+    line: str  # to paste; "": it does not work
+    failure: str = ""
+
+
+def started_models(
+    versions: Sequence[Version],
+    missing: Sequence[str],
+    facts: Callable[[ModelKey], ModelFacts],
+    caller: Caller,
+) -> list[StartedModel]:
+    """Return the models of a start, once each version has settled; steps of workflows are left out.
+
+    Args:
+        versions: those that are registered.
+        missing: names of models that could not be registered.
+        facts: returns the facts of a version.
+        caller: makes the lines to paste.
+    """
+    models = []
+    for version in versions:
+        if version.origin.workflow:
+            continue
+        key, count, works = version.key, version.pool.in_service, version.ready
+        noun = "worker" if count == 1 else "workers"
+        about = f"{count} {noun} ({version.origin.isolation})"
+        if works and not is_declared(facts(key)):
+            about += "; its input is not declared: send what its handler takes"
+        failure = version.failure_text or "it has no worker: scale it up"
+        models.append(
+            StartedModel(
+                f"{key.name} {key.version}",
+                about,
+                caller.line(facts(key)) if works else "",
+                "" if works else failure,
+            )
+        )
+    return [*models, *(StartedModel(name, "", "", "not registered: see above") for name in missing)]
+
+
+def summary(
+    models: Sequence[StartedModel],
+    addresses: Mapping[str, tuple[str, str]],
+    keys: str,
+    warnings: int,
+    paint: Paint,
+) -> list[str]:
+    """Return the lines of a summary.
+
+    Args:
+        models: in the order of their loads.
+        addresses: those of REST and gRPC ("" where there is none), by API.
+        keys: where they are, or that there are none.
+        warnings: the number of warnings that were logged.
+        paint: colors a text.
+    """
+    lines = [""]
+    for api, (rest, grpc) in addresses.items():
+        lines.append(f"  {api:<12}{rest}{f'  gRPC {grpc}' if grpc else ''}")
+    lines.append(f"  {'keys':<12}{keys}")
+    if warnings:
+        noun = "warning" if warnings == 1 else "warnings"
+        lines.append(f"  {'warnings':<12}{paint(f'{warnings} {noun} above', 'yellow')}")
+    lines.append("")
+    for model in models:
+        if model.line:
+            lines.append(f"  {paint('ready', 'green')}   {model.name}  {paint(model.workers, 'dim')}")
+            lines.append(f"          {paint(model.line, 'bold')}")
+        else:
+            lines.append(f"  {paint('failed', 'red')}  {model.name}  {model.failure}")
+    ready = sum(1 for model in models if model.line)
+    lines.append(f"  {ready} of {len(models)} models ready. Ctrl+C stops the server.")
+    return [*lines, ""]
