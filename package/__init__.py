@@ -1,7 +1,7 @@
 """Packs PyTorch models into archives and serves them over REST and gRPC.
 
-A regular package: a namespace package would lose to a folder named `torchere` in the current directory, such
-as a clone of the repository.
+In wheels only (`setup.py`): a namespace package would lose to a folder named `torchere` in the current
+directory, such as a clone of the repository.
 """
 
 
