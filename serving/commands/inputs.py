@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchere.archiver.errors import ModelRefused
-from torchere.serving.config.model_settings import parse_model_config
 from torchere.serving.errors import InvalidArchive
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ def prepare_for(handler: str, folder: Path | None, config_file: Path | None) -> 
     def config() -> dict[str, Any]:
         if config_file is None:
             return {}
+        from torchere.serving.config.model_settings import parse_model_config  # noqa: PLC0415 - not for --help
+
         try:
             return parse_model_config(config_file.read_text(encoding="utf-8")).raw
         except (InvalidArchive, UnicodeDecodeError) as error:
