@@ -43,6 +43,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("config", "explain a configuration file", cli_tools.add_config),
     ("migrate", "check whether a TorchServe deployment can move to torchere", cli_tools.add_migrate),
     ("sagemaker", "serve the model folders of a SageMaker container", cli_tools.add_sagemaker),
+    ("kserve", "serve the folder that KServe put a model into", cli_tools.add_kserve),
     ("version", "print the versions of torchere, PyTorch and Python", cli_tools.add_version),
 )
 

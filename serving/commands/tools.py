@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from torchere.serving import __version__
-from torchere.serving.commands.serve_options import DEFAULT_FILE
+from torchere.serving.commands.serve_options import DEFAULT_FILE, add_serve_options
 from torchere.serving.commands.texts import described, explained
 
 TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is reproduced
@@ -181,6 +181,22 @@ def add_sagemaker(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_sagemaker)
 
 
+def add_kserve(parser: argparse.ArgumentParser) -> None:
+    """Set up `torchere kserve`."""
+    described(
+        parser,
+        "Serve the folder that KServe's storage initializer filled: config/ and model-store/ of TorchServe,\n"
+        "archives, or one bare model, which is packed first. See docs/kserve.md.",
+        "torchere kserve --model-name=net --model-dir=/mnt/models",
+    )
+    parser.add_argument("--model-name", "--model_name", required=True, metavar="NAME", help="of a bare model")
+    parser.add_argument(
+        "--model-dir", "--model_dir", default="/mnt/models", metavar="DIR", help="default: /mnt/models"
+    )
+    add_serve_options(parser)
+    parser.set_defaults(run=_kserve)
+
+
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Set up `torchere version`."""
     described(parser, "Print the versions of torchere, PyTorch and Python.", "torchere version")
@@ -191,6 +207,12 @@ def _sagemaker(options: argparse.Namespace) -> int:
     from torchere.serving.commands.sagemaker import run_sagemaker
 
     return run_sagemaker()
+
+
+def _kserve(options: argparse.Namespace) -> int:
+    from torchere.serving.commands.kserve import run_kserve
+
+    return run_kserve(options)
 
 
 def _check_config(options: argparse.Namespace) -> int:

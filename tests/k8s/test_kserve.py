@@ -1,8 +1,9 @@
-"""KServe's objects fit its schemas, and its command serves a store laid out for the TorchServe runtime."""
+"""KServe's objects fit its schemas and rules, and their command serves each layout of a folder."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -17,8 +18,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from torchere.serving.commands.kserve import arguments_of, choose_envelope
+from torchere.serving.commands.serve_options import LaunchRefused
 from torchere.serving.config.properties import read_properties
 from torchere.serving.config.resolve import configure
 
@@ -88,37 +92,40 @@ def test_both_protocols_are_reached_from_outside_and_management_is_not(
 
     assert settings.inference_address.host == "0.0.0.0"
     assert settings.grpc_inference_address and settings.grpc_inference_address.host == "0.0.0.0"
+    assert (
+        settings.grpc_inference_address.port == 8081
+    )  # an InferenceService for KServe's TorchServe names it
     assert settings.management_address.host == "127.0.0.1"
     assert "ports" not in server  # a port that an InferenceService names would be one too many for Knative
 
 
 @pytest.fixture
-def served(root: Path, objects: dict[str, Object], tmp_path: Path) -> Iterator[str]:
-    """The address of a server that runs by the runtime's arguments and variables, on free ports."""
-    store = tmp_path / "models/model-store"
-    store.mkdir(parents=True)
-    (tmp_path / "models/config").mkdir()
-    (tmp_path / "models/config/config.properties").write_text(PROPERTIES)
-    with zipfile.ZipFile(store / "net.mar", "w") as archive:
-        archive.writestr("h.py", HANDLER)
-        model = {"modelName": "net", "modelVersion": "1.0", "handler": "h.py"}
-        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+def serve(root: Path, objects: dict[str, Object], tmp_path: Path) -> Iterator[Callable[[], str]]:
+    """Starts a server of `models/` by the runtime's arguments and variables; returns its address."""
     container = objects["ClusterServingRuntime"]["spec"]["containers"][0]
-    arguments = [each.replace("/mnt/models", str(tmp_path / "models")) for each in container["args"]]
+    arguments = [each.replace("/mnt/models", str(tmp_path / "models")).replace("{{.Name}}", "net")
+                 for each in container["args"]]  # fmt: skip
     variables = {
         each["name"]: re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", each["value"]) for each in container["env"]
     } | {"TS_GRPC_INFERENCE_ADDRESS": "127.0.0.1"}
     variables |= {"TS_MANAGEMENT_ADDRESS": "http://127.0.0.1:0", "TS_DRAIN_DELAY_S": "0",
-                  "TEMP": str(tmp_path), "TMPDIR": str(tmp_path)}  # fmt: skip
+                  "TS_GRPC_INFERENCE_PORT": "0", "TS_GRPC_MANAGEMENT_PORT": "0",
+                  "TEMP": str(tmp_path), "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}  # fmt: skip
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [root / "deploy/entrypoint.sh", *arguments],
-            stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path, env={**os.environ, **variables, "PATH": path},
-        )  # fmt: skip
-    try:
-        yield _address(process, tmp_path / "log")
-    finally:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def serve() -> str:
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(
+                [root / "deploy/entrypoint.sh", *arguments],
+                stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path,
+                env={**os.environ, **variables, "PATH": path},
+            )  # fmt: skip
+        started.append(process)
+        return _address(process, tmp_path / "log")
+
+    yield serve
+    for process in started:
         process.terminate()
         process.wait(60)
 
@@ -136,17 +143,177 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     return found.group(1)
 
 
-def test_the_runtimes_command_answers_kserves_first_protocol(served: str) -> None:
+def lay_out_for_torchserve(folder: Path) -> None:
+    """Write a store with one archive, and its configuration."""
+    store = folder / "model-store"
+    store.mkdir(parents=True)
+    (folder / "config").mkdir()
+    (folder / "config/config.properties").write_text(PROPERTIES)
+    with zipfile.ZipFile(store / "net.mar", "w") as archive:
+        archive.writestr("h.py", HANDLER)
+        model = {"modelName": "net", "modelVersion": "1.0", "handler": "h.py"}
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+
+
+def post(address: str, path: str, body: Object, content_type: str = "application/json") -> Any:
+    request = urllib.request.Request(
+        f"http://{address}{path}", json.dumps(body).encode(), {"content-type": content_type}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def test_a_store_laid_out_for_torchserve_answers_kserves_first_protocol(
+    serve: Callable[[], str], tmp_path: Path
+) -> None:
+    lay_out_for_torchserve(tmp_path / "models")
+    served = serve()
+
     for content_type in ("application/json", "application/x-www-form-urlencoded"):  # curl -d says the latter
-        request = urllib.request.Request(
-            f"http://{served}/v1/models/net:predict",
-            b'{"instances": [21, 4]}',
-            {"content-type": content_type},
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            assert json.loads(answer.read()) == {"predictions": [42, 8]}
+        assert post(served, "/v1/models/net:predict", {"instances": [21, 4]}, content_type) == {
+            "predictions": [42, 8]
+        }
     for path, told in {"": {"models": ["net"]}, "/net": {"name": "net", "ready": True}}.items():
         with urllib.request.urlopen(f"http://{served}/v1/models{path}", timeout=30) as answer:
             assert json.loads(answer.read()) == told
     with urllib.request.urlopen(f"http://{served}/readyz", timeout=30) as answer:
         assert answer.status == 200
+
+
+def test_a_bare_exported_program_answers_both_protocols_under_the_services_name(
+    serve: Callable[[], str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "models/1"  # as Triton's layout has it, with a number for the version
+    folder.mkdir(parents=True)
+    rows = torch.export.Dim("rows", min=1, max=64)
+    program = torch.export.export(torch.nn.Softmax(1), (torch.ones(2, 2),), dynamic_shapes=({0: rows},))
+    torch.export.save(program, folder / "model.pt2")
+    served = serve()
+
+    assert post(served, "/v1/models/net:predict", {"instances": [[1.0, 1.0]]}) == {
+        "predictions": [[0.5, 0.5]]
+    }
+    with urllib.request.urlopen(f"http://{served}/v2/models/net", timeout=30) as answer:
+        (described,) = json.loads(answer.read())["inputs"]
+    tensor = {"name": described["name"], "shape": [1, 2], "datatype": "FP32", "data": [1.0, 1.0]}
+    (output,) = post(served, "/v2/models/net/infer", {"inputs": [tensor]})["outputs"]
+    assert output["data"] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["config/config.properties", "model-store/a.mar"],
+         ["--old-defaults", "--model-store=M/model-store", "--ts-config=M/config/config.properties"]),
+        (["model-store/a.mar"], ["--model-store=M/model-store", "--models=all"]),
+        (["a.mar", "b.mar"], ["--model-store=M", "--models=all"]),
+        (["model.pt"], ["M/model.pt", "--model-name=net", "--handler=base_handler"]),
+        (["model.pt", "example.json"], ["M/model.pt", "--model-name=net", "--example=M/example.json"]),
+        (["weights.pth", "model.py", "handler.py", "requirements.txt"],
+         ["M/weights.pth", "--model-name=net", "--handler=M/handler.py", "--model-file=M/model.py",
+          "--requirements-file=M/requirements.txt"]),
+        (["net/1/model.onnx"], ["M/net/1/model.onnx", "--model-name=net"]),
+        (["model.pt2", "model.pt"], ["M/model.pt2", "--model-name=net"]),
+        (["config.json", "model.safetensors", "tokenizer.json"], ["M", "--model-name=net"]),
+        ([".cache", "model.safetensors", "model.py"],
+         ["M/model.safetensors", "--model-name=net", "--model-file=M/model.py"]),
+    ],
+)  # fmt: skip
+def test_each_layout_of_the_folder_is_served_by_arguments_of_its_own(
+    files: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+
+    assert [each.replace(str(tmp_path), "M") for each in arguments_of(tmp_path, "net")] == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "said"), [([], "holds no model"), (["a.onnx", "b.onnx"], r"several models \(a.onnx, b.onnx\)")]
+)
+def test_a_folder_without_one_model_is_refused(files: list[str], said: str, tmp_path: Path) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    with pytest.raises(LaunchRefused, match=said):
+        arguments_of(tmp_path, "net")
+    with pytest.raises(LaunchRefused, match="not found"):
+        arguments_of(tmp_path / "other", "net")
+
+
+@pytest.mark.parametrize(
+    ("environ", "envelope"),
+    [
+        ({}, "kserve"),
+        ({"PROTOCOL_VERSION": "v2"}, "kservev2"),
+        ({"PROTOCOL_VERSION": "grpc-v2", "TS_SERVICE_ENVELOPE": "<no value>"}, "kservev2"),
+        ({"PROTOCOL_VERSION": "v2", "TS_SERVICE_ENVELOPE": " "}, " "),
+    ],
+)
+def test_the_envelope_goes_by_the_protocol_unless_it_is_named(environ: dict[str, str], envelope: str) -> None:
+    choose_envelope(environ)
+
+    assert environ["TS_SERVICE_ENVELOPE"] == envelope
+
+
+# What a stock installation of KServe has for the formats of this runtime (0.15 to 0.21).
+STOCK: list[Object] = [
+    {"metadata": {"name": "kserve-torchserve"}, "spec": {
+        "protocolVersions": ["v1", "v2", "grpc-v2"],
+        "supportedModelFormats": [{"name": "pytorch", "version": "1", "autoSelect": True, "priority": 2}]}},
+    {"metadata": {"name": "kserve-tritonserver"}, "spec": {
+        "protocolVersions": ["v2", "grpc-v2"],
+        "supportedModelFormats": [{"name": "onnx", "version": "1", "autoSelect": True, "priority": 1},
+                                  {"name": "pytorch", "version": "1"}]}},
+    {"metadata": {"name": "kserve-huggingfaceserver"}, "spec": {
+        "protocolVersions": ["v2", "v1"],
+        "supportedModelFormats": [{"name": "huggingface", "version": "1", "autoSelect": True,
+                                   "priority": 1}]}},
+]  # fmt: skip
+
+
+def denials(runtime: Object, existing: list[Object]) -> list[str]:
+    """Why KServe's webhook denies a runtime: the rules of its servingruntime_webhook.go on priorities."""
+    found = []
+    chosen = [each for each in runtime["spec"]["supportedModelFormats"] if each.get("autoSelect")]
+    by_name: dict[str, set[int]] = {}
+    for each in chosen:
+        by_name.setdefault(each["name"], set()).add(each["priority"])
+    found += [
+        f"different priorities of {name}" for name, priorities in by_name.items() if len(priorities) > 1
+    ]
+    for other in existing:
+        if not set(other["spec"]["protocolVersions"]) & set(runtime["spec"]["protocolVersions"]):
+            continue
+        for mine in chosen:
+            for theirs in other["spec"]["supportedModelFormats"]:
+                same = (mine["name"].lower(), mine["version"]) == (theirs["name"].lower(), theirs["version"])
+                if same and theirs.get("autoSelect") and theirs.get("priority") == mine["priority"]:
+                    found.append(f"priority of {mine['name']} is that of {other['metadata']['name']}")
+    return found
+
+
+def test_kserves_webhook_lets_the_runtime_in_beside_the_stock_ones(objects: dict[str, Object]) -> None:
+    runtime = objects["ClusterServingRuntime"]
+    before = copy.deepcopy(runtime)
+    for each in before["spec"]["supportedModelFormats"]:
+        each["priority"] = 2
+
+    assert denials(runtime, STOCK) == []
+    assert denials(before, STOCK) == ["priority of pytorch is that of kserve-torchserve"]
+    assert not {"workerSpec"} & runtime["spec"].keys()
+    # An InferenceService that names no runtime gets this one: the highest priority of its format.
+    priority = runtime["spec"]["supportedModelFormats"][0]["priority"]
+    assert priority > STOCK[0]["spec"]["supportedModelFormats"][0]["priority"]
+
+
+def test_kserves_webhook_lets_the_service_in(objects: dict[str, Object]) -> None:
+    service = objects["InferenceService"]
+    model = service["spec"]["predictor"]["model"]
+    formats = objects["ClusterServingRuntime"]["spec"]["supportedModelFormats"]
+
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", service["metadata"]["name"])
+    assert "name" not in model  # not allowed in a standard predictor
+    assert re.match(r"(gs|s3|pvc|file|https?|hdfs|webhdfs|oci|hf)://", model["storageUri"])
+    assert model["modelFormat"]["name"] in {each["name"] for each in formats}
+    assert model["protocolVersion"] in objects["ClusterServingRuntime"]["spec"]["protocolVersions"]

@@ -1,0 +1,123 @@
+"""`torchere kserve`: serves what KServe's storage initializer put into a folder, whatever its layout is.
+
+The layout of TorchServe's runtime (`config/` and `model-store/`), a folder of archives, or one bare model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from torchere.serving.commands.serve_options import OLD_DEFAULTS, LaunchRefused, serve_arguments
+
+# In the order of preference: a folder may hold a model in several formats.
+_MODELS = (".pt2", ".onnx", ".pt", ".pth", ".safetensors")
+_BESIDE = {  # options of packing, and the files beside a bare model that they stand for; the first one counts
+    "--handler": ("handler.py",),
+    "--model-file": ("model.py",),
+    "--requirements-file": ("requirements.txt",),
+    "--example": tuple(f"example.{suffix}" for suffix in ("json", "pt", "npy", "png", "jpg", "jpeg")),
+}
+_ENVELOPE, _PROTOCOL = "TS_SERVICE_ENVELOPE", "PROTOCOL_VERSION"
+_UNSET = ("", "<no value>")  # KServe fills in the latter for a label that an InferenceService lacks
+# Where KServe asks; gRPC where the wrapper of TorchServe's runtime had it. Variables count before these.
+_PROPERTIES = """
+enable_envvars_config=true
+inference_address=http://0.0.0.0:8080
+metrics_address=http://0.0.0.0:8082
+management_address=http://127.0.0.1:8091
+grpc_inference_address=0.0.0.0
+grpc_inference_port=8081
+grpc_management_address=127.0.0.1
+grpc_management_port=8092
+ts_open_inference_protocol=oip
+"""
+
+
+def run_kserve(options: argparse.Namespace) -> int:
+    """Replace this process by a server of the folder's models.
+
+    Raises:
+        LaunchRefused: there is no model in the folder, or there are several.
+    """
+    choose_envelope(os.environ)
+    served = arguments_of(Path(options.model_dir), options.model_name)
+    if not any(argument.startswith("--ts-config") for argument in served):
+        served.append(f"--ts-config={_written(_PROPERTIES)}")
+    command = [sys.executable, "-m", "torchere.serving", "serve", "--ncs", *served, *serve_arguments(options)]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)  # the container's first process gets SIGTERM
+
+
+def choose_envelope(environ: MutableMapping[str, str]) -> None:
+    """Set the service envelope that KServe's TorchServe runtime has for a protocol, unless one is set."""
+    if environ.get(_ENVELOPE, "") in _UNSET:
+        is_v2 = environ.get(_PROTOCOL, "v1") in ("v2", "grpc-v2")
+        environ[_ENVELOPE] = "kservev2" if is_v2 else "kserve"
+
+
+def arguments_of(folder: Path, name: str) -> list[str]:
+    """Return the arguments of `torchere serve` for the models in a folder.
+
+    Raises:
+        LaunchRefused: there is no model, or there are several.
+    """
+    store, config = folder / "model-store", folder / "config" / "config.properties"
+    if config.is_file():
+        return [OLD_DEFAULTS, f"--model-store={store}", f"--ts-config={config}"]
+    for archives in (store, folder):
+        if list(archives.glob("*.mar")):
+            return [f"--model-store={archives}", "--models=all"]
+    model = _model_in(folder)
+    return [str(model), f"--model-name={name}", *_packing_arguments(model)]
+
+
+def _model_in(folder: Path) -> Path:
+    """Return the file or folder of the one model, below folders that hold nothing but a folder, as `1/`."""
+    if not folder.is_dir():
+        raise LaunchRefused(f"{folder} not found: expected the folder in which KServe puts models")
+    entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+    if len(entries) == 1 and entries[0].is_dir():
+        return _model_in(entries[0])
+    if (folder / "config.json").is_file():
+        return folder  # of Hugging Face: weights beside their configuration
+    for suffix in _MODELS:
+        models = [entry for entry in entries if entry.suffix == suffix and entry.stem != "example"]
+        if len(models) > 1:
+            names = ", ".join(model.name for model in models)
+            raise LaunchRefused(
+                f"{folder} holds several models ({names}): pack them into archives, or leave one"
+            )
+        if models:
+            return models[0]
+    raise LaunchRefused(
+        f"{folder} holds no model: expected config/config.properties with model-store/, *.mar, one of "
+        f"{', '.join(_MODELS)}, or a Hugging Face folder"
+    )
+
+
+def _packing_arguments(model: Path) -> list[str]:
+    """Return the options of packing that the files beside a model stand for."""
+    if model.is_dir():
+        return []
+    given = {
+        option: next((file for name in names if (file := model.parent / name).is_file()), None)
+        for option, names in _BESIDE.items()
+    }
+    arguments = [f"{option}={file}" for option, file in given.items() if file is not None]
+    if model.suffix in (".pt", ".pth") and not (given["--handler"] or given["--example"]):
+        # Without an example the inputs of TorchScript are unknown: they go to it as JSON has them.
+        arguments.append("--handler=base_handler")
+    return arguments
+
+
+def _written(properties: str) -> str:
+    # A new file: a fixed name in a folder that all users write to may be another user's file, or a link.
+    descriptor, file = tempfile.mkstemp(".properties", "torchere-kserve-")
+    with open(descriptor, "w", encoding="utf-8") as opened:
+        opened.write(properties)
+    return file
