@@ -406,6 +406,14 @@ class Admission(ABC):
         self._outage_timer = None
         self.pump()
 
+    def fail_all(self, reason: ServingError) -> None:
+        """Answer all admitted requests with `reason`, those that run included; their outcomes are dropped."""
+        for run in list(self._runs):
+            for request in run.requests:
+                if request.open:
+                    self.withdraw(request, reason)
+        self.fail_queued(reason)
+
     def fail_queued(self, reason: ServingError) -> None:
         """Answer all waiting requests with `reason`: no executor is left to run them."""
         for request in self._waiting():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torchere.serving.batching.unread_parts import UnreadParts
 from torchere.serving.errors import ServingError
+from torchere.serving.telemetry.predictions import Operation
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Request:
         stages_s: preprocess, inference, postprocess, and other handler time, of its last run.
         answered_s: when its answer (or the first part) was ready; 0: no handler answered it.
         sending_s: when sending of the answer began.
+        error: the error that its client was told; telemetry reads it at the end of the request.
         counted: whether telemetry has counted its end.
         streamed: the handler sent its answer in parts.
         suspect: it may have crashed a worker, and runs alone in its process.
@@ -71,7 +73,7 @@ class Request:
 
     __slots__ = (
         *("account", "answered", "answered_s", "caller", "company_s", "counted", "deadline_s"),
-        *("dequeued_s", "enqueued_s"),
+        *("dequeued_s", "enqueued_s", "error"),
         *("group", "headers", "ledger", "meter", "named", "parameters", "parts", "priority", "read_s"),
         *("request_id", "running", "sending_s", "stages_s", "started_s", "streamed", "suspect", "trace"),
     )
@@ -94,6 +96,7 @@ class Request:
         self.read_s = self.enqueued_s = self.dequeued_s = self.company_s = 0.0
         self.answered_s = self.sending_s = 0.0
         self.stages_s = UNTOLD
+        self.error: ServingError | None = None
         self.suspect = self.streamed = False
         self.answered = False
         self.counted = False
@@ -105,6 +108,10 @@ class Request:
         self.request_id = asked.request_id
         self.parameters, self.headers = asked.parameters, asked.headers
         self.deadline_s, self.priority = asked.deadline_s, asked.priority
+
+    def operation(self) -> Operation:
+        """Return the request as its protocol names it, for spans."""
+        return Operation("prediction", {})
 
     def reply(self, outcome: Answer) -> None:
         """Send the client its answer, whole or streamed; called once, and must not raise."""
@@ -143,6 +150,7 @@ class Request:
                 account.running -= 1
             stream, self.parts = self.parts, None
             if isinstance(outcome, ServingError):
+                self.error = outcome
                 stream.end(outcome)
             else:
                 stream.add(bytes(outcome.body))
@@ -156,6 +164,8 @@ class Request:
         self.answered = True
         if self.ledger is not None:
             self.ledger.answered += 1
+        if isinstance(outcome, ServingError):
+            self.error = outcome
         meter = self.meter
         if meter is not None:
             meter.in_flight -= 1

@@ -218,6 +218,7 @@ _OURS = (
     _key("metrics_stages", kinds.STAGES, "metrics_stages"),
     _key("metrics_idle_s", kinds.seconds(0), "metrics_idle_s"),
     _key("tracing", kinds.BOOLEAN, "tracing_enabled"),
+    _key("server_timing", kinds.BOOLEAN, "server_timing"),
     _advice("supervise", _NO_SUPERVISOR, "false"),
     _key("quarantine_directory", kinds.PATH, "quarantine_directory"),
     _key("quarantine_max_files", kinds.whole(1), "quarantine_max_files"),

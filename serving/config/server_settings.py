@@ -278,6 +278,7 @@ class ServerSettings:
     metrics_idle_s: float = 0.0  # leave out histograms of versions without a batch for this time; 0: never
     metrics_auto_detect: bool = False  # accept undeclared handler metrics
     tracing_enabled: bool = False  # export spans to the endpoint of the OTEL_... variables
+    server_timing: bool = False  # answers to predictions over REST tell their stages
     system_metrics_enabled: bool = True
     system_metrics_interval_s: float = 60.0
     system_metrics_command: str = ""  # arguments of Python: a script that samples the host instead; "": none

@@ -13,6 +13,7 @@ from torchere.serving.batching.request import Protocol, Request
 from torchere.serving.errors import ServingError
 from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.predictions import Operation
 
 CLIENT_GONE = 499  # a non-standard but common HTTP status; only telemetry sees it, it is never sent
 CANCELLED: dict[Protocol, str | int] = {"rest": CLIENT_GONE, "grpc": "CANCELLED"}
@@ -34,7 +35,7 @@ class CallScope:
 
     __slots__ = (
         *("_code_of", "_headers", "_metrics", "_started_s", "caller", "managed", "many", "protocol"),
-        *("read_s", "request"),
+        *("operation", "read_s", "request"),
     )
 
     def __init__(
@@ -54,6 +55,7 @@ class CallScope:
         self.many = many
         self.caller = caller
         self._metrics: Metrics | None = None  # set by the first prediction
+        self.operation: Operation | None = None  # of the call, for spans; None: unknown
         self.managed = ("", "")  # the model and the version that the call changes
         self.read_s = 0.0  # monotonic seconds when the body was complete; 0: on arrival
         self.request: Request | None = None  # the prediction, unless the call may carry many
@@ -77,6 +79,7 @@ class CallScope:
 
     def failed(self, request: Request, error: ServingError) -> None:
         """Record that a prediction failed with `error`."""
+        request.error = error
         self._end(request, self._code_of(error))
 
     def cancelled(self, request: Request) -> None:

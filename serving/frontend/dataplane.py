@@ -15,6 +15,7 @@ from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.model_facts import ModelFacts, facts_of
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.predictions import Operation
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, ModelKey, StreamedResponse
 from torchere.serving.workers.executor import ExecutorState
 
@@ -88,6 +89,12 @@ class _Awaited(Request):
         self.group = group
         self.protocol = "rest"
         self._future: asyncio.Future[Response] | None = answer
+
+    def operation(self) -> Operation:
+        """Return the client's call as its protocol names it."""
+        scope = current_call()
+        named = None if scope is None or scope.many else scope.operation
+        return super().operation() if named is None else named
 
     def reply(self, outcome: Answer) -> None:
         """Resolve the future with the outcome."""

@@ -140,6 +140,9 @@ class Reconciler:
         version.batcher.close_admission()
         if not await self._drained(version):
             logger.warning("%s still had requests when its time was over", version.key)
+            # Not left to the end of the workers: that would be 500, which tells clients not to try again.
+            text = f"Model {version.key.name} was unloaded before the request was answered."
+            version.batcher.fail_all(Unavailable(text))
         version.enter(VersionState.UNLOADING)
         version.retry = False
         await version.pool.close()

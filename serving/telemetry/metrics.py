@@ -114,6 +114,7 @@ class Metrics:
             prediction.meter.finished(prediction, code, now_s)
         if self.tracing is not None:
             self.tracing.end(prediction, code, now_s)
+        prediction.error = None  # its traceback would keep frames alive
 
     def meter(self, model: str, version: str) -> VersionNumbers:
         """Return new counters, at 0, for a version; call `show` when the version is registered."""
@@ -336,4 +337,7 @@ class _BatchSpans(Listener):
         succeeded: bool,
     ) -> None:
         """See `Listener`."""
-        self._tracing.batch(version.model, version.version, request_ids, version.load().queued, executor_s)
+        queued = version.load().queued
+        self._tracing.batch(
+            version.model, version.version, request_ids, queued, executor_s, succeeded=succeeded
+        )

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from torchere.serving.errors import ServingError
 from torchere.serving.telemetry.stages import Marks
 
 if TYPE_CHECKING:
     from torchere.serving.telemetry.numbers import VersionNumbers
+
+
+class Operation(NamedTuple):
+    """The name of a request's span, and attributes of it, in OpenTelemetry's words for HTTP or RPC."""
+
+    name: str
+    attributes: Mapping[str, str | int]
 
 
 class Predicted(Marks, Protocol):
@@ -17,10 +25,14 @@ class Predicted(Marks, Protocol):
     request_id: str
     meter: VersionNumbers | None  # None: no version was found
     counted: bool  # whether its end has been counted
+    error: ServingError | None  # that its client was told
 
     @property
     def protocol(self) -> str:
         """`rest` or `grpc`."""
+
+    def operation(self) -> Operation:
+        """Return the request as its protocol names it."""
 
 
 class Tracing(Protocol):
@@ -33,9 +45,16 @@ class Tracing(Protocol):
         """End the span of a prediction."""
 
     def batch(
-        self, model: str, version: str, request_ids: Sequence[str], queue_depth: int, executor_s: float
+        self,
+        model: str,
+        version: str,
+        request_ids: Sequence[str],
+        queue_depth: int,
+        executor_s: float,
+        *,
+        succeeded: bool = True,
     ) -> None:
-        """Create the span of a finished batch."""
+        """Create the span of a finished batch; `succeeded`: at least one of its requests did not fail."""
 
     def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:
         """Create the span of the start of an executor."""

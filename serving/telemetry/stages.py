@@ -69,6 +69,40 @@ def row_of(request: Marks, now_s: float) -> tuple[float, ...]:
     )
 
 
+def stages_of(request: Marks, now_s: float) -> tuple[float, ...]:
+    """Return the durations of `STAGES` for a prediction that ended at `now_s`, answered or not.
+
+    The time from the last known mark to the end counts for the stage in which an unanswered one was.
+    """
+    if request.answered_s:
+        return row_of(request, now_s)[-len(STAGES) :]
+    read_s = request.read_s or request.started_s
+    receive = read_s - request.started_s
+    if not request.enqueued_s:
+        return (receive, now_s - read_s, *(0.0,) * 9)
+    decode = request.enqueued_s - read_s
+    if not request.dequeued_s:
+        return (receive, decode, now_s - request.enqueued_s, *(0.0,) * 8)
+    queue = request.dequeued_s - request.enqueued_s - request.company_s
+    handler_s = sum(request.stages_s)
+    transfer = now_s - request.dequeued_s - handler_s
+    told = (transfer, *request.stages_s) if handler_s and transfer >= 0 else _untold(request, now_s)
+    return (receive, decode, queue, request.company_s, *told, 0.0, 0.0)
+
+
+def _untold(request: Marks, now_s: float) -> tuple[float, ...]:
+    """Return `transfer` and the stages of a handler that told none: all of it is handler time."""
+    return (0.0, 0.0, 0.0, 0.0, now_s - request.dequeued_s)
+
+
+def server_timing(request: Marks, now_s: float) -> str:
+    """Return the value of a `Server-Timing` header: the stages so far in milliseconds, and their total."""
+    stages = zip(STAGES, stages_of(request, now_s), strict=True)
+    told = [(stage, duration_s) for stage, duration_s in stages if duration_s > 0]
+    told.append(("total", now_s - request.started_s))
+    return ", ".join(f"{stage};dur={duration_s * 1000:.3f}" for stage, duration_s in told)
+
+
 def rows_of(marks: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return `row_of` for many predictions at once: maps rows of `MARKS` to rows of `COLUMNS`."""
     started, read, enqueued, dequeued, company, *_, answered, sending, now, _named = marks.T

@@ -23,9 +23,8 @@ from opentelemetry.trace.span import NonRecordingSpan, TraceState
 
 from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.telemetry.predictions import Predicted
-from torchere.serving.telemetry.stages import COLUMNS, STAGES, row_of
+from torchere.serving.telemetry.stages import STAGES, stages_of
 
-_FIRST_STAGE = COLUMNS.index(STAGES[0])
 MAX_REMEMBERED = 10_000  # span contexts of requests whose batch has not been reported
 # Limit if the collector does not respond: the SDK retries every batch of spans for this long, one by one.
 CLOSE_S = 10.0
@@ -47,11 +46,12 @@ class SpanMaker:
     def begin(self, prediction: Predicted) -> None:
         """Start the span of a prediction that arrived, as a child of the span that its client named."""
         start_ns = time.time_ns() - _ns(time.monotonic() - prediction.started_s)
+        operation = prediction.operation()
         span = self._tracer.start_span(
-            "prediction",
+            operation.name,
             _parent(prediction.trace),
             SpanKind.SERVER,
-            {"request.id": prediction.request_id, "network.protocol.name": prediction.protocol},
+            {"request.id": prediction.request_id, **operation.attributes},
             start_time=start_ns,
         )
         self._open[prediction.request_id] = span, start_ns
@@ -71,25 +71,34 @@ class SpanMaker:
         span, start_ns = opened
         if span.is_recording():
             _describe(span, prediction, code)
-            if prediction.answered_s:
-                stages_s = row_of(prediction, now_s)[_FIRST_STAGE:]
-                self._add_stages(span, start_ns, stages_s)
+            self._add_stages(span, start_ns, stages_of(prediction, now_s))
+            if prediction.dequeued_s:
                 self._ended[prediction.request_id] = span.get_span_context()
                 if len(self._ended) > MAX_REMEMBERED:
                     self._ended.popitem(last=False)
         span.end(start_ns + _ns(now_s - prediction.started_s))
 
     def batch(
-        self, model: str, version: str, request_ids: Sequence[str], queue_depth: int, executor_s: float
+        self,
+        model: str,
+        version: str,
+        request_ids: Sequence[str],
+        queue_depth: int,
+        executor_s: float,
+        *,
+        succeeded: bool = True,
     ) -> None:
-        """Create the span of a batch that took `executor_s`; `queue_depth` requests are waiting now."""
+        """Create the span of a batch that took `executor_s`; `queue_depth` requests are waiting now.
+
+        `succeeded`: at least one of its requests did not fail.
+        """
         contexts = [self._ended.pop(request_id, None) for request_id in request_ids]
         links = [Link(context) for context in contexts if context is not None]
         if not links:
             return  # none of its requests is sampled
         labels: dict[str, str | int] = {"model.name": model, "model.version": version}
         labels |= {"batch.size": len(request_ids), "queue.depth": queue_depth}
-        self._finished_span("batch", executor_s, labels, links)
+        self._finished_span("batch", executor_s, labels, links, failed=not succeeded)
 
     def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:
         """Create the span of the start of an executor, which took `load_s`."""
@@ -104,18 +113,26 @@ class SpanMaker:
         closing.join(CLOSE_S)
 
     def _finished_span(
-        self, name: str, duration_s: float, labels: dict[str, str | int], links: Sequence[Link] = ()
+        self,
+        name: str,
+        duration_s: float,
+        labels: dict[str, str | int],
+        links: Sequence[Link] = (),
+        *,
+        failed: bool = False,
     ) -> None:
         end_ns = time.time_ns()
         span = self._tracer.start_span(
             name, Context(), attributes=labels, links=links, start_time=end_ns - _ns(duration_s)
         )
+        if failed:
+            span.set_status(Status(StatusCode.ERROR))
         span.end(end_ns)
 
     def _add_stages(self, span: Span, start_ns: int, stages_s: Sequence[float]) -> None:
         parent = api.set_span_in_context(span, Context())
         for stage, duration_s in zip(STAGES, stages_s, strict=True):
-            if duration_s:
+            if duration_s > 0:
                 child = self._tracer.start_span(stage, parent, start_time=start_ns)
                 start_ns += _ns(duration_s)
                 child.end(start_ns)
@@ -137,10 +154,18 @@ def exporting_provider(service: str, version: str) -> TracerProvider:
 
 def _describe(span: Span, prediction: Predicted, code: str | int) -> None:
     failed = code not in ("OK", "CANCELLED") if isinstance(code, str) else code >= 500
-    key = "rpc.grpc.status_code" if isinstance(code, str) else "http.response.status_code"
+    key = "rpc.response.status_code" if isinstance(code, str) else "http.response.status_code"
     span.set_attribute(key, code)
+    error = prediction.error
+    if error is not None:
+        span.set_attribute("error.type", error.code)
+        text = f"{error.message} {error.detail}".rstrip()
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        span.add_event("exception", {"exception.type": kind, "exception.message": text})
+    elif failed:
+        span.set_attribute("error.type", str(code))
     if failed:
-        span.set_status(Status(StatusCode.ERROR))
+        span.set_status(Status(StatusCode.ERROR, None if error is None else error.message))
     if prediction.meter is not None:
         span.set_attribute("model.name", prediction.meter.model)
         span.set_attribute("model.version", prediction.meter.version)

@@ -30,6 +30,7 @@ from torchere.serving.frontend.http2.stream import Encoded, Stream
 from torchere.serving.logs.access_lines import access_log
 from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.predictions import Operation
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
 
 if TYPE_CHECKING:
@@ -93,6 +94,13 @@ class Call:
         """The client's metadata: names in lower case; values are bytes under names that end in `-bin`."""
         return self.stream.head.metadata
 
+    def operation(self) -> Operation:
+        """Return the call in OpenTelemetry's words for RPC, for spans."""
+        attributes = {"rpc.system.name": "grpc", "rpc.method": self.method.path}
+        if isinstance(self.stream.client, tuple):
+            attributes["client.address"] = str(self.stream.client[0])
+        return Operation(self.method.path, attributes)
+
     def decoded(self, message: Received) -> Any:
         """Decode a message of the client.
 
@@ -126,6 +134,8 @@ class Call:
         if not isinstance(error, ServingError):
             logger.error("call of %s failed unexpectedly", self.method.path, exc_info=error)
             error = ServingError("Internal server error", repr(error))
+        if self.prediction is not None:
+            self.prediction.error = error
         self._end_with(*failure(error, self.method.table).trailers())
 
     def on_failure(self, code: StatusCode, message: str) -> None:

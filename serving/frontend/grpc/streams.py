@@ -73,6 +73,7 @@ class TaskCall(Call):
             "grpc", self.started_s, lambda: metadata, self.method.code_of, caller=caller, many=many
         )
         self._scope.read_s = self.read_s
+        self._scope.operation = self.operation()
         try:
             await self._answer(self, request)
         except asyncio.CancelledError:

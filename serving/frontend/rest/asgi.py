@@ -101,6 +101,8 @@ class AppExchange(Exchange):
     async def _run(self) -> None:
         headers = partial(tuple, self.head.headers)
         self._call = call = CallScope("rest", self.started_s, headers, status_of, caller=self.caller)
+        if self.connection.listener.metrics.tracing is not None:
+            call.operation = self.operation()
         try:
             if self.head.place.path.endswith("\n"):
                 # The framework would route it as the path without "\n", which may need another key.

@@ -17,6 +17,7 @@ from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.rest.bodies import WholeBody
 from torchere.serving.frontend.rest.errors import status_and_type
 from torchere.serving.frontend.rest.heads import Head
+from torchere.serving.frontend.rest.targets import route_of
 from torchere.serving.frontend.rest.wire import (
     LAST_LINES,
     NO_CONTENT,
@@ -27,11 +28,15 @@ from torchere.serving.frontend.rest.wire import (
     missing,
 )
 from torchere.serving.logs.access_lines import access_log
+from torchere.serving.telemetry.predictions import Operation
+from torchere.serving.telemetry.stages import server_timing
 
 if TYPE_CHECKING:
     from torchere.serving.access.client_limits import Account
     from torchere.serving.frontend.rest.listener import Listener
 
+# RFC 9110 and 5789; OpenTelemetry's spans name no others.
+_METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
 LAST_CHUNK = b"0\r\n\r\n"
 FOR_THIS_MACHINE = (
     "Tokens are off, so only clients on this machine may change models. Switch token authorization on, or "
@@ -160,6 +165,23 @@ class Exchange(ABC):
         self.connection.listener.metrics.refused(error)
         self.answer_error(error)
 
+    def operation(self) -> Operation:
+        """Return the request in OpenTelemetry's words for HTTP, for spans."""
+        head, connection = self.head, self.connection
+        method = head.method if head.method in _METHODS else "_OTHER"
+        place = head.place
+        route = place.row.route if place.target is None else route_of(place.path, place.target)
+        attributes: dict[str, str | int] = {
+            "http.request.method": method,
+            "http.route": route,
+            "url.path": place.path,
+            "url.scheme": "http" if connection.transport.get_extra_info("sslcontext") is None else "https",
+            "network.protocol.name": "http",
+            "network.protocol.version": head.version,
+            "client.address": connection.address,
+        }
+        return Operation(f"{'HTTP' if method == '_OTHER' else method} {route}", attributes)
+
     def answer_error(self, error: ServingError) -> None:
         """Send the JSON response of an error."""
         status, headers, body = error_answer(error, show_detail=self.connection.listener.show_detail)
@@ -170,6 +192,8 @@ class Exchange(ABC):
         cors = self.connection.listener.cors
         if cors:
             headers = headers + missing(cors, headers)
+        if self.connection.listener.server_timing:
+            headers = headers + self._timing()
         self.send_whole(status, joined(headers), body)
 
     def send_whole(self, status: int, lines: bytes, body: bytes) -> None:
@@ -190,7 +214,7 @@ class Exchange(ABC):
         `is_sized`: `headers` contain the Content-Length.
         """
         self._begun(status)
-        lines = joined(headers + missing(self.connection.listener.cors, headers))
+        lines = joined(headers + missing(self.connection.listener.cors, headers) + self._timing())
         self.is_chunked = False
         if not (is_sized or self.head.is_head or status in NO_CONTENT):
             if self.head.is_old:  # RFC 9112, 6.1: HTTP/1.0 has no chunks, so closing delimits the body
@@ -200,6 +224,12 @@ class Exchange(ABC):
                 self.is_chunked = True
                 lines += b"transfer-encoding: chunked\r\n"
         return self._head(lines)
+
+    def _timing(self) -> RawHeaders:
+        """Return the header `Server-Timing` of a prediction, if it is configured."""
+        if self.prediction is None or not self.connection.listener.server_timing:
+            return []
+        return [(b"server-timing", server_timing(self.prediction, time.monotonic()).encode())]
 
     def _head(self, lines: bytes) -> bytes:
         last_lines = LAST_LINES[self.keep_alive]
@@ -239,6 +269,8 @@ class Exchange(ABC):
         if self.complete:
             return
         self.complete = True
+        if self.prediction is not None:
+            self.prediction.error = error
         self.finished(status_of(error))
         self.let_go()
         if self.head.is_old:

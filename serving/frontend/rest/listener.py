@@ -105,6 +105,8 @@ class Listener:
         self.limits = settings.limits
         self.budgets = services.budgets
         self.cors = cors_headers(services.cors)
+        self.server_timing = settings.server_timing
+        self.adds_headers = bool(self.cors or self.server_timing)  # to answers of handlers
         # Error details are for operators, not for clients of the other APIs.
         self.show_detail = surfaces == {"management"}
         self.tensors: Tensors | None = None  # None: handlers get requests of that protocol as plain bodies

@@ -271,19 +271,21 @@ class Prediction(Exchange, Request):
         """Send the response of the handler."""
         if not isinstance(outcome, InferResponse):
             self.in_task(partial(self._send_stream, outcome))
-        elif self.connection.listener.cors:
+        elif self.connection.listener.adds_headers:
             self.answer(checked_status(outcome), handler_headers(outcome.headers), outcome.body)
         else:
             self.send_whole(checked_status(outcome), handler_lines(outcome.headers), outcome.body)
 
     def fail(self, error: ServingError) -> None:
         """Send an error in the format of the path's protocol."""
+        self.error = error
         self.answer_error(error)
 
     def _break_down(self, error: Exception) -> None:
         fields = fields_of(self.request_id, self)
         logger.error("request %s failed unexpectedly", self.request_id, exc_info=error, extra=fields)
-        self.answer_error(ServingError("Internal server error", repr(error)))
+        self.error = ServingError("Internal server error", repr(error))
+        self.answer_error(self.error)
 
     def in_task(self, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Send a response in a task that the listener waits for when it stops."""

@@ -45,6 +45,26 @@ def prediction_target(path: str) -> Target | None:
     return None if target is None or target.version == "" else target  # an empty version is not the default
 
 
+def route_of(path: str, target: Target) -> str:
+    """Return a prediction path without the client's names, for spans.
+
+    >>> path = "/v2/models/m/versions/1/infer"
+    >>> route_of(path, prediction_target(path))
+    '/v2/models/{model}/versions/{version}/infer'
+    """
+    segments = path.rstrip("/").split("/")[1:]
+    if target.model is None:
+        return path
+    at = 2 if segments[0] in ("v1", "v2") else 1 if segments[0] in _RESERVED else 0
+    verb = segments[at].partition(":")[2] if segments[0] == "v1" else ""
+    segments[at] = f"{{model}}:{verb}" if verb else "{model}"
+    if target.version is not None:
+        segments[segments.index(target.version, at + 1)] = "{version}"
+    if segments[0] in ("predictions", "explanations") and len(segments) > 3:
+        segments[3:] = ["{url_path}"]
+    return "/" + "/".join(segments)
+
+
 def _target(segments: list[str]) -> Target | None:
     first = segments[0]
     if first == "predictions":

@@ -166,7 +166,7 @@ class TensorPrediction(Prediction):
             return
         _check_accepted(response)
         status = checked_status(response)
-        if coding is None and not listener.cors:
+        if coding is None and not listener.adds_headers:
             self.send_whole(status, handler_lines(response.headers), response.body)
         else:
             self._send_packed(status, handler_headers(response.headers), response.body, coding)
@@ -220,6 +220,7 @@ class TensorPrediction(Prediction):
         if self._for_handler:
             super().fail(error)
         else:
+            self.error = error
             self.answer(*protocol_error(error))
 
     def let_go(self) -> None:

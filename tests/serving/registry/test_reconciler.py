@@ -324,6 +324,23 @@ def test_what_still_waits_when_a_version_is_scaled_to_nothing_is_answered() -> N
     asyncio.run(main())
 
 
+def test_what_still_runs_when_the_drain_is_over_is_answered_as_unavailable_before_its_worker_ends() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.reconciler = Reconciler(drain_timeout_s=0.01, on_gone=stage._gone)
+        await stage.settle()
+        running = AwaitedRequest("a", 0.0)
+        stage.version.batcher.submit(running)
+        assert stage.pool.run.requests == [running]
+        stage.version.wanted = False
+        assert await stage.settle() is VersionState.GONE
+        error = running.future.exception()
+        assert isinstance(error, Unavailable)
+        assert "was unloaded before the request was answered" in error.message
+
+    asyncio.run(main())
+
+
 def test_an_unwanted_version_drains_unloads_and_is_gone() -> None:
     async def main() -> None:
         stage = Stage()

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.telemetry.stages import COLUMNS, MARKS, STAGES, row_of, rows_of
+from torchere.serving.batching.request import Request
+from torchere.serving.telemetry.stages import COLUMNS, MARKS, STAGES, row_of, rows_of, server_timing
 
 seconds = st.floats(0, 1000, allow_nan=False)
 
@@ -87,3 +88,13 @@ def test_many_predictions_are_split_as_each_one_is(predictions):
     sure = abs(expected[:, COLUMNS.index("transfer")]) > 1e-6
     sure |= np.array([sum(each.stages_s) > each.answered_s - each.dequeued_s + 1e-6 for each, _ in asked])
     assert rows[sure] == pytest.approx(expected[sure], abs=1e-9)
+
+
+def test_server_timing_tells_the_stages_in_milliseconds_and_leaves_out_those_that_took_no_time():
+    request = Request("r1", 10.0)
+    request.enqueued_s, request.dequeued_s, request.answered_s = 10.25, 10.5, 11.5
+    request.stages_s = (0.0, 0.75, 0.0, 0.0)
+    assert server_timing(request, 11.75) == (
+        "decode;dur=250.000, queue;dur=250.000, transfer;dur=250.000, inference;dur=750.000, "
+        "encode;dur=250.000, total;dur=1750.000"
+    )

@@ -20,14 +20,16 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 
 from torchere.serving.batching.request import Request
-from torchere.serving.errors import ServingError
+from torchere.serving.errors import HandlerFailed, ServingError
 from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.telemetry import tracing
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.predictions import Operation
 from torchere.serving.telemetry.stages import STAGES
 from torchere.serving.telemetry.trace_setup import open_tracing
 from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider
 
+REST = "POST /predictions/{model}"
 CALLER = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", True, "vendor=1")
 
 
@@ -52,11 +54,19 @@ def answered(request):
 class RestRequest(Request):
     """One over REST."""
 
+    def operation(self):
+        """As the door names it."""
+        return Operation(REST, {"http.request.method": "POST"})
+
 
 class GrpcRequest(Request):
     """One over gRPC."""
 
     protocol = "grpc"
+
+    def operation(self):
+        """As the door names it."""
+        return Operation("a.Service/Predict", {"rpc.system.name": "grpc"})
 
 
 class Traced:
@@ -71,12 +81,16 @@ class Traced:
         self.meter = self.metrics.meter("m", "1.0")
         self.metrics.show(self.meter)
 
-    def predict(self, request_id, trace=None, code=200, is_answered=True, protocol="rest"):
+    def predict(self, request_id, trace=None, code=200, is_answered=True, protocol="rest", **marks):
         started_s = time.monotonic() - 1.0
         request = begun(self.metrics, request_id, started_s, trace, protocol)
         request.meter = self.meter
         if is_answered:
             answered(request)
+        for name, value in marks.items():
+            setattr(
+                request, name, started_s + value if name in ("read_s", "enqueued_s", "dequeued_s") else value
+            )
         self.metrics.prediction_ends(request, code)
         return request
 
@@ -94,12 +108,12 @@ def traced():
 def test_a_prediction_is_a_span_with_its_stages_below(traced):
     traced.predict("r-1")
     spans = traced.spans()
-    request = spans["prediction"]
+    request = spans[REST]
     assert request.kind is SpanKind.SERVER
     assert request.parent is None
     assert dict(request.attributes) == {
         "request.id": "r-1",
-        "network.protocol.name": "rest",
+        "http.request.method": "POST",
         "http.response.status_code": 200,
         "model.name": "m",
         "model.version": "1.0",
@@ -121,7 +135,7 @@ def test_a_clock_that_is_put_right_meanwhile_changes_no_duration(traced, monkeyp
     put_right_ns = time.time_ns() + step_s * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: put_right_ns)
     traced.metrics.prediction_ends(request, 200)
-    request = traced.spans()["prediction"]
+    request = traced.spans()[REST]
     assert request.end_time - request.start_time == pytest.approx(1e9, rel=0.2)
     stages = [span for span in traced.exporter.get_finished_spans() if span.name in STAGES]
     assert stages[0].start_time == request.start_time
@@ -130,7 +144,7 @@ def test_a_clock_that_is_put_right_meanwhile_changes_no_duration(traced, monkeyp
 
 def test_it_belongs_to_the_trace_of_its_caller(traced):
     request = traced.predict("r-1", CALLER)
-    span = traced.spans()["prediction"]
+    span = traced.spans()[REST]
     assert f"{span.context.trace_id:032x}" == CALLER.trace_id
     assert f"{span.parent.span_id:016x}" == CALLER.parent_id
     assert span.context.trace_state.to_header() == "vendor=1"
@@ -139,7 +153,7 @@ def test_it_belongs_to_the_trace_of_its_caller(traced):
 
 def test_without_a_caller_log_lines_and_exemplars_have_the_trace_that_was_begun(traced):
     request = traced.predict("r-1")
-    trace_id = f"{traced.spans()['prediction'].context.trace_id:032x}"
+    trace_id = f"{traced.spans()[REST].context.trace_id:032x}"
     assert request.trace.trace_id == trace_id
     assert f'# {{trace_id="{trace_id}"}}' in traced.metrics.expose().text(openmetrics=True)
 
@@ -156,9 +170,59 @@ def test_without_a_caller_log_lines_and_exemplars_have_the_trace_that_was_begun(
 )
 def test_what_fails_is_an_error(traced, code, protocol, status):
     traced.predict("r-1", code=code, is_answered=False, protocol=protocol)
-    spans = traced.spans()
-    assert list(spans) == ["prediction"]
-    assert spans["prediction"].status.status_code is status
+    span = traced.spans()[REST if protocol == "rest" else "a.Service/Predict"]
+    assert span.status.status_code is status
+    key = "http.response.status_code" if protocol == "rest" else "rpc.response.status_code"
+    assert span.attributes[key] == code
+    assert span.attributes.get("error.type") == (str(code) if status is StatusCode.ERROR else None)
+
+
+@pytest.mark.parametrize(("code", "is_failure"), [(500, True), (400, False)])
+def test_a_span_says_which_error_its_client_was_told_and_why(traced, code, is_failure):
+    error = HandlerFailed("Prediction failed", 500, "ValueError: too long")
+    request = traced.predict("r-1", code=code, is_answered=False, error=error)
+    span = traced.spans()[REST]
+    assert span.attributes["error.type"] == "handler_failed"
+    (event,) = span.events
+    assert event.name == "exception"
+    assert dict(event.attributes) == {
+        "exception.type": "torchere.serving.errors.HandlerFailed",
+        "exception.message": "Prediction failed ValueError: too long",
+    }
+    assert span.status.description == ("Prediction failed" if is_failure else None)
+    assert request.error is None  # its traceback would hold frames
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ({}, {"decode"}),
+        ({"read_s": 0.25, "enqueued_s": 0.5}, {"receive", "decode", "queue"}),
+        (
+            {"read_s": 0.25, "enqueued_s": 0.5, "dequeued_s": 0.75},
+            {"receive", "decode", "queue", "handler"},
+        ),
+        (
+            {"enqueued_s": 0.25, "dequeued_s": 0.5, "stages_s": (0.125, 0.25, 0.0, 0.0)},
+            {"decode", "queue", "transfer", "preprocess", "inference"},
+        ),
+    ],
+)
+def test_a_request_that_fails_has_the_stages_that_it_reached(traced, marks, expected):
+    traced.predict("r-1", code=500, is_answered=False, **marks)
+    whole = traced.spans()[REST]
+    stages = [span for span in traced.exporter.get_finished_spans() if span.name in STAGES]
+    assert {span.name for span in stages} == expected
+    whole_ns = whole.end_time - whole.start_time
+    assert sum(span.end_time - span.start_time for span in stages) == pytest.approx(whole_ns, rel=0.01)
+
+
+def test_a_batch_that_fails_is_a_span_with_an_error_and_its_links(traced, batch):
+    traced.predict("r-1", code=500, is_answered=False, enqueued_s=0.1, dequeued_s=0.2)
+    batch(traced.meter, succeeded=0, failed=1, request_ids=["r-1"])
+    span = traced.spans()["batch"]
+    assert span.status.status_code is StatusCode.ERROR
+    assert len(span.links) == 1
 
 
 def test_a_batch_is_linked_to_its_requests(traced):
@@ -166,7 +230,7 @@ def test_a_batch_is_linked_to_its_requests(traced):
     requests = traced.exporter.get_finished_spans()
     traced.maker.batch("m", "1.0", ["r-0", "r-1", "r-2", "other"], 5, 0.5)
     batch = traced.spans()["batch"]
-    expected = {span.context.span_id for span in requests if span.name == "prediction"}
+    expected = {span.context.span_id for span in requests if span.name == REST}
     assert len(predicted) == len(expected) == 3
     assert {link.context.span_id for link in batch.links} == expected
     assert batch.attributes["batch.size"] == 4
@@ -189,7 +253,7 @@ def test_what_is_not_sampled_makes_no_span_and_no_exemplar():
     assert not request.trace.sampled
     assert "trace_id=" not in traced.metrics.expose().text(openmetrics=True)
     traced.predict("r-2", CALLER)
-    assert "prediction" in traced.spans()  # the caller wants it
+    assert REST in traced.spans()  # the caller wants it
     traced.provider.shutdown()
 
 

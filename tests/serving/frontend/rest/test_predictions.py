@@ -493,3 +493,50 @@ def test_a_header_for_other_origins_that_the_handler_sets_is_the_only_one(planes
         b"access-control-allow-origin: https://a.example",
         b"access-control-allow-methods: GET, POST",
     }
+
+
+@pytest.mark.parametrize(
+    "behave",
+    [answering(b"ok"), streaming(b"a", b"b"), raising(HandlerFailed("no", 500))],
+    ids=["whole", "streamed", "failed"],
+)
+def test_server_timing_tells_the_stages_of_a_prediction_when_it_is_on(planes, talk, behave):
+    planes.data.behave = behave
+    _, without, _ = lines(talk(plain(b"x", headers=CLOSE)))
+    _, headers, _ = lines(talk(plain(b"x", headers=CLOSE), server_timing=True))
+    (more,) = headers - without
+    name, _, value = more.partition(b": ")
+    metrics = dict(metric.split(b";dur=") for metric in value.split(b", "))
+    assert name == b"server-timing"
+    assert [*metrics][-1] == b"total"
+    assert float(metrics[b"total"]) > 0
+
+
+def test_other_answers_have_no_server_timing(talk):
+    assert b"server-timing" not in talk(
+        b"GET /ping HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n", server_timing=True
+    )
+
+
+def test_a_prediction_is_a_span_named_by_method_and_route(planes, talk):
+    class Begun:
+        def begin(self, prediction):
+            seen.append(prediction.operation())
+
+        def end(self, *_):
+            pass
+
+    seen = []
+    planes.metrics.tracing = Begun()
+    talk(plain(b"x", headers=CLOSE))
+    (operation,) = seen
+    assert operation.name == "POST /predictions/{model}"
+    assert operation.attributes | {"client.address": ""} == {
+        "http.request.method": "POST",
+        "http.route": "/predictions/{model}",
+        "url.path": "/predictions/echo",
+        "url.scheme": "http",
+        "network.protocol.name": "http",
+        "network.protocol.version": "1.1",
+        "client.address": "",
+    }

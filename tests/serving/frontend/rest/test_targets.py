@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.frontend.rest.targets import EXPLAIN_NO, EXPLAIN_YES, Target, prediction_target
+from torchere.serving.frontend.rest.targets import (
+    EXPLAIN_NO,
+    EXPLAIN_YES,
+    Target,
+    prediction_target,
+    route_of,
+)
 
 NO_PATH = (("url_path", ""), *EXPLAIN_NO)
 
@@ -79,3 +85,21 @@ def test_only_explanations_are_not_batched_with_predictions(path, group):
 def test_any_path_gets_an_answer(path):
     target = prediction_target("/" + path)
     assert target is None or isinstance(target, Target)
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/predictions/a", "/predictions/{model}"),
+        ("/predictions/predictions/1.0", "/predictions/{model}/{version}"),
+        ("/explanations/a/2/x/y", "/explanations/{model}/{version}/{url_path}"),
+        ("/v1/models/a:predict", "/v1/models/{model}:predict"),
+        ("/v2/models/a/versions/1/infer", "/v2/models/{model}/versions/{version}/infer"),
+        ("/v2/models/models/generate", "/v2/models/{model}/generate"),
+        ("/models/a/invoke", "/models/{model}/invoke"),
+        ("/a/1/predict", "/{model}/{version}/predict"),
+        ("/invocations", "/invocations"),
+    ],
+)
+def test_a_route_has_no_names_of_clients(path, route):
+    assert route_of(path, prediction_target(path)) == route
