@@ -18,10 +18,11 @@ from torchere.archiver.models.convert.exported_program import free_sizes
 from torchere.archiver.models.convert.files import (
     Packed,
     can_be_kept,
+    check_section,
     config_with,
     keep,
     may_say,
-    members_of,
+    says_optimize,
     write_model,
 )
 from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, measured_gain
@@ -37,16 +38,15 @@ from torchere.archiver.models.inputs.examples import (
     spread,
 )
 from torchere.archiver.models.inputs.run import LoadedModel, Run
-from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of, with_other_sizes
 from torchere.archiver.models.load.source import Source, inputs_up_to, read_source
-from torchere.archiver.models.load.weight_only import torchao_kinds
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.quantize.methods import (
     Quantised,
     check_method,
-    check_weights,
+    check_quantised,
     quantise,
     shared_scale,
 )
@@ -100,6 +100,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     is_open = options.model_format is None and not options.quantize
     options = _checked(options)
     check_examples(options)
+    check_section(options.config_file)
     beside = work / "beside"
     beside.mkdir()
     with step(say, "reading the model"):
@@ -197,6 +198,11 @@ class _Job:
         """The samples, or the example without any."""
         return self.samples or [self.model.example]
 
+    @property
+    def timed(self) -> list[Tensors]:
+        """The samples to time models with: those given, in two sizes at least where sizes may vary."""
+        return with_other_sizes(self.given, self.sizes)
+
 
 def _as_served(trial: Trial) -> Run:
     """Return the model freshly loaded: probing it has shown it shapes that a server does not begin with."""
@@ -216,7 +222,8 @@ class _Compilation:
     def built(self, example: Tensors | None) -> Built:
         """Quantise, compile, sign and verify the model."""
         module, example = self._startable(example)
-        self._check_torchao(module)
+        if note := check_quantised(module, self.options.quantize, str(self.options.model_format)):
+            self.say(note)
         names = self.source.names_of_inputs(len(example))
         sizes = sizes_of(self.options, names, example)
         if not self.options.dynamic_sizes:
@@ -249,19 +256,6 @@ class _Compilation:
         return _finished(
             Built(trial.packed.file, None, config, trial.packed.beside), trial.signature, self.say
         )
-
-    def _check_torchao(self, module: torch.nn.Module) -> None:
-        """Say that weights of torchao are kept; refuse TorchScript, which would hold them in fp32."""
-        quantised = torchao_kinds(module)
-        if quantised and self.options.quantize:
-            check_weights(module, self.options.quantize)
-        if quantised and self.options.model_format == TORCHSCRIPT:
-            raise ModelRefused(
-                f"the model's weights are quantised by torchao ({quantised}), and TorchScript would hold "
-                "them in fp32; take --format export or aoti, which keep their bits"
-            )
-        if quantised:
-            self.say(f"weights quantised by torchao ({quantised}) keep their bits; a server needs no torchao")
 
     def _best(self, job: _Job, methods: Sequence[str]) -> Trial:
         """Quantise the model by each method, and return the best of the forms with its report."""
@@ -385,6 +379,7 @@ class _Compilation:
                 target=str(self.options.model_format),
                 compiled=compiled,
                 max_drift=max_drift_of(method) if limit is None else limit,
+                timed=job.timed,
                 say=self.say,
             )
         made = replace(made, notes=(*made.notes, *shared_scale(job.model, made.method)))
@@ -419,16 +414,15 @@ class _Compilation:
         """
         if target != TORCHSCRIPT:
             return TorchScriptOptions()
-        said = members_of(self.options.config_file) or ()
         load = TorchScriptOptions(
-            quantised.engine if quantised else None, "optimize_for_inference: true" in said
+            quantised.engine if quantised else None, says_optimize(self.options.config_file)
         )
         is_open = quantised is None and self.options.verify and may_say(self.options.config_file)
         run: Any = packed.run
         if not is_open or not may_gain(run, signature):
             return load
         with step(self.say, "optimising for inference, to compare"):
-            gain = measured_gain(packed.file, job.given, batched=signature.batched)
+            gain = measured_gain(packed.file, job.timed, batched=signature.batched)
         if gain is None:
             self.say("optimize_for_inference: the model does not run so; not taken")
             return load
@@ -450,6 +444,7 @@ class _Compilation:
                 loads=(TorchScriptOptions(), trial.load),
                 notes=trial.quantised.notes if trial.quantised else (),
                 fp32=_as_served(fp32) if fp32 else None,
+                timed=job.timed,
                 say=self.say,
             )
         if report.fp32 is not None and fp32 is not None:

@@ -148,7 +148,12 @@ def version() -> str:
 # members where each has a line of its own or all stand in braces.
 
 _NAME = re.compile(r"""["']?torchscript["']?:""")
-_AUTOCAST = re.compile(r"""^["']?autocast["']?:""", re.MULTILINE)  # it disables the optimisation
+# With a value it disables the optimisation; `autocast: null` has none.
+_AUTOCAST = re.compile(
+    r"""^["']?autocast["']?:(?![ \t]*(null|~)?[ \t]*(#.*)?$)""", re.MULTILINE | re.IGNORECASE
+)
+# YAML's words for true, false and null, in lower case.
+_TRUE, _NOT_TRUE = ("true", "yes", "on"), ("false", "no", "off", "null", "~", "")
 _COMMENT = re.compile(r"(^|\s)#.*")
 
 
@@ -160,7 +165,8 @@ def config_with(config: Path | None, options: TorchScriptOptions, work: Path) ->
             does not allow another section.
     """
     text, members = _text(config), members_of(config)
-    missing = [line for line in options.lines() if line not in (members or ())]
+    said = {*(members or ()), *(["optimize_for_inference: true"] if says_optimize(config) else [])}
+    missing = [line for line in options.lines() if line not in said]
     if not missing:
         return config
     if members is not None or not _takes_sections(text):
@@ -187,6 +193,31 @@ def members_of(config: Path | None) -> set[str] | None:
         if inside and found is not None:
             found.update(part.strip(" {}") for part in _NAME.sub("", said).split(","))
     return found
+
+
+def says_optimize(config: Path | None) -> bool:
+    """Return whether the `torchscript` section says `optimize_for_inference: true`."""
+    return _section(config).get("optimize_for_inference", "").lower() in _TRUE
+
+
+def check_section(config: Path | None) -> None:
+    """Raise ModelRefused if a server would refuse to load the model with the `torchscript` section."""
+    said = _section(config)
+    optimize, engine = said.get("optimize_for_inference", ""), said.get("quantized_engine", "")
+    if optimize.lower() not in (*_TRUE, *_NOT_TRUE):
+        raise ModelRefused(
+            f"{config}: torchscript.optimize_for_inference is {optimize}; expected true or false"
+        )
+    engines = torch.backends.quantized.supported_engines
+    if engine.lower() not in _NOT_TRUE and engine.strip("\"'") not in engines:
+        raise ModelRefused(
+            f"{config}: torchscript.quantized_engine is {engine}; expected one of {', '.join(engines)}"
+        )
+
+
+def _section(config: Path | None) -> dict[str, str]:
+    pairs = (member.partition(":") for member in members_of(config) or ())
+    return {name.strip(" \"'"): value.strip() for name, _, value in pairs}
 
 
 def may_say(config: Path | None) -> bool:

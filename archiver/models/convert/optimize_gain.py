@@ -20,7 +20,7 @@ from torchere.archiver.models.load.torchscript import (
     load_script,
     optimized,
 )
-from torchere.archiver.models.measure.cost import Samples, batches_of, processor_ms
+from torchere.archiver.models.measure.cost import Samples, times_by_batch
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.signature import ANY, Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
@@ -80,13 +80,9 @@ def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None
     plain = loaded(file, TorchScriptOptions())
     try:
         other = loaded(file, TorchScriptOptions(optimize_for_inference=True))
-        times = {
-            size: processor_ms([plain, other], batch, _BUDGET_S)
-            for size, batch in batches_of(samples, batched).items()
-        }
+        plain_ms, optimized_ms = times_by_batch([plain, other], samples, batched, _BUDGET_S)
         with torch.inference_mode():
             found = difference((answers(plain, one), answers(other, one)) for one in samples)
     except RuntimeError:  # the base class of all TorchScript errors; the model is packed without optimisation
         return None
-    plain_ms = {size: pair[0] for size, pair in times.items()}
-    return Gain(plain_ms, {size: pair[1] for size, pair in times.items()}, found.drift)
+    return Gain(plain_ms, optimized_ms, found.drift)

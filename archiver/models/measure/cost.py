@@ -84,12 +84,33 @@ def gain(before_ms: Mapping[int, float], after_ms: Mapping[int, float]) -> float
     return float(product ** (1 / max(1, len(sizes))))
 
 
-def batches_of(samples: Samples, batched: bool) -> dict[int, tuple[torch.Tensor, ...]]:
-    """Return the arguments to time models with, by batch size; only the first sample if not batched.
+def times_by_batch(
+    models: Sequence[Model], samples: Samples, batched: bool, budget_s: float
+) -> list[dict[int, float]]:
+    """Return the milliseconds of each model by batch size: the mean over up to three shapes of the samples.
 
     The sizes of a batched model are `BATCH_SIZES`, the smallest first, as a server's first run has one row.
+
+    Args:
+        models: freshly loaded, see `processor_ms`.
+        samples: at least one.
+        batched: whether the first dimension of every input is a batch of any size.
+        budget_s: for each batch size, all models and shapes together.
     """
-    return {size: batch_of(samples, size) for size in BATCH_SIZES} if batched else {1: samples[0]}
+    found: list[dict[int, float]] = [{} for _ in models]
+    for size in BATCH_SIZES if batched else (1,):
+        calls = _calls(samples, size) if batched else shapes_of(samples, batched=False)
+        times = [processor_ms(models, call, budget_s / len(calls)) for call in calls]
+        for index, by_size in enumerate(found):
+            by_size[size] = sum(one[index] for one in times) / len(times)
+    return found
+
+
+def _calls(samples: Samples, size: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return a batch of this size for each of up to three shapes among the samples."""
+    shapes = [[tensor.shape[1:] for tensor in row] for row in shapes_of(samples, batched=True)]
+    alike = [[one for one in samples if [tensor.shape[1:] for tensor in one] == shape] for shape in shapes]
+    return [batch_of(some, size) for some in alike]
 
 
 def batch_of(samples: Samples, size: int) -> tuple[torch.Tensor, ...]:

@@ -160,6 +160,7 @@ class Maker:
     judged: Samples
     max_drift: float
     say: Say = silent
+    timed: Samples = ()  # to time engines with, instead of `judged`
 
     def candidate(self, method: str) -> Candidate:
         """Quantise the model by this method; if it drifts too far, leave the most harmful layers in fp32."""
@@ -231,7 +232,7 @@ class Maker:
 
     def _measured(self, method: str, packed: bytes, note: str) -> Candidate:
         self.say(f"{method}: timing it on {len(supported())} engines")
-        calls = shapes_of(self.judged, self.model.signature.batched)
+        calls = shapes_of(self.timed or self.judged, self.model.signature.batched)
         return Candidate(
             packed, tuple(measured(method, packed, _judge(self.model, self.judged), calls)), note
         )

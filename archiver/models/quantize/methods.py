@@ -61,6 +61,7 @@ def quantise(
     target: str = "torchscript",
     compiled: Compile = traced,
     max_drift: float = INT8_DRIFT,
+    timed: Samples = (),
     say: Say = silent,
 ) -> Quantised:
     """Quantise the model without modifying it.
@@ -76,6 +77,7 @@ def quantise(
             formats use torchao's PT2E, which has no choice of engines.
         compiled: converts an int8 model to TorchScript; the default is tracing.
         max_drift: an engine with a larger drift is chosen only if there is no better one.
+        timed: arguments of the model to time engines with; without any, the samples.
         say: takes lines about progress.
 
     Raises:
@@ -89,7 +91,7 @@ def quantise(
     if target not in FORMATS:
         raise ModelRefused(f"--format is {target!r}; expected one of {', '.join(FORMATS)}")
     if method != "int8-trained":
-        check_weights(model.module, method)
+        _check_weights(model.module, method)
     if method == "bf16":
         made = bf16(model.module)
         with refusing("running the model in bfloat16", _FLOAT32_IN_IT):
@@ -100,7 +102,7 @@ def quantise(
     if target == "torchscript":
         with quiet():
             judged = some_of(model, list(samples) or [model.example])
-            maker = Maker(model, _opened(model, method), samples, compiled, judged, max_drift, say)
+            maker = Maker(model, _opened(model, method), samples, compiled, judged, max_drift, say, timed)
             return _by_engine(maker, method)
     if method == "int8-trained":
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
@@ -151,8 +153,24 @@ def check_method(method: str, target: str = "torchscript") -> None:
         check_torchao()
 
 
-def check_weights(module: nn.Module, method: str) -> None:
-    """Raise ModelRefused unless some of the weights are fp32, and none quantised by torchao."""
+def check_quantised(module: nn.Module, method: str | None, target: str) -> str:
+    """Check a model that may have weights of torchao; return a line about them for the user, or an empty text.
+
+    Raises:
+        ModelRefused: it has, and `method` or the format `target` would lose their bits.
+    """
+    quantised = torchao_kinds(module)
+    if quantised and method:
+        _check_weights(module, method)
+    if quantised and target == "torchscript":
+        raise ModelRefused(
+            f"the model's weights are quantised by torchao ({quantised}), and TorchScript would hold them in "
+            "fp32; take --format export or aoti, which keep their bits"
+        )
+    return f"weights of torchao ({quantised}) keep their bits; a server needs no torchao" if quantised else ""
+
+
+def _check_weights(module: nn.Module, method: str) -> None:
     if quantised := torchao_kinds(module):
         raise ModelRefused(
             f"--quantize {method}: the model's weights are quantised already, by torchao ({quantised}); "

@@ -11,7 +11,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.sizes import FreeSize, resized
-from torchere.archiver.models.measure.cost import Samples, batches_of, fewer_threads_when_busy, processor_ms
+from torchere.archiver.models.measure.cost import Samples, fewer_threads_when_busy, times_by_batch
 from torchere.archiver.models.measure.difference import Outputs, answers, difference
 from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.models.verify.memory import resident_bytes
@@ -38,25 +38,26 @@ def verify(
     loads: tuple[TorchScriptOptions, TorchScriptOptions] = (TorchScriptOptions(), TorchScriptOptions()),
     notes: Sequence[str] = (),
     fp32: Callable[..., Any] | None = None,
+    timed: Samples = (),
     say: Say = silent,
 ) -> Report:
     """Time both models in turns, and compare their outputs on the samples.
 
-    Not thread-safe: temporarily sets torch's number of threads. Does not check the drift; see `refuse_drift`.
+    Not thread-safe: sets torch's number of threads. Does not check the drift; see `refuse_drift`.
     The models are timed before they see the samples, a batch of one first, as a server runs them.
 
     Args:
         original: takes the tensors of a sample as positional arguments.
-        packed: likewise; the model as the server will load it, freshly loaded.
+        packed: likewise; freshly loaded as the server will load it.
         samples: at least one.
         max_drift: the largest drift at which the report is accepted. See `max_drift_of`.
-        batched: whether the first dimension of every input is a batch of any size. If so, batches of
-            `cost.BATCH_SIZES` are timed; else the unchanged first sample.
+        batched: see `times_by_batch`.
         names: the names of both models, for the table.
         files: the files of both models, for their sizes.
         loads: the load options of both files.
         notes: how the packed model was made, for the JSON.
         fp32: the fastest form in fp32 that packing would make instead, freshly loaded; timed, not compared.
+        timed: to time the models with, instead of `samples`.
         say: takes a line about progress now and then.
 
     Raises:
@@ -64,15 +65,14 @@ def verify(
     """
     if not samples:
         raise ModelRefused("there are no samples to verify the packed model on; give at least one")
-    times = _times(original, packed, fp32, samples, batched)
+    models = [original, packed, *([fp32] if fp32 else [])]
+    times = times_by_batch(models, timed or samples, batched, _BUDGET_S)
     watched = Original(original, samples)
     with torch.inference_mode():
         found = difference(counted(watched.beside(packed), len(samples), "samples compared", say))
         doubts = watched.doubts()
-    sides = [
-        Side(names[index], file.stat().st_size if file else None, None, times[index])
-        for index, file in enumerate(files)
-    ]
+    sizes = [file.stat().st_size if file else None for file in files]
+    sides = [Side(*one) for one in zip(names, sizes, (None, None), times[:2], strict=True)]
     return Report(
         original=sides[0],
         packed=sides[1],
@@ -167,21 +167,6 @@ def _refusal(report: Report) -> str:
         f"{found.largest_abs:.3g}); calibrate with more samples that are like real requests, take another "
         "--quantize, or allow more by --max-drift"
     )
-
-
-def _times(
-    original: Callable[..., Any],
-    packed: Callable[..., Any],
-    fp32: Callable[..., Any] | None,
-    samples: Samples,
-    batched: bool,
-) -> list[dict[int, float]]:
-    """Return the milliseconds of each of the models, by batch size."""
-    models = [original, packed, *([fp32] if fp32 else [])]
-    times = {
-        size: processor_ms(models, batch, _BUDGET_S) for size, batch in batches_of(samples, batched).items()
-    }
-    return [{size: found[index] for size, found in times.items()} for index in range(len(models))]
 
 
 _UNSTEADY = 1e-4  # accepted drift between two runs of one model; threads may add in another order

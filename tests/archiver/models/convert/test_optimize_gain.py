@@ -17,9 +17,10 @@ from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models import build as pipeline
 from torchere.archiver.models.convert import optimize_gain
-from torchere.archiver.models.convert.files import config_with
+from torchere.archiver.models.convert.files import check_section, config_with, may_say
 from torchere.archiver.models.convert.optimize_gain import Gain, may_gain, measured_gain
 from torchere.archiver.models.verify import compare as verify
+from torchere.archiver.request import BuildOptions
 from torchere.archiver.signature import ANY, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.serving.commands.cli import main
@@ -161,6 +162,7 @@ def test_nothing_is_said_where_nothing_is_measured(
     [
         ("torchscript:\n  optimize_for_inference: false\n", False),
         ("torchscript:\n  optimize_for_inference: true\n", True),
+        ("torchscript:\n  optimize_for_inference: yes\n", True),
         ("{}\n", False),  # to which no section can be added
         ("minWorkers: 2\nautocast: bfloat16\n", False),
     ],
@@ -181,6 +183,35 @@ def test_a_configuration_that_says_so_or_takes_no_more_stands_and_is_what_the_re
     assert archive.read_text("config.yaml") == text
     assert json.loads(archive.read_text("MAR-INF/report.json"))["optimized"] is optimized
     assert len(optimizations) == optimized
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("optimize_for_inference: sometimes", "optimize_for_inference is sometimes; expected true or false"),
+        ("optimize_for_inference: 1", "optimize_for_inference is 1; expected true or false"),
+        ("quantized_engine: vnni", "quantized_engine is vnni; expected one of "),
+    ],
+)
+def test_a_section_that_a_server_would_refuse_is_refused(tmp_path: Path, said: str, line: str) -> None:
+    own = tmp_path / "own.yaml"
+    for text in (f"torchscript:\n  {said}\n", f"torchscript: {{{said}}}\n"):
+        own.write_text(text)
+        with pytest.raises(ModelRefused, match=line):
+            pipeline.build(
+                BuildOptions(model_file=Path("net.py"), config_file=own), tmp_path, lambda _line: None
+            )
+    own.write_text("torchscript:\n  optimize_for_inference: yes\n  quantized_engine: 'x86'\n")
+    check_section(own)
+
+
+@pytest.mark.parametrize("text", ["autocast: null\n", "autocast: ~  # later\n", "autocast:\n"])
+def test_autocast_without_a_value_is_no_wish(tmp_path: Path, text: str) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    assert may_say(own)
+    own.write_text("autocast: bfloat16\n")
+    assert not may_say(own)
 
 
 def test_a_configuration_is_added_to(tmp_path: Path) -> None:
@@ -225,7 +256,10 @@ def test_compare_refuses_an_archive_whose_section_says_nonsense(
     pack: Callable[..., Any], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("config.yaml").write_text("torchscript:\n  optimize_for_inference: perhaps\n")
-    pack("--format", "export", "--config-file", "config.yaml")
+    pack("--format", "torchscript").extract(Path("unpacked"))
+    Path("unpacked/model.pt").rename("model.pt")
+    plain = ["archive", "--model-name", "net", "--serialized-file", "model.pt", "--handler", "base_handler"]
+    assert main([*plain, "--config-file", "config.yaml", "--force"]) == 0  # no PyTorch looks at it
     Path("data").mkdir()
     torch.save(torch.rand(2, 3, 13, 12), "data/one.pt")
     with caplog.at_level(logging.WARNING, "torchere.handlers"):

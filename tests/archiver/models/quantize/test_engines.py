@@ -5,12 +5,17 @@ from __future__ import annotations
 import io
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, supported, using
+from torchere.archiver.models.quantize import candidates
 from torchere.archiver.models.quantize.candidates import Measured, NoUsableEngine, choose
+from torchere.archiver.models.quantize.methods import quantise
+from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.loading.torchscript import load_torchscript
 
 
@@ -21,7 +26,7 @@ def found(
 
 
 @pytest.mark.parametrize(
-    ("candidates", "engine"),
+    ("measured", "engine"),
     [
         ([found("x86", 9.0, 0.1), found("onednn", 3.0, 0.1)], "onednn"),
         # Fast, but its arithmetic overflows on this processor.
@@ -33,15 +38,15 @@ def found(
         ([found("x86", 9.0, 0.5), found("onednn", 3.0, 0.51), found("qnnpack", 1.0, 1.9)], "onednn"),
     ],
 )
-def test_the_fastest_engine_that_agrees_is_chosen(candidates: list[Measured], engine: str) -> None:
-    assert choose(candidates, max_drift=0.3).engine == engine
+def test_the_fastest_engine_that_agrees_is_chosen(measured: list[Measured], engine: str) -> None:
+    assert choose(measured, max_drift=0.3).engine == engine
 
 
 def test_a_method_that_drifts_too_far_loses_to_a_slower_one_that_does_not() -> None:
-    candidates = [found("onednn", 1.0, 0.5, "int8-static"), found("onednn", 5.0, 0.02, "int8-dynamic")]
+    measured = [found("onednn", 1.0, 0.5, "int8-static"), found("onednn", 5.0, 0.02, "int8-dynamic")]
 
-    assert choose(candidates, max_drift=0.3).method == "int8-dynamic"
-    assert choose(candidates, max_drift=0.6).method == "int8-static"
+    assert choose(measured, max_drift=0.3).method == "int8-dynamic"
+    assert choose(measured, max_drift=0.6).method == "int8-static"
 
 
 def test_that_no_engine_runs_is_said_with_the_reason_of_each() -> None:
@@ -94,3 +99,21 @@ def test_a_file_that_is_no_torchscript_is_an_error_and_the_engine_is_put_back() 
         load_script(io.BytesIO(b"not a model"), check=False, engine=supported()[0])
 
     assert torch.backends.quantized.engine == before
+
+
+def test_engines_are_timed_in_each_size_that_requests_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[int, ...]] = []
+    real = candidates.processor_ms
+
+    def noted(models: Any, call: Any, budget_s: float) -> list[float]:
+        timed.append(tuple(call[0].shape))
+        return real(models, call, 0.0)
+
+    monkeypatch.setattr(candidates, "processor_ms", noted)
+    rows = (TensorSpec("x", "FP32", (-1, -1, 8)),)
+    model = LoadedModel(
+        torch.nn.Linear(8, 4).eval(), (torch.rand(2, 5, 8),), Signature(rows, rows), "eager", Path("net.py")
+    )
+    given = [(torch.rand(2, 5, 8),)]
+    quantise(model, "int8-dynamic", given, timed=[*given, (torch.rand(2, 7, 8),)])
+    assert timed == [(1, 5, 8), (1, 7, 8)]
