@@ -154,7 +154,7 @@ def check_method(method: str, target: str = "torchscript") -> None:
 
 
 def check_quantised(module: nn.Module, method: str | None, target: str) -> str:
-    """Check a model that may have weights of torchao; return a line about them for the user, or an empty text.
+    """Check a model that may have weights of torchao; return a line about them for the user, or "".
 
     Raises:
         ModelRefused: it has, and `method` or the format `target` would lose their bits.
