@@ -58,9 +58,11 @@ def test_busy_seconds_are_those_of_batches_that_executors_have(metrics):
 
 def test_the_span_of_a_batch_gets_its_requests_and_how_many_wait():
     spans = []
-    metrics = Metrics("vm", tracing=SimpleNamespace(batch=lambda *said: spans.append(said)))
+    batch = lambda *said, succeeded: spans.append((*said, succeeded))  # noqa: E731 - one use
+    metrics = Metrics("vm", tracing=SimpleNamespace(batch=batch))
     finish(metrics, [DONE, HandlerFailed("x")])
-    assert spans == [("m", "1.0", ["r0", "r1"], 2, 2.0)]
+    finish(metrics, [HandlerFailed("x")])
+    assert spans == [("m", "1.0", ["r0", "r1"], 2, 2.0, True), ("m", "1.0", ["r0"], 2, 2.0, False)]
 
 
 def test_only_spans_and_logged_metrics_need_the_ids_of_a_batch():
