@@ -128,6 +128,12 @@ def write_certificate(folder: Path) -> None:
     (folder / "key.pem").chmod(0o600)
 
 
+@pytest.fixture(scope="session")
+def certificate() -> Callable[[Path], None]:
+    """Writes cert.pem and key.pem into a folder."""
+    return write_certificate
+
+
 def _follow(process: subprocess.Popen[str], log: Path, wanted: str) -> str:
     """The log, once `wanted` is in it; fails when the server ends before, or a minute is over."""
     limit_s = time.monotonic() + 60

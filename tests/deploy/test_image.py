@@ -6,10 +6,13 @@ import fnmatch
 import json
 import os
 import re
+import ssl
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -115,8 +118,75 @@ def test_it_runs_as_nobody_in_particular_and_is_asked_how_it_is(dockerfile: str)
 
     assert "\nUSER 1000:1000\n" in last_stage
     assert "HEALTHCHECK" in last_stage
+    assert 'CMD ["python", "/usr/local/lib/torchere/healthcheck.py"]' in last_stage
     assert "8080/livez" in last_stage
     assert 'CMD ["serve"]' in last_stage
+
+
+def test_the_base_of_both_stages_is_pinned_by_digest(dockerfile: str) -> None:
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", dockerfile, re.MULTILINE)
+
+    assert re.fullmatch(r"python:3\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
+    assert re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE) == ["${BASE}", "${BASE}"]
+
+
+def test_what_settings_ask_for_is_installed_without_an_argument(root: Path, dockerfile: str) -> None:
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile, re.MULTILINE)
+    known = re.findall(r"^(\w+) = \[", (root / "pyproject.toml").read_text(), re.MULTILINE)
+
+    # tracing=true, s3:// archives, the handler of text embeddings, `torchere predict`, worker_sandbox=strict
+    assert set(extras.split(",")) == {"otel", "s3", "tokenizers", "client", "sandbox"} <= set(known)
+    assert 'pip install -c constraints.txt ".[$EXTRAS]"' in dockerfile
+
+
+def test_bytecode_stays_and_that_of_the_standard_library_is_made(dockerfile: str, tmp_path: Path) -> None:
+    (clean,) = re.findall(r"&& (find /opt/torchere .*)$", dockerfile, re.MULTILINE)
+    (compiled,) = re.findall(r"&& (python -m compileall .*) \\\n", dockerfile)
+    for folder in ("package/__pycache__", "package/tests"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "package/tests/old.py").write_text("print 1")
+    (tmp_path / "package/module.py").write_text("")
+    (tmp_path / "package/__pycache__/kept.pyc").write_text("")
+
+    # the tests are left out of the second, too
+    shell = f"{compiled} {tmp_path}; {clean.replace('/opt/torchere', str(tmp_path))}".replace(
+        "python ", f"{sys.executable} ", 1
+    )
+    subprocess.run(["bash", "-euc", shell], check=True, timeout=60)
+
+    left = {path.name.partition(".")[0] for path in (tmp_path / "package/__pycache__").iterdir()}
+    assert left == {"kept", "module"}
+    assert not (tmp_path / "package/tests").exists()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("answers", [200, 503])
+def test_the_health_check_asks_by_http_or_https(
+    root: Path, tmp_path: Path, tls: bool, answers: int, certificate: Callable[[Path], None]
+) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answers if self.path == "/livez" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        if tls:
+            certificate(tmp_path)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/livez"
+        environ = {"HEALTH_URL": url, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+        asked = subprocess.run(
+            [sys.executable, root / "deploy/healthcheck.py"], env=environ, check=False, timeout=30
+        )
+        server.shutdown()
+
+    assert asked.returncode == (answers != 200)
 
 
 def test_any_other_user_of_group_0_may_write_where_user_1000_does(dockerfile: str, tmp_path: Path) -> None:
