@@ -9,11 +9,11 @@ from harness.machine import Machine
 from harness.report import markdown_table
 
 from variety.catalogue import Entry
-from variety.trial import FORMATS, NONE, PACKED, REFUSED, Cell
+from variety.trial import FORMATS, METHODS, PACKED, REFUSED, Cell
 
 Results = dict[tuple[str, ...], Cell]
 _BEGIN, _END = "<!-- begin: benchmarks/formats.py -->", "<!-- end: benchmarks/formats.py -->"
-_COLUMNS = (NONE, "int8-dynamic", "int8-static", "bf16", "int8-trained")
+_COLUMNS = (*METHODS, "int8-trained")
 _SLOWER = re.compile(r"is not faster than fp32")
 _DRIFTS = re.compile(r"answers too differently|has lost outputs")
 

@@ -33,7 +33,7 @@ from variety.catalogue import Entry, Inputs
 
 NONE = "fp32"
 FORMATS = ("torchscript", "export", "aoti", "keep")
-METHODS = (NONE, "int8-dynamic", "int8-static", "bf16")
+METHODS = (NONE, "int8-dynamic", "int8-static", "bf16", "int8-weight", "int4-weight")
 PACKED, REFUSED, CRASHED, LATE, WRONG = "packed", "refused", "crashed", "late", "wrong"
 # Largest difference, relative to the largest value of the output, beyond which an answer is wrong.
 LIMITS = {NONE: 1e-4, "bf16": 0.1}

@@ -227,7 +227,7 @@ CASES = (
     ),
     Case(
         "a whole module that is kept",
-        "--serialized-file={whole} --allow-pickle --example={example}",
+        "--serialized-file={whole} --allow-pickle --example={example} --format=keep",
         "expected --format (?P<format>torchscript)",
         "--serialized-file={whole} --allow-pickle --example={example} --format={format} --no-verify",
     ),
