@@ -218,13 +218,15 @@ class TextClassifier(TextHandler):
             Their indices [n], int64 on the handler's device, and the words.
 
         Raises:
-            PredictionException: 400, the request has no text, or it is not UTF-8.
+            PredictionException: 400, the request has no text or no word, or it is not UTF-8.
             KeyError: a word is unknown, and the vocabulary has no `<unk>`.
         """
         text = _text_of(data[0])
         text = self._expand_contractions(self._remove_html_tags(text).lower())
         text = self._remove_punctuation(self._remove_accented_characters(text))
         words = self._tokenize(text)
+        if not words:  # the model would answer with what it makes of nothing
+            raise PredictionException("The request has no text: expected at least one word, found none", 400)
         indices = [self.source_vocab[token] for token in ngrams(words, self.ngrams)]
         return torch.as_tensor(indices, dtype=torch.int64, device=self.device), words
 

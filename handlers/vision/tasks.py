@@ -89,6 +89,8 @@ ImangeSegmenter = ImageSegmenter  # the spelling of early TorchServe versions
 class ObjectDetector(VisionHandler):
     """Answers each image with a list of `{name: [x1, y1, x2, y2], "score": s}`, boxes in pixels.
 
+    A class that is itself named "score" has its index in the place of its name.
+
     The model is called like torchvision's detectors and returns the same: for each image `boxes`, `labels`
     and `scores`. Images are scaled to 0 ... 1 and neither resized nor normalised.
     """
@@ -121,9 +123,13 @@ class ObjectDetector(VisionHandler):
         keep = picture["scores"] >= self.threshold
         boxes, labels, scores = (picture[key][keep].tolist() for key in ("boxes", "labels", "scores"))
         return [
-            {**map_class_to_label([[box]], self.mapping, [[label]])[0], "score": score}
+            {**self._named(box, label), "score": score}
             for box, label, score in zip(boxes, labels, scores, strict=True)
         ]
+
+    def _named(self, box: list[float], label: int) -> dict[str, object]:
+        named = map_class_to_label([[box]], self.mapping, [[label]])[0]
+        return {str(label): box} if "score" in named else named
 
 
 def _takes_list(model: Any) -> bool:

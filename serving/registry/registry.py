@@ -21,6 +21,7 @@ from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
+    DependenciesFailed,
     NotFound,
     ServingError,
     VersionNotFound,
@@ -300,6 +301,8 @@ class Registry:
                 if not is_there:
                     self._missing.add(wanted)
                 reason = err.detail or err.message
+                if isinstance(err, DependenciesFailed):  # its detail does not say which step failed
+                    reason = f"{err.message}: {reason}"
                 logger.error("Failed to load model: %s: %s", shown_url(wanted.url), reason)
         for model in self._server.snapshot_models:
             if model.default_version and model.name in self._serving:

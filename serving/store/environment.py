@@ -117,10 +117,15 @@ class EnvironmentBuilder:
     async def _install(self, model: str, directory: Path, file: str, environment: Environment) -> None:
         target = ["--target", environment.packages] if environment.packages else []
         python = environment.python or sys.executable
+        logger.info(
+            "Model %s waits for pip, which installs its requirements from %s; install_timeout_s=%g",
+            *(model, file, self._timeout_s),
+        )
         # Run in the archive's folder, because requirements may name wheels in it.
         failure = await self._run([python, *_PIP_INSTALL, *target, "-r", str(directory / file)], directory)
         if failure:
-            raise DependenciesFailed(f"Custom pip package installation failed for model {model}", failure)
+            detail = f"pip install -r {file}: {failure}"
+            raise DependenciesFailed(f"Custom pip package installation failed for model {model}", detail)
         logger.info("Installed custom pip packages for model %s", model)
 
     async def _run(self, command: Sequence[str], cwd: Path) -> str:

@@ -2,11 +2,13 @@
 
 import asyncio
 import http.client
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +114,11 @@ def test_a_signal_while_an_archive_is_fetched_at_the_start_ends_the_server(tmp_p
     assert not (tmp_path / "key_file.json").exists()
 
 
-def test_while_archives_are_fetched_at_the_start_probes_are_answered_and_nothing_is_healthy(
-    tmp_path: Path,
+@pytest.mark.parametrize("waits_for", ["an archive", "pip"])
+def test_while_the_start_waits_probes_are_answered_and_nothing_is_healthy(
+    tmp_path: Path, waits_for: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     asked = asyncio.Event()
 
     async def never_ending(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -133,16 +137,21 @@ def test_while_archives_are_fetched_at_the_start_probes_are_answered_and_nothing
 
     async def main() -> dict[str, int]:
         source = await asyncio.start_server(never_ending, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{source.sockets[0].getsockname()[1]}/m.mar"
+        url = f"http://127.0.0.1:{source.sockets[0].getsockname()[1]}"
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         settings = settings_of(
             tmp_path,
-            load_models=(url,),
-            allowed_urls=(url,),
+            load_models=("p.mar" if waits_for == "pip" else f"{url}/m.mar",),
+            install_dependencies=True,
             inference_address=Address(port=port),
             token_auth_enabled=False,
         )
+        model = {"modelName": "m", "modelVersion": "1", "handler": "h.py", "requirementsFile": "r.txt"}
+        with zipfile.ZipFile(tmp_path / "store" / "p.mar", "w") as archive:
+            archive.writestr("h.py", "")
+            archive.writestr("r.txt", f"m @ {url}/m-1.0-py3-none-any.whl")
+            archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": model}))
         running = asyncio.ensure_future(run(settings))
         await asked.wait()
         found = await asyncio.to_thread(statuses, port)
@@ -153,6 +162,8 @@ def test_while_archives_are_fetched_at_the_start_probes_are_answered_and_nothing
 
     of_models = {"/startupz": 503, "/readyz": 503, "/ping": 500, "/predictions/m": 503}
     assert asyncio.run(main()) == {"/livez": 200, **of_models}
+    said = "Model m waits for pip, which installs its requirements from r.txt; install_timeout_s=600"
+    assert (said in caplog.messages) is (waits_for == "pip")
 
 
 LIMITED = """

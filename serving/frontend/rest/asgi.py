@@ -19,7 +19,7 @@ from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
 from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange, status_of
 from torchere.serving.frontend.rest.heads import Head
-from torchere.serving.frontend.rest.wire import CONTINUE, NO_CONTENT
+from torchere.serving.frontend.rest.wire import CONTINUE, NO_CONTENT, RESET_CONTENT
 from torchere.serving.logs.audit import AuditedCall, Outcome, audit_log
 from torchere.serving.logs.fields import fields_of
 
@@ -186,7 +186,9 @@ class AppExchange(Exchange):
             self._call.sending()
         own = [line for line in headers if line[0] not in _OF_THE_CONNECTION]
         is_sized = self._body_left is not None
-        if self.head.is_head or status in NO_CONTENT:
+        if status == RESET_CONTENT:
+            own = [line for line in own if line[0] != b"content-length"]
+        if self.head.is_head or status in NO_CONTENT or status == RESET_CONTENT:
             self._body_left = None
         self._held_head = self.start(status, own, is_sized=is_sized)
         asyncio.get_running_loop().call_soon(self._send_head)

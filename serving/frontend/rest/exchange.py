@@ -21,6 +21,7 @@ from torchere.serving.frontend.rest.targets import route_of
 from torchere.serving.frontend.rest.wire import (
     LAST_LINES,
     NO_CONTENT,
+    RESET_CONTENT,
     STATUS_LINES,
     RawHeaders,
     error_answer,
@@ -201,9 +202,9 @@ class Exchange(ABC):
         if self.complete:
             return
         self._begun(status)
-        if status in NO_CONTENT:
+        if status in NO_CONTENT or status == RESET_CONTENT:
             body = b""
-        else:
+        if status not in NO_CONTENT:
             lines += b"content-length: %d\r\n" % len(body)
         self.connection.write(self._head(lines), b"" if self.head.is_head else body)
         self.over()
@@ -216,7 +217,9 @@ class Exchange(ABC):
         self._begun(status)
         lines = joined(headers + missing(self.connection.listener.cors, headers) + self._timing())
         self.is_chunked = False
-        if not (is_sized or self.head.is_head or status in NO_CONTENT):
+        if status == RESET_CONTENT:
+            lines += b"content-length: 0\r\n"
+        elif not (is_sized or self.head.is_head or status in NO_CONTENT):
             if self.head.is_old:  # RFC 9112, 6.1: HTTP/1.0 has no chunks, so closing delimits the body
                 self.keep_alive = False
                 self._end_by_reset(True)
@@ -242,7 +245,7 @@ class Exchange(ABC):
 
     def framed(self, part: bytes, *, last: bool = False) -> bytes:
         """Encode a part of the body, as a chunk if needed; empty if the response has no content."""
-        if self.status in NO_CONTENT or self.head.is_head:
+        if self.status in NO_CONTENT or self.status == RESET_CONTENT or self.head.is_head:
             return b""
         if not self.is_chunked:
             return part

@@ -19,6 +19,7 @@ from torchere.serving.types import InferResponse
 
 RawHeaders = list[tuple[bytes, bytes]]
 
+RESET_CONTENT = 205  # RFC 9110, 15.3.6: it has no content, and says so by its length
 NO_CONTENT = frozenset({204, 304})  # RFC 9110, 6.4.1: a body here would be read as the next response
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 

@@ -80,7 +80,14 @@ def test_an_unknown_word_is_the_one_that_the_vocabulary_has_for_them(
 
 
 @pytest.mark.parametrize(
-    ("row", "message"), [({"body": b"\xff"}, "not UTF-8"), ({}, "no text"), ({"body": [1]}, "no text")]
+    ("row", "message"),
+    [
+        ({"body": b"\xff"}, "not UTF-8"),
+        ({}, "no text"),
+        ({"body": [1]}, "no text"),
+        ({"body": b""}, "at least one word"),
+        ({"body": " <br/> "}, "at least one word"),
+    ],
 )
 def test_what_is_no_text_is_answered_with_400(classify: Any, row: Any, message: str) -> None:
     with pytest.raises(PredictionException, match=message) as caught:

@@ -72,3 +72,11 @@ def test_a_scripted_detector_gets_a_list_and_pictures_of_any_size(
     rows = [{"body": torch.zeros(3, 2, 5).tolist()}, {"body": torch.zeros(3, 4, 6).tolist()}]
     box = [0.0, 0.0, 0.0, 0.0]
     assert handler.handle(rows, context) == [[{"5": box, "score": 0.5}], [{"6": box, "score": 0.5}]]
+
+
+def test_a_class_that_is_named_score_keeps_its_box() -> None:
+    handler = ObjectDetector()
+    handler.mapping = {"0": "score", "1": "dog"}
+    found = {"boxes": torch.ones(2, 4), "labels": torch.tensor([0, 1]), "scores": torch.tensor([0.75, 0.5])}
+    box = [1.0, 1.0, 1.0, 1.0]
+    assert handler.postprocess([found]) == [[{"0": box, "score": 0.75}, {"dog": box, "score": 0.5}]]

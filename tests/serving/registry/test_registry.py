@@ -486,3 +486,20 @@ def test_a_url_that_fails_at_the_start_is_logged_without_its_query(
     asyncio.run(main())
     assert "Failed to load model: http://127.0.0.1:1/n.mar: " in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_requirements_that_fail_at_the_start_name_pip(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=("m.mar",), install_dependencies=True) as registry:
+            model = {"modelName": "m", "modelVersion": "1.0", "handler": "h.py", "requirementsFile": "r.txt"}
+            with zipfile.ZipFile(tmp_path / "store" / "m.mar", "w") as archive:
+                archive.writestr("h.py", "")
+                archive.writestr("r.txt", "/no/such.whl")
+                archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": model}))
+            await registry.load_at_startup(await registry.wanted_at_startup())
+
+    asyncio.run(main())
+    said = "m.mar: Custom pip package installation failed for model m: pip install -r r.txt: exit status 1: "
+    assert f"Failed to load model: {said}" in caplog.text

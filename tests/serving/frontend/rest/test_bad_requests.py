@@ -253,3 +253,13 @@ def test_a_load_over_the_network_brings_no_content_of_files(planes, talk):
     assert statuses(said) == [b"200"]
     (wish,) = [call[1] for call in planes.control.calls if call[0] == "register"]
     assert (wish.url, wish.model_name, wish.initial_executors) == ("new.mar", "new", 2)
+
+
+@pytest.mark.parametrize(
+    "path", [b"/predictions/echo", b"/v2/models/echo/infer", b"/models", b"/explanations/echo"]
+)
+def test_without_a_key_nobody_is_told_to_send_the_body(talk, planes, path):
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n" % path
+    said = talk(head, keys=planes.keys)
+    assert b"100 Continue" not in said
+    assert statuses(said)[0] in (b"400", b"404", 400, 404)

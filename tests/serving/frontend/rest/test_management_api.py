@@ -381,3 +381,11 @@ def test_management_for_this_machine_is_read_from_others_and_not_changed(
     )
     assert said.split()[1] == status
     assert (b"only clients on this machine may change models" in said) == (status == b"403")
+
+
+def test_a_null_in_the_body_counts_as_absent_beside_the_query(ask, planes):
+    body = b'{"url": "echo.mar", "runtime": null}'
+    answer = ask("management", "POST", "/models?runtime=python", body, content_type="application/json")
+    assert answer.status == 200
+    (call,) = planes.control.calls
+    assert "echo.mar" in str(call)

@@ -105,6 +105,18 @@ def test_a_stream_without_content_leaves_the_connection_as_it_was(planes, talk, 
     assert rest.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
+@pytest.mark.parametrize("send", [plain, chunked])
+@pytest.mark.parametrize("parts", [(b"one",), (b"one", b"two")])
+def test_an_answer_that_resets_content_has_none_and_says_so(planes, talk, send, parts):
+    planes.data.behave = streaming(*parts, status=205)
+    answer = talk(send(b"x"), plain(b"", path=b"/ping", headers=CLOSE))
+    head, rest = answer.split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 205 ")
+    assert head.lower().count(b"content-length: 0") == 1
+    assert b"transfer-encoding" not in head
+    assert rest.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
 def test_a_bug_is_a_500_and_a_line_in_the_log(planes, talk, caplog):
     def admit(*args, **kwargs):
         raise ZeroDivisionError("bug")
