@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from pools import pool_in_service, until
+from pools import fork_launcher, new_pool, pool_in_service, until
 
 from torchere.serving.errors import ExecutorDied, HandlerFailed, LoadFailed
 from torchere.serving.workers import loss as restart
@@ -22,9 +22,13 @@ HANDLER = """
     class Handler:
         def initialize(self, context):
             self.rank = int(os.environ["RANK"])
-            self.late = context.model_yaml_config
-            if self.rank == self.late.get("fails"):
+            self.config = context.model_yaml_config
+            if self.rank == self.config.get("fails"):
                 raise ValueError("rank has no weights")
+            if self.config.get("waits"):
+                open(f"loads-{self.rank}", "w").close()
+                while not os.path.exists("go"):
+                    time.sleep(0.005)
             dist.init_process_group("gloo")
             assert (dist.get_rank(), dist.get_world_size()) == (self.rank, 3)
 
@@ -42,6 +46,7 @@ HANDLER = """
             if word == "all":
                 raise ValueError("all ranks do")
             if word == "wait":
+                open(f"waits-{self.rank}", "w").close()
                 while not os.path.exists("go"):
                     time.sleep(0.005)
             total = torch.tensor([float(self.rank + 1) * len(data)])
@@ -210,6 +215,69 @@ def test_a_rank_that_is_killed_while_idle_ends_the_group_and_is_no_evidence(make
             await until(lambda: pool.in_service and pool.statuses()[0].pid != pids[0])
             assert losses == ["signal"]
             assert cause_of(pool).startswith("rank" if rank else "killed by signal 9")
+        await ended(pids)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_is_killed_in_a_batch_ends_it_once(make_group, make_sink, make_request, rank) -> None:
+    async def main() -> None:
+        spec = make_group()
+        async with pool_in_service(spec) as pool:
+            pids = ranks_of(pool)
+            sink = make_sink()
+            sink.submit(pool, [make_request("wait")])
+            await until(lambda: all(os.path.exists(f"{spec.archive_dir}/waits-{one}") for one in range(3)))
+            os.kill(pids[rank], signal.SIGKILL)
+            assert isinstance(await sink.outcome(), ExecutorDied)
+            await until(lambda: pool.in_service and pool.statuses()[0].pid != pids[0])
+            again = make_sink()
+            again.submit(pool, [make_request("sum")])
+            assert (await again.outcome()).body == b"sum 6"
+        await ended(pids)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_is_killed_while_it_loads_is_started_again_with_the_others(make_group, rank) -> None:
+    async def main() -> None:
+        spec = make_group(model_config={"waits": True})
+        launcher = fork_launcher()
+        pool: Any = new_pool(spec, launcher)
+        loading = asyncio.ensure_future(pool.resize(1))
+        await until(lambda: os.path.exists(f"{spec.archive_dir}/loads-2"))
+        pids = ranks_of(pool)
+        os.kill(pids[rank], signal.SIGKILL)
+        await ended(pids)
+        open(f"{spec.archive_dir}/go", "w").close()
+        await asyncio.wait_for(loading, 60)
+        await pool.warm_up()
+        assert pool.in_service == 1
+        assert pool.statuses()[0].pid != pids[0]
+        await pool.close()
+        await launcher.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_is_killed_while_its_worker_drains_ends_the_drain(
+    make_group, make_sink, make_request, rank
+) -> None:
+    async def main() -> None:
+        spec = make_group()
+        async with pool_in_service(spec) as pool:
+            pids = ranks_of(pool)
+            sink = make_sink()
+            sink.submit(pool, [make_request("wait")])
+            await until(lambda: all(os.path.exists(f"{spec.archive_dir}/waits-{one}") for one in range(3)))
+            draining = asyncio.ensure_future(pool.resize(0))
+            await asyncio.sleep(0)
+            os.kill(pids[rank], signal.SIGKILL)
+            assert isinstance(await sink.outcome(), ExecutorDied)
+            await asyncio.wait_for(draining, 30)
         await ended(pids)
 
     asyncio.run(main())
