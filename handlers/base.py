@@ -126,7 +126,9 @@ class BaseHandler:
                 f"{SECTION} in model-config.yaml splits the layers of a class: pack it with --model-file"
             )
         whole = load_eager(archive_at(model_dir), model["modelFile"], self.model_pt_path)
-        return spread(in_eval_mode(whole), split, self.device)
+        return spread(
+            in_eval_mode(whole), split, self.device, None if self.model_pt_path else Path(model_dir)
+        )
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         """Load TorchScript; one copy per process and device, or per executor if the model modifies itself.

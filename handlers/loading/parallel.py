@@ -10,6 +10,7 @@ import fnmatch
 import os
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils import _pytree as pytree
 
+from torchere.archiver.models.load.checkpoint import is_distributed_checkpoint, read_parts
 from torchere.handlers.loading.split import SECTION, STYLES, Split
 
 _MAKERS: dict[str, Callable[[], ParallelStyle]] = {
@@ -40,15 +42,19 @@ MAX_TRACES = 8  # shapes of inputs for which a rank keeps its stage
 _ELEMENTWISE = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "mish", "dropout"})
 
 
-def spread(model: torch.nn.Module, split: Split, device: torch.device) -> torch.nn.Module:
+def spread(
+    model: torch.nn.Module, split: Split, device: torch.device, folder: Path | None = None
+) -> torch.nn.Module:
     """Return a module that runs the model over the ranks of this worker; call it in all of them.
 
     Args:
         model: the whole model, on the CPU; its weights should be memory-mapped, so that a rank reads its own.
         split: how many ranks, and what each has; `RANK` and `WORLD_SIZE` are in the environment.
         device: where this rank computes.
+        folder: if it holds a distributed checkpoint, this rank reads its part of the weights from there.
 
     Raises:
+        ModelRefused: the checkpoint is damaged, or that of another model.
         ValueError: the number of ranks is another, or the model can't be split like this.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -60,13 +66,18 @@ def spread(model: torch.nn.Module, split: Split, device: torch.device) -> torch.
         return model.to(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    checkpoint = folder if folder is not None and is_distributed_checkpoint(folder) else None
     if split.pipeline > 1:
+        if checkpoint:
+            read_parts(_of_stage(model, dist.get_rank(), ranks), checkpoint)
         return Stages(model, device)
     styles = styles_of(model, split.plan, ranks)
     mesh = init_device_mesh(device.type, (ranks,))
     plan = {name: _MAKERS[style]() for name, style in styles.items()}
     # Each rank takes its part of the weights that it has itself, so nothing is sent.
     parallelize_module(model, mesh, plan, src_data_rank=None)
+    if checkpoint:
+        read_parts(model.state_dict(), checkpoint)
     return _apart(model, device)
 
 
@@ -264,6 +275,18 @@ class _Flat(torch.nn.Module):
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return self._seen.keep(self.model(*args, **kwargs))
+
+
+def _of_stage(model: torch.nn.Module, stage: int, stages: int) -> dict[str, torch.Tensor]:
+    """Return the weights of a model but for those of layers of other stages."""
+    starts = first_layers(model, stages)
+    layers, _, _ = starts[0].rpartition(".")
+    prefix = f"{layers}." if layers else ""
+    bounds = [0, *(int(name.rpartition(".")[2]) for name in starts), len(model.get_submodule(layers))]  # type: ignore[arg-type]
+    others = [
+        f"{prefix}{layer}." for layer in range(bounds[-1]) if not bounds[stage] <= layer < bounds[stage + 1]
+    ]
+    return {name: value for name, value in model.state_dict().items() if not name.startswith(tuple(others))}
 
 
 def first_layers(model: torch.nn.Module, stages: int) -> list[str]:

@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -89,6 +92,44 @@ SPREAD = {  # model-config.yaml by model; `whole` has none
 }
 
 
+# Run by torchrun: saves the model, trained or not, as FSDP2 does, each rank its own shards.
+SAVE = """
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from model import Layers
+
+dist.init_process_group("gloo")
+model = Layers()
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(0.05)  # what the class does not make itself
+if dist.get_rank() == 0:
+    torch.save(model.state_dict(), "merged.pth")
+for block in model.blocks:
+    fully_shard(block)
+fully_shard(model)
+dcp.save({"model": get_model_state_dict(model)}, checkpoint_id="sharded")
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the shards of four ranks (`sharded`), and the same weights in one file."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / "model.py").write_text(LAYERS_MODEL)
+    (folder / "save.py").write_text(SAVE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, "save.py"], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
 @pytest.fixture(scope="module")
 def server(open_server: Any, pack: Any) -> Any:
     named = {"handler": "handler.py", "modelFile": "model.py", "configFile": "c.yaml"}
@@ -164,3 +205,23 @@ def test_what_can_not_be_split_is_refused_with_the_reason(
     refused = server.register("refused.mar", initial_workers=1)
     assert refused.status >= 400
     assert text in refused.body.decode()
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_a_checkpoint_of_four_ranks_is_served_by_two_that_read_their_own_parts(
+    server: Any, pack: Any, checkpoint: Path, split: str
+) -> None:
+    layers: dict[str, str | bytes] = {"model.py": LAYERS_MODEL, "handler.py": ROWS_HANDLER}
+    shards = {file.name: file.read_bytes() for file in (checkpoint / "sharded").iterdir()}
+    assert len([name for name in shards if name.endswith(".distcp")]) == 4
+    named = {"handler": "handler.py", "modelFile": "model.py"}
+    config = f"parallel: {{{split}: 2}}\n"
+    pack(f"sharded-{split}", {**layers, **shards, "c.yaml": config}, configFile="c.yaml", **named)
+    merged = (checkpoint / "merged.pth").read_bytes()
+    pack(f"merged-{split}", {**layers, "merged.pth": merged}, serializedFile="merged.pth", **named)
+    for kind in ("sharded", "merged"):
+        assert server.register(f"{kind}-{split}.mar", initial_workers=1).status == 200
+    row = [number / 16 for number in range(16)]
+    merged_answer = predict(server, f"merged-{split}", row).json()
+    assert predict(server, f"sharded-{split}", row).json() == pytest.approx(merged_answer, abs=1e-4)
+    assert merged_answer != pytest.approx(predict(server, "whole", row).json(), abs=1e-2)

@@ -13,6 +13,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -211,11 +212,53 @@ def read_distributed(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         ModelRefused: its index is not a valid one, or a shard is missing or damaged.
     """
-    reader = _Reader(path)
-    try:
-        index = reader.read_metadata()
-        state = _room_for(index, path)
+    with _damage_is_refused(path):
+        reader = _Reader(path)
+        state = _room_for(reader.read_metadata(), path)
         load(dict(state), storage_reader=reader, no_dist=True)
+    return state
+
+
+def read_parts(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Read a checkpoint into tensors, by their names; of a distributed tensor, only the part of this rank.
+
+    The checkpoint may have been saved by another number of ranks, and under one key (`model`, for example).
+
+    Raises:
+        ModelRefused: a name or a shape is another one; or as `read_distributed`.
+    """
+    with _damage_is_refused(path):
+        reader = _Reader(path)
+        index = reader.read_metadata()
+        _room_for(index, path, of_all=False)
+        there = index.state_dict_metadata
+        prefix = next(
+            (key for key in ("", *_WRAPPERS) if all(_under(key, name) in there for name in state)), None
+        )
+        if prefix is None:
+            missing = [name for name in state if name not in there]
+            raise ModelRefused(f"{path}: the checkpoint has no {some(missing)}; it has {some(sorted(there))}")
+        wanted = {_under(prefix, name): tensor for name, tensor in state.items()}
+        for name, tensor in wanted.items():
+            item = there[name]
+            size = tuple(item.size) if isinstance(item, metadata.TensorStorageMetadata) else None
+            if size != tuple(tensor.shape):
+                raise ModelRefused(
+                    f"{path}: {name} has the shape {size}, and the model's {tuple(tensor.shape)}"
+                )
+        load(wanted, storage_reader=reader, no_dist=True)
+
+
+def _under(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+@contextmanager
+def _damage_is_refused(path: Path) -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a missing process group
+            yield
     except ModelRefused:
         raise
     # The errors for a damaged shard differ by torch version; CheckpointException derives from BaseException.
@@ -229,11 +272,10 @@ def read_distributed(path: Path) -> dict[str, torch.Tensor]:
     ) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise ModelRefused(f"{path}: damaged distributed checkpoint: {first[:200]}; {_AGAIN}") from error
-    return state
 
 
-def _room_for(index: metadata.Metadata, path: Path) -> dict[str, torch.Tensor]:
-    """Return empty tensors to read into; refuse an index with more bytes than the shards have."""
+def _room_for(index: metadata.Metadata, path: Path, *, of_all: bool = True) -> dict[str, torch.Tensor]:
+    """Return empty tensors to read into (`of_all`); refuse an index with more bytes than the shards have."""
     found = {
         name: item
         for name, item in index.state_dict_metadata.items()
@@ -246,6 +288,7 @@ def _room_for(index: metadata.Metadata, path: Path) -> dict[str, torch.Tensor]:
         raise ModelRefused(
             f"{path}: its index speaks of {wanted_bytes} bytes, and its files have {there_bytes}; {_AGAIN}"
         )
+    found = found if of_all else {}
     return {name: torch.empty(tuple(item.size), dtype=item.properties.dtype) for name, item in found.items()}
 
 

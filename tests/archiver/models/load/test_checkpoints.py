@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.checkpoint import read_weights
+from torchere.archiver.models.load.checkpoint import read_parts, read_weights
 from torchere.archiver.models.load.fitting import load_into, unwrapped
 from torchere.archiver.models.load.source import read_source
 
@@ -273,3 +275,31 @@ def test_weights_of_an_adapter_are_told_from_those_of_a_model(tmp_path: Path) ->
 def test_the_module_beside_other_things_in_a_trusted_pickle_is_the_model(tmp_path: Path) -> None:
     path = saved(tmp_path / "w.pth", {"epoch": 3, "model": nn.Linear(2, 2)})
     assert isinstance(read_source(path, None, None, True).module, nn.Linear)
+
+
+def saved_in_parts(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a missing process group
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("key", ["", "model", "state_dict"])
+def test_parts_are_read_into_the_tensors_of_a_model(tmp_path: Path, key: str) -> None:
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2), "of_others": torch.zeros(1)}
+    folder = saved_in_parts(tmp_path / "parts", {key: state} if key else state)
+    room = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
+    read_parts(room, folder)
+    assert torch.equal(room["a"], state["a"])
+    assert torch.equal(room["b"], state["b"])
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path: Path) -> None:
+    folder = saved_in_parts(tmp_path / "parts", {"a": torch.ones(2)})
+    with pytest.raises(ModelRefused, match="the checkpoint has no b; it has a"):
+        read_parts({"b": torch.zeros(2)}, folder)
+    with pytest.raises(ModelRefused, match=r"a has the shape \(2,\), and in the model \(3,\)"):
+        read_parts({"a": torch.zeros(3)}, folder)
+    next(folder.glob("*.distcp")).write_bytes(b"")
+    with pytest.raises(ModelRefused, match="its index speaks of 8 bytes"):
+        read_parts({"a": torch.zeros(2)}, folder)
