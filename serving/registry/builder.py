@@ -29,7 +29,7 @@ from torchere.serving.registry.names import check_runtime
 from torchere.serving.registry.version import Origin, RegistryObserver, Version, VersionObserver
 from torchere.serving.store.package import StoredArchive
 from torchere.serving.types import ModelKey
-from torchere.serving.workers.devices import gpu_count, intra_op_threads
+from torchere.serving.workers.devices import CoreShares, gpu_count
 from torchere.serving.workers.executor import FreeCallback, LoadSpec
 from torchere.serving.workers.fork_client import Spawned
 from torchere.serving.workers.isolation import choose_isolation
@@ -72,6 +72,7 @@ class Loader:
         self._sandbox = sandbox_of(server)
         self._rooms = RoomLauncher(self._launcher)
         self._oom = OomWatch()
+        self._cores = CoreShares(available_cores())
 
     @functools.cached_property
     def gpus(self) -> int:
@@ -162,6 +163,7 @@ class Loader:
             launcher=launcher,
             oom=self._oom,
             sends_ahead=not counts_all,
+            cores=self._cores,
         )
 
     @property
@@ -211,7 +213,7 @@ class Loader:
             batch_size=settings.batch.max_batch_size,
             decode_input=self._server.decode_input,
             limit_max_image_pixels=self._server.limit_max_image_pixels,
-            intra_op_threads=_threads(settings),
+            intra_op_threads=self._threads(settings),
             gpu_ids=settings.gpu_ids,
             max_response_bytes=self._server.limits.max_response_bytes,
             pinned=_is_stateful(settings),
@@ -226,6 +228,11 @@ class Loader:
 
     def _defaults_of(self, key: ModelKey) -> dict[str, object]:
         return self._server.model_defaults.get(key.name, {}).get(key.version, {})
+
+    def _threads(self, settings: ModelSettings) -> int:
+        """Return the intra-op threads of a process while it loads."""
+        ranks, threads = (settings.parallel.ranks, settings.parallel.threads) if settings.parallel else (1, 0)
+        return threads or self._cores.with_more(settings.min_executors * ranks)
 
     def _next_id(self) -> int:
         return next(self._executor_ids)
@@ -285,12 +292,6 @@ def _switches_engine(archive: StoredArchive) -> bool:
 def _has_python(archive: StoredArchive) -> bool:
     """Return whether the archive contains Python files: one may shadow a built-in handler."""
     return next(archive.directory.rglob("*.py"), None) is not None
-
-
-def _threads(settings: ModelSettings) -> int:
-    """Return the intra-op threads of a process."""
-    ranks, threads = (settings.parallel.ranks, settings.parallel.threads) if settings.parallel else (1, 0)
-    return threads or intra_op_threads(available_cores(), settings.min_executors * ranks)
 
 
 def _is_stateful(settings: ModelSettings) -> bool:

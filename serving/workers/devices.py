@@ -75,6 +75,30 @@ def intra_op_threads(cores: int, executors: int) -> int:
     return max(1, cores // max(1, executors))
 
 
+class CoreShares:
+    """Divides the cores over the executors of all versions. Used on the event loop only.
+
+    Lanes take the current `threads` before each run (`LanePage.prepare`), so that executors that come and go
+    change the others without a restart.
+    """
+
+    def __init__(self, cores: int) -> None:
+        self._cores = cores
+        self._executors: dict[object, int] = {}  # by pool
+        self.threads = max(1, cores)  # intra-op threads of each executor
+
+    def take(self, pool: object, executors: int) -> None:
+        """Record how many executors a pool has now; 0: none."""
+        self._executors[pool] = executors
+        if not executors:
+            del self._executors[pool]
+        self.threads = self.with_more(0)
+
+    def with_more(self, executors: int) -> int:
+        """Return the threads of each executor if there were so many more."""
+        return intra_op_threads(self._cores, sum(self._executors.values()) + executors)
+
+
 # The number of GPUs that torch will see, for a server that does not import torch.
 #
 # The rules are those of `torch.cuda.device_count`. Where they can't be followed without torch (ROCm, GPUs

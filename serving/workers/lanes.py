@@ -4,7 +4,8 @@ The page holds the begin marks of lanes and the cancellation flags of requests. 
 message can be late or lost when the worker crashes. Each lane (a worker thread that runs batches) has a cell,
 in which it writes the id of the run that it begins, and the time of its last progress. Each place (the slot
 of a run inside the worker, from its sending to its report) has a row of bytes that the server sets: one to
-hold back the run's streamed answers, and one for each request to cancel it.
+hold back the run's streamed answers, and one for each request to cancel it. The byte before the rows is the
+number of intra-op threads that lanes use for the next run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ MAX_PLACES = 8192  # runs inside one worker
 _CELL = struct.Struct("<dQ")  # last progress (monotonic seconds), run id; 0: no run was begun yet
 _CELLS_BYTES = MAX_LANES * _CELL.size
 _PAGE_BYTES = 4096
+_ROWS = _CELLS_BYTES + 1
+_MOST_THREADS = 255  # in a byte
 
 
 def requests_of(batch_size: int) -> int:
@@ -34,7 +37,7 @@ def requests_of(batch_size: int) -> int:
 
 
 def _size(requests: int) -> int:
-    size = _CELLS_BYTES + MAX_PLACES * (1 + requests)
+    size = _ROWS + MAX_PLACES * (1 + requests)
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -83,34 +86,43 @@ class LanePage:
         cells = (_CELL.unpack_from(self._memory, lane * _CELL.size) for lane in range(lanes))
         return {run_id: sign_s for sign_s, run_id in cells if run_id}
 
-    def clear(self, place: int) -> None:
-        """Clear the row of a place for its next run (in the server)."""
-        start = _CELLS_BYTES + place * self._row_bytes
+    def prepare(self, place: int, threads: int = 0) -> None:
+        """Clear the row of a place for its next run, which may use so many threads (in the server).
+
+        `threads`: intra-op threads of each lane; 0: those of the load.
+        """
+        start = _ROWS + place * self._row_bytes
         self._memory[start : start + self._row_bytes] = bytes(self._row_bytes)
+        self._memory[_CELLS_BYTES] = min(threads, _MOST_THREADS)
+
+    @property
+    def threads(self) -> int:
+        """The number of intra-op threads for the next run; 0: those of the load (in the worker)."""
+        return self._memory[_CELLS_BYTES]
 
     def cancel(self, place: int, index: int) -> None:
         """Mark request `index` of the run in a place as cancelled (in the server)."""
         if index + 1 < self._row_bytes:
-            self._memory[_CELLS_BYTES + place * self._row_bytes + 1 + index] = 1
+            self._memory[_ROWS + place * self._row_bytes + 1 + index] = 1
 
     def cancelled(self, place: int, count: int) -> list[int]:
         """Return the indices of the cancelled ones of `count` requests in a place (in the worker)."""
-        start = _CELLS_BYTES + place * self._row_bytes + 1
+        start = _ROWS + place * self._row_bytes + 1
         row = self._memory[start : start + min(count, self._row_bytes - 1)]
         return [index for index, byte in enumerate(row) if byte] if any(row) else []
 
     def all_cancelled(self, place: int, count: int) -> bool:
         """Whether all `count` requests of the run in a place are cancelled (in the worker)."""
-        start = _CELLS_BYTES + place * self._row_bytes + 1
+        start = _ROWS + place * self._row_bytes + 1
         return 0 not in self._memory[start : start + min(count, self._row_bytes - 1)]
 
     def hold(self, place: int, *, held: bool) -> None:
         """Hold back further parts of the run in a place, or release them (in the server)."""
-        self._memory[_CELLS_BYTES + place * self._row_bytes] = held
+        self._memory[_ROWS + place * self._row_bytes] = held
 
     def is_held(self, place: int) -> bool:
         """Whether the run in a place must not send further parts for now (in the worker)."""
-        return bool(self._memory[_CELLS_BYTES + place * self._row_bytes])
+        return bool(self._memory[_ROWS + place * self._row_bytes])
 
     def close(self) -> None:
         """Unmap the page."""

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from torchere.serving.workers.devices import first_devices, new_places
+from torchere.serving.workers.devices import CoreShares, first_devices, new_places
 from torchere.serving.workers.executor import (
     ExecutorState,
     ExecutorStatus,
@@ -50,7 +50,9 @@ class WorkerPool:
         heartbeat: HeartbeatSettings | None = None,
         on_lost: LostCallback = lambda reason: None,
         sends_ahead: bool = True,
+        cores: CoreShares | None = None,
     ) -> None:
+        self._cores = cores
         self._spec = spec
         self._next_id = next_id
         self._on_free = on_free
@@ -67,6 +69,8 @@ class WorkerPool:
             now=now,
             oom=oom or OomWatch(),
             heartbeat=heartbeat or HeartbeatSettings(),
+            # Each rank has threads of its own, set as it starts.
+            threads=lambda: 0 if cores is None or spec.ranks > 1 else cores.threads,
             sends_ahead=sends_ahead,
         )
 
@@ -149,7 +153,12 @@ class WorkerPool:
         else:
             fresh = [Worker(self._settings, [place]) for place in places]
         self._workers += fresh
+        self._count()
         await self._bring_up(fresh, [worker.start() for worker in fresh])
+
+    def _count(self) -> None:
+        if self._cores is not None:
+            self._cores.take(self, self.size * self._spec.ranks)
 
     async def _resize_lanes(self, worker: Worker, count: int) -> None:
         size = len(worker.executor_ids)
@@ -157,6 +166,7 @@ class WorkerPool:
             worker.remove(size - count)
         elif count > size:
             await worker.add(self._new_places(count - size))
+        self._count()
 
     def _new_places(self, count: int) -> list[tuple[int, int | None]]:
         gpu_ids = first_devices(self._spec.gpu_ids, self._spec.devices)
@@ -191,6 +201,7 @@ class WorkerPool:
         for worker in workers:
             if worker in self._workers:
                 self._workers.remove(worker)
+                self._count()
             await worker.close()
 
     def submit(self, run: Run) -> None:
@@ -216,4 +227,5 @@ class WorkerPool:
     async def close(self) -> None:
         """Answer the runs inside with `ExecutorDied` and stop the workers."""
         workers, self._workers = self._workers, []
+        self._count()
         await asyncio.gather(*(worker.close() for worker in workers))

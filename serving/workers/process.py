@@ -87,6 +87,7 @@ class Lane:
         self.batches = FrameReader(data)
         self.host = host
         self.serves = False
+        self._threads = process.loaded_spec().intra_op_threads
         self._sending = threading.Lock()  # handlers may send parts from their own threads
         self._process = process
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -94,13 +95,16 @@ class Lane:
 
     def run(self, message: Run) -> None:
         """Run one batch and send its report."""
-        process, place, count = self._process, message.place, len(message.requests)
-        page = process.page
+        process, page, place = self._process, self._process.page, message.place
 
         def is_unwanted() -> bool:
-            return process.leaving or page.all_cancelled(place, count)
+            return process.leaving or page.all_cancelled(place, len(message.requests))
 
         page.mark(self.number, message.run_id, time.monotonic())
+        threads = page.threads
+        if threads not in (0, self._threads) and torch.get_num_threads() == self._threads:
+            torch.set_num_threads(threads)  # a number that the handler has set is left alone
+            self._threads = threads
 
         def send_part(index: int, part: InferResponse) -> None:
             while page.is_held(place) and not is_unwanted():
@@ -111,7 +115,7 @@ class Lane:
         report = self.host.run(
             message.requests,
             send_part,
-            page.cancelled(place, count),
+            page.cancelled(place, len(message.requests)),
             is_unwanted,
         )
         self.send(encode_report(message.run_id, report, self.host.end_cause))
@@ -223,10 +227,10 @@ class WorkerMain:
         while self._spec is None:  # LogLevel messages may arrive before Load
             if not self._obey_next():
                 return
-        if self._loaded_spec().shares_weights:
+        if self.loaded_spec().shares_weights:
             while self._obey_next():
                 pass
-        elif self._loaded_spec().at_once > 1:
+        elif self.loaded_spec().at_once > 1:
             lane = self._lanes[0]
             while not lane.serves:
                 if not self._obey_next():
@@ -270,7 +274,7 @@ class WorkerMain:
     def serve_lane(self, lane: Lane) -> None:
         """Run batches in a lane's own thread, until the lane is retired or the server is gone."""
         torch.get_num_threads()  # a thread's first use of torch takes the last number set in any thread
-        torch.set_num_threads(self._loaded_spec().intra_op_threads)
+        torch.set_num_threads(self.loaded_spec().intra_op_threads)
         while not self.leaving:
             batch = lane.next_batch()
             if batch is None:
@@ -322,7 +326,7 @@ class WorkerMain:
 
     def _step(self, step: Callable[[], None]) -> bool:
         """Run a load or warm-up step; beside lanes in service it runs in a thread, not to delay messages."""
-        if not any(lane.serves for lane in self._lanes) or not self._loaded_spec().shares_weights:
+        if not any(lane.serves for lane in self._lanes) or not self.loaded_spec().shares_weights:
             return self._take_step(step)
         self._bring_up = threading.Thread(target=self._take_step, args=(step,), name="bring-up", daemon=True)
         self._bring_up.start()
@@ -354,7 +358,7 @@ class WorkerMain:
 
     def _load_first(self, gpu_ids: Sequence[int | None]) -> None:
         """Enter the sandbox and load the first lanes."""
-        spec = self._loaded_spec()
+        spec = self.loaded_spec()
         if spec.sandbox is not None:
             try:
                 enter(spec.sandbox)
@@ -365,7 +369,7 @@ class WorkerMain:
 
     def _load(self, gpu_ids: Sequence[int | None]) -> None:
         """Load a lane for each GPU in turn: the first one loads the weights that the others share."""
-        spec = self._loaded_spec()
+        spec = self.loaded_spec()
         sockets = self._receive_lanes(len(gpu_ids))
         for gpu_id in gpu_ids:
             host = self._host_of(spec, gpu_id)
@@ -416,7 +420,7 @@ class WorkerMain:
     def _warm_up(self) -> None:
         fresh = [lane for lane in self._lanes if not lane.serves]
         for lane in fresh:
-            if self._loaded_spec().shares_weights:
+            if self.loaded_spec().shares_weights:
                 lane.call(lane.host.warm_up)
                 lane.serve()
             else:
@@ -438,7 +442,8 @@ class WorkerMain:
         gc.freeze()
         give_back_freed_memory()
 
-    def _loaded_spec(self) -> LoadSpec:
+    def loaded_spec(self) -> LoadSpec:
+        """Return the spec of the load."""
         if self._spec is None:
             raise RuntimeError("the server sent something else before Load")
         return self._spec

@@ -77,7 +77,7 @@ class Tenant(WorkerMain):
 
     def enter_thread(self) -> None:
         """Tag log records of the calling thread with this version."""
-        spec = self._loaded_spec()
+        spec = self.loaded_spec()
         _here.origin = {"model": spec.model_name, "version": spec.model_version}
 
     def _take_process(self, spec: LoadSpec, log_token: str) -> None:
@@ -100,7 +100,7 @@ class Tenant(WorkerMain):
         if not self._models.shares_all:
             # The model keeps state between requests, which must not be lost when another tenant crashes.
             self.needs_own_process = True
-            spec = self._loaded_spec()
+            spec = self.loaded_spec()
             raise LoadFailed.of(spec.model_name, spec.model_version, "the model changes itself")
 
     def _tidy(self, *, thaw: bool = False) -> None:

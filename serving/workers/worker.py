@@ -53,6 +53,7 @@ class WorkerSettings:
     now: Callable[[], float]
     oom: OomWatch
     heartbeat: HeartbeatSettings
+    threads: Callable[[], int]  # intra-op threads of each lane now; 0: those of the load
     sends_ahead: bool  # False: all waiting requests must be counted, so none waits inside a worker
 
 
@@ -105,6 +106,7 @@ class Worker:
             response_timeout_s=self._settings.response_timeout_s,
             events=ProcessEvents(
                 serving=lambda: self._one_more_serves(process),
+                threads=self._settings.threads,
                 pong=self._heartbeat.answered,
                 done=lambda message: self._on_done(process, message),
                 hung=lambda: self._hung(process),

@@ -43,6 +43,7 @@ class ProcessEvents:
         pong: the process answered a ping.
         done: the process sent a report.
         hung: a lane has been silent for the response time-out; its run is answered.
+        threads: returns the intra-op threads of each lane for its next run; 0: those of the load.
         gone: the process can't receive messages any more.
     """
 
@@ -51,6 +52,7 @@ class ProcessEvents:
     done: Callable[[messages.Done], None]
     hung: Callable[[], None]
     gone: Callable[[], None]
+    threads: Callable[[], int] = int
 
 
 class WorkerProcess:
@@ -87,10 +89,9 @@ class WorkerProcess:
         self._output: asyncio.Task[None] | None = None
         self._reaper: asyncio.Task[None] | None = None
         self._places: list[int] = []  # places free for reuse
-        self._places_used = 0
+        self._places_used = self._last_run_id = 0
         self._last_signs: dict[int, float] | None = None  # the page's last content, after it is closed
         self._lanes_loaded = 0  # in total: no lane has a higher number
-        self._last_run_id = 0
         self._heard_s = 0.0  # time of its last report
         self._watch: asyncio.TimerHandle | None = None
         self._looked_late = False
@@ -257,7 +258,7 @@ class WorkerProcess:
         else:
             self._places_used += 1
         page = self._launched.page
-        page.clear(place)
+        page.prepare(place, self._events.threads())
         run.run_id, run.place, run.page = run_id, place, page
         run.shares_process = self._launched.is_shared
         run.heard_s = time.monotonic()
@@ -467,9 +468,8 @@ class WorkerProcess:
             # A worker killed while it loads has usually asked for more memory than there is.
             by_server = self._killed is not None and not self._killed.came_from_outside
             out_of_memory = code == -signal.SIGKILL and not by_server
-            self._step_reply.set_exception(
-                self._load_failed(f"{loss.cause} while it was loading", out_of_memory)
-            )
+            failure = self._load_failed(f"{loss.cause} while it was loading", out_of_memory)
+            self._step_reply.set_exception(failure)
         if not self.lost.done():
             self.lost.set_result(loss)
 

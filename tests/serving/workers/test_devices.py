@@ -12,7 +12,7 @@ import pytest
 from pools import pool_in_service
 
 from torchere.serving.workers import devices
-from torchere.serving.workers.devices import gpu_count, intra_op_threads, new_places
+from torchere.serving.workers.devices import CoreShares, gpu_count, intra_op_threads, new_places
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 
 
@@ -21,6 +21,19 @@ from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 )
 def test_all_executors_together_fit_the_cores(cores: int, executors: int, expected: int) -> None:
     assert intra_op_threads(cores, executors) == expected
+
+
+def test_the_cores_are_divided_over_the_executors_of_all_pools_as_they_come_and_go() -> None:
+    cores = CoreShares(8)
+    assert (cores.threads, cores.with_more(2)) == (8, 4)
+    cores.take("a", 2)
+    cores.take("b", 1)
+    assert (cores.threads, cores.with_more(1)) == (2, 2)
+    cores.take("a", 0)
+    assert cores.threads == 8
+    for number in range(20):
+        cores.take(number, 1)
+    assert cores.threads == 1
 
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 4), (2, 2), (9, 4), (0, 0)])

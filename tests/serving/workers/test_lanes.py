@@ -334,7 +334,9 @@ def test_the_page_tells_which_requests_are_cancelled_and_what_lanes_have_begun()
     server.hold(5, held=True)
     assert worker.is_held(5)
     assert not worker.is_held(6)
-    server.clear(5)
+    assert worker.threads == 0
+    server.prepare(5, threads=3)
+    assert worker.threads == 3
     assert not worker.is_held(5)
     assert worker.cancelled(5, 3) == []
 

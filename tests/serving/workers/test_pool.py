@@ -25,6 +25,7 @@ from torchere.serving.errors import (
 )
 from torchere.serving.types import InferRequest, Parameter
 from torchere.serving.workers import executor, launch, messages, worker, worker_process
+from torchere.serving.workers.devices import CoreShares
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
 from torchere.serving.workers.heartbeat import HeartbeatSettings
 from torchere.serving.workers.oom import OomWatch
@@ -822,5 +823,59 @@ def test_a_forked_worker_computes_on_a_gpu_and_is_replaced_when_it_has_lost_it(
             sink = make_sink()
             sink.submit(pool, [make_request("2")])
             assert (await sink.outcome()).body == b"2"
+
+    asyncio.run(main())
+
+
+THREADS = """
+    import torch
+
+    class Handler:
+        def initialize(self, context):
+            self.initialized = True
+            if context.model_yaml_config.get("own"):
+                torch.set_num_threads(5)
+
+        def handle(self, data, context):
+            return [str(torch.get_num_threads())] * len(data)
+"""
+
+
+@pytest.mark.parametrize("shares_weights", [False, True])
+def test_lanes_take_their_share_of_the_cores_before_each_run_without_a_restart(
+    make_spec: Any, make_sink: Any, make_request: Any, shares_weights: bool
+) -> None:
+    async def threads_of(pool: Any) -> bytes:
+        sink = make_sink()
+        sink.submit(pool, [make_request("x")])
+        return bytes((await sink.outcome()).body)
+
+    async def main() -> None:
+        cores = CoreShares(12)
+        threads = cores.with_more(2)
+        spec = make_spec(THREADS, intra_op_threads=threads, shares_weights=shares_weights)
+        async with pool_in_service(spec, 2, cores=cores) as pool:
+            assert [await threads_of(pool) for _ in range(2)] == [b"6", b"6"]
+            cores.take("another model", 2)
+            assert [await threads_of(pool) for _ in range(2)] == [b"3", b"3"]
+            cores.take("another model", 0)
+            await pool.resize(1)
+            assert await threads_of(pool) == b"12"
+        assert cores.threads == 12
+
+    asyncio.run(main())
+
+
+def test_a_number_of_threads_that_a_handler_sets_itself_is_left_alone(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        cores = CoreShares(12)
+        spec = make_spec(THREADS, model_config={"own": True}, intra_op_threads=12)
+        async with pool_in_service(spec, 1, cores=cores) as pool:
+            cores.take("another model", 2)
+            sink = make_sink()
+            sink.submit(pool, [make_request("x")])
+            assert (await sink.outcome()).body == b"5"
 
     asyncio.run(main())
