@@ -264,7 +264,11 @@ def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
     if manifest.runtime == "LSP":
         yield "runtime", "unsupported", "the C++ backend is not supported; use a Python handler"
     yield from _unusable_names(archive)
-    yield _handler(archive, manifest.handler or settings.default_handler, settings.default_handler)
+    handler = manifest.handler or settings.default_handler
+    found = _handler(archive, handler, settings.default_handler)
+    yield found
+    if found[1] == "same":
+        yield from _entry_point(archive, str(handler))
     yield from _config(archive, manifest)
     if manifest.requirements_file:
         yield _requirements(manifest, settings)
@@ -302,6 +306,51 @@ def _handler(archive: Archive, handler: str | None, default: str | None) -> _Fou
         return "handler", "same", f"{handler}, by default_service_handler; have it beside the server"
     reason = HANDLERS_NOT_SHIPPED.get(name, "it is neither in the archive nor built in")
     return "handler", "unsupported", f"{handler}: {reason}"
+
+
+def _handler_file(archive: Archive, handler: str) -> str | None:
+    """Return the file of the archive that a handler names; None: there is none."""
+    path = handler.partition(":")[0].removeprefix("./")
+    stem = path.removesuffix(".py").rpartition("/")[2]
+    files = {entry.name for entry in archive.entries}
+    return next((name for name in (path, f"{path}.py", f"{stem}.py") if name in files), None)
+
+
+def _entry_point(archive: Archive, handler: str) -> Iterator[_Found]:
+    """Yield why a handler can't load: its file has no entry point, or a built-in one has no weights."""
+    file = _handler_file(archive, handler)
+    manifest = archive.manifest
+    if file is None:
+        files = {entry.name for entry in archive.entries}
+        is_built_in = handler.removeprefix("ts.torch_handler.").removesuffix(".py") in BUILT_IN_HANDLERS
+        for name in (manifest.serialized_file, manifest.model_file) if is_built_in else ():
+            if name and name not in files:
+                yield name, "unsupported", "is named by the manifest, and not in the archive: pack it again"
+        return
+    try:
+        tree = ast.parse(archive.read_text(file, MAX_SOURCE_BYTES))
+    except (ArchiveError, SyntaxError, ValueError, RecursionError):
+        return  # `_source` says so
+    function = handler.partition(":")[2] or "handle"
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    if len(classes) != 1 and not any(_may_bind(node, function) for node in tree.body):
+        found = ", ".join(classes) or "none"
+        text = f"has no function {function!r}, and {len(classes)} classes ({found}); expected exactly one"
+        yield file, "unsupported", text
+
+
+def _may_bind(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement of a module may bind the name, or define a class on a condition."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return statement.name == name
+    for node in ast.walk(statement):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            return True
+        if isinstance(node, ast.alias) and (node.asname or node.name) in ("*", name):
+            return True
+        if isinstance(node, ast.Name) and node.id in (name, "globals", "setattr"):
+            return True
+    return False
 
 
 def _config(archive: Archive, manifest: Manifest) -> Iterator[_Found]:

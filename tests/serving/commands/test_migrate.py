@@ -16,6 +16,9 @@ ENTRY = (
 )
 
 
+HANDLE = "def handle(data, context): ...\n"
+
+
 def pack(path: Path, files: dict[str, str] | None = None, runtime: str = "python", **model: str) -> Path:
     manifest = {"runtime": runtime, "model": {"modelName": "m", "modelVersion": "1.0", **model}}
     with zipfile.ZipFile(path, "w") as archive:
@@ -90,10 +93,40 @@ def test_the_store_of_the_configuration_is_looked_at(tmp_path: Path) -> None:
     ],
 )
 def test_a_handler_is_in_the_archive_or_built_in(tmp_path: Path, handler: str, verdict: str) -> None:
-    pack(tmp_path / "m.mar", {"h.py": "x = 1\n"}, handler=handler)
+    pack(tmp_path / "m.mar", {"h.py": "def handle(data, context): ...\n"}, handler=handler)
     found = {finding.verdict for finding in of_store(tmp_path).findings}
     assert verdict in found
     assert ("unsupported" in found) is (verdict == "unsupported")
+
+
+TWO = "class A: ...\nclass B:\n    def handle(self, data, context): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "handler", "verdict"),
+    [
+        ("class A: ...\n", "h.py", "same"),
+        (TWO, "h.py", "unsupported"),
+        (TWO + "def handle(data, context): ...\n", "h.py", "same"),
+        (TWO + "_one = B()\nhandle = _one.handle\n", "h.py", "same"),
+        (TWO + "async def run(data, context): ...\n", "h.py:run", "same"),
+        ("from other import *\n", "h.py", "same"),
+        ("from other import serve as handle\n", "h.py", "same"),
+        ("try:\n    class A: ...\nexcept ImportError:\n    pass\n", "h.py", "same"),
+        ("x = 1\n", "h.py", "unsupported"),
+        ("def handle(data, context): ...\n", "h.py:serve", "unsupported"),
+    ],
+    ids=range(10),
+)
+def test_a_handler_file_needs_an_entry_point(tmp_path: Path, source: str, handler: str, verdict: str) -> None:
+    pack(tmp_path / "m.mar", {"h.py": source}, handler=handler)
+    found = {finding.verdict for finding in of_store(tmp_path).findings}
+    assert ("unsupported" in found) is (verdict == "unsupported")
+
+
+def test_weights_of_a_built_in_handler_have_to_be_in_the_archive(tmp_path: Path) -> None:
+    pack(tmp_path / "m.mar", handler="image_classifier", serializedFile="model.pt")
+    assert verdicts(of_store(tmp_path))["model.pt"] == "unsupported"
 
 
 @pytest.mark.parametrize(
@@ -146,9 +179,9 @@ def test_python_that_does_not_parse_is_told_by_line(tmp_path: Path) -> None:
 def test_what_cannot_be_used_at_all_is_unsupported(tmp_path: Path) -> None:
     (tmp_path / "bad.mar").write_text("no zip")
     (tmp_path / "flow.war").write_text("no zip")
-    pack(tmp_path / "cpp.mar", {"h.py": ""}, runtime="LSP", handler="h.py")
+    pack(tmp_path / "cpp.mar", {"h.py": HANDLE}, runtime="LSP", handler="h.py")
     pack(tmp_path / "old.mar", {"h.py": "print 'two'\n"}, handler="h.py")
-    pack(tmp_path / "yaml.mar", {"h.py": "", "c.yaml": "a: ["}, handler="h.py", configFile="c.yaml")
+    pack(tmp_path / "yaml.mar", {"h.py": HANDLE, "c.yaml": "a: ["}, handler="h.py", configFile="c.yaml")
     (tmp_path / ".hidden.mar").write_text("")
     report = of_store(tmp_path)
     found = {(Path(one.subject).name, one.item) for one in report.findings if one.verdict == "unsupported"}
@@ -227,7 +260,7 @@ def test_the_newest_snapshot_is_read_as_a_start_would(tmp_path: Path) -> None:
 def test_archives_that_the_configuration_loads_are_looked_for(
     tmp_path: Path, text: str, item: str, verdict: str
 ) -> None:
-    pack(tmp_path / "a.mar", {"h.py": ""}, handler="h.py")
+    pack(tmp_path / "a.mar", {"h.py": "def handle(data, context): ..."}, handler="h.py")
     found = of_config(tmp_path, f"model_store={tmp_path}\n{text}\n")
     assert found[item] == verdict
     assert not found.keys() & {"load_models a.mar", "load_models https://h/c.mar", "missing a.mar"}
