@@ -298,7 +298,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path: Path)
     folder = saved_in_parts(tmp_path / "parts", {"a": torch.ones(2)})
     with pytest.raises(ModelRefused, match="the checkpoint has no b; it has a"):
         read_parts({"b": torch.zeros(2)}, folder)
-    with pytest.raises(ModelRefused, match=r"a has the shape \(2,\), and in the model \(3,\)"):
+    with pytest.raises(ModelRefused, match=r"a has the shape \(2,\), and the model's \(3,\)"):
         read_parts({"a": torch.zeros(3)}, folder)
     next(folder.glob("*.distcp")).write_bytes(b"")
     with pytest.raises(ModelRefused, match="its index speaks of 8 bytes"):
