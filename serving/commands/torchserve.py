@@ -52,9 +52,9 @@ def may_start(file: Path, say: Callable[[str], None] = print) -> bool:
     Raises:
         ConfigurationError: the orphaned pid file can't be removed.
     """
-    if not file.exists():
+    if not file.exists() and pid_without_file(file) is None:
         return True
-    if running(read_pid(file)):
+    if not file.exists() or running(read_pid(file)):
         say(ALREADY_RUNNING)
         return False
     _remove_orphan(file, say)
@@ -102,6 +102,8 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
         ConfigurationError: the pid file is orphaned and can't be removed.
     """
     pid = read_pid(file)
+    if pid is None and not file.exists():
+        pid = pid_without_file(file)
     if pid is None or not running(pid):
         if file.exists():
             _remove_orphan(file, say)
@@ -148,6 +150,21 @@ def running(pid: int | None) -> bool:
         return True  # unreadable: assume a server, so as not to start a second one
     except psutil.Error:
         return False
+
+
+def pid_without_file(file: Path) -> int | None:
+    """Return the pid of a server of this user whose pid file would be this one; None if there is none.
+
+    Temporary folders are emptied of files that are old, and a server may run for months.
+    """
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.uids().real == os.getuid() and PROCESS_NAME in process.cmdline()
+            if is_ours and pid_file(process.environ()) == file:
+                return int(process.pid)
+        except psutil.Error:  # it has ended, or can't be read
+            continue
+    return None
 
 
 def read_pid(file: Path) -> int | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
 from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError, Unavailable
-from torchere.serving.store.scratch import lock
+from torchere.serving.store.scratch import lock, machine
 from torchere.serving.store.url_rules import Source, allow, is_public
 
 MAX_REDIRECTS = 5
@@ -132,7 +132,7 @@ class Downloader:
                 if target.stat().st_size:
                     return Download(target, is_new=False)
                 target.unlink(missing_ok=True)
-            descriptor, part = tempfile.mkstemp(prefix=PART_PREFIX, dir=folder)
+            descriptor, part = tempfile.mkstemp(prefix=PART_PREFIX + machine(), dir=folder)
         except OSError as err:
             raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
         try:

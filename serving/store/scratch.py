@@ -6,6 +6,7 @@ The next server that uses the same parent folder deletes the unlocked ones. All 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -25,6 +26,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 FOLDER_PREFIX = "torchere-models-"
+_BEFORE_LOCK_S = 5.0  # a new part is locked at once, but not in the same moment
 _CLAIM = ".claim"  # the locked file in a claimed folder
 
 RISEN = ".torchere-risen-"  # names of folders that `remove_tree` moves up
@@ -137,17 +139,27 @@ def sweep_folders(parent: Path | None) -> list[Path]:
     return swept
 
 
+@functools.cache
+def machine() -> str:
+    """Return the start of the names of parts of this boot, whose locks are visible; "-" if it is unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8] + "-"
+    except OSError:
+        return "-"
+
+
 def sweep_parts(store: Path, prefix: str, idle_s: float) -> list[Path]:
     """Delete unlocked partial files that were not modified for `idle_s` seconds; return their paths.
 
     The time is checked because the store may be on a network file system, where locks of other machines are
-    not always visible. A modification time that is `idle_s` in the future counts, too: it was written before
-    the clock was corrected.
+    not always visible; for parts of this machine, whose names say so, the lock is enough. A modification time
+    that is `idle_s` in the future counts, too: it was written before the clock was corrected.
     """
     swept = []
     for part in _ours(store, prefix):
         with suppress(OSError), part.open("rb") as opened:
-            idle = abs(time.time() - os.fstat(opened.fileno()).st_mtime) >= idle_s
+            least_s = min(idle_s, _BEFORE_LOCK_S) if part.name.startswith(prefix + machine()) else idle_s
+            idle = abs(time.time() - os.fstat(opened.fileno()).st_mtime) >= least_s
             if idle and not part.is_symlink() and lock(opened):
                 part.unlink()
                 swept.append(part)

@@ -204,6 +204,11 @@ def test_any_other_user_of_group_0_may_write_where_user_1000_does(dockerfile: st
     assert "HOME=/home/model-server " in dockerfile  # or it were /, where such a user may not write
 
 
+def test_copies_avoid_the_slow_instruction_of_amds_processors(dockerfile: str) -> None:
+    run_stage = dockerfile.rpartition("FROM ")[2]
+    assert "GLIBC_TUNABLES=glibc.cpu.x86_rep_movsb_threshold=1000000000 " in run_stage
+
+
 def test_the_environment_keeps_its_pip(dockerfile: str) -> None:
     # It installs what models require; without it `RUN pip` finds the base image's, of another environment.
     assert re.search(r"^RUN python -m venv /opt/torchere$", dockerfile, re.MULTILINE)

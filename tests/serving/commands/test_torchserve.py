@@ -117,6 +117,21 @@ def test_stopping_ends_the_server_and_leaves_keys_of_another_one(pid_file: Path,
     assert keys.read_text() == "{}"
 
 
+def test_a_server_whose_pid_file_was_cleaned_up_is_found(
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(pid_file.parent))
+    process = spawn()
+    pid_file.unlink()
+    said: list[str] = []
+    assert not launcher.may_start(pid_file, said.append)
+    assert launcher.stop(pid_file.with_name("of-another-folder"), say=said.append) == 0
+    assert process.poll() is None
+    assert launcher.stop(pid_file, say=said.append) == 0
+    assert said == [launcher.ALREADY_RUNNING, launcher.NOT_RUNNING, launcher.STOPPED]
+    assert process.wait() == -15
+
+
 def test_stopping_in_the_foreground_waits_for_the_end(pid_file: Path, spawn: Spawn) -> None:
     process = spawn()
     said: list[str] = []

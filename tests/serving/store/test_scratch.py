@@ -13,7 +13,14 @@ import pytest
 from torchere.serving.config.server_settings import Limits
 from torchere.serving.errors import ServingError
 from torchere.serving.store.package import Store
-from torchere.serving.store.scratch import ClaimedFolder, lock, remove_tree, sweep_folders, sweep_parts
+from torchere.serving.store.scratch import (
+    ClaimedFolder,
+    lock,
+    machine,
+    remove_tree,
+    sweep_folders,
+    sweep_parts,
+)
 
 CLAIMS = """
 import sys
@@ -98,6 +105,18 @@ def test_a_part_of_a_download_is_swept_once_it_is_old_and_nobody_holds_it(tmp_pa
         assert sweep_parts(tmp_path, ".download-", idle_s=600.0) == [old]
     assert fresh.exists()
     assert held.exists()
+
+
+@pytest.mark.skipif(machine() == "-", reason="this system does not tell its boots apart")
+def test_a_part_of_this_machine_is_swept_as_soon_as_no_server_holds_it(tmp_path: Path) -> None:
+    lost, held, new = (tmp_path / f".download-{machine()}{name}" for name in ("lost", "held", "new"))
+    for part, age_s in ((lost, 10), (held, 10), (new, 0)):
+        part.write_bytes(b"half")
+        os.utime(part, (time.time() - age_s,) * 2)
+    with held.open("rb") as holder:
+        assert lock(holder)
+        assert sweep_parts(tmp_path, ".download-", idle_s=600.0) == [lost]
+    assert held.exists() and new.exists()
 
 
 def test_so_is_one_that_was_written_before_the_clock_was_put_back(tmp_path: Path) -> None:
