@@ -2,12 +2,14 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from oip_suite import kserve_environment
-from oip_suite.target import Target
+from oip_suite.target import Target, free_ports, running
 
 CALLS = Path(__file__).parent / "oip_suite" / "kserve_calls.py"
 SAMPLES = json.loads(CALLS.with_name("kserve_samples.json").read_text())
@@ -60,3 +62,38 @@ def test_v1_asks_whether_a_model_is_ready(found: Any, target: Target) -> None:
     assert found["v1"]["ready"] is True
     assert found["v1"]["missing"]["raised"] == "HTTPStatusError"
     assert "404" in found["v1"]["missing"]["text"]
+
+
+def test_a_bare_model_of_the_storage_folder_answers_every_protocol(target: Target, tmp_path: Path) -> None:
+    if target.name == "triton":
+        pytest.skip("Triton takes no bare model")
+    (tmp_path / "models").mkdir()
+    rows = torch.export.Dim("rows", min=1, max=64)
+    program = torch.export.export(torch.nn.Softmax(1), (torch.ones(2, 2),), dynamic_shapes=({0: rows},))
+    torch.export.save(program, tmp_path / "models/model.pt2")
+    http, grpc, management, metrics = (f"127.0.0.1:{port}" for port in free_ports(4))
+    environment = {
+        "TS_INFERENCE_ADDRESS": f"http://{http}",
+        "TS_MANAGEMENT_ADDRESS": f"http://{management}",
+        "TS_METRICS_ADDRESS": f"http://{metrics}",
+        "TS_GRPC_INFERENCE_ADDRESS": "127.0.0.1",
+        "TS_GRPC_INFERENCE_PORT": grpc.partition(":")[2],
+        "TS_GRPC_MANAGEMENT_PORT": "0",
+        "TS_DISABLE_TOKEN_AUTHORIZATION": "true",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-m", "torchere.serving", "kserve", "--model-name=net"]
+    command += [f"--model-dir={tmp_path / 'models'}"]
+
+    with running(command, tmp_path, said="net:1.0 is ready", http=http, environment=environment):
+        calls = [
+            str(kserve_environment.python()),
+            "-W",
+            "ignore",
+            str(CALLS.with_name("kserve_bare_calls.py")),
+        ]
+        done = subprocess.run([*calls, http, grpc], capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {protocol: [[0.5, 0.5]] for protocol in ("v1", "v2 JSON", "v2 binary", "grpc-v2")}
