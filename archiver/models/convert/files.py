@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.aotinductor import compile_aoti, load_aoti
@@ -22,7 +23,7 @@ from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.module import take_along
 from torchere.archiver.models.load.source import EAGER, Source, aoti_metadata
-from torchere.archiver.models.load.weight_only import has_4_bits, torchao_kinds
+from torchere.archiver.models.load.weight_only import INT4_FOR_A_PROCESSOR, has_4_bits, torchao_kinds
 from torchere.archiver.models.probe.derive import signature_of
 from torchere.archiver.models.steps import Say, refusing, step
 from torchere.archiver.request import (
@@ -106,16 +107,51 @@ def write_model(
         exported.example_inputs = (tuple(example), {})
     with step(say, "compiling with AOTInductor", _NOT_COMPILED):
         isa = compile_aoti(exported, target, options.isa, say, freezing=_freezing(module, options)).isa
-        compiled = load_aoti(target)
+        compiled = _loaded(target, example, say)
     save_program(exported, beside / FALLBACK_NAME)
     order = {"weights_for": torch.backends.cpu.get_cpu_capability()} if has_4_bits(exported) else {}
-    write_build(beside, {"format": AOTI, "torch": version(), "isa": isa, "fallback": FALLBACK_NAME, **order})
+    kept = {"fallback": FALLBACK_NAME, **order}
+    write_build(beside, {"format": AOTI, "torch": version(), "isa": needed_isa(isa, exported), **kept})
     return Packed(target, compiled, beside)
 
 
+def _loaded(target: Path, example: Tensors, say: Say) -> Run:
+    """Load a package; say so if it changes its inputs, as torch 2.13 compiles some int8 residuals."""
+    run: Run = load_aoti(target)
+    if changes_inputs(run, example):
+        say(
+            "compiled, the model writes into its inputs: a handler of your own that reads them behind the "
+            "model has to copy them first; --format torchscript leaves them alone"
+        )
+    return run
+
+
+_SMALL = (torch.int8, torch.uint8, torch.int16)
+
+
+def needed_isa(isa: str, program: torch.export.ExportedProgram) -> str:
+    """Return the instruction sets that the code of a program needs, of those that the compiler might use.
+
+    VNNI multiplies whole numbers of 8 and 16 bits; a program without any runs on processors without it.
+    """
+    values = pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes])
+    if any(isinstance(one, torch.Tensor) and one.dtype in _SMALL for one in values):
+        return isa
+    return " ".join(name for name in isa.split() if name != "avx512_vnni") or "avx512"
+
+
+def changes_inputs(run: Run, example: Tensors) -> bool:
+    """Return whether a model writes into the tensors that it is given."""
+    given = tuple(tensor.clone() for tensor in example)
+    with torch.no_grad():
+        run(*given)
+    return not all(torch.equal(one, other) for one, other in zip(given, example, strict=True))
+
+
 def _freezing(module: torch.nn.Module, options: BuildOptions) -> bool | None:
-    if torchao_kinds(module):
-        return False  # it would fold weights of 8 bits to fp32
+    if kinds := torchao_kinds(module):
+        # It would fold weights of 8 bits to fp32, and brings those of 4 bits into their order.
+        return kinds == INT4_FOR_A_PROCESSOR
     return True if options.quantize else None
 
 

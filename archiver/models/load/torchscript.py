@@ -279,12 +279,12 @@ def _check_state(graph: Any, node: Any) -> None:
             state.setType(torch._C.ListType(torch._C.TensorType.get()))
         batch_first = graph.insertConstant(True) if is_packed else inputs[8]
         given = [state, rows, graph.insertConstant(is_packed), batch_first]
-        graph.insertGraph(_compiled_check().graph, given)
+        graph.insertGraph(_compiled(_CHECK).graph, given)
 
 
 @functools.cache
-def _compiled_check() -> Any:
-    return torch.jit.CompilationUnit(_CHECK).check
+def _compiled(source: str) -> Any:
+    return torch.jit.CompilationUnit(source).check
 
 
 # Optimisation.
@@ -350,8 +350,28 @@ def _pack_linear_layers(graph: Any, most_bytes: int | None) -> None:
             left -= weight.nbytes
             packed[key] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
         if key in packed:
+            _check_features(graph, node, weight.shape[1])
             _pack(graph, node, packed[key])
     torch._C._jit_pass_dce(graph)  # removes the weights that were packed
+
+
+_FEATURES = """
+def check(rows: Tensor, features: int):
+    if rows.numel() == 0 and rows.size(-1) != features:
+        raise RuntimeError("a linear layer takes rows of " + str(features) + " numbers, and got " +
+            str(rows.size(-1)))
+"""
+
+
+def _check_features(graph: Any, node: Any, features: int) -> None:
+    """Check rows that are an input of the model: oneDNN answers an empty batch of any width.
+
+    Rows of other layers have the width that these give them.
+    """
+    rows = next(iter(node.inputs()))
+    if rows.node().kind() == "prim::Param":
+        with graph.insert_point_guard(node):
+            graph.insertGraph(_compiled(_FEATURES).graph, [rows, graph.insertConstant(features)])
 
 
 def _weight(node: Any, aliases: Any) -> torch.Tensor | None:

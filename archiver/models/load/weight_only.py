@@ -228,7 +228,7 @@ def _replaced(module: nn.Module, path: str, layer: nn.Module) -> nn.Module:
 # tracing folds them to fp32. So the plain tensors become the weights, and torchao's own operators torch's.
 
 _PACKAGES = ("torchao.quantization", "torchao.prototype.quantization.int4")  # register their tensors
-_INT4_FOR_A_PROCESSOR = "Int4OpaqueTensor"
+INT4_FOR_A_PROCESSOR = "Int4OpaqueTensor"
 
 
 def torchao_weights(weights: Mapping[str, Any]) -> dict[str, str]:
@@ -281,7 +281,7 @@ def with_plain_weights(module: nn.Module) -> nn.Module:
     made = copy.deepcopy(module)
     for path, layer in list(made.named_modules()):
         weight: Any = getattr(layer, "weight", None)
-        if type(weight).__name__ == _INT4_FOR_A_PROCESSOR:
+        if type(weight).__name__ == INT4_FOR_A_PROCESSOR:
             made = _replaced(made, path, _of_torchao(path, layer))
     plain: nn.Module = unwrap_tensor_subclass_parameters(made)
     return plain
@@ -291,7 +291,7 @@ def _of_torchao(path: str, layer: nn.Module) -> Int4Linear:
     weight: Any = layer.weight
     if not isinstance(layer, nn.Linear) or weight.act_mapping_type or weight.act_pre_scale is not None:
         raise ModelRefused(
-            f"{path}: torchao's {_INT4_FOR_A_PROCESSOR} with scaled activations can't be served; take "
+            f"{path}: torchao's {INT4_FOR_A_PROCESSOR} with scaled activations can't be served; take "
             "PrototypeInt4WeightOnlyConfig without them, Int8WeightOnlyConfig, or --quantize int4-weight "
             "of the model in fp32"
         )

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.aotinductor import compile_aoti
 from torchere.archiver.models.convert.exported_program import save_program, to_program
+from torchere.archiver.models.convert.files import changes_inputs, needed_isa
 from torchere.archiver.models.inputs.sizes import FreeSize, batch_of
 
 
@@ -81,3 +82,25 @@ def test_a_gru_of_a_free_length_is_not_compiled(tmp_path: Path) -> None:
     program = to_program(Last(nn.GRU).eval(), example, [LENGTH])
     with pytest.raises(ModelRefused, match="take --format export or torchscript"):
         compile_aoti(program, tmp_path / "net.pt2", None, lambda _line: None)
+
+
+def test_code_without_small_whole_numbers_needs_no_vnni() -> None:
+    rows = torch.rand(2, 4)
+    plain = to_program(torch.nn.Linear(4, 2).eval(), (rows,), [])
+
+    class Small(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to(torch.int8).float()
+
+    small = to_program(Small(), (rows,), [])
+    assert needed_isa("avx512 avx512_vnni", plain) == "avx512"
+    assert needed_isa("avx512 avx512_vnni", small) == "avx512 avx512_vnni"
+    assert needed_isa("avx2", plain) == "avx2"
+
+
+def test_a_model_that_writes_into_its_inputs_is_noticed() -> None:
+    rows = (torch.rand(2, 4), torch.ones(2))
+    assert changes_inputs(lambda x, y: x.add_(1), rows)
+    assert changes_inputs(lambda x, y: y.mul_(2), rows)
+    assert not changes_inputs(lambda x, y: x + y.sum(), rows)
+    assert torch.equal(rows[1], torch.ones(2))

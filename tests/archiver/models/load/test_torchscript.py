@@ -307,3 +307,14 @@ def test_code_that_writes_files_is_loaded_only_unchecked(tmp_path: Path, as_byte
                 load_script(source, check=check)
         else:
             assert load_script(source, check=check).original_name == "Writer"
+
+
+@pytest.mark.parametrize("shape", [(0, 15), (2, 15), (0,)])
+def test_rows_of_another_width_are_refused_also_if_there_are_none(shape: tuple[int, ...]) -> None:
+    network = nn.Sequential(nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    with torch.no_grad():
+        traced = torch.jit.freeze(torch.jit.trace(network, torch.rand(2, 16)))
+    fast = optimized(traced)
+    assert fast(torch.zeros(0, 16)).shape == (0, 2)
+    with pytest.raises((RuntimeError, torch.jit.Error)):
+        fast(torch.zeros(*shape))

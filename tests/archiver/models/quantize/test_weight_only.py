@@ -18,6 +18,7 @@ from torch import nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import to_program
+from torchere.archiver.models.convert.files import _freezing
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.exported_program import ServedProgram
@@ -27,6 +28,7 @@ from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize import pt2e
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.models.quantize.trials import methods_tried
+from torchere.archiver.request import BuildOptions
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.compiled import load as aot
 from torchere.handlers.compiled.package import Build
@@ -312,3 +314,12 @@ def test_a_state_dict_of_torchao_replaces_the_weights_of_its_class(tmp_path: Pat
     rows = torch.randn(2, 256)
     with torch.no_grad():
         assert torch.equal(source.module(rows), quantised("int8")(rows))
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("int8", False), ("int4 in int8", False), ("int4 for CPUs", True)]
+)
+def test_the_compiler_folds_no_weights_of_torchao_to_fp32(kind: str, wanted: bool) -> None:
+    assert _freezing(quantised(kind), BuildOptions()) is wanted
+    assert _freezing(nn.Linear(2, 2), BuildOptions()) is None
