@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from torchere.serving.errors import ModelNotFound
+from torchere.serving.errors import DownloadFailed, ModelNotFound
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +80,15 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
     Raises:
         ModelNotFound: no pattern matches the URL, or its syntax could mislead a pattern. The message is
             TorchServe's; `detail` has the reason.
+        DownloadFailed: a pattern matches it, and its port is no number.
     """
     if any(".." in text for text in _decodings(url)):
         raise ModelNotFound(f"Relative path is not allowed in url: {url}")
     if not is_remote(url):
         raise _refused(url, "it is neither http, https, s3 nor file")
     if problem := _deceptive(url):
+        if _names_no_port(url) and _matching(url, patterns):
+            raise DownloadFailed(f"Failed to download archive from: {url}", problem)
         raise _refused(url, problem)
     matching = _matching(url, patterns)
     if not matching:
@@ -126,6 +129,11 @@ def names_host(pattern: str, host: str) -> bool:
     around = rf"(?<![\w.\-*+]){re.escape(host.rstrip('.'))}(?![\w.\-*+?])"
     hosts = re.findall(r"://([^/]*)", plain)
     return bool(host) and any(re.search(around, each, re.IGNORECASE) for each in hosts)
+
+
+def _names_no_port(url: str) -> bool:
+    """Return whether a word stands where the port of a URL should be."""
+    return re.fullmatch(r"https?://[\w.-]+:[a-z][\w-]*(/.*)?", url, re.ASCII | re.IGNORECASE) is not None
 
 
 def _deceptive(url: str) -> str:

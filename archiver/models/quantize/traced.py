@@ -30,6 +30,7 @@ def quiet() -> Iterator[None]:
     """Suppress torch's deprecation and tracer warnings during quantisation; the user can't act on them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message="`torch.jit")  # a FutureWarning from torch 2.14 on
         warnings.filterwarnings("ignore", message="Converting a tensor to a Python")
         warnings.filterwarnings("ignore", message=r"torch\.quantize_per_tensor")
         warnings.filterwarnings("ignore", message="Currently, qnnpack incorrectly ignores reduce_range")

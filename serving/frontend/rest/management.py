@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.access.keys import Keys
+from torchere.serving.config.bounded_yaml import read_yaml
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import description, wording
 from torchere.serving.frontend.control import ControlPlane, Progress, flag, integer, registration
@@ -26,6 +27,7 @@ from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
 
 PAGE_SIZE = 100  # both the default and the maximum
+NEARLY_JSON_BYTES = 4096  # PyYAML reads about 100 KB a second
 STATUS_OF = {
     Progress.DONE: HTTPStatus.OK,
     Progress.STARTED: HTTPStatus.ACCEPTED,
@@ -158,7 +160,26 @@ async def parameters_of(request: Request, max_bytes: int) -> dict[str, object]:
     try:
         return msgspec.json.decode(body, type=dict[str, object])
     except NO_JSON as err:
+        if (parameters := _nearly_json(body)) is not None:
+            return parameters
         raise InvalidRequest(f"The body must be a JSON object of parameters: {err}") from err
+
+
+def _nearly_json(body: bytes) -> dict[str, object] | None:
+    """Return the parameters of a body with single quotes, or names without quotes, which TorchServe reads.
+
+    Such a body is a mapping of YAML, too. None: it is no such mapping, or so long that reading it would hold
+    up the event loop.
+    """
+    if len(body) > NEARLY_JSON_BYTES:
+        return None
+    try:
+        text = body.decode().strip()
+        found = read_yaml(text) if text.startswith("{") else None
+    except ValueError:
+        return None
+    is_plain = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+    return found if is_plain else None
 
 
 def page_of(query: Mapping[str, str]) -> tuple[int, int]:

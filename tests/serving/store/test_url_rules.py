@@ -6,7 +6,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from torchere.serving.errors import ModelNotFound
+from torchere.serving.errors import DownloadFailed, ModelNotFound
 from torchere.serving.store import url_rules as allowed_urls
 from torchere.serving.store.url_rules import allow, is_public, names_host
 
@@ -176,3 +176,11 @@ def test_other_addresses_are_public(address: str) -> None:
 )
 def test_a_private_host_must_be_spelt_out(pattern: str, host: str, named: bool) -> None:
     assert names_host(pattern, host) is named
+
+
+def test_a_url_that_is_none_fails_to_download_where_a_pattern_matches_it() -> None:
+    with pytest.raises(DownloadFailed) as caught:
+        allow("http://localhost:aaaa", ["http.*"])
+    assert caught.value.message == "Failed to download archive from: http://localhost:aaaa"
+    with pytest.raises(ModelNotFound):
+        allow("http://localhost:aaaa", ["https://a/.*"])

@@ -389,3 +389,18 @@ def test_a_null_in_the_body_counts_as_absent_beside_the_query(ask, planes):
     assert answer.status == 200
     (call,) = planes.control.calls
     assert "echo.mar" in str(call)
+
+
+def test_registering_reads_a_body_that_is_nearly_json_as_torchserve_does(ask, planes):
+    for body in (
+        b"{'url': 'echo.mar', 'batch_size': '3'}",
+        b'{"url":"echo.mar","batch_size":3,}',
+        b"{url: echo.mar}",
+    ):
+        assert ask("management", "POST", "/models", body, content_type="application/json").status == 200
+    wish = Registration("echo.mar", batch_size=3)
+    assert planes.control.calls == [
+        ("register", wish),
+        ("register", wish),
+        ("register", Registration("echo.mar")),
+    ]
