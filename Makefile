@@ -7,7 +7,7 @@ SECONDS ?= 60
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools demo serve examples unit test fuzz check format bench wheel clean
+.PHONY: help install tools demo serve examples unit test fuzz check docs format bench wheel clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -64,6 +64,10 @@ check: install .tools/bin/helm  ## lint, types, imports, lengths, plain English,
 	$(BIN)/python tests/guards/house.py
 	$(BIN)/python k8s/policy.py
 
+docs: install  ## build the documentation into site/
+	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt -e '.[docs]' $(PIP_ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: install  ## rewrite the code in the house style
 	$(BIN)/ruff check --fix --unfixable TID252 .
 	$(BIN)/ruff format .
@@ -75,4 +79,4 @@ wheel: install  ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m build
 
 clean:  ## remove what the other verbs made, but .tools and .peers
-	rm -rf $(VENV) .demo .fuzz dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .demo .fuzz dist build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

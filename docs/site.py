@@ -1,0 +1,82 @@
+"""Hooks of mkdocs: the pages that are made from the code and the README, and links that lead out of docs/."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+from torchere.serving.config.keys import KEYS
+from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.telemetry.catalogue import FAMILIES
+
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(#[^)]*)?\)")
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that no file of docs/ has."""
+    readme = (_ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    for name, content in (("index.md", readme), ("settings.md", settings()), ("metrics.md", metrics())):
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Turn links to files outside docs/ into their paths: the site does not have them."""
+    folder = posixpath.dirname(page.file.src_uri)
+    prefix = "" if page.file.src_uri == "index.md" else "docs"
+
+    def replaced(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[2]))
+        if files.get_file_from_path(target) is not None:
+            return link[0]
+        path = posixpath.normpath(posixpath.join(prefix, target))
+        if not (_ROOT / path).exists():
+            return link[0]  # reported by mkdocs
+        return link[1] if path in link[1] else f"{link[1]} (`{path}`)"
+
+    return _LINK.sub(replaced, markdown)
+
+
+def settings() -> str:
+    """Return the page of all keys of `config.properties`, from the table that reads them."""
+    rows = [
+        "# Settings",
+        "",
+        "The keys of `config.properties`, made from the code. Ours: [operations.md](operations.md#settings).",
+        "",
+        "| key | value | default | environment variable | note |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    defaults = ServerSettings()
+    for key in KEYS.values():
+        note = key.advice or ("" if key.setting else "without effect")
+        default = "" if not key.setting or key.secret else _default(defaults, key.setting)
+        variable = f"`{key.variable}`" if key.variable else ""
+        cells = (f"`{key.name}`", key.kind.expected, default, variable, note)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _default(settings: Any, path: str) -> str:
+    value = settings
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return "" if value in (None, (), "") else f"`{value}`"
+
+
+def metrics() -> str:
+    """Return the page of the metric families of ours, from their catalogue."""
+    rows = [
+        "# Metrics",
+        "",
+        "Made from the code; TorchServe's families are in [operations.md](operations.md#metrics).",
+        "",
+    ]
+    rows += ["| metric | type | what |", "| --- | --- | --- |"]
+    rows += [f"| `{name}` | {kind} | {text} |" for name, (kind, text) in FAMILIES.items()]
+    return "\n".join(rows) + "\n"

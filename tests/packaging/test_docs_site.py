@@ -1,0 +1,46 @@
+"""`make docs`: the site builds without a warning, has the pages of the code, and asks no other host."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.config.keys import KEYS
+from torchere.serving.telemetry.catalogue import FAMILIES
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: `make docs` fetches it")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_reference_has_every_setting_and_metric(site: Path) -> None:
+    settings = (site / "settings/index.html").read_text()
+    assert [name for name in KEYS if f"<code>{name}</code>" not in settings] == []
+    metrics = (site / "metrics/index.html").read_text()
+    assert [name for name in FAMILIES if f"<code>{name}</code>" not in metrics] == []
+
+
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    loads = re.compile(
+        r'<(?:script|img|iframe)[^>]*src="?(?:https?:)?//|<link[^>]*stylesheet[^>]*href="?(?:https?:)?//'
+    )
+    assert [page.name for page in site.rglob("*.html") if loads.search(page.read_text())] == []
