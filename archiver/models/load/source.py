@@ -248,6 +248,11 @@ def _program(path: Path, allow_pickle: bool) -> Source:
             if "pickle" in str(error)
             else "write it with torch.export.save"
         )
+        if "torchao." in str(error):
+            hint = (
+                "its weights are tensors of torchao: give the model itself, or call "
+                "torchao.utils.unwrap_tensor_subclass(model) before torch.export"
+            )
         raise ModelRefused(f"{path}: not loaded, because that could run code: {error}; {hint}") from error
     with refusing(f"{path}: loading the exported program", "export it again with this release of torch"):
         importlib.import_module(INT8_OPERATORS)

@@ -323,3 +323,18 @@ def test_a_state_dict_of_torchao_replaces_the_weights_of_its_class(tmp_path: Pat
 def test_the_compiler_folds_no_weights_of_torchao_to_fp32(kind: str, wanted: bool) -> None:
     assert _freezing(quantised(kind), BuildOptions()) is wanted
     assert _freezing(nn.Linear(2, 2), BuildOptions()) is None
+
+
+@needs_torchao
+def test_a_program_with_tensors_of_torchao_is_refused_with_advice_that_works(tmp_path: Path) -> None:
+    from torchao.utils import unwrap_tensor_subclass
+
+    model, rows, file = quantised("int8"), torch.randn(2, 256), tmp_path / "net.pt2"
+    torch.export.save(torch.export.export(model, (rows,)), file)
+    with pytest.raises(ModelRefused, match="unwrap_tensor_subclass"):
+        read_source(file, None, None, False)
+    wanted = model(rows)
+    torch.export.save(torch.export.export(unwrap_tensor_subclass(model), (rows,)), file)
+    source = read_source(file, None, None, False)
+    assert source.module is not None
+    assert torch.allclose(source.module(rows), wanted, atol=1e-6)
