@@ -130,9 +130,10 @@ _told_s: dict[tuple[object, ...], float] = {}  # warnings of loads: when each wa
 def _repeats(record: logging.LogRecord) -> bool:
     """Return whether another worker of the version has just logged this warning: all load the same files.
 
-    A warning about a request names the request, and is never a repetition.
+    A warning about a request names the request, and is never a repetition. Nor is one of a handler's own.
     """
-    if record.levelno != logging.WARNING or hasattr(record, "request_id"):
+    is_ours = record.name.partition(".")[0] == "torchere"
+    if not is_ours or record.levelno != logging.WARNING or hasattr(record, "request_id"):
         return False
     origin = (getattr(record, "model", None), getattr(record, "version", None))
     key = (*origin, record.name, record.getMessage(), record.exc_text)

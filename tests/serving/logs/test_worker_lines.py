@@ -140,14 +140,16 @@ def test_a_warning_that_each_worker_of_a_version_repeats_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = logging.getLogger("torchere.worker")
-    fields = {"level": logging.WARNING, "logger": "of.a.load", "exception": "", "extra": {}}
+    fields = {"level": logging.WARNING, "exception": "", "extra": {}}
 
-    def lines(message: str, **extra: str) -> list[str]:
+    def lines(message: str, logger: str = "torchere.handlers.labels", **extra: str) -> list[str]:
         caplog.clear()
         for executor in (9000, 9001):
-            line = f"{SEPARATOR}t{json.dumps({**fields, 'message': message, 'extra': extra})}"
+            record = {**fields, "logger": logger, "message": message, "extra": extra}
+            line = f"{SEPARATOR}t{json.dumps(record)}"
             relay(line, "t", {"model": "m", "version": "1.0", "executor": executor}, plain)
         return [record.getMessage() for record in caplog.records]
 
     assert lines("the labels are missing") == ["the labels are missing"]
     assert len(lines("no JSON", request_id="r")) == 2  # of two requests, which may be alike
+    assert len(lines("tired", logger="handler")) == 2  # a handler's own line
