@@ -47,6 +47,7 @@ from torchere.archiver.models.quantize.methods import (
     Quantised,
     check_method,
     check_quantised,
+    one_size,
     quantise,
     shared_scale,
 )
@@ -382,7 +383,8 @@ class _Compilation:
                 timed=job.timed,
                 say=self.say,
             )
-        made = replace(made, notes=(*made.notes, *shared_scale(job.model, made.method)))
+        warnings = (*shared_scale(job.model, made.method), *one_size(made.method, job.samples, job.sizes))
+        made = replace(made, notes=(*made.notes, *warnings))
         for note in made.notes:
             self.say(note)
         return made

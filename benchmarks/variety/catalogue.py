@@ -44,7 +44,10 @@ class Entry:
         _save(folder / "example.pt", self.draw(2, 0, generator))
         (folder / "samples").mkdir()
         for index in range(SAMPLES):
-            _save(folder / "samples" / f"{index:02}.pt", self.draw(ROWS, 0, generator))
+            _save(
+                folder / "samples" / f"{index:02}.pt",
+                self.draw(ROWS, index % 3 if self.dynamic else 0, generator),
+            )
         return [*_written(self, folder), "--example", f"{folder}/example.pt"]
 
 

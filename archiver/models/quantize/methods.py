@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened, open_attention
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
+from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.load.weight_only import torchao_kinds, weight_only
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
@@ -133,6 +135,20 @@ def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
         "all rows of a batch share one scale: a request with numbers far larger than usual, or infinity, "
         "spoils the answers to others in its batch; unless clients are trusted, take int8-static, or a "
         "batchSize of 1 in model-config.yaml",
+    )
+
+
+def one_size(method: str, samples: Samples, sizes: Sequence[FreeSize]) -> tuple[str, ...]:
+    """Return a warning about each free size that all samples of static int8 have alike.
+
+    What grows with a size, such as a sum over the tokens of a text, would be cut off at that of the samples.
+    """
+    alike = [free for free in sizes if len({free.size_in(one) for one in samples}) == 1]
+    return tuple(
+        f"all samples have {free.name} of {free.size_in(samples[0])}, which may vary: int8 knows the ranges "
+        "of that size only; give --samples of all sizes that requests have"
+        for free in alike
+        if method == "int8-static" and not free.is_batch(samples[0])
     )
 
 

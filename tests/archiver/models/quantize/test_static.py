@@ -12,11 +12,12 @@ from torch import nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.torchscript import supported
 from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize import methods as module_under_test
-from torchere.archiver.models.quantize.methods import quantise, shared_scale
+from torchere.archiver.models.quantize.methods import one_size, quantise, shared_scale
 from torchere.archiver.signature import Signature, TensorSpec
 
 needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
@@ -163,3 +164,12 @@ def test_a_cast_to_the_dtype_of_a_layer_stays_one_to_fp32() -> None:
     with torch.no_grad():
         pair = ((model.module(*model.example),), (made.module(*model.example),))
     assert difference([pair]).drift < 0.1
+
+
+def test_samples_of_one_size_are_told_where_the_size_may_vary() -> None:
+    sizes = [FreeSize("batch", ((0, 0),), 1, 8), FreeSize("x_1", ((0, 1),), 4, 128)]
+    alike, others = [(torch.rand(2, 16),)] * 2, [(torch.rand(2, 16),), (torch.rand(2, 30),)]
+    (said,) = one_size("int8-static", alike, sizes)
+    assert "all samples have x_1 of 16" in said
+    assert "give --samples of all sizes" in said
+    assert one_size("int8-static", others, sizes) == one_size("int8-dynamic", alike, sizes) == ()
