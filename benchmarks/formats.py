@@ -4,6 +4,7 @@
     python benchmarks/formats.py --models unet,crnn --formats torchscript
     python benchmarks/formats.py --again --methods fp32  measures anew
     python benchmarks/formats.py --write-docs            also the table of docs/formats.md
+    python benchmarks/formats.py --models none --write-docs   the table of what is kept, without measuring
 
 Each is packed by `torchere archive` in a child process with a time limit, loaded by the handler `tensor`, and
 compared with the eager model on inputs that the packer has not seen, of other batches and sizes; then three

@@ -80,7 +80,7 @@ def weight_only() -> nn.Module:
 
 def quantisation_aware() -> nn.Module:
     """Return a model after some steps of training for int8."""
-    from torch.ao.quantization import get_default_qat_qconfig_mapping  # noqa: PLC0415
+    from torch.ao.quantization import disable_observer, get_default_qat_qconfig_mapping  # noqa: PLC0415
     from torch.ao.quantization.quantize_fx import prepare_qat_fx  # noqa: PLC0415
 
     torch.manual_seed(0)  # the packer makes it, too
@@ -97,4 +97,5 @@ def quantisation_aware() -> nn.Module:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return module.eval()
+    # Its observers would go on to move the scales with each run.
+    return module.apply(disable_observer).eval()

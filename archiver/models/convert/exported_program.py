@@ -34,8 +34,9 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
         Exception: any error of torch.export.
     """
     for free in sizes:
-        if free.size_in(example) == 1 and free.high > 1:  # export treats a size of 1 as a constant
-            example = resized(example, free, 2)
+        # Export treats a size of 1 as a constant, and likewise one of a single step.
+        if free.size_in(example) == free.multiple and free.high > free.multiple:
+            example = resized(example, free, 2 * free.multiple)
     if isinstance(module, torch.jit.ScriptModule):
         module = _from_torchscript(module, example)
     module = with_plain_weights(module)

@@ -104,3 +104,15 @@ def test_a_model_that_writes_into_its_inputs_is_noticed() -> None:
     assert changes_inputs(lambda x, y: y.mul_(2), rows)
     assert not changes_inputs(lambda x, y: x + y.sum(), rows)
     assert torch.equal(rows[1], torch.ones(2))
+
+
+def test_an_example_of_one_step_keeps_its_multiples_free() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1), nn.Upsample(scale_factor=2)
+    ).eval()
+    example = (torch.rand(2, 3, 32, 32),)
+    sizes = [FreeSize("height", ((0, 2),), 32, 256, 32), FreeSize("width", ((0, 3),), 32, 256, 32)]
+    found = to_program(module, example, sizes).module()
+    rows = torch.rand(2, 3, 96, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(found(rows), module(rows))
