@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,8 @@ def exportable(module: torch.nn.Module) -> Iterator[None]:
     thread-safe.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's loops, about torch's own functions
         stack.enter_context(traceable_lengths(module))
         stack.enter_context(_whole_recurrent_layers())
         layers: Any = transformer
