@@ -196,9 +196,9 @@ def _pack(model: Path, name: str, folder: Path, options: argparse.Namespace) -> 
         finally:
             child.terminate()
             child.join()
+            with suppress(OSError):
+                folder.rmdir()  # only if there is no archive in it
     if child.exitcode:
-        with suppress(OSError):
-            folder.rmdir()  # unless it has an older archive
         status = child.exitcode if child.exitcode > 0 else 128 - child.exitcode
         raise NotPacked(status)
 

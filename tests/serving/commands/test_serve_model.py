@@ -171,7 +171,7 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         served("net.pt", "--handler", "handler.py")
 
 
-def test_a_packing_that_is_stopped_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packing_that_is_stopped_leaves_no_child_and_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[Any] = []
 
     class Stopped(Exception):
@@ -187,5 +187,5 @@ def test_a_packing_that_is_stopped_leaves_no_child(monkeypatch: pytest.MonkeyPat
     original = process.join
     monkeypatch.setattr(process, "join", join)
     with pytest.raises(Stopped):
-        served("net.pt", "--handler", "handler.py")
-    assert not stopped[0].is_alive()
+        served("net.pt")
+    assert not stopped[0].is_alive() and not list(Path("cache/torchere/archives").iterdir())
