@@ -6,6 +6,7 @@ computes in float between these steps: it is smaller, but not faster.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 from collections.abc import Sequence
@@ -77,9 +78,25 @@ def quantised_program(
 def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
     """Fold paddings into convolutions, which PT2E does not do; return an untraceable model unchanged."""
     try:
-        return fold(module, example).module
+        folded = fold(module, example).module
     except NotTraceable:
         return module
+    _call_each_once(folded)
+    return folded
+
+
+def _call_each_once(graph: fx.GraphModule) -> None:
+    """Give each call of a layer without weights a layer of its own: torchao takes calls of one for a step."""
+    called: set[str] = set()
+    for node in list(graph.graph.find_nodes(op="call_module")):
+        name = str(node.target)
+        layer = graph.get_submodule(name)
+        if name in called and not [*layer.parameters(), *layer.buffers()]:
+            node.target = f"{name}_{node.name}".replace(".", "_")
+            node.meta.pop("nn_module_stack", None)  # else it is exported under the old name
+            graph.add_submodule(node.target, copy.deepcopy(layer))
+        called.add(name)
+    graph.recompile()
 
 
 def _keep_inputs(graph: fx.GraphModule) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,28 @@ def test_a_compiled_encoder_is_int8_and_leaves_its_input_as_it_is(tmp_path: Path
     assert torch.equal(rows, before)
     with torch.no_grad():
         assert difference([((network(rows),), (found,))]).drift < 0.1
+
+
+class Shared(nn.Module):
+    """Calls one activation behind each convolution, as EfficientNet-Lite does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.act = nn.ReLU6()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.two(self.act(self.one(x)))).mean((2, 3))
+
+
+@needs_torchao
+def test_an_activation_that_is_called_twice_is_no_obstacle(model: LoadedModel) -> None:
+    torch.manual_seed(0)
+    network = replace(model, module=Shared().eval())
+    made = quantise(network, "int8-static", [network.example], target="aoti")
+    with torch.no_grad():
+        pair = ((network.module(*network.example),), (made.module(*network.example),))
+    assert difference([pair]).drift < 0.1
 
 
 @needs_torchao
