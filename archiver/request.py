@@ -83,6 +83,7 @@ FORMATS: tuple[str, ...] = get_args(ArchiveFormat)
 
 BUILT_IN_HANDLERS = (
     "base_handler",
+    "densenet_handler",
     "image_classifier",
     "image_segmenter",
     "object_detector",

@@ -248,10 +248,12 @@ def multipart(data: bytes) -> None:
 
 
 def _unwritable(parameter: Parameter) -> bool:
-    """Whether the plain way to write a part can't express it: its name would need escapes."""
+    """Whether the plain way to write a part can't express it: its name or type would need escapes."""
     text = parameter.name + parameter.content_type
     return (
-        any(char in '"\\;' or not char.isprintable() for char in text) or BOUNDARY.encode() in parameter.value
+        any(char in '"\\;' or not char.isprintable() for char in text)
+        or not parameter.content_type.isascii()
+        or BOUNDARY.encode() in parameter.value
     )
 
 

@@ -174,7 +174,7 @@ def test_named_inputs_go_where_the_model_wants_them(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"b": [1], "a": [2]}')
     assert [int(tensor) for tensor in read_example(path).ordered(["a", "b", "c"])] == [2, 1]
-    with pytest.raises(ModelRefused, match="has the input 'b'; the model has a; a forward that takes a dict"):
+    with pytest.raises(ModelRefused, match="has the input 'b'; the model has a: use these names"):
         read_example(path).ordered(["a"])
     with pytest.raises(ModelRefused, match="and not the inputs before"):
         read_example(path).ordered(["z", "a", "b"])

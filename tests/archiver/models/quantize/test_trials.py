@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from torchere.archiver.models.convert.files import Packed
+from torchere.archiver.models.measure import cost
 from torchere.archiver.models.measure.difference import Difference
 from torchere.archiver.models.quantize import candidates, methods, trials
 from torchere.archiver.models.quantize.trials import FP32, Failed, Trial, choose_trial, methods_tried, table
-from torchere.archiver.models.verify import compare
 from torchere.archiver.models.verify.report import Machine, Report, Side
 from torchere.archiver.reader import open_archive
 from torchere.archiver.signature import Signature
@@ -133,7 +133,7 @@ def prices(monkeypatch: pytest.MonkeyPatch) -> Prices:
         def priced(models: Sequence[Any], _arguments: object, _budget_s: float) -> list[float]:
             return [known[kind_of(model)] for model in models]
 
-        monkeypatch.setattr(compare, "processor_ms", priced)
+        monkeypatch.setattr(cost, "processor_ms", priced)
 
     return set_prices
 
