@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torchere.serving.config.server_settings import SequenceHeaders, ServerSettings
@@ -164,6 +165,7 @@ class ForkLauncher:
         """
         async with self._turns, _output_pipe() as (write_end, output, close):
             pid, exit_code = await self._running().fork_room(descriptor, write_end)
+            exit_code.add_done_callback(partial(_end_children, pid))
             return LaunchedRoom(pid, output, exit_code, close)
 
     async def _launch(self, requests: int) -> Launched:
@@ -215,7 +217,18 @@ async def _launched(
     with channels(requests) as (ours, theirs):
         async with _output_pipe() as (write_end, output, close):
             pid, exit_code = await start(theirs, write_end)
+    exit_code.add_done_callback(partial(_end_children, pid))
     return Launched(pid, *ours, output, exit_code, close)
+
+
+def _end_children(pid: int, exit_code: asyncio.Future[int]) -> None:
+    """Kill the processes that a lost worker has left: they would keep its memory, GPU and output.
+
+    A worker leads a process group of its own. One that ended in good order has ended what it wants to.
+    """
+    if not exit_code.cancelled() and not exit_code.exception() and exit_code.result():
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import pytest
-from pools import new_pool, until
+from pools import new_pool, pool_in_service, until
 
 from torchere.serving.errors import ExecutorDied
 from torchere.serving.types import InferRequest, InferResponse, Parameter
@@ -138,5 +139,30 @@ def test_each_run_inside_300_workers_that_are_killed_ends_once(
         assert {len(each) for each in ends} == {1}
         kinds = Counter(each[0] for each in ends)
         assert min(kinds["answered"], kinds["lost"], kinds["given back"]) > 0, kinds
+
+    asyncio.run(main())
+
+
+STARTS_ANOTHER = """
+    import subprocess
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            return [str(subprocess.Popen(["sleep", "600"]).pid)] * len(data)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_processes_that_a_lost_worker_has_started_are_ended(
+    make_spec: Any, make_sink: Any, make_request: Any, number: int
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_spec(STARTS_ANOTHER)) as pool:
+            sink = make_sink()
+            sink.submit(pool, [make_request("start")])
+            child = psutil.Process(int((await sink.outcome()).body))
+            assert child.is_running()
+            os.kill(pool.statuses()[0].pid, number)
+            await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 20)
 
     asyncio.run(main())
