@@ -175,6 +175,11 @@ def _check(item: Input) -> None:
             f"{item.path} is a link to {os.readlink(item.path)}, which does not exist; remove it"
         )
     if not stat.S_ISREG(os.stat(item.path).st_mode):
+        if item.path.is_dir():
+            raise PackingError(
+                f"{item.path} is a folder, which no server loads by itself; expected --format torchscript, "
+                "export or aoti for a Hugging Face folder or a distributed checkpoint"
+            )
         raise PackingError(f"{item.path} is not a regular file; leave it out")
 
 

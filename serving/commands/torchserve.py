@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,7 @@ NOT_RUNNING = "TorchServe is not currently running."
 STOPPED = "TorchServe has stopped."
 ALREADY_STOPPED = "TorchServe already stopped."
 TOO_LONG = "Stopping TorchServe took too long."
+FINISHING = "TorchServe (process {}) is finishing its requests; waiting for its end."
 
 
 def pid_file(environ: Mapping[str, str]) -> Path:
@@ -46,18 +48,41 @@ def server_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, *safe_path, *module, *arguments]
 
 
-def may_start(file: Path, say: Callable[[str], None] = print) -> bool:
+def may_start(file: Path, say: Callable[[str], None] = print, wait_s: float = STOP_WAIT_S) -> bool:
     """Return whether no server is running; remove an orphaned pid file and print a line about it.
+
+    A server that was stopped and still answers its last requests is waited for, `wait_s` at most, so that
+    `torchserve --stop; torchserve --start` is a restart.
 
     Raises:
         ConfigurationError: the orphaned pid file can't be removed.
     """
+    if not file.exists() and not _finished(file, wait_s, say):
+        say(TOO_LONG)
+        return False
     if not file.exists() and pid_without_file(file) is None:
         return True
     if not file.exists() or running(read_pid(file)):
         say(ALREADY_RUNNING)
         return False
     _remove_orphan(file, say)
+    return True
+
+
+def _stopping(file: Path) -> Path:
+    """Return the file with the pid of the server that was stopped last, which may still be finishing."""
+    return file.with_name(f"{file.name}.stopping")
+
+
+def _finished(file: Path, wait_s: float, say: Callable[[str], None]) -> bool:
+    """Wait for the end of the server that was stopped last; return False if it takes too long."""
+    pid = read_pid(_stopping(file))
+    if pid is not None and running(pid):
+        say(FINISHING.format(pid))
+        if not _ends(psutil.Process(pid), wait_s):
+            return False
+    with suppress(OSError):
+        _stopping(file).unlink(missing_ok=True)
     return True
 
 
@@ -104,6 +129,9 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
     pid = read_pid(file)
     if pid is None and not file.exists():
         pid = pid_without_file(file)
+        if pid is not None and pid == read_pid(_stopping(file)):  # a second signal would end it at once
+            say(STOPPED if _finished(file, wait_s or STOP_WAIT_S, say) else TOO_LONG)
+            return 0
     if pid is None or not running(pid):
         if file.exists():
             _remove_orphan(file, say)
@@ -114,7 +142,14 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
     except psutil.AccessDenied:
         say(f"TorchServe (process {pid}) belongs to another user; stop it as that user.")
         return 1
-    file.unlink(missing_ok=True)
+    if not running(pid):
+        file.unlink(missing_ok=True)
+        return 0
+    try:
+        os.replace(file, _stopping(file))
+    except FileNotFoundError:  # it was found without its file
+        with suppress(ConfigurationError):
+            write_pid(_stopping(file), pid)
     return 0
 
 
@@ -124,12 +159,17 @@ def _terminate(pid: int, wait_s: float) -> str:
         process.terminate()
     except psutil.NoSuchProcess:
         return ALREADY_STOPPED
+    return STOPPED if not wait_s or _ends(process, wait_s) else TOO_LONG
+
+
+def _ends(process: psutil.Process, wait_s: float) -> bool:
+    """Return whether the process ends within `wait_s` seconds."""
     given_up_s = time.monotonic() + wait_s
-    while wait_s and not _has_ended(process):
+    while not _has_ended(process):
         if time.monotonic() > given_up_s:
-            return TOO_LONG
+            return False
         time.sleep(_LOOK_S)
-    return STOPPED
+    return True
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -31,6 +31,12 @@ def refuse_taken(addresses: Iterable[Address]) -> None:
                 _probe_tcp(address)
 
 
+_ADVICE = (
+    "Set another in the file that --ts-config names: inference_address, management_address or "
+    "metrics_address (as http://127.0.0.1:9000), grpc_inference_port or grpc_management_port."
+)
+
+
 @contextlib.contextmanager
 def said_plainly(address: Address) -> Iterator[None]:
     """Convert an OSError or a UnicodeError about an address to a ServingError with advice."""
@@ -39,7 +45,7 @@ def said_plainly(address: Address) -> Iterator[None]:
     except UnicodeError as err:  # a label of the host's name is empty, or longer than 63 characters
         raise ServingError(f"Cannot listen on {address}: {err}.", "Correct the host in the address.") from err
     except OSError as err:
-        advice = "Set another address or port in the configuration."
+        advice = _ADVICE
         if err.errno == errno.EADDRINUSE:
             advice = f"Is another server running there? {advice}"
         if err.errno in (errno.EMFILE, errno.ENFILE):

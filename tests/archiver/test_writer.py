@@ -237,3 +237,9 @@ def test_memory_stays_small_however_large_the_file() -> None:
     with open(os.devnull, "wb") as nowhere:
         shutil.copyfileobj(hashed, nowhere, writer_chunk := 2**20)
     assert source.largest == writer_chunk
+
+
+def test_a_folder_of_weights_is_told_which_formats_take_it(request_for: Any, tmp_path: Path) -> None:
+    (tmp_path / "bert").mkdir()
+    with pytest.raises(PackingError, match=r"is a folder, .* expected --format torchscript, export or aoti"):
+        write_archive(request_for(serialized_file=tmp_path / "bert"))

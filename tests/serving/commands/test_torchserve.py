@@ -132,6 +132,41 @@ def test_a_server_whose_pid_file_was_cleaned_up_is_found(
     assert process.wait() == -15
 
 
+FINISHES_LATER = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(3)))
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_start_behind_a_stop_waits_for_the_last_requests_of_the_server(
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(pid_file.parent))
+    process = spawn(FINISHES_LATER)
+    said: list[str] = []
+    assert launcher.stop(pid_file, say=said.append) == 0
+    assert not pid_file.exists()
+    assert not launcher.may_start(pid_file, said.append, wait_s=0.0)
+    assert launcher.may_start(pid_file, said.append)
+    finishing = launcher.FINISHING.format(process.pid)
+    assert said == [launcher.STOPPED, finishing, launcher.TOO_LONG, finishing]
+    assert process.wait() == 3  # in its own time
+
+
+def test_a_second_stop_waits_and_cuts_no_request_off(
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(pid_file.parent))
+    process = spawn(FINISHES_LATER)
+    said: list[str] = []
+    launcher.stop(pid_file, say=said.append)
+    launcher.stop(pid_file, say=said.append)
+    assert said == [launcher.STOPPED, launcher.FINISHING.format(process.pid), launcher.STOPPED]
+    assert process.wait() == 3
+
+
 def test_stopping_in_the_foreground_waits_for_the_end(pid_file: Path, spawn: Spawn) -> None:
     process = spawn()
     said: list[str] = []
