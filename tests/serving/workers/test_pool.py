@@ -328,7 +328,8 @@ LEAVES_A_CHILD = """
     import subprocess
     class Handler:
         def initialize(self, context):
-            subprocess.Popen(["sleep", "6"])  # it keeps the pipe of the worker's output open
+            # It keeps the pipe of the worker's output open, and is not ended with the worker's group.
+            subprocess.Popen(["sleep", "6"], start_new_session=True)
         def handle(self, data, context):
             return ["ok"] * len(data)
 """
