@@ -216,7 +216,6 @@ class Worker:
                 await self.start()
             else:
                 break
-        self._ready_s = self._settings.now()
         self._heartbeat.start()
         if self._supervisor is None:
             self._supervisor = asyncio.ensure_future(self._supervise())
@@ -255,6 +254,8 @@ class Worker:
         status = replace(self._statuses[self._lanes], state=ExecutorState.READY)
         self._statuses[self._lanes] = status
         self._lanes += 1
+        if self._ready_s is None:
+            self._ready_s = self._settings.now()
         self._look_whether_in_service()
         self._settings.on_loaded(status.executor_id, age_s(status))
         self._settings.on_free()  # do not wait for the other lanes
