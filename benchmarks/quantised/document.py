@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from harness.machine import Machine
 from harness.report import markdown_table
@@ -215,16 +215,21 @@ def fastest_mean(rows: Sequence[Row]) -> float:
     return geometric_mean([row.beyond_fastest(batch) for row in rows for batch in BATCHES])
 
 
+def _below(goal: float, rows: Sequence[Row], factor: Callable[[Row, int], float]) -> str:
+    """Return the models and batches whose factor is below the goal, with it; "" if there are none."""
+    return ", ".join(
+        f"{row.title} at batch {batch} ({factor(row, batch):.2f} ×)"
+        for row in rows
+        for batch in BATCHES
+        if factor(row, batch) < goal
+    )
+
+
 def fastest_verdict(rows: Sequence[Row], goal: float) -> str:
     """Whether int8 reaches the goal against the fastest form in fp32, and which models miss it."""
     mean = fastest_mean(rows)
-    below = [
-        f"{row.title} at batch {batch} ({row.beyond_fastest(batch):.2f} ×)"
-        for row in rows
-        for batch in BATCHES
-        if row.beyond_fastest(batch) < goal
-    ]
-    said = f" Below it: {', '.join(below)}." if below else ""
+    below = _below(goal, rows, Row.beyond_fastest)
+    said = f" Below it: {below}." if below else ""
     return (
         f"Over {len(rows)} models and both batches the fastest int8 form is {mean:.2f} × as fast as the "
         f"fastest one in fp32 (geometric mean; goal {goal:g} ×: "
@@ -281,13 +286,8 @@ def verdict(rows: Sequence[Row], vnni: bool, goal: float) -> str:
         if vnni
         else ", meant for processors with VNNI, which multiply int8 four at a time; this one has none"
     )
-    slow = [
-        f"{row.title} at batch {batch} ({row.speedup(batch):.2f} ×)"
-        for row in rows
-        for batch in BATCHES
-        if row.speedup(batch) < goal
-    ]
-    below = f" Below it: {', '.join(slow)}." if slow else " Every one is above it."
+    slow = _below(goal, rows, Row.speedup)
+    below = f" Below it: {slow}." if slow else " Every one is above it."
     drifting = [row.title for row in rows if row.drift > INT8_DRIFT]
     refused = f" `torchere archive` would refuse {', '.join(drifting)} for the drift." if drifting else ""
     return f"{said}{why}.{below}{refused}"

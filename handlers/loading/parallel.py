@@ -279,23 +279,29 @@ class _Flat(torch.nn.Module):
 
 def _of_stage(model: torch.nn.Module, stage: int, stages: int) -> dict[str, torch.Tensor]:
     """Return the weights of a model but for those of layers of other stages."""
-    starts = first_layers(model, stages)
-    layers, _, _ = starts[0].rpartition(".")
-    prefix = f"{layers}." if layers else ""
-    bounds = [0, *(int(name.rpartition(".")[2]) for name in starts), len(model.get_submodule(layers))]  # type: ignore[arg-type]
-    others = [
-        f"{prefix}{layer}." for layer in range(bounds[-1]) if not bounds[stage] <= layer < bounds[stage + 1]
-    ]
-    return {name: value for name, value in model.state_dict().items() if not name.startswith(tuple(others))}
+    prefix, bounds = _stage_bounds(model, stages)
+    own = range(bounds[stage], bounds[stage + 1])
+    others = tuple(f"{prefix}{layer}." for layer in range(bounds[-1]) if layer not in own)
+    return {name: value for name, value in model.state_dict().items() if not name.startswith(others)}
 
 
 def first_layers(model: torch.nn.Module, stages: int) -> list[str]:
-    """Return the names of the layers that begin each stage but the first, so that stages have as many layers.
+    """Return the names of the layers that begin each stage but the first.
+
+    Raises:
+        ValueError: see `_stage_bounds`.
+    """
+    prefix, bounds = _stage_bounds(model, stages)
+    return [f"{prefix}{layer}" for layer in bounds[1:-1]]
+
+
+def _stage_bounds(model: torch.nn.Module, stages: int) -> tuple[str, list[int]]:
+    """Return what the names of the layers begin with, and the bounds of stages with as many layers each.
 
     The layers are those of the longest `ModuleList` or `Sequential`, as in transformers and ResNets.
 
     Raises:
-        ValueError: there is none that is as long as the number of stages.
+        ValueError: the model has no such list that is as long as the number of stages.
     """
     kinds = (torch.nn.ModuleList, torch.nn.Sequential)
     lists = [(name, len(module)) for name, module in model.named_modules() if isinstance(module, kinds)]
@@ -304,5 +310,4 @@ def first_layers(model: torch.nn.Module, stages: int) -> list[str]:
         raise ValueError(
             f"{SECTION}: the model has no list of {stages} layers to make stages of; use tensor instead"
         )
-    prefix = f"{name}." if name else ""
-    return [f"{prefix}{round(stage * count / stages)}" for stage in range(1, stages)]
+    return f"{name}." if name else "", [round(stage * count / stages) for stage in range(stages + 1)]

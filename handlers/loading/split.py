@@ -27,7 +27,7 @@ class Split:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> Split | None:
-        """Return the section of a model config; None: there is none, or one of the user's own.
+        """Return the section of a model config; None: the config has no such section, or another program's.
 
         Raises:
             ValueError: the section is wrong.

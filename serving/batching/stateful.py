@@ -234,7 +234,7 @@ def begin_sequence(request: Request, names: SequenceHeaders = USUAL) -> None:
     the operator renamed the headers, those of the other protocols keep the usual names, under which the
     server looks for the id; so the request has both.
     """
-    if names is USUAL or names == USUAL:
+    if names == USUAL:
         if sequence_of(request):
             return
     else:

@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -63,6 +65,22 @@ def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent dies, however it dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def live(work: Callable[[], None]) -> NoReturn:
+    """Do the work of a process that was just forked, and end it; never return to the frames of its parent."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as err:
+        code = err.code if isinstance(err.code, int) else 1
+    except KeyboardInterrupt:  # an exit code would count as the process's own fault
+        code = -signal.SIGINT
+    except BaseException:  # the top of a process
+        traceback.print_exc()
+    finally:
+        leave(code)
 
 
 def leave(code: int) -> NoReturn:

@@ -15,16 +15,15 @@ import selectors
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from functools import partial
 
 import numpy as np
 import torch
 
 from torchere.serving.process.allocator import keep_freed_memory
-from torchere.serving.process.signals import die_with_parent, leave
+from torchere.serving.process.signals import die_with_parent, live
 from torchere.serving.workers import process, room_process
 from torchere.serving.workers.fork_client import DESCRIPTORS
 
@@ -75,7 +74,7 @@ class ForkServer:
             self._send(b"E %d" % (err.errno or errno.EAGAIN))
         else:
             if pid == 0:
-                self._become_worker(run, *descriptors)
+                live(partial(self._be_worker, run, *descriptors))
             self._send(b"P %d" % pid)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -90,32 +89,21 @@ class ForkServer:
                 except BlockingIOError:
                     select.select([], [self._control], [])
 
-    def _become_worker(self, run: Callable[..., None], *descriptors: int) -> NoReturn:
-        code = 1
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._selector.close()
-            self._control.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            os.setsid()
-            *its_own, output = descriptors
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.close(output)
-            torch.seed()  # otherwise all workers would draw the same random numbers
-            np.random.seed()  # handlers use the global state
-            run(*its_own)
-            code = 0
-        except SystemExit as err:
-            code = err.code if isinstance(err.code, int) else 1
-        except KeyboardInterrupt:  # an exit code would count as the worker's own fault
-            code = -signal.SIGINT
-        except BaseException:  # the top of a process
-            traceback.print_exc()
-        finally:
-            leave(code)  # never back into the fork server's own frames
+    def _be_worker(self, run: Callable[..., None], *descriptors: int) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._control.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        os.setsid()
+        *its_own, output = descriptors
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        torch.seed()  # otherwise all workers would draw the same random numbers
+        np.random.seed()  # handlers use the global state
+        run(*its_own)
 
     def _report_ended(self) -> None:
         with suppress(BlockingIOError):

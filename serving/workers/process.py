@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import logging
 import multiprocessing.process
 import os
@@ -32,7 +31,7 @@ from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.handlers.ts_compat.main import hide_launcher
 from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import WorkerFormatter
-from torchere.serving.process.allocator import give_back_freed_memory, keep_freed_memory
+from torchere.serving.process.allocator import keep_freed_memory, settle_loaded
 from torchere.serving.process.signals import die_with_parent, leave
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.concurrent_lane import ConcurrentLane
@@ -430,17 +429,7 @@ class WorkerMain:
         self._tidy()
 
     def _tidy(self, *, thaw: bool = False) -> None:
-        """Freeze the loaded objects, so that later garbage collections do not traverse them; free the rest.
-
-        The garbage collector runs first, because `gc.freeze` would keep garbage in reference cycles forever.
-        Objects that the fork server has frozen stay frozen: traversing them would copy 37 MiB of pages that
-        the workers share.
-        """
-        if thaw:
-            gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-        give_back_freed_memory()
+        settle_loaded(thaw=thaw)
 
     def loaded_spec(self) -> LoadSpec:
         """Return the spec of the load."""

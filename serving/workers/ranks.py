@@ -9,28 +9,26 @@ was. To the pool the group is one worker.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import queue
 import select
-import signal
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch names it in no `__all__`
 
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
-from torchere.serving.process.allocator import give_back_freed_memory
-from torchere.serving.process.signals import die_with_parent, leave
+from torchere.serving.process.allocator import settle_loaded
+from torchere.serving.process.signals import die_with_parent, live
 from torchere.serving.types import NO_DEADLINE, InferRequest
 from torchere.serving.workers.devices import devices_of
 from torchere.serving.workers.executor import BatchReport, LoadSpec
@@ -242,7 +240,7 @@ class GroupHost:
             for rank in self._ranks:
                 rank.connection.close()
             ours.close()
-            _become_rank(parent, _RankMain(self._spec, number, theirs, number if on_gpu else None))
+            live(partial(_serve, parent, self._spec, number, theirs, number if on_gpu else None))
         theirs.close()
         self._ranks.append(_Rank(number, pid, ours, FrameReader(ours)))
 
@@ -321,24 +319,6 @@ def _exit_code(pid: int) -> int:
         return 1
 
 
-def _become_rank(parent: int, rank: _RankMain) -> NoReturn:
-    """Serve rank 0 in a process that was just forked from it, and end with it."""
-    code = 1
-    try:
-        die_with_parent()
-        if os.getppid() == parent:  # else it has ended meanwhile
-            rank.serve()
-            code = 0
-    except SystemExit as err:
-        code = err.code if isinstance(err.code, int) else 1
-    except KeyboardInterrupt:  # an exit code would count as the rank's own fault
-        code = -signal.SIGINT
-    except BaseException:  # the top of a process
-        traceback.print_exc()
-    finally:
-        leave(code)  # never back into the frames of rank 0
-
-
 class _RankMain:
     """A rank other than 0: it does as rank 0 says."""
 
@@ -379,9 +359,7 @@ class _RankMain:
             else:
                 if self._spec.parallel_type != "pp":
                     self._host.warm_up()
-                gc.collect()
-                gc.freeze()  # as in rank 0
-                give_back_freed_memory()
+                settle_loaded()
         except LoadFailed as err:
             self._send(LoadError(err.detail, err.out_of_memory))
         else:
@@ -389,6 +367,13 @@ class _RankMain:
 
     def _send(self, message: Message) -> None:
         self._connection.sendall(encode_frame(message))
+
+
+def _serve(parent: int, spec: LoadSpec, number: int, connection: socket.socket, gpu_id: int | None) -> None:
+    """Serve rank 0, whose process id is `parent`, in a process that was just forked from it; end with it."""
+    die_with_parent()
+    if os.getppid() == parent:  # else it has ended meanwhile
+        _RankMain(spec, number, connection, gpu_id).serve()
 
 
 def _drop(index: int, part: object) -> None:

@@ -214,7 +214,10 @@ def read_distributed(path: Path) -> dict[str, torch.Tensor]:
     """
     with _damage_is_refused(path):
         reader = _Reader(path)
-        state = _room_for(reader.read_metadata(), path)
+        found = _tensors_in(reader.read_metadata(), path)
+        state = {
+            name: torch.empty(tuple(item.size), dtype=item.properties.dtype) for name, item in found.items()
+        }
         load(dict(state), storage_reader=reader, no_dist=True)
     return state
 
@@ -229,9 +232,7 @@ def read_parts(state: Mapping[str, torch.Tensor], path: Path) -> None:
     """
     with _damage_is_refused(path):
         reader = _Reader(path)
-        index = reader.read_metadata()
-        _room_for(index, path, of_all=False)
-        there = index.state_dict_metadata
+        there = _tensors_in(reader.read_metadata(), path)
         prefix = next(
             (key for key in ("", *_WRAPPERS) if all(_under(key, name) in there for name in state)), None
         )
@@ -240,8 +241,7 @@ def read_parts(state: Mapping[str, torch.Tensor], path: Path) -> None:
             raise ModelRefused(f"{path}: the checkpoint has no {some(missing)}; it has {some(sorted(there))}")
         wanted = {_under(prefix, name): tensor for name, tensor in state.items()}
         for name, tensor in wanted.items():
-            item = there[name]
-            size = tuple(item.size) if isinstance(item, metadata.TensorStorageMetadata) else None
+            size = tuple(there[name].size)
             if size != tuple(tensor.shape):
                 raise ModelRefused(
                     f"{path}: {name} has the shape {size}, and the model's {tuple(tensor.shape)}"
@@ -274,8 +274,8 @@ def _damage_is_refused(path: Path) -> Iterator[None]:
         raise ModelRefused(f"{path}: damaged distributed checkpoint: {first[:200]}; {_AGAIN}") from error
 
 
-def _room_for(index: metadata.Metadata, path: Path, *, of_all: bool = True) -> dict[str, torch.Tensor]:
-    """Return empty tensors to read into (`of_all`); refuse an index with more bytes than the shards have."""
+def _tensors_in(index: metadata.Metadata, path: Path) -> dict[str, metadata.TensorStorageMetadata]:
+    """Return the tensors of an index by name; refuse one that has more bytes than the shards."""
     found = {
         name: item
         for name, item in index.state_dict_metadata.items()
@@ -288,8 +288,7 @@ def _room_for(index: metadata.Metadata, path: Path, *, of_all: bool = True) -> d
         raise ModelRefused(
             f"{path}: its index speaks of {wanted_bytes} bytes, and its files have {there_bytes}; {_AGAIN}"
         )
-    found = found if of_all else {}
-    return {name: torch.empty(tuple(item.size), dtype=item.properties.dtype) for name, item in found.items()}
+    return found
 
 
 class _Reader(filesystem.FileSystemReader):

@@ -83,6 +83,12 @@ async def ended(pids: list[int]) -> None:
     await until(lambda: not any(psutil.pid_exists(pid) and is_alive(pid) for pid in pids), 20)
 
 
+async def waiting_in(pool: Any, sink: Any, spec: Any, request: Any) -> None:
+    """Submit a batch that waits, and return when all ranks are inside it."""
+    sink.submit(pool, [request])
+    await until(lambda: all(os.path.exists(f"{spec.archive_dir}/waits-{rank}") for rank in range(3)))
+
+
 def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -227,8 +233,7 @@ def test_a_rank_that_is_killed_in_a_batch_ends_it_once(make_group, make_sink, ma
         async with pool_in_service(spec) as pool:
             pids = ranks_of(pool)
             sink = make_sink()
-            sink.submit(pool, [make_request("wait")])
-            await until(lambda: all(os.path.exists(f"{spec.archive_dir}/waits-{one}") for one in range(3)))
+            await waiting_in(pool, sink, spec, make_request("wait"))
             os.kill(pids[rank], signal.SIGKILL)
             assert isinstance(await sink.outcome(), ExecutorDied)
             await until(lambda: pool.in_service and pool.statuses()[0].pid != pids[0])
@@ -271,8 +276,7 @@ def test_a_rank_that_is_killed_while_its_worker_drains_ends_the_drain(
         async with pool_in_service(spec) as pool:
             pids = ranks_of(pool)
             sink = make_sink()
-            sink.submit(pool, [make_request("wait")])
-            await until(lambda: all(os.path.exists(f"{spec.archive_dir}/waits-{one}") for one in range(3)))
+            await waiting_in(pool, sink, spec, make_request("wait"))
             draining = asyncio.ensure_future(pool.resize(0))
             await asyncio.sleep(0)
             os.kill(pids[rank], signal.SIGKILL)
