@@ -27,7 +27,7 @@ class FoundKey:
 def find_key(
     address: str, role: Role = "inference", environ: Mapping[str, str] = os.environ
 ) -> FoundKey | None:
-    """Return the key for the server at `address`; None if there is none.
+    """Return the key for the server at `address`; None if no key is found.
 
     The environment variable of the role counts first. A key file in the current folder is for servers of this
     machine: its key is sent to loopback addresses only.

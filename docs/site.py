@@ -70,7 +70,7 @@ def _default(settings: Any, path: str) -> str:
 
 
 def metrics() -> str:
-    """Return the page of the metric families of ours, from their catalogue."""
+    """Return the page of torchere's own metric families, from their catalogue."""
     rows = [
         "# Metrics",
         "",

@@ -165,7 +165,7 @@ def _picture(size: int = 64, step: int = 0, name: str = "image", channels: int =
     return _floats(**{name: lambda other: (channels, size + step * other, size + 2 * step * other)})
 
 
-_P, _S, _M = "variety.pictures:", "variety.sequences:", "variety.made:"
+_P, _S, _M = "variety.pictures:", "variety.sequences:", "variety.of_libraries:"
 ENTRIES = (
     Entry(
         "tabular", "MLP with batch normalisation", "table", _S + "Tabular", _floats(features=lambda _: (32,))

@@ -250,7 +250,7 @@ def _ordered(handler: TensorHandler, inputs: Inputs) -> tuple[torch.Tensor, ...]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of a result by name; what is none, as a cache of keys and values, is left out."""
+    """Return the tensors of a result by name; other values (a cache of keys and values) are left out."""
     if isinstance(value, torch.Tensor):
         return {path or "output": value}
     found: dict[str, torch.Tensor] = {}

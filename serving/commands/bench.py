@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from torchere.archiver.errors import plainly
-from torchere.serving.commands.calling import (
+from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
+from torchere.serving.commands.request_options import (
     REST_ADDRESS,
     UsageError,
     add_body_arguments,
@@ -27,7 +28,6 @@ from torchere.serving.commands.calling import (
     headers_of,
     key_of,
 )
-from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
 
 _REFRESH_S = 0.2
 _PAUSE_S = 0.05  # after a lost connection, to limit the rate of reconnects

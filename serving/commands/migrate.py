@@ -17,7 +17,7 @@ from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED
 from torchere.serving.commands.serve_options import newest_snapshot, old_defaults
-from torchere.serving.commands.trials import tried
+from torchere.serving.commands.settings_trial import tried
 from torchere.serving.config.model_settings import (
     UNSUPPORTED_KEYS,
     config_of,
@@ -309,7 +309,7 @@ def _handler(archive: Archive, handler: str | None, default: str | None) -> _Fou
 
 
 def _handler_file(archive: Archive, handler: str) -> str | None:
-    """Return the file of the archive that a handler names; None: there is none."""
+    """Return the file of the archive that a handler names; None: the archive has no such file."""
     path = handler.partition(":")[0].removeprefix("./")
     stem = path.removesuffix(".py").rpartition("/")[2]
     files = {entry.name for entry in archive.entries}

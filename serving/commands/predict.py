@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchere.archiver.errors import plainly
 from torchere.client.key_file import FoundKey
-from torchere.serving.commands.calling import (
+from torchere.serving.commands.request_options import (
     NPY_TYPE,
     REST_ADDRESS,
     UsageError,

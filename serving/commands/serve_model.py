@@ -87,7 +87,7 @@ def _name_of(model: Path) -> str:
 
 
 def _packed(model: Path, name: str, options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
-    """Return the archive of the model in the cache; pack the model if there is none."""
+    """Return the archive of the model in the cache; pack the model if the cache has no archive of it."""
     cache = _cache(environ)
     archive = cache / _key(model, name, options) / f"{name}.mar"
     if archive.is_file() and _is_current(archive, options):

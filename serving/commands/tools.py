@@ -216,7 +216,7 @@ def _kserve(options: argparse.Namespace) -> int:
 
 
 def _check_config(options: argparse.Namespace) -> int:
-    from torchere.serving.commands.trials import tried
+    from torchere.serving.commands.settings_trial import tried
     from torchere.serving.config.properties import read_properties
     from torchere.serving.config.resolve import configure, report
 

@@ -193,7 +193,7 @@ def running(pid: int | None) -> bool:
 
 
 def pid_without_file(file: Path) -> int | None:
-    """Return the pid of a server of this user whose pid file would be this one; None if there is none.
+    """Return the pid of a server of this user whose pid file would be this one; None if no such server runs.
 
     Temporary folders are emptied of files that are old, and a server may run for months.
     """

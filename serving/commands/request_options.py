@@ -91,7 +91,7 @@ def headers_of(lines: Sequence[str]) -> dict[str, str]:
 
 
 def key_of(options: argparse.Namespace, address: str) -> FoundKey | None:
-    """Return the key to send, None if there is none.
+    """Return the key to send; None if no key is found.
 
     Raises:
         OSError, ValueError: the file can't be read, or holds no key.
