@@ -54,6 +54,7 @@ class Scaling:
     by_cpu: bool = False
     cpu_when_busy: float = 1.0  # CPU use, of its request, of a pod whose executors are all busy
     counts_starting: bool = True  # whether the saturation of pods whose models still load counts, as 1
+    by_sum: bool = False  # KEDA: the autoscaler gets the sum over all pods, and divides it by the replicas
     window_s: int = WINDOW_S  # over which the saturation is averaged
     up_window_s: int = 0
     down_window_s: int = 300
@@ -88,8 +89,18 @@ def wanted(replicas: int, values: Sequence[float | None], target: float) -> int:
     return replicas if turned else count
 
 
+def wanted_by_sum(replicas: int, total: float, target: float) -> int:
+    """Return the replicas for an external metric with an average value: the share of each is the target.
+
+    >>> wanted_by_sum(4, 4.8, 0.8), wanted_by_sum(4, 3.3, 0.8)
+    (6, 4)
+    """
+    ratio = total / (target * replicas)
+    return replicas if abs(ratio - 1) <= TOLERANCE else math.ceil(total / target)
+
+
 class Autoscaler:
-    """Windows and policies around `wanted`."""
+    """Windows and policies around `wanted` or `wanted_by_sum`."""
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
@@ -99,7 +110,12 @@ class Autoscaler:
     def decide(self, now_s: int, replicas: int, values: Sequence[float | None]) -> int:
         """Return the replicas from now on."""
         scaling = self._scaling
-        count = min(scaling.most, max(scaling.least, wanted(replicas, values, scaling.target)))
+        if scaling.by_sum:
+            total = sum(value for value in values if value is not None)
+            count = wanted_by_sum(replicas, total, scaling.target)
+        else:
+            count = wanted(replicas, values, scaling.target)
+        count = min(scaling.most, max(scaling.least, count))
         self._wanted.append((now_s, count))
         longest_s = max(scaling.up_window_s, scaling.down_window_s)
         while self._wanted[0][0] < now_s - longest_s:
@@ -219,6 +235,7 @@ def run(scaling: Scaling, traffic: Sequence[int]) -> Outcome:
 SATURATION = Scaling("saturation 0.8", 0.8)
 BY_CPU = replace(SATURATION, by_cpu=True)
 FAST = (Policy(15, percent=100, pods=4),)
+CHART = Scaling("the chart's settings, by its HPA", 0.7, counts_starting=False, up=FAST)  # values.yaml
 CONTENDERS = (
     *(replace(SATURATION, name=f"saturation {goal}", target=goal) for goal in (0.5, 0.6, 0.7, 0.8, 1.0)),
     *(
@@ -233,6 +250,8 @@ CONTENDERS = (
         replace(SATURATION, name=f"{goal}, up by 4 pods or 100 % in 15 s", target=goal, up=FAST)
         for goal in (0.6, 0.7, 0.8)
     ),
+    CHART,
+    replace(CHART, name="the chart's settings, by KEDA's query", by_sum=True),
     replace(SATURATION, name="0.7, up after 30 s", target=0.7, up_window_s=30),
     replace(SATURATION, name="0.7, down after 60 s", target=0.7, down_window_s=60),
     replace(SATURATION, name="0.7, down after 900 s", target=0.7, down_window_s=900),

@@ -38,7 +38,7 @@ from torchere.serving.commands.load_client import Client, ConnectionLost, Target
 EXECUTORS = 2
 WORK_S = 0.02
 TARGET_MS = 250.0  # p99 of a second
-CALM = 0.8  # what the chart's autoscaler aims at
+CALM = 0.7  # what the chart's autoscaler aims at
 SAMPLE_S = 0.25
 FROM, TO, REST = 0.2, 1.4, 0.3  # offered load over the peak
 _PEAK_CLIENTS = 2 * EXECUTORS

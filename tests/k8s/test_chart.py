@@ -16,7 +16,6 @@ import yaml
 from torchere.serving.config.properties import read_properties
 from torchere.serving.config.resolve import Configuration, configure
 from torchere.serving.frontend.authorisation import PROBES
-from torchere.serving.telemetry.metrics import Metrics
 
 VALUES = sorted(path.stem for path in (Path(__file__).parent / "values").glob("*.yaml"))
 Object = dict[str, Any]
@@ -246,44 +245,6 @@ def test_keys_of_a_secret_serve_many_replicas(render: Callable[..., list[Object]
     assert mount["readOnly"] and "subPath" not in mount
     assert volume["secret"]["items"] == [{"key": "production.json", "path": "keys.json"}]
     assert str(settings.token_keys_file) == f"{mount['mountPath']}/keys.json"
-
-
-@pytest.mark.parametrize("values", ["autoscaled", "keda"])
-def test_an_autoscaler_owns_the_number_of_replicas(values: str, render: Callable[..., list[Object]]) -> None:
-    assert "replicas" not in named(render(values), "Deployment")["spec"]
-
-
-def test_autoscalers_look_at_gauges_that_the_server_has(render: Callable[..., list[Object]]) -> None:
-    exposition = Metrics(hostname="h").exposition()
-
-    metric = named(render("autoscaled"), "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"][
-        "name"
-    ]
-    queries = [
-        trigger["metadata"]["query"] for trigger in named(render("keda"), "ScaledObject")["spec"]["triggers"]
-    ]
-
-    assert f"# TYPE {metric} gauge" in exposition
-    assert metric == "torchere_saturation"
-    assert "torchere_saturation{" in queries[0] and "# TYPE torchere_saturation gauge" in exposition
-    assert "torchere_request_duration_seconds_bucket{" in queries[1]
-    assert 'service="rel-torchere-metrics"' in queries[0]
-
-
-def test_both_autoscalers_see_the_same_mean_of_the_same_gauge(
-    render: Callable[..., list[Object]], root: Path
-) -> None:
-    keda = named(render("keda"), "ScaledObject")["spec"]["triggers"][0]["metadata"]
-    hpa = named(render("autoscaled"), "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]
-    block = (root / "docs/kubernetes.md").read_text().split("For prometheus-adapter:")[1].split("```")[1]
-    (adapter,) = yaml.safe_load(block.removeprefix("yaml"))["rules"]
-
-    assert adapter["seriesQuery"].startswith(hpa["metric"]["name"] + "{")
-    assert "avg_over_time(<<.Series>>{<<.LabelMatchers>>}[1m])" in adapter["metricsQuery"]
-    assert re.search(r"avg_over_time\(torchere_saturation\{[^}]*\}\[1m\]\)", keda["query"])
-    defaults = yaml.safe_load((root / "k8s/chart/values.yaml").read_text())
-    assert defaults["keda"]["saturationThreshold"] == "0.8"
-    assert defaults["autoscaling"]["averageValue"] == "800m"
 
 
 def test_rules_and_dashboards_are_those_of_the_files(render: Callable[..., list[Object]], root: Path) -> None:

@@ -103,8 +103,12 @@ def test_keda_adds_up_the_pods_of_a_scrape_that_does_not_name_them(
     scaled = rendered({"keda": {"enabled": True}})["ScaledObject/rel-torchere"]
     labels = 'namespace="torchserve", service="rel-torchere-metrics"'
     series = [
-        {"series": f'torchere_saturation{{{labels}, instance="{pod}", model="{model}"}}', "values": values}
-        for pod, model, values in (("a", "net", "1+0x9"), ("a", "idle", "0+0x9"), ("b", "net", "0.5+0x9"))
+        {"series": f'{name}{{{labels}, {more}instance="{pod}", model="{model}"}}', "values": f"{value}+0x9"}
+        for pod, model, saturation in (("a", "net", 1), ("a", "idle", 0), ("b", "net", 0.5))
+        for name, more, value in (
+            ("torchere_saturation", "", saturation),
+            ("torchere_executors", 'state="ready", ', 2),
+        )
     ]
     query = {"expr": scaled["spec"]["triggers"][0]["metadata"]["query"], "eval_time": "5m"}
     case = {
