@@ -77,6 +77,8 @@ def metrics() -> str:
         "Made from the code; TorchServe's families are in [operations.md](operations.md#metrics).",
         "",
     ]
-    rows += ["| metric | type | what |", "| --- | --- | --- |"]
-    rows += [f"| `{name}` | {kind} | {text} |" for name, (kind, text) in FAMILIES.items()]
+    rows += ["| metric | type | labels | what |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| `{name}` | {row.kind} | {', '.join(row.labels)} | {row.text} |" for name, row in FAMILIES.items()
+    ]
     return "\n".join(rows) + "\n"

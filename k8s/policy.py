@@ -2,15 +2,19 @@
 
     python k8s/policy.py
 
-The rules are those of the Restricted Pod Security Standard, and what a reviewer would ask for beside it. The
-chart is rendered with its defaults and with every file of `tests/k8s/values`. Exit code 1 and a line for each
-violation; without helm (or kubectl, for the base) one line says so, and the rest is checked. helm and kubectl
-are looked for in `.tools/bin`, where `make tools` puts them, and on PATH.
+The rules are those of the Restricted Pod Security Standard, and what a reviewer would ask for beside it;
+alerts and autoscalers have to be able to reach their thresholds (`promql.py`). The chart is rendered with its
+defaults and with every file of `tests/k8s/values`. Exit code 1 and a line for each violation; without helm
+(or kubectl, for the base) one line says so, and the rest is checked. helm and kubectl are looked for in
+`.tools/bin`, where `make tools` puts them, and on PATH.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from promql import Family, NotUnderstood, Reader, Value
+
+from torchere.serving.registry.version import VersionState
+from torchere.serving.telemetry import catalogue
+from torchere.serving.telemetry.distributions import SECONDS_BUCKETS
+from torchere.serving.telemetry.numbers import SIZE_BUCKETS
+from torchere.serving.workers.executor import ExecutorState
 
 ROOT = Path(__file__).resolve().parents[1]
+RULES = ROOT / "k8s/chart/rules/torchere.yaml"
 KUBERNETES = "1.35.0"  # what the chart is rendered for
 _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 _HOSTS = ("hostNetwork", "hostPID", "hostIPC")
@@ -40,6 +52,10 @@ def violations(objects: Iterable[Object]) -> list[str]:
             found += [f"{where}: {text}" for text in _deployment_violations(each, objects)]
         if each["kind"] == "Service":
             found += [f"{where}: {text}" for text in _service_violations(each)]
+        if each["kind"] == "PrometheusRule":
+            found += [f"{where}: {text}" for text in rule_violations(each["spec"]["groups"])]
+        if each["kind"] in ("HorizontalPodAutoscaler", "ScaledObject"):
+            found += [f"{where}: {text}" for text in _scaling_violations(each)]
     return found
 
 
@@ -128,6 +144,77 @@ def _service_violations(service: Object) -> Iterator[str]:
             yield f"port {port['port']} leaves the cluster; only predictions may"
 
 
+@functools.cache
+def families() -> dict[str, Family]:
+    """The metrics of a scrape by name: the server's own, TorchServe's, and what Prometheus adds."""
+    states = {
+        catalogue.MODEL_STATE: [state.value for state in VersionState],
+        catalogue.EXECUTORS: [state.value for state in ExecutorState],
+        catalogue.EXECUTOR_STATE: [state.value for state in ExecutorState],
+    }
+    found = {"up": Family("gauge", high=1), **{name: Family("gauge") for name in catalogue.LIBRARY_GAUGES}}
+    found |= {name: Family("counter") for name in catalogue.LIBRARY_COUNTERS.values()}
+    for name, row in catalogue.FAMILIES.items():
+        high = row.high
+        if row.kind == "histogram":
+            high = float((SIZE_BUCKETS if name == catalogue.BATCH_SIZE else SECONDS_BUCKETS)[-1])
+        known = {"state": frozenset(states[name])} if name in states else {}
+        found[name] = Family(row.kind, frozenset(row.labels), high, known)
+    declared = yaml.safe_load((ROOT / "serving/telemetry/metrics.yaml").read_text())
+    for kinds in (declared["ts_metrics"], declared["model_metrics"]):
+        for kind, rows in kinds.items():
+            for row in rows:
+                high = 100.0 if row["unit"] == "Percent" else math.inf
+                found[row["name"]] = Family(kind, frozenset(row["dimensions"]) | {"Hostname"}, high)
+    return found
+
+
+def rule_violations(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Why alerts could never fire, or not say where: metrics, labels, thresholds that no server has."""
+    recorded: dict[str, Value] = {}
+    for rule in (rule for group in groups for rule in group["rules"]):
+        name = rule.get("record") or rule["alert"]
+        try:
+            reader = Reader(rule["expr"], families(), recorded)
+            value = reader.read()
+        except NotUnderstood as err:
+            yield f"{name}: {err}"
+            continue
+        yield from (f"{name}: {text}" for text in reader.problems)
+        if "record" in rule:
+            recorded[name] = value
+        texts = " ".join(rule.get("annotations", {}).values())
+        for label in sorted(set(re.findall(r"\$labels\.(\w+)", texts)) - (value.labels or frozenset())):
+            yield f"{name}: its annotations name the label {label}, which it does not have"
+
+
+def _scaling_violations(scaler: Object) -> Iterator[str]:
+    """Why replicas would never grow: a target that the metric of a pod does not reach."""
+    targets = []
+    if scaler["kind"] == "HorizontalPodAutoscaler":
+        pods = [metric["pods"] for metric in scaler["spec"]["metrics"] if metric["type"] == "Pods"]
+        targets = [(each["metric"]["name"], each["target"]["averageValue"], True) for each in pods]
+    else:
+        triggers = [each for each in scaler["spec"]["triggers"] if each["type"] == "prometheus"]
+        targets = [
+            (each["metadata"]["query"], each["metadata"]["threshold"], each.get("metricType") != "Value")
+            for each in triggers
+            if "torchere_" in each["metadata"]["query"]  # the others ask somebody else's metrics
+        ]
+    for query, target, is_average in targets:
+        reader = Reader(query, families(), {})
+        value = reader.read()
+        most = value.each if is_average else value.high
+        yield from reader.problems
+        if not 0 < _number(target) < most:
+            yield f"{query}: target {target}, expected more than 0 and less than {most:g}, its highest value"
+
+
+def _number(quantity: str) -> float:
+    """The number of a quantity of Kubernetes: 700m is 0.7."""
+    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
+
+
 def program(name: str) -> str | None:
     """Where a tool is, or None."""
     return shutil.which(name, path=os.pathsep.join([str(ROOT / ".tools/bin"), os.environ.get("PATH", "")]))
@@ -161,6 +248,7 @@ def _objects(command: list[str]) -> list[Object]:
 def main() -> int:
     """Check everything; 1 when a rule is broken."""
     checked = {name: violations(objects) for name, objects in rendered()}
+    checked["rules"] = list(rule_violations(yaml.safe_load(RULES.read_text())["groups"]))
     for name, found in checked.items():
         for text in found:
             print(f"policy: {name}: {text}")

@@ -1,4 +1,4 @@
-"""Table of the server's own metric families: name, type and help text.
+"""Table of the server's own metric families: name, type, help text, labels and limit.
 
 TorchServe's metric names are listed in `metrics.yaml`. Our own metrics use base units only (seconds, bytes,
 ratios); counters end in `_total`. Label values come from registered versions and from the code, never from
@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
@@ -64,59 +64,123 @@ CLIENT_IN_FLIGHT = "torchere_client_predictions_in_flight"
 CLIENT_REFUSED = "torchere_client_refusals_total"
 LOG_DROPPED = "torchere_access_log_dropped_lines_total"
 
-FAMILIES: dict[str, tuple[Kind, str]] = {
-    REQUESTS: ("counter", "Finished predictions, by protocol and status code."),
-    REQUEST_DURATION: (
+
+class Described(NamedTuple):
+    """A row of the table: what a metric family is."""
+
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    high: float = math.inf  # the highest value of a gauge; all begin at 0
+
+
+OF_VERSION = ("model", "version")
+FAMILIES: dict[str, Described] = {
+    REQUESTS: Described(
+        "counter", "Finished predictions, by protocol and status code.", (*OF_VERSION, "protocol", "code")
+    ),
+    REQUEST_DURATION: Described(
         "histogram",
         "Duration of answered predictions, from the first byte of the request to the last of the answer.",
+        OF_VERSION,
     ),
-    FIRST_PART: ("histogram", "Time from the head of a request to the first part of its streamed answer."),
-    QUEUE_DURATION: ("histogram", "Time that predictions waited for an executor."),
-    STAGE_DURATION: ("histogram", "Duration of the stages of a prediction; their sum is its whole duration."),
-    IN_FLIGHT: ("gauge", "Admitted predictions without an answer."),
-    REJECTED: ("counter", "Predictions refused before they entered the queue, by reason."),
-    CANCELLED: (
+    FIRST_PART: Described(
+        "histogram", "Time from the head of a request to the first part of its streamed answer.", OF_VERSION
+    ),
+    QUEUE_DURATION: Described("histogram", "Time that predictions waited for an executor.", OF_VERSION),
+    STAGE_DURATION: Described(
+        "histogram",
+        "Duration of the stages of a prediction; their sum is its whole duration.",
+        (*OF_VERSION, "stage"),
+    ),
+    IN_FLIGHT: Described("gauge", "Admitted predictions without an answer.", OF_VERSION),
+    REJECTED: Described(
+        "counter", "Predictions refused before they entered the queue, by reason.", (*OF_VERSION, "reason")
+    ),
+    CANCELLED: Described(
         "counter",
         "Predictions whose client disconnected or read too slowly, by the stage they were in.",
+        (*OF_VERSION, "stage"),
     ),
-    EXPIRED: ("counter", "Predictions whose deadline passed, by the stage they were in."),
-    BATCH_SIZE: ("histogram", "Number of requests in each batch."),
-    BUSY_SECONDS: ("counter", "Time that executors ran batches, including the current ones."),
-    RESTARTS: ("counter", "Restarts of executors, by the cause of their loss."),
-    LAST_PROGRESS: ("gauge", "Time of the last finished batch."),
-    LOAD_DURATION: ("gauge", "Start-up time of the last executor, including load and warm-up."),
-    QUEUE_DEPTH: ("gauge", "Requests in the queue."),
-    QUEUE_CAPACITY: ("gauge", "Limit on the requests in the queue."),
-    OLDEST_AGE: ("gauge", "Waiting time of the oldest request in the queue; 0 if it is empty."),
-    PREDICTED: ("gauge", "Expected duration of a batch in an executor; 0 before the first batch."),
-    SATURATION: (
+    EXPIRED: Described(
+        "counter", "Predictions whose deadline passed, by the stage they were in.", (*OF_VERSION, "stage")
+    ),
+    BATCH_SIZE: Described("histogram", "Number of requests in each batch.", OF_VERSION),
+    BUSY_SECONDS: Described(
+        "counter", "Time that executors ran batches, including the current ones.", OF_VERSION
+    ),
+    RESTARTS: Described(
+        "counter", "Restarts of executors, by the cause of their loss.", (*OF_VERSION, "reason")
+    ),
+    LAST_PROGRESS: Described("gauge", "Time of the last finished batch.", OF_VERSION),
+    LOAD_DURATION: Described(
+        "gauge", "Start-up time of the last executor, including load and warm-up.", OF_VERSION
+    ),
+    QUEUE_DEPTH: Described("gauge", "Requests in the queue.", OF_VERSION),
+    QUEUE_CAPACITY: Described("gauge", "Limit on the requests in the queue.", OF_VERSION),
+    OLDEST_AGE: Described(
+        "gauge", "Waiting time of the oldest request in the queue; 0 if it is empty.", OF_VERSION
+    ),
+    PREDICTED: Described(
+        "gauge", "Expected duration of a batch in an executor; 0 before the first batch.", OF_VERSION
+    ),
+    SATURATION: Described(
         "gauge",
         "Busy share of executors plus queue or refusals, over 5 s: 1 all busy, 2 refusing.",
+        OF_VERSION,
+        2,
     ),
-    EXECUTORS: ("gauge", "Executors by state."),
-    EXECUTOR_STATE: ("gauge", "1 for the current state of an executor, 0 for the others."),
-    EXECUTOR_MEMORY: ("gauge", "Resident memory (RSS) of a worker process, reported for its first executor."),
-    MODEL_STATE: ("gauge", "1 for the current state of a version, 0 for the others."),
-    MODEL_TIMEOUT: ("gauge", "Limit on the time of a batch in an executor (response_timeout)."),
-    MODEL_WEIGHTS: ("gauge", "Size of the model file, which the executors of a process share."),
-    VERSION_WEIGHT: ("gauge", "Share of a version in the requests that name no version."),
-    SERVER_IN_FLIGHT: ("gauge", "Admitted predictions of all models without an answer."),
-    READY: ("gauge", "1 if the server is ready, else 0."),
-    BUILD_INFO: ("gauge", "Always 1; its labels hold the versions that run."),
-    CERTIFICATE_EXPIRY: ("gauge", "Expiry of the listeners' certificate."),
-    LOOP_LAG: ("histogram", "Delay of the event loop's timers, sampled twice a second."),
-    GC_PAUSE: ("counter", "Time in Python's garbage collector; the event loop is blocked meanwhile."),
-    THREADS: ("gauge", "Threads of the server process."),
-    CGROUP_CPU_LIMIT: ("gauge", "CPU limit of the container; absent without one."),
-    CGROUP_THROTTLED: ("counter", "Time that the container was throttled by its CPU limit."),
-    CGROUP_MEMORY_LIMIT: ("gauge", "Memory limit of the container; absent without one."),
-    CGROUP_MEMORY: ("gauge", "Memory use of the container, including the page cache."),
-    HELD: ("gauge", "Bytes of unfinished requests that the server holds."),
-    BUDGET_REFUSED: ("counter", "Requests, calls and connections refused because of a limit, by budget."),
-    CLIENT_PREDICTIONS: ("counter", "Predictions within the limits of their client, by identity."),
-    CLIENT_IN_FLIGHT: ("gauge", "Unanswered predictions, by identity of the client."),
-    CLIENT_REFUSED: ("counter", "Requests refused because of a limit for each client, by identity."),
-    LOG_DROPPED: ("counter", "Log lines dropped because the output was too slow."),
+    EXECUTORS: Described("gauge", "Executors by state.", (*OF_VERSION, "state")),
+    EXECUTOR_STATE: Described(
+        "gauge",
+        "1 for the current state of an executor, 0 for the others.",
+        (*OF_VERSION, "executor", "state"),
+        1,
+    ),
+    EXECUTOR_MEMORY: Described(
+        "gauge",
+        "Resident memory (RSS) of a worker process, reported for its first executor.",
+        (*OF_VERSION, "executor"),
+    ),
+    MODEL_STATE: Described(
+        "gauge", "1 for the current state of a version, 0 for the others.", (*OF_VERSION, "state"), 1
+    ),
+    MODEL_TIMEOUT: Described(
+        "gauge", "Limit on the time of a batch in an executor (response_timeout).", OF_VERSION
+    ),
+    MODEL_WEIGHTS: Described(
+        "gauge", "Size of the model file, which the executors of a process share.", OF_VERSION
+    ),
+    VERSION_WEIGHT: Described(
+        "gauge", "Share of a version in the requests that name no version.", OF_VERSION
+    ),
+    SERVER_IN_FLIGHT: Described("gauge", "Admitted predictions of all models without an answer."),
+    READY: Described("gauge", "1 if the server is ready, else 0.", (), 1),
+    BUILD_INFO: Described(
+        "gauge", "Always 1; its labels hold the versions that run.", ("version", "torch", "python", "gil"), 1
+    ),
+    CERTIFICATE_EXPIRY: Described("gauge", "Expiry of the listeners' certificate."),
+    LOOP_LAG: Described("histogram", "Delay of the event loop's timers, sampled twice a second."),
+    GC_PAUSE: Described(
+        "counter", "Time in Python's garbage collector; the event loop is blocked meanwhile."
+    ),
+    THREADS: Described("gauge", "Threads of the server process."),
+    CGROUP_CPU_LIMIT: Described("gauge", "CPU limit of the container; absent without one."),
+    CGROUP_THROTTLED: Described("counter", "Time that the container was throttled by its CPU limit."),
+    CGROUP_MEMORY_LIMIT: Described("gauge", "Memory limit of the container; absent without one."),
+    CGROUP_MEMORY: Described("gauge", "Memory use of the container, including the page cache."),
+    HELD: Described("gauge", "Bytes of unfinished requests that the server holds."),
+    BUDGET_REFUSED: Described(
+        "counter", "Requests, calls and connections refused because of a limit, by budget.", ("budget",)
+    ),
+    CLIENT_PREDICTIONS: Described(
+        "counter", "Predictions within the limits of their client, by identity.", ("client",)
+    ),
+    CLIENT_IN_FLIGHT: Described("gauge", "Unanswered predictions, by identity of the client.", ("client",)),
+    CLIENT_REFUSED: Described(
+        "counter", "Requests refused because of a limit for each client, by identity.", ("client", "budget")
+    ),
+    LOG_DROPPED: Described("counter", "Log lines dropped because the output was too slow."),
 }
 # prometheus_client's families about the process; its names of counter families lack the suffix `_total`.
 LIBRARY_COUNTERS = {"process_cpu_seconds": "process_cpu_seconds_total"}
@@ -129,8 +193,8 @@ ALL_NAMES = (*FAMILIES, *LIBRARY_COUNTERS.values(), *LIBRARY_GAUGES)
 
 def family(name: str) -> OwnFamily:
     """Return a metric family of the catalogue, without samples."""
-    kind, text = FAMILIES[name]
-    return OwnFamily(name, text, kind)
+    described = FAMILIES[name]
+    return OwnFamily(name, described.text, described.kind)
 
 
 def families(names: Iterable[str]) -> dict[str, OwnFamily]:

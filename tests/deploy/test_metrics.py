@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from torchere.serving.telemetry.catalogue import FAMILIES
+
 
 def test_a_live_scrape_under_load_parses_and_only_torchserves_own_names_break_the_conventions(
     tool: Callable[[str], str], live_server: Any
@@ -43,3 +45,25 @@ def test_every_metric_is_in_the_reference(root: Path, live_server: Any) -> None:
 
     assert len(families) > 20
     assert [name for name in families if f"`{name}`" not in text] == []
+
+
+def test_a_live_scrape_and_the_reference_have_the_labels_of_the_table_in_the_code(
+    root: Path, live_server: Any
+) -> None:
+    of_histogram = re.compile("_(bucket|count|sum)$")
+    scraped = {
+        of_histogram.sub("", name): tuple(label for label in re.findall(r'(\w+)="', labels) if label != "le")
+        for name, labels in re.findall(r"^(torchere_\w+)(?:\{(.*)\})? ", live_server.scrape(), re.MULTILINE)
+    }
+    table = re.findall(
+        r"^\| (`torchere_.*?`) \| \w+ \| (.*?) ?\|", (root / "docs/operations.md").read_text(), re.M
+    )
+    documented = {
+        name: tuple(filter(None, labels.split(", ")))
+        for names, labels in table
+        for name in re.findall(r"\w+", names)
+    }
+
+    assert len(scraped) > 30
+    assert {name: FAMILIES[name].labels for name in scraped} == scraped
+    assert {name: row.labels for name, row in FAMILIES.items()} == documented

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +93,7 @@ def _output_of(command: list[str]) -> str:
 @pytest.fixture(scope="session")
 def policy() -> ModuleType:
     """`k8s/policy.py`, which is a script and in no package."""
+    sys.path.append(str(ROOT / "k8s"))  # of the module beside it
     spec = importlib.util.spec_from_file_location("k8s_policy", ROOT / "k8s/policy.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

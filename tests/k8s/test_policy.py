@@ -130,6 +130,109 @@ def test_only_predictions_leave_the_cluster(policy: ModuleType, objects: list[Ob
     assert found == "Service s: port 8081 leaves the cluster; only predictions may"
 
 
+def alert(expression: str, summary: str = "") -> list[Object]:
+    """Groups of rules with a recorded series, failed:ratio, and one alert."""
+    failed, all_ = (f'sum by (model) (rate(torchere_requests_total{{{matchers}}}[5m]))' for matchers in
+                    ('job="torchere", code="500"', 'job="torchere"'))  # fmt: skip
+    record = {"record": "failed:ratio", "expr": f"{failed} / ({all_} > 0)"}
+    return [{"rules": [record, {"alert": "A", "expr": expression, "annotations": {"summary": summary}}]}]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "torchere_saturation > 1.9",
+        "min_over_time(torchere_saturation[5m]) > 1.9",
+        "failed:ratio > 14.4 * 0.05 and failed:ratio > 0",
+        "torchere_ready == 0",
+        'max by (instance) (torchere_model_state{state=~"loading|failed"}) == 1',
+        "histogram_quantile(0.99, sum by (le) (rate(torchere_request_duration_seconds_bucket[5m]))) > 100",
+        "torchere_certificate_expiry_timestamp_seconds - time() < 14 * 86400",
+        "torchere_queue_oldest_age_seconds > 0.5 * torchere_model_response_timeout_seconds",
+        "rate(torchere_cgroup_cpu_throttled_seconds_total[5m]) > 0.25",
+        "torchere_queue_depth > 0 unless on (model, version) rate(torchere_batch_size_count[2m]) > 0",
+        "process_resident_memory_bytes > 5 and process_resident_memory_bytes offset 6h",
+        "GPUMemoryUtilization > 95 or DiskUtilization > 95",
+    ],
+)
+def test_an_alert_that_can_fire_is_let_through(policy: ModuleType, expression: str) -> None:
+    assert list(policy.rule_violations(alert(expression))) == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("torchere_saturation > 2", "never > 2: torchere_saturation is 0 to 2"),
+        ("min_over_time(torchere_saturation[5m]) >= 2.1", "is 0 to 2"),
+        ("100 * torchere_saturation > 201", "never > 201: the left side is 0 to 200"),
+        ("failed:ratio > 14.4 * 0.1", "never > 1.44: failed:ratio is 0 to 1"),
+        ("torchere_saturation > 1 and torchere_saturation < 0", "never < 0"),
+        ("torchere_ready == 2", "never == 2: torchere_ready is 0 to 1"),
+        ('torchere_model_state{state=~"loading|broken"} == 1', "torchere_model_state is never broken"),
+        ("DiskUtilization > 100", "never > 100"),
+        (
+            "histogram_quantile(0.9, sum by (le) (rate(torchere_queue_duration_seconds_bucket[5m]))) > 120",
+            "is 0 to 120",
+        ),
+        (
+            "histogram_quantile(0.9, sum by (model) (rate(torchere_queue_duration_seconds_bucket[5m]))) > 1",
+            "without the label le",
+        ),
+        ("torchere_saturated > 1", "the server has no torchere_saturated"),
+        ("torchere_batch_size > 1", "the server has no torchere_batch_size"),
+        ("rate(torchere_queue_depth[5m]) > 1", "which is no counter"),
+        ('torchere_ready{model="net"} == 0', "torchere_ready has no label model"),
+        ("sum by (stage) (torchere_queue_depth) > 0", "torchere_queue_depth have no such label"),
+        ("torchere_queue_depth > torchere_inflight", "one side only has model, version"),
+        ("torchere_queue_depth and on (model) torchere_inflight", "on model: a side has no such label"),
+        ("quantile(0.9, torchere_saturation) > 1", "A: the function quantile is not understood"),
+        ("torchere_saturation > > 1", "'>' is not understood"),
+        ("torchere_saturation > 1 $", "' $' is not understood"),
+    ],
+)  # fmt: skip
+def test_an_alert_that_can_not_fire_is_refused(policy: ModuleType, expression: str, said: str) -> None:
+    found = list(policy.rule_violations(alert(expression)))
+
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_annotations_name_labels_that_the_alert_has(policy: ModuleType) -> None:
+    groups = alert(
+        "sum by (model) (torchere_queue_depth) > 1", "{{ $labels.model }} on {{ $labels.instance }}"
+    )
+    (found,) = policy.rule_violations(groups)
+    assert found == "A: its annotations name the label instance, which it does not have"
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "refused"),
+    [
+        ("HorizontalPodAutoscaler", "700m", False),
+        ("HorizontalPodAutoscaler", "2", True),
+        ("ScaledObject", "0.7", False),
+        ("ScaledObject", "2.5", True),
+        ("ScaledObject", "0", True),
+    ],
+)
+def test_an_autoscaler_whose_target_no_pod_exceeds_is_refused(
+    policy: ModuleType, kind: str, target: str, refused: bool
+) -> None:
+    query = "sum(max by (instance) (torchere_saturation))"
+    specs = {
+        "HorizontalPodAutoscaler": {"metrics": [
+            {"type": "Pods", "pods": {"metric": {"name": "torchere_saturation"},
+                                      "target": {"averageValue": target}}}]},
+        "ScaledObject": {"triggers": [
+            {"type": "prometheus", "metricType": "AverageValue",
+             "metadata": {"query": query, "threshold": target}}]},
+    }  # fmt: skip
+
+    found = policy.violations([{"kind": kind, "metadata": {"name": "a"}, "spec": specs[kind]}])
+
+    assert [f"target {target}, expected" in text for text in found] == [True] * refused
+
+
 def test_what_can_not_be_rendered_is_said_on_one_line(
     policy: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,5 +241,5 @@ def test_what_can_not_be_rendered_is_said_on_one_line(
     assert capsys.readouterr().out.splitlines() == [
         "policy: helm is not installed (make tools), so the chart is not checked",
         "policy: kubectl is not installed (make tools), so k8s/base is not checked",
-        "policy: 1 renderings, 0 violations",
+        "policy: 2 renderings, 0 violations",
     ]

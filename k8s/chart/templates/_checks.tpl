@@ -21,6 +21,19 @@
 {{- if regexMatch "(_total|_microseconds|_count|_sum|_bucket|^Requests[245]XX)$" .Values.autoscaling.metric -}}
 {{- fail (printf "autoscaling.metric %s is a counter: it never goes down, so replicas never would. Use a gauge, like torchere_saturation." .Values.autoscaling.metric) -}}
 {{- end -}}
+{{- $a := .Values.autoscaling -}}
+{{- $target := divf (trimSuffix "m" $a.averageValue | float64) (hasSuffix "m" $a.averageValue | ternary 1000 1) -}}
+{{- if and (eq $a.metric "torchere_saturation") (ge $target 2.0) -}}
+{{- fail (printf "autoscaling.averageValue is %s, and torchere_saturation 2 at most, when requests are refused: no pod would ever be added. Set less, like 700m." $a.averageValue) -}}
+{{- end -}}
+{{- if ge (float64 .Values.keda.saturationThreshold) 2.0 -}}
+{{- fail (printf "keda.saturationThreshold is %s, and torchere_saturation 2 at most, when requests are refused: no pod would ever be added. Set less, like \"0.7\"." .Values.keda.saturationThreshold) -}}
+{{- end -}}
+{{- range $path, $threshold := dict "keda.latencyThresholdSeconds" .Values.keda.latencyThresholdSeconds "prometheusRule.latencyThresholdSeconds" .Values.prometheusRule.latencyThresholdSeconds -}}
+{{- if ge (float64 ($threshold | default 0)) 120.0 -}}
+{{- fail (printf "%s is %v, and latency is measured up to 120 s, in the last bucket of its histogram: no quantile would ever be above it. Set less." $path $threshold) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.keda.enabled (eq (int .Values.keda.minReplicas) 0) (not .Values.keda.extraTriggers) -}}
 {{- fail "keda.minReplicas 0 needs keda.extraTriggers: where no server runs, no request waits in a queue, so nothing would ever start one. Count requests in front of the servers, or set minReplicas to 1." -}}
 {{- end -}}

@@ -399,8 +399,8 @@ def test_every_family_of_ours_is_there_and_none_is_there_twice(metrics):
     families = [line.split()[2] for line in lines(metrics, "# TYPE")]
     assert len(families) == len(set(families))
     assert {name for name in families if name.startswith("torchere_")} == set(catalogue.FAMILIES)
-    for name, (kind, _) in catalogue.FAMILIES.items():
-        assert name.endswith("_total") is (kind == "counter"), name
+    for name, row in catalogue.FAMILIES.items():
+        assert name.endswith("_total") is (row.kind == "counter"), name
 
 
 def test_held_bytes_and_refusals_by_budget_are_told():
