@@ -1,7 +1,7 @@
-"""Makes the `torchere` of wheels a regular package; all else about the distribution is in pyproject.toml.
+"""Makes `torchere` a regular package; all else about the distribution is in pyproject.toml.
 
-An editable installation stays a namespace package: import-linter reads the folders of its four parts as
-packages of their own.
+A namespace package would have no `__version__`, and a folder named `torchere` in the current directory, such as a
+clone of the repository, would be imported in its place.
 """
 
 from pathlib import Path
@@ -9,15 +9,22 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
+# import-linter reads the four parts of an editable installation as packages of their own, which it does below a
+# package without a location only.
+_EDITABLE = "\n__spec__.has_location = False  # for import-linter: see setup.py of the checkout\n"
+
 
 class BuildPackage(build_py):
-    """Adds `package/__init__.py` as `torchere/__init__.py`."""
+    """Adds `package/__init__.py` as `torchere/__init__.py`; to an editable installation, as a copy."""
 
     def run(self) -> None:
         """Copy the modules."""
         super().run()
-        if not self.editable_mode:
-            self.copy_file("package/__init__.py", str(Path(self.build_lib, "torchere", "__init__.py")))
+        top = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
+        file = Path(top, "torchere", "__init__.py")
+        self.mkpath(str(file.parent))
+        text = Path("package/__init__.py").read_text(encoding="utf-8")
+        file.write_text(text + _EDITABLE * self.editable_mode, encoding="utf-8")
 
 
 setup(cmdclass={"build_py": BuildPackage})

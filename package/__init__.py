@@ -1,7 +1,6 @@
 """Packs PyTorch models into archives and serves them over REST and gRPC.
 
-In wheels only (`setup.py`): a namespace package would lose to a folder named `torchere` in the current
-directory, such as a clone of the repository.
+The four parts of the package are the folders of the repository; `setup.py` adds this file.
 """
 
 

@@ -72,3 +72,28 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_editable_installation_has_a_version_and_no_folder_above_a_clone_hides_it(tmp_path: Path) -> None:
+    code = f"import build; print(build.ProjectBuilder({str(ROOT)!r}).build('editable', {str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    site = tmp_path / "site"
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as opened:
+        opened.extractall(site)
+    other = tmp_path / "torchere" / "serving"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise ImportError('another clone')")
+    code = (
+        "import sys, site, importlib.metadata, importlib.util\n"
+        "sys.meta_path = [f for f in sys.meta_path if '__editable__' not in type(f).__module__ + repr(f)]\n"
+        "assert '' in sys.path\n"
+        f"site.addsitedir({str(site)!r})\n"
+        "import torchere, torchere.serving, torchere.archiver\n"
+        "assert torchere.__version__ == importlib.metadata.version('torchere')\n"
+        f"assert torchere.serving.__file__ == {str(ROOT / 'serving/__init__.py')!r}\n"
+        "assert not importlib.util.find_spec('torchere').has_location\n"  # what import-linter asks
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
