@@ -149,6 +149,7 @@ maxWorkers: 1
 batchSize: 8        # requests that the handler gets at once, at most
 maxBatchDelay: 10   # ms that the first of them waits for others
 responseTimeout: 60 # seconds
+exampleRequest: {values: [1, 2, 3, 4]}  # the line that the server prints sends it
 # What the handler reads as self.model_yaml_config["handler"].
 handler:
   labels: [low, high]
@@ -168,6 +169,8 @@ model.pth:
 
 .PHONY: test serve
 test:
+\t@$(PYTHON) -c 'import pytest, torchere.handlers' || { echo 'make test needs pytest and torchere:' \\
+\t  '$(PYTHON) -m pip install pytest; or name their Python: make test PYTHON=...'; exit 1; }
 \t$(PYTHON) -m pytest -q test_handler.py
 
 serve: NAME.mar

@@ -27,6 +27,7 @@ class ModelFacts:
     max_batch_size: int
     ready: bool  # a request would be run without waiting for a load
     numbers: VersionNumbers
+    example: object = None  # `exampleRequest` of the model config: JSON that the handler takes
 
     @property
     def reads_tensors(self) -> bool:
@@ -53,6 +54,7 @@ def facts_of(version: Version, versions: tuple[str, ...], numbers: VersionNumber
         max_batch_size=version.settings.batch.max_batch_size,
         ready=version.ready,
         numbers=numbers,
+        example=version.origin.archive.config.raw.get("exampleRequest"),
     )
 
 

@@ -17,6 +17,8 @@ from torchere.serving.types import ModelKey
 
 _DEFAULT = Address("127.0.0.1", 8080)
 _MOST_NUMBERS = 32  # in a line to paste
+_MOST_CHARACTERS = 500  # of an example in a line to paste
+_UNKNOWN = "YOUR_REQUEST_FILE"  # where nothing is known of the input
 _PICTURES = ("image_classifier", "image_segmenter", "object_detector")
 _TEXTS = ("text_classifier", "text_embedding")
 _SOUNDS = ("voice_activity",)
@@ -90,7 +92,8 @@ def _body(facts: ModelFacts) -> list[str]:
         return ["--text", "'A sentence.'"]
     signature = _tensors(facts)
     if signature is None:
-        return ["--json", "'[1, 2, 3]'"]
+        example = _example(facts)
+        return ["--json", shlex.quote(example)] if example else ["--file", _UNKNOWN]
     shapes = {spec.name: _shape(spec) for spec in signature.inputs}
     if sum(map(math.prod, shapes.values())) > _MOST_NUMBERS:
         return [
@@ -111,7 +114,8 @@ def _curl_body(name: str, facts: ModelFacts) -> tuple[str, list[str]]:
         return path, ["-d", "'A sentence.'", "-H 'Content-Type: text/plain'"]
     signature = _tensors(facts)
     if signature is None:
-        return path, ["--json", "'[1, 2, 3]'"]
+        example = _example(facts)
+        return path, ["--json", shlex.quote(example)] if example else ["-T", _UNKNOWN]
     model = f"/v2/models/{name.replace('/', '/versions/')}"
     shapes = [_shape(spec) for spec in signature.inputs]
     if sum(map(math.prod, shapes)) > _MOST_NUMBERS:
@@ -125,8 +129,18 @@ def _curl_body(name: str, facts: ModelFacts) -> tuple[str, list[str]]:
 
 
 def is_declared(facts: ModelFacts) -> bool:
-    """Whether the input of the model is known: by its handler, or by its signature."""
-    return facts.handler in (*_PICTURES, *_SOUNDS, *_TEXTS) or _tensors(facts) is not None
+    """Whether the input of the model is known: by its handler, its signature, or its model config."""
+    by_handler = facts.handler in (*_PICTURES, *_SOUNDS, *_TEXTS)
+    return by_handler or _tensors(facts) is not None or bool(_example(facts))
+
+
+def _example(facts: ModelFacts) -> str:
+    """Return the example of the model config as JSON; "" if there is none, or none that fits a line."""
+    try:
+        text = "" if facts.example is None else json.dumps(facts.example)
+    except (TypeError, ValueError, RecursionError):  # YAML has dates, and keys that JSON has not
+        return ""
+    return text if len(text) <= _MOST_CHARACTERS else ""
 
 
 def _tensors(facts: ModelFacts) -> Signature | None:
@@ -185,7 +199,7 @@ def started_models(
         noun = "worker" if count == 1 else "workers"
         about = f"{count} {noun} ({version.origin.isolation})"
         if works and not is_declared(facts(key)):
-            about += "; its input is not declared: send what its handler takes"
+            about += f"; its input is not declared: {_UNKNOWN} stands for a file with a request"
         failure = version.failure_text or "it has no worker: scale it up"
         models.append(
             StartedModel(

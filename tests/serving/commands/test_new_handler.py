@@ -10,6 +10,7 @@ import pytest
 from torchere.archiver import open_archive
 from torchere.serving.commands import cli
 from torchere.serving.commands.new_handler import FILES, class_name
+from torchere.serving.config.model_settings import config_of
 
 
 def make(folder: Path, *goals: str) -> str:
@@ -46,6 +47,21 @@ def test_a_new_handler_passes_its_test_and_is_packed_as_generated(
         "model-config.yaml",
     )
     assert "up to date" in make(folder)
+    config = config_of(open_archive(folder / "my-net.mar"))
+    assert config.raw["exampleRequest"] == {"values": [1, 2, 3, 4]}  # what the handler's docstring has
+    assert config.ignored == {}
+
+
+def test_make_test_without_pytest_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["new", "handler", "net"]) == 0
+    bare = tmp_path / "bare"  # Python without packages
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(AssertionError, match=rf"{bare} -m pip install pytest"):
+        make(tmp_path / "net", "test", f"PYTHON={bare}")
 
 
 @pytest.mark.parametrize(

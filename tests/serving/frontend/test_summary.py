@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,13 @@ LARGE = Signature((TensorSpec("picture", "FP32", (-1, 3, -1, 224), (Limit(2, lea
 
 
 def facts(
-    handler: str = "tensor", signature: Signature | None = None, versions: tuple[str, ...] = ("1.0",)
+    handler: str = "tensor",
+    signature: Signature | None = None,
+    versions: tuple[str, ...] = ("1.0",),
+    example: object = None,
 ) -> Any:
-    return ModelFacts(ModelKey("net", "1.0"), versions, handler, {}, signature, 1, True, SimpleNamespace())  # type: ignore[arg-type]
+    numbers: Any = SimpleNamespace()
+    return ModelFacts(ModelKey("net", "1.0"), versions, handler, {}, signature, 1, True, numbers, example)
 
 
 def caller(command: str | None = "torchere", address: Address = DEFAULT, **settings: Any) -> Caller:
@@ -39,7 +44,10 @@ def caller(command: str | None = "torchere", address: Address = DEFAULT, **setti
         (facts("image_classifier"), ["--image", "PICTURE.jpg"]),
         (facts("text_classifier"), ["--text", "A sentence."]),
         (facts("voice_activity"), ["--file", "SOUND.wav"]),
-        (facts("mine.py", SMALL), ["--json", "[1, 2, 3]"]),
+        (facts("mine.py", SMALL), ["--file", "YOUR_REQUEST_FILE"]),
+        (facts("mine.py", example={"values": [1, 2]}), ["--json", '{"values": [1, 2]}']),
+        (facts("mine.py", example=date(2020, 1, 1)), ["--file", "YOUR_REQUEST_FILE"]),  # JSON has no dates
+        (facts("mine.py", example="x" * 600), ["--file", "YOUR_REQUEST_FILE"]),
     ],
 )
 def test_the_line_sends_what_the_model_takes(of: ModelFacts, words: list[str]) -> None:
@@ -51,11 +59,11 @@ def test_the_line_names_what_is_not_the_default() -> None:
         facts("mine.py", versions=("1.0", "2.0"))
     )
     assert elsewhere == (
-        "/opt/bin/torchere predict net/1.0 --json '[1, 2, 3]' --address http://127.0.0.1:9000 "
+        "/opt/bin/torchere predict net/1.0 --file YOUR_REQUEST_FILE --address http://127.0.0.1:9000 "
         "--token-file /run/keys.json"
     )
     fixed = caller(token_keys_file=Path("/k.json")).line(facts("mine.py"))
-    assert fixed == "TORCHERE_TOKEN=KEY torchere predict net --json '[1, 2, 3]'"
+    assert fixed == "TORCHERE_TOKEN=KEY torchere predict net --file YOUR_REQUEST_FILE"
     secure = caller(address=Address("::", 443, tls=True), certificate_file=Path("/c.pem")).line(
         facts("mine.py")
     )
@@ -79,7 +87,7 @@ def test_without_the_library_of_predict_the_line_is_one_of_curl() -> None:
         "http://127.0.0.1:8080/predictions/net"
     )
     socket = caller("torchere", Address(unix_path="/run/s"), token_auth_enabled=False).line(facts("mine.py"))
-    assert socket == "curl --unix-socket /run/s --json '[1, 2, 3]' http://localhost/predictions/net"
+    assert socket == "curl --unix-socket /run/s -T YOUR_REQUEST_FILE http://localhost/predictions/net"
 
 
 def test_models_that_do_not_work_have_their_cause_and_no_line() -> None:
@@ -95,8 +103,8 @@ def test_models_that_do_not_work_have_their_cause_and_no_line() -> None:
     assert found == [
         StartedModel(
             "net 1.0",
-            "2 workers (thread); its input is not declared: send what its handler takes",
-            "torchere predict net --json '[1, 2, 3]'",
+            "2 workers (thread); its input is not declared: YOUR_REQUEST_FILE stands for a file with a request",
+            "torchere predict net --file YOUR_REQUEST_FILE",
         ),
         StartedModel("net 1.0", "0 workers (thread)", "", "no such file"),
         StartedModel("net 1.0", "0 workers (thread)", "", "it has no worker: scale it up"),
