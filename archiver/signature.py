@@ -7,9 +7,11 @@ The file stands at the archive's root beside the model:
      "outputs": [{"name": "output", "datatype": "FP32", "shape": [-1, 10]}]}
 
 Inputs are the model's positional arguments in order; outputs its results in order, a tuple or a dict
-flattened. Datatypes are those of the Open Inference Protocol. Two members are optional: `limits` of an input,
+flattened. Datatypes are those of the Open Inference Protocol. Other members are optional: `limits` of an input,
 `[{"dimension": 2, "least": 64, "most": 1024, "multiple": 32}]`, and `"batched": false` beside `inputs`, which
-needs version 2: the first dimensions are free, and requests go through the model one by one all the same.
+needs version 2: the first dimensions are free, and requests go through the model one by one all the same. Of an
+input's limits, dimensions of one `"name"` have one size in all inputs; `"values": {"least": 0, "most": 30521}`
+beside them says which numbers the input may hold. Readers that do not know these two leave the check to the model.
 """
 
 from __future__ import annotations
@@ -55,12 +57,16 @@ class SignatureError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The sizes that a free dimension may have: multiples of `multiple` from `least` to `most`."""
+    """The sizes that a free dimension may have: multiples of `multiple` from `least` to `most`.
+
+    Dimensions with the same `name` have the same size in a request; "": it has none in common.
+    """
 
     dimension: int
     least: int = 1
     most: int | None = None
     multiple: int = 1
+    name: str = ""
 
     def takes(self, size: int) -> bool:
         """Return whether the dimension may have this size."""
@@ -73,16 +79,29 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
+class Values:
+    """The whole numbers that a tensor may hold."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"whole numbers from {self.least} to {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor: its name, datatype and shape. `ANY` in the shape is a dimension that may have any size.
 
-    `limits` has the free dimensions that do not take every size, those of inputs only.
+    `limits` has the free dimensions that do not take every size, and `values` the numbers that it may hold (None:
+    all of the datatype), those of inputs only.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     limits: tuple[Limit, ...] = ()
+    values: Values | None = None
 
     def exceeded(self, shape: Sequence[int]) -> Limit | None:
         """Return the first limit that the shape, which has as many dimensions, is outside of."""
@@ -168,20 +187,32 @@ def _spec(item: Any, field: str) -> TensorSpec:
     if datatype not in DATATYPES:
         _refuse(f"{field}.datatype", datatype, f"one of {', '.join(DATATYPES)}")
     shape = _shape(item.get("shape"), f"{field}.shape")
-    return TensorSpec(name, datatype, shape, _limits(item.get("limits", []), shape, f"{field}.limits"))
+    limits = _limits(item.get("limits", []), shape, f"{field}.limits")
+    return TensorSpec(name, datatype, shape, limits, _values(item.get("values"), f"{field}.values"))
+
+
+def _values(value: Any, field: str) -> Values | None:
+    if value is None:
+        return None
+    least, most = (value.get("least"), value.get("most")) if isinstance(value, dict) else (None, None)
+    if type(least) is not int or type(most) is not int or least > most:
+        _refuse(field, value, "an object with the whole numbers least and most")
+    return Values(least, most)
+
+
+_LIMIT = {"dimension": None, "least": 1, "most": None, "multiple": 1, "name": ""}
 
 
 def _limits(value: Any, shape: tuple[int, ...], field: str) -> tuple[Limit, ...]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         _refuse(field, value, "a list of objects")
-    found = tuple(
-        Limit(item.get("dimension"), item.get("least", 1), item.get("most"), item.get("multiple", 1))
-        for item in value
-    )
+    found = tuple(Limit(*(item.get(key, default) for key, default in _LIMIT.items())) for item in value)
     for limit in found:
         sizes = (limit.least, limit.multiple, limit.least if limit.most is None else limit.most)
         if not all(type(size) is int and 1 <= size <= _LARGEST_DIMENSION for size in sizes):
             _refuse(field, value, "whole numbers above 0 as least, most and multiple")
+        if not isinstance(limit.name, str):
+            _refuse(field, value, "a text as name")
         if type(limit.dimension) is not int or not 0 <= limit.dimension < len(shape):
             _refuse(field, value, f"a dimension from 0 to {len(shape) - 1}")
     return found
@@ -207,9 +238,12 @@ def _refuse_twins(specs: Sequence[TensorSpec], field: str) -> None:
 def _members(spec: TensorSpec) -> dict[str, Any]:
     members = {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
     limits = [
-        {name: value for name, value in asdict(limit).items() if value is not None} for limit in spec.limits
+        {name: value for name, value in asdict(limit).items() if value not in (None, "")}
+        for limit in spec.limits
     ]
-    return {**members, "limits": limits} if limits else members
+    values = asdict(spec.values) if spec.values else None
+    more = {"limits": limits, "values": values}
+    return members | {name: value for name, value in more.items() if value}
 
 
 def _refuse(field: str, found: Any, expected: str) -> NoReturn:

@@ -42,6 +42,7 @@ from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of, w
 from torchere.archiver.models.load.source import Source, inputs_up_to, read_source
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
+from torchere.archiver.models.probe.id_ranges import with_id_ranges
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.quantize.methods import (
     Quantised,
@@ -254,9 +255,8 @@ class _Compilation:
         self._tell_batch(trial.signature)
         self._accept(job, trial)
         config = config_with(self.options.config_file, trial.load, self.work)
-        return _finished(
-            Built(trial.packed.file, None, config, trial.packed.beside), trial.signature, self.say
-        )
+        signature = with_id_ranges(trial.signature, module, example)
+        return _finished(Built(trial.packed.file, None, config, trial.packed.beside), signature, self.say)
 
     def _best(self, job: _Job, methods: Sequence[str]) -> Trial:
         """Quantise the model by each method, and return the best of the forms with its report."""

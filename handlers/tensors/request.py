@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from torchere.archiver.signature import ANY, Signature, TensorSpec
+from torchere.archiver.signature import ANY, Limit, Signature, TensorSpec
 from torchere.handlers.rows import fields_of
 from torchere.handlers.tensors import (
     DATATYPES,
@@ -114,7 +114,27 @@ def tensors_of(example: Example, layout: Layout) -> list[Any]:
         rows = {len(tensor) for tensor in tensors}
         if len(rows) > 1:
             raise TensorError("the inputs", f"{sorted(rows)} rows", "the same number in each")
+    _check_shared_sizes(tensors, layout, example.single)
     return tensors
+
+
+def _check_shared_sizes(tensors: Sequence[Any], layout: Layout, single: bool) -> None:
+    """Raise TensorError unless dimensions of one name have one size, as ids and their mask."""
+    sizes: dict[str, tuple[TensorSpec, Limit]] = {}
+    first: dict[str, int] = {}
+    for tensor, spec in zip(tensors, layout.specs, strict=True):
+        for limit in spec.limits:
+            if not limit.name:
+                continue
+            size = tensor.shape[limit.dimension]
+            other, there = sizes.setdefault(limit.name, (spec, limit))
+            if first.setdefault(limit.name, size) != size:
+                raise TensorError(
+                    spec.name,
+                    f"the shape {shown(tuple(tensor.shape)[single:])}",
+                    f"the size {first[limit.name]} of dimension {limit.dimension - single}, as {other.name} "
+                    f"has it in dimension {there.dimension - single}",
+                )
 
 
 def _of_body(body: Any, layout: Layout) -> Example:
@@ -242,6 +262,10 @@ def _tensor(value: Any, spec: TensorSpec, single: bool) -> Any:
         raise TensorError(spec.name, f"the shape {shown(shape[1:] if single else shape)}", _wanted(spec))
     if spec.limits and (limit := spec.exceeded(shape)) is not None:
         raise TensorError(spec.name, f"the shape {shown(shape)}", str(limit))
+    if (values := spec.values) is not None and math.prod(shape):
+        for found in (int(tensor.min()), int(tensor.max())):
+            if not values.least <= found <= values.most:
+                raise TensorError(spec.name, f"the number {found}", str(values))
     return tensor
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.archiver.signature import DATATYPES, Signature, SignatureError, TensorSpec, parse
+from torchere.archiver.signature import DATATYPES, Limit, Signature, SignatureError, TensorSpec, Values, parse
 
 SPEC = {"name": "x", "datatype": "FP32", "shape": [-1, 8]}
 specs = st.builds(
@@ -17,6 +17,7 @@ specs = st.builds(
     name=st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=9),
     datatype=st.sampled_from(DATATYPES),
     shape=st.lists(st.integers(-1, 2**40), max_size=5).map(tuple),
+    values=st.none() | st.integers(-9, 9).map(lambda least: Values(least, least + 5)),
 )
 tensors = st.lists(specs, min_size=1, max_size=4, unique_by=lambda spec: spec.name).map(tuple)
 
@@ -27,6 +28,15 @@ def test_what_is_written_is_read_back(
 ) -> None:
     signature = Signature(inputs, outputs)
     signature.check()
+    assert parse(signature.to_json()) == signature
+
+
+def test_a_size_that_inputs_share_is_written_under_its_name() -> None:
+    spec = TensorSpec("ids", "INT64", (-1, -1), (Limit(1, most=40, name="tokens"),), Values(0, 99))
+    signature = Signature((spec,), (TensorSpec("y", "FP32", (-1,)),))
+    (written,) = json.loads(signature.to_json())["inputs"]
+    assert written["limits"] == [{"dimension": 1, "least": 1, "most": 40, "multiple": 1, "name": "tokens"}]
+    assert written["values"] == {"least": 0, "most": 99}
     assert parse(signature.to_json()) == signature
 
 
@@ -57,6 +67,12 @@ def test_a_model_takes_batches_when_every_tensor_has_one(
         ),
         ({"outputs": [SPEC, {**SPEC, "name": "y", "shape": [-2]}]}, r"outputs\[1\]\.shape is \[-2\]"),
         ({"inputs": [{**SPEC, "shape": [True]}]}, r"inputs\[0\]\.shape"),
+        ({"inputs": [{**SPEC, "values": 3}]}, r"inputs\[0\]\.values is 3; expected an object with the whole"),
+        ({"inputs": [{**SPEC, "values": {"least": 2, "most": 1}}]}, r"inputs\[0\]\.values"),
+        (
+            {"inputs": [{**SPEC, "limits": [{"dimension": 0, "name": 3}]}]},
+            r"inputs\[0\]\.limits.*expected a text as name",
+        ),
         ({"inputs": [{**SPEC, "shape": 8}]}, r"inputs\[0\]\.shape is 8"),
         ({"inputs": [{**SPEC, "shape": [1] * 65}]}, "at most 64 sizes"),
         ({"inputs": [SPEC, SPEC]}, r"inputs\[1\]\.name is 'x'; expected a name that no other"),

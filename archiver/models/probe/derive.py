@@ -135,7 +135,7 @@ def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSiz
     for free, places in found:
         for index, dimension in free.places:
             inputs[index][dimension] = ANY
-            limits[index] += _limits(free, dimension, free.is_batch(trial.example))
+            limits[index] += _limits(free, dimension, trial.example)
         for index, dimension in places:
             outputs[index][dimension] = ANY
     return Signature(
@@ -147,14 +147,16 @@ def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSiz
     )
 
 
-def _limits(free: FreeSize, dimension: int, is_first: bool) -> list[Limit]:
-    """Return the limit of a free size, if it has one.
+def _limits(free: FreeSize, dimension: int, example: Tensors) -> list[Limit]:
+    """Return the limit of a free size, if it has one, or if several inputs share it.
 
     A least size of 2 is none: torch.export has it for each size, and its programs run with 1, too. Nor has a
     batch a least size, since a server makes it of rows.
     """
+    is_first = free.is_batch(example)
     low = 1 if free.low <= 2 or is_first else free.low
-    limit = Limit(dimension, low, free.high if free.high < LARGEST else None, free.multiple)
+    shared = "" if is_first or len(free.places) == 1 else free.name
+    limit = Limit(dimension, low, free.high if free.high < LARGEST else None, free.multiple, shared)
     return [] if limit == Limit(dimension) else [limit]
 
 

@@ -14,7 +14,7 @@ import torch
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.source import read_source
-from torchere.archiver.signature import parse
+from torchere.archiver.signature import Values, parse
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed (extra huggingface)"
@@ -118,6 +118,34 @@ def test_lengths_end_where_the_positions_of_the_model_do(pack: Pack, folders: di
     archive = pack(serialized_file=folders["pair classifier"], model_format="torchscript")
     (limit,) = parse(open_archive(archive).read_text("signature.json")).inputs[0].limits
     assert (limit.dimension, limit.least, limit.most) == (1, 1, 40)
+
+
+def test_ids_that_the_model_has_not_and_masks_of_another_length_are_refused_with_what_it_takes(
+    pack: Pack, serve: Serve, folders: dict[str, Path]
+) -> None:
+    archive = pack(serialized_file=folders["pair classifier"], model_format="torchscript")
+    ids, mask, kinds = parse(open_archive(archive).read_text("signature.json")).inputs
+    assert (ids.values, mask.values, kinds.values) == (Values(0, 99), None, Values(0, 1))
+    fine = {"input_ids": [[1, 99, 3]], "attention_mask": [[1, 1, 1]], "token_type_ids": [[0, 0, 0]]}
+    bad = [
+        {**fine, "input_ids": [[1, 100, 3]]},
+        {**fine, "input_ids": [[1, -1, 3]]},
+        {**fine, "token_type_ids": [[0, 2, 0]]},
+        {**fine, "attention_mask": [[1, 1]]},
+        {name: values[0] for name, values in {**fine, "attention_mask": [[1, 1]]}.items()},
+    ]
+    answers = serve(archive, [{name: np.array(value) for name, value in row.items()} for row in (fine, *bad)])
+    assert isinstance(answers[0], list)
+    assert {answer["code"] for answer in answers[1:]} == {400}
+    assert [answer["message"] for answer in answers[1:]] == [
+        "input_ids: found the number 100, expected whole numbers from 0 to 99",
+        "input_ids: found the number -1, expected whole numbers from 0 to 99",
+        "token_type_ids: found the number 2, expected whole numbers from 0 to 1",
+        "attention_mask: found the shape [1, 2], expected the size 3 of dimension 1, as input_ids has it in "
+        "dimension 1",
+        "attention_mask: found the shape [2], expected the size 3 of dimension 0, as input_ids has it in "
+        "dimension 0",
+    ]
 
 
 def test_an_example_chooses_the_inputs_and_fixes_the_length(

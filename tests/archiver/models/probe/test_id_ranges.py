@@ -1,0 +1,57 @@
+"""Inputs that are row numbers of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchere.archiver.models.probe.id_ranges import with_id_ranges
+from torchere.archiver.signature import Signature, TensorSpec, Values
+
+EXAMPLE = (torch.tensor([[1, 2]]), torch.tensor([[0, 1]]))
+
+
+def bare() -> Signature:
+    inputs = (TensorSpec("ids", "INT64", (-1, -1)), TensorSpec("kinds", "INT64", (-1, -1)))
+    return Signature(inputs, (TensorSpec("y", "FP32", (-1,)),))
+
+
+def ranges(run: Callable[..., Any]) -> list[Values | None]:
+    return [spec.values for spec in with_id_ranges(bare(), run, EXAMPLE).inputs]
+
+
+class Words(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.more = torch.nn.Embedding(50, 4), torch.nn.Embedding(40, 4)
+        self.kinds = torch.nn.EmbeddingBag(3, 4)
+
+    def forward(self, ids: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        return (self.words(ids) + self.more(ids)).sum(1) + self.kinds(kinds)
+
+
+def test_an_input_holds_the_rows_of_the_smallest_table_that_it_is_looked_up_in() -> None:
+    assert ranges(Words()) == [Values(0, 39), Values(0, 2)]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.script is deprecated
+def test_the_tables_of_torchscript_are_found() -> None:
+    assert ranges(torch.jit.script(Words())) == [Values(0, 39), Values(0, 2)]
+
+
+def test_row_numbers_that_the_model_computes_have_no_range() -> None:
+    table = torch.rand(9, 4)
+    assert ranges(lambda ids, kinds: torch.nn.functional.embedding(ids % 9 + 0 * kinds, table)) == [
+        None,
+        None,
+    ]
+
+
+def test_a_model_that_fails_while_it_is_watched_has_no_ranges() -> None:
+    def run(ids: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not now")
+
+    assert ranges(run) == [None, None]
