@@ -1,7 +1,7 @@
 """Makes `torchere` a regular package; all else about the distribution is in pyproject.toml.
 
-A namespace package would have no `__version__`, and a folder named `torchere` in the current directory, such as a
-clone of the repository, would be imported in its place.
+A namespace package would have no `__version__`, and a folder named `torchere` in the current directory, such
+as a clone of the repository, would be imported in its place.
 """
 
 from pathlib import Path
@@ -9,8 +9,8 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-# import-linter reads the four parts of an editable installation as packages of their own, which it does below a
-# package without a location only.
+# import-linter reads the four parts of an editable installation as packages of their own, which it does only
+# below a package without a location.
 _EDITABLE = "\n__spec__.has_location = False  # for import-linter: see setup.py of the checkout\n"
 
 

@@ -7,11 +7,13 @@ The file stands at the archive's root beside the model:
      "outputs": [{"name": "output", "datatype": "FP32", "shape": [-1, 10]}]}
 
 Inputs are the model's positional arguments in order; outputs its results in order, a tuple or a dict
-flattened. Datatypes are those of the Open Inference Protocol. Other members are optional: `limits` of an input,
-`[{"dimension": 2, "least": 64, "most": 1024, "multiple": 32}]`, and `"batched": false` beside `inputs`, which
-needs version 2: the first dimensions are free, and requests go through the model one by one all the same. Of an
-input's limits, dimensions of one `"name"` have one size in all inputs; `"values": {"least": 0, "most": 30521}`
-beside them says which numbers the input may hold. Readers that do not know these two leave the check to the model.
+flattened. Datatypes are those of the Open Inference Protocol. Other members are optional:
+
+* `limits` of an input, `[{"dimension": 2, "least": 64, "most": 1024, "multiple": 32}]`;
+  dimensions whose limits have the same `"name"` have one size in all inputs.
+* `values` of an input, `{"least": 0, "most": 30521}`: the numbers that it may hold.
+* `"batched": false` beside `inputs`, which needs version 2: the first dimensions are free, and requests go
+  through the model one by one all the same.
 """
 
 from __future__ import annotations
@@ -93,8 +95,8 @@ class Values:
 class TensorSpec:
     """One tensor: its name, datatype and shape. `ANY` in the shape is a dimension that may have any size.
 
-    `limits` has the free dimensions that do not take every size, and `values` the numbers that it may hold (None:
-    all of the datatype), those of inputs only.
+    Inputs alone have the other two: `limits` of the free dimensions that do not take every size, and `values`
+    that the tensor may hold (None: all of the datatype).
     """
 
     name: str

@@ -47,7 +47,7 @@ class _Lookups(TorchDispatchMode):
     """Records the rows of the smallest table that each input is looked up in."""
 
     def __init__(self, inputs: Tensors) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows: dict[int, int] = {}
         self._places = {(one.data_ptr(), one.numel()): place for place, one in enumerate(inputs)}
 

@@ -103,7 +103,8 @@ def test_models_that_do_not_work_have_their_cause_and_no_line() -> None:
     assert found == [
         StartedModel(
             "net 1.0",
-            "2 workers (thread); its input is not declared: YOUR_REQUEST_FILE stands for a file with a request",
+            "2 workers (thread); its input is not declared: YOUR_REQUEST_FILE stands for a file with a "
+            "request",
             "torchere predict net --file YOUR_REQUEST_FILE",
         ),
         StartedModel("net 1.0", "0 workers (thread)", "", "no such file"),
