@@ -1,34 +1,30 @@
 """Which values and labels a PromQL expression can have, followed from those of the server's metrics.
 
 An alert whose threshold lies beyond them can never fire, and promtool, which knows nothing of the server,
-can't say so. This reads the part of PromQL that rules and autoscalers use; the rest is `NotUnderstood`.
+can't say so. The library promql-parser reads the text; of its tree, the part that rules and autoscalers use
+is followed, and the rest is `NotUnderstood`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import promql_parser as promql
 
 # What a scrape adds, on Kubernetes and elsewhere.
 TARGET_LABELS = frozenset({"job", "instance", "namespace", "pod", "service", "node"})
-_TOKEN = re.compile(
-    r"""\s*(?: (?P<string>"(?:[^"\\]|\\.)*") | (?P<matchers>\{(?:"(?:[^"\\]|\\.)*"|[^}"])*\})
-    | (?P<range>\[[^\]]*\]) | (?P<duration>\d+[smhdwy]\b) | (?P<number>\d+(?:\.\d+)?)
-    | (?P<name>[a-zA-Z_:][\w:]*) | (?P<sign>==|!=|>=|<=|[><+\-*/(),]) )""",
-    re.VERBOSE,
-)
-_MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
-_PRECEDENCE = {"or": 1, "and": 2, "unless": 2, **dict.fromkeys(("==", "!=", ">", "<", ">=", "<="), 3),
-               "+": 4, "-": 4, "*": 5, "/": 5}  # fmt: skip
 _SAME = ("min_over_time", "max_over_time", "avg_over_time", "last_over_time")
 _GROWTH, _SLOPE = ("rate", "irate", "increase"), ("deriv", "delta")
 _AGGREGATIONS = ("sum", "max", "min", "avg", "count")
+_COMPARISONS = ("==", "!=", ">", "<", ">=", "<=")
 
 
 class NotUnderstood(ValueError):
-    """The expression uses something that is not known here."""
+    """The expression is no PromQL, or uses something that is not known here."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,8 @@ class Value:
         each: the highest value of the series that were added up, or `high`.
         bound: the highest finite bucket of its histogram, which no quantile exceeds.
         form: the expression without its matchers, by which a part of a whole is known.
-        matchers: of its selectors.
+        matchers: of its selectors: label, sign and value of each.
+        kind: of a selector's metric.
     """
 
     low: float
@@ -59,131 +56,101 @@ class Value:
     each: float = math.inf
     bound: float = math.inf
     form: str = ""
-    matchers: frozenset[str] = frozenset()
-    kind: str = ""  # of a selector's metric
+    matchers: frozenset[tuple[str, str, str]] = frozenset()
+    kind: str = ""
 
 
 class Reader:
-    """Reads one expression; `problems` says what can't be true in it."""
+    """Reads one expression; `problems` says what can't be true in it.
+
+    Args:
+        text: the expression.
+        families: the metrics of a scrape by name.
+        recorded: the values of recording rules by name.
+    """
 
     def __init__(self, text: str, families: Mapping[str, Family], recorded: Mapping[str, Value]) -> None:
+        self._text = text
         self._families = families
         self._recorded = recorded
-        self._tokens = list(_tokens(text))
         self.problems: list[str] = []
 
     def read(self) -> Value:
-        """Return the range and the labels of the whole expression."""
-        value = self._binary(1)
-        if self._tokens:
-            raise NotUnderstood(f"{self._tokens[0][1]!r} is not understood here")
+        """Return the range and the labels of the expression.
+
+        Raises:
+            NotUnderstood: see there.
+        """
+        try:
+            tree = promql.parse(self._text)
+        except ValueError as err:
+            raise NotUnderstood(str(err)) from err
+        return self._value(tree)
+
+    def _value(self, node: Any) -> Value:
+        match node:
+            case promql.ParenExpr():
+                value = self._value(node.expr)
+            case promql.NumberLiteral():
+                value = Value(node.val, node.val, None)
+            case promql.VectorSelector():
+                value = self._selected(node)
+            case promql.MatrixSelector():
+                value = self._selected(node.vector_selector)
+                value = replace(value, form=f"{value.form}[{node.range}]")
+            case promql.SubqueryExpr():
+                value = self._value(node.expr)
+                value = replace(value, form=f"{value.form}[{node.range}:]")
+            case promql.AggregateExpr():
+                value = self._aggregated(node)
+            case promql.Call():
+                value = self._called(node.func.name, [self._value(one) for one in node.args])
+            case promql.BinaryExpr():
+                value = self._combined(node)
+            case _:
+                raise NotUnderstood(f"{node.prettify()!r} is not understood")
         return value
 
-    def _next(self) -> str:
-        return self._tokens[0][1] if self._tokens else ""
-
-    def _take(self, *expected: str) -> str:
-        if not self._tokens or (expected and self._next() not in expected):
-            raise NotUnderstood(f"{self._next()!r} is not understood here, expected {expected or 'more'}")
-        return self._tokens.pop(0)[1]
-
-    def _binary(self, least: int) -> Value:
-        left = self._operand()
-        while (precedence := _PRECEDENCE.get(self._next(), 0)) >= least:
-            sign = self._take()
-            on = self._labels() if self._next() == "on" and self._take() else None
-            if self._next() == "group_left":
-                raise NotUnderstood("group_left is not understood")
-            left = self._combine(sign, left, self._binary(precedence + 1), on)
-        return left
-
-    def _labels(self) -> frozenset[str]:
-        """Read `(a, b)`."""
-        self._take("(")
-        found = []
-        while self._next() != ")":
-            found.append(self._take())
-            if self._next() == ",":
-                self._take()
-        self._take(")")
-        return frozenset(found)
-
-    def _operand(self) -> Value:
-        kind, text = self._tokens[0] if self._tokens else ("", "")
-        if text == "(":
-            self._take()
-            value = self._binary(1)
-            self._take(")")
-        elif kind == "number":
-            number = float(self._take())
-            return Value(number, number, None)
-        elif kind == "name":
-            self._take()
-            value = self._named(text)
-        else:
-            raise NotUnderstood(f"{text!r} is not understood here")
-        while self._tokens and (self._tokens[0][0] == "range" or self._next() == "offset"):
-            value = replace(value, form=value.form + self._next())
-            if self._take() == "offset":
-                self._take()
-        return value
-
-    def _named(self, name: str) -> Value:
-        if name in _AGGREGATIONS:
-            by = self._labels() if self._next() == "by" and self._take() else frozenset()
-            self._take("(")
-            value = self._aggregated(name, by, self._binary(1))
-            self._take(")")
-            return value
-        if self._next() != "(":
-            return self._selected(name)
-        self._take("(")
-        arguments = []
-        while self._next() != ")":
-            arguments.append(self._binary(1))
-            if self._next() == ",":
-                self._take()
-        self._take(")")
-        return self._called(name, arguments)
-
-    def _selected(self, name: str) -> Value:
-        text = self._take() if self._tokens and self._tokens[0][0] == "matchers" else "{}"
-        matchers = [match.groups() for match in _MATCHER.finditer(text)]
+    def _selected(self, node: Any) -> Value:
+        name = node.name
+        if name is None or node.matchers.or_matchers:
+            raise NotUnderstood(f"{node.prettify()!r} is not understood: it names no metric")
+        matchers = [(one.name, str(one.op), one.value) for one in node.matchers.matchers]
         found = self._value_of(name)
         labels = found.labels or frozenset()
-        for label, _, _ in matchers:
+        for label, sign, wanted in matchers:
             if label not in labels:
                 self.problems.append(f"{name} has no label {label}, only {_listed(labels)}")
-        for label, sign, wanted in matchers:
             known = self._families[name].values.get(label) if name in self._families else None
-            if known and sign in ("=", "=~"):
+            if known and sign in ("MatchOp.Equal", "MatchOp.Re"):
                 missing = set(wanted.split("|")) - known
                 if missing:
                     self.problems.append(
                         f"{label} of {name} is never {_listed(missing)}, only {_listed(known)}"
                     )
-        return replace(found, matchers=frozenset("".join(each) for each in matchers))
+        form = name if node.offset is None else f"{name} offset {node.offset}"
+        return replace(found, form=form, matchers=frozenset(matchers))
 
     def _value_of(self, name: str) -> Value:
         if name in self._recorded:
-            return replace(self._recorded[name], form=name)
+            return self._recorded[name]
         base = re.sub("_(bucket|count|sum)$", "", name)
         if base in self._families and self._families[base].kind == "histogram" and base != name:
             family = self._families[base]
             more = TARGET_LABELS | ({"le"} if name.endswith("_bucket") else frozenset())
-            return Value(0, math.inf, family.labels | more, bound=family.high, form=name, kind="counter")
+            return Value(0, math.inf, family.labels | more, bound=family.high, kind="counter")
         family = self._families.get(name)
         if family is None or family.kind == "histogram":
             self.problems.append(f"the server has no {name}")
-            return Value(-math.inf, math.inf, TARGET_LABELS, form=name)
+            return Value(-math.inf, math.inf, TARGET_LABELS)
         high = math.inf if family.kind == "counter" else family.high
-        return Value(0, high, family.labels | TARGET_LABELS, high, form=name, kind=family.kind)
+        return Value(0, high, family.labels | TARGET_LABELS, high, kind=family.kind)
 
     def _called(self, name: str, arguments: list[Value]) -> Value:
         if name == "time":
             return Value(0, math.inf, None)
         if name == "absent":
-            return Value(1, 1, frozenset(re.split(r"\W", each)[0] for each in arguments[0].matchers), 1)
+            return Value(1, 1, frozenset(label for label, _, _ in arguments[0].matchers), 1)
         value = arguments[-1]
         form = f"{name}({value.form})"
         if name == "histogram_quantile":
@@ -201,12 +168,15 @@ class Reader:
             return replace(value, form=form)
         raise NotUnderstood(f"the function {name} is not understood")
 
-    def _aggregated(self, name: str, by: frozenset[str], value: Value) -> Value:
-        labels = value.labels or frozenset()
-        if by - labels:
-            self.problems.append(
-                f"{name} by {_listed(by - labels)}: {value.form or 'its series'} have no such label"
-            )
+    def _aggregated(self, node: Any) -> Value:
+        name, modifier = str(node.op), node.modifier
+        if name not in _AGGREGATIONS or (modifier and modifier.type != promql.AggModifierType.By):
+            raise NotUnderstood(f"{node.prettify()!r} is not understood")
+        by = frozenset(modifier.labels if modifier else ())
+        value = self._value(node.expr)
+        if by - (value.labels or frozenset()):
+            missing = _listed(by - (value.labels or frozenset()))
+            self.problems.append(f"{name} by {missing}: {value.form or 'its series'} have no such label")
         low, high = value.low, value.high
         if name == "sum":
             low, high = (low, math.inf if high > 0 else 0.0) if low >= 0 else (-math.inf, math.inf)
@@ -214,13 +184,23 @@ class Reader:
             low, high = 1, math.inf
         return replace(value, low=low, high=high, labels=by, form=f"{name} by {_listed(by)} ({value.form})")
 
-    def _combine(self, sign: str, left: Value, right: Value, on: frozenset[str] | None) -> Value:
-        self._check_match(sign, left, right, on)
+    def _combined(self, node: Any) -> Value:
+        sign, modifier = str(node.op), node.modifier
+        if modifier and modifier.card not in (
+            promql.VectorMatchCardinality.OneToOne,
+            promql.VectorMatchCardinality.ManyToMany,  # of `and`, `or`, `unless`
+        ):
+            raise NotUnderstood("group_left and group_right are not understood")
+        matching = modifier.matching if modifier else None
+        if matching and matching.type != promql.LabelModifierType.Include:
+            raise NotUnderstood("ignoring is not understood")
+        left, right = self._value(node.lhs), self._value(node.rhs)
+        self._check_match(sign, left, right, frozenset(matching.labels) if matching else None)
         if sign == "or":
             return replace(left, low=min(left.low, right.low), high=max(left.high, right.high))
         if sign in ("and", "unless"):
             return left
-        if _PRECEDENCE[sign] == 3:
+        if sign in _COMPARISONS:
             return self._compared(sign, left, right)
         low, high = _arithmetic(sign, left, right)
         labels = left.labels if left.labels is not None else right.labels
@@ -233,10 +213,9 @@ class Reader:
             only = _listed(left.labels ^ right.labels)
             self.problems.append(f"no series match around {sign!r}: one side only has {only}")
         for side in (left, right):
-            if (on or frozenset()) - side.labels:
-                self.problems.append(
-                    f"on {_listed((on or frozenset()) - side.labels)}: a side has no such label"
-                )
+            missing = (on or frozenset()) - (side.labels or frozenset())
+            if missing:
+                self.problems.append(f"on {_listed(missing)}: a side has no such label")
 
     def _compared(self, sign: str, left: Value, right: Value) -> Value:
         never = {
@@ -263,19 +242,9 @@ def _arithmetic(sign: str, left: Value, right: Value) -> tuple[float, float]:
     if sign == "*":
         products = [0.0 if 0 in pair else pair[0] * pair[1] for pair in corners]
         return min(products), max(products)
-    if left.low >= 0 and right.low >= 0:
+    if sign == "/" and left.low >= 0 and right.low >= 0:
         return left.low / right.high if right.high else 0.0, left.high / right.low if right.low else math.inf
     return -math.inf, math.inf
-
-
-def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    at, text = 0, text.rstrip()
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise NotUnderstood(f"{text[at : at + 20]!r} is not understood")
-        yield match.lastgroup or "", match[match.lastgroup or 0]
-        at = match.end()
 
 
 def _listed(names: frozenset[str] | set[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -12,18 +11,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "k8s/chart/dashboards"
 DASHBOARDS = sorted(FOLDER.glob("*.json"))
-PARSE = """
-import json, sys, promql_parser
-for name, expression in json.load(sys.stdin):
-    try:
-        promql_parser.parse(expression)
-    except ValueError as err:
-        print(f"{name}: {err}: {expression}")
-"""
 
 
 def queries(file: Path) -> list[tuple[str, str]]:
@@ -79,21 +71,12 @@ def test_the_dashboards_together_show_every_family_of_ours(sample_names: frozens
     assert ours - {re.sub(r"_(bucket|count|sum)$", "", name) for name in used} == set()
 
 
-def test_every_query_parses(tool: Callable[[str], str]) -> None:
-    python = Path(tool("kubernetes-validate")).parent / "python"  # the environment that has the parser
-    everything = [(f"{file.stem}: {title}", text) for file in DASHBOARDS for title, text in queries(file)]
-
-    parsed = subprocess.run(
-        [python, "-c", PARSE],
-        input=json.dumps(everything),
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_every_query_parses() -> None:
+    everything = [text for file in DASHBOARDS for _, text in queries(file)]
 
     assert len(everything) > 40
-    assert (parsed.returncode, parsed.stdout) == (0, ""), parsed.stderr
+    for text in everything:
+        promql_parser.parse(text)
 
 
 @pytest.fixture(scope="module")
