@@ -92,6 +92,7 @@ class LiveServer:
 
     inference: str
     metrics: str
+    pid: int
 
     def predict(self, body: bytes = b"hello", model: str = "echo") -> bytes:
         request = urllib.request.Request(f"http://{self.inference}/predictions/{model}", body)
@@ -107,7 +108,7 @@ class LiveServer:
             return str(answer.read().decode())
 
 
-def write_certificate(folder: Path) -> None:
+def write_certificate(folder: Path, days: int = 30) -> None:
     """A self-signed certificate and its key, in two PEM files."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
@@ -119,7 +120,7 @@ def write_certificate(folder: Path) -> None:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now)
-        .not_valid_after(now + timedelta(days=30))
+        .not_valid_after(now + timedelta(days=days))
         .sign(key, hashes.SHA256())
     )
     (folder / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -129,8 +130,8 @@ def write_certificate(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def certificate() -> Callable[[Path], None]:
-    """Writes cert.pem and key.pem into a folder."""
+def certificate() -> Callable[..., None]:
+    """Writes cert.pem and key.pem, good for `days`, into a folder."""
     return write_certificate
 
 
@@ -146,20 +147,27 @@ def _follow(process: subprocess.Popen[str], log: Path, wanted: str) -> str:
 
 
 @contextlib.contextmanager
-def running_server(folder: Path, models: Sequence[str]) -> Iterator[LiveServer]:
-    """A server of `folder`'s store and config.properties, once these models (`name:version`) are ready."""
+def running_server(
+    folder: Path, models: Sequence[str], inside: Callable[[list[str]], list[str]] = list
+) -> Iterator[LiveServer]:
+    """A server of `folder`'s store and config.properties, once these models (`name:version`) are ready.
+
+    `inside` makes a command into one that runs it elsewhere, under its own process id.
+    """
     command = [
         *(sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--disable-token-auth"),
         *("--model-store", "store", "--models", "all", "--ts-config", "config.properties"),
     ]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            inside(command), cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True
+        )
     try:
         for model in models:
             _follow(process, folder / "log", f"{model} is ready")
         text = _follow(process, folder / "log", "Model server started.")
         address = dict(re.findall(r"(\w+) API: http://([\d.:]+)", text))
-        yield LiveServer(address["Inference"], address["Metrics"])
+        yield LiveServer(address["Inference"], address["Metrics"], process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -168,8 +176,15 @@ def running_server(folder: Path, models: Sequence[str]) -> Iterator[LiveServer]:
 class Prometheus:
     """A Prometheus that scrapes a server every second, as the job `torchere`."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, targets: Path) -> None:
         self._port = port
+        self._targets = targets
+
+    def scrape_only(self, *targets: str) -> None:
+        """Scrape these addresses from now on."""
+        part = self._targets.with_suffix(".part")
+        part.write_text(json.dumps([{"targets": targets}]))
+        part.replace(self._targets)
 
     def query(self, expression: str) -> list[Any]:
         """The result of an instant query, empty while it is starting."""
@@ -188,12 +203,15 @@ def running_prometheus(
     program: str, folder: Path, server: LiveServer, rules: str = ""
 ) -> Iterator[Prometheus]:
     """A Prometheus with its data in `folder`; `rules` are those of a rules file, evaluated every second."""
-    job = {"job_name": "torchere", "static_configs": [{"targets": [server.metrics]}]}
+    targets = folder / "targets.json"
+    job = {"job_name": "torchere", "file_sd_configs": [{"files": [targets.name], "refresh_interval": "1s"}]}
     config = {"global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "scrape_configs": [job]}
     (folder / "p.yml").write_text(yaml.safe_dump(config | {"rule_files": ["rules.yml"] if rules else []}))
     (folder / "rules.yml").write_text(rules)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    prometheus = Prometheus(port, targets)
+    prometheus.scrape_only(server.metrics)
     listen = f"--web.listen-address=127.0.0.1:{port}"
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -203,14 +221,14 @@ def running_prometheus(
             stderr=subprocess.STDOUT,
         )
     try:
-        yield Prometheus(port)
+        yield prometheus
     finally:
         process.terminate()
         process.wait(30)
 
 
 @pytest.fixture(scope="session")
-def start_server() -> Callable[[Path, Sequence[str]], AbstractContextManager[LiveServer]]:
+def start_server() -> Callable[..., AbstractContextManager[LiveServer]]:
     """Starts a server: see `running_server`."""
     return running_server
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-import json
 import random
-import re
 import subprocess
-import threading
-import time
-import urllib.error
-import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -257,119 +249,3 @@ def test_both_alerts_fire_for_every_kind_that_refuses_and_for_none_that_is_busy(
     )  # fmt: skip
 
     assert tested.returncode == 0, tested.stdout + tested.stderr
-
-
-HANDLER = """
-import time
-
-def handle(data, context):
-    if data is None:
-        return None
-    time.sleep(0.02 * len(data))
-    return ["ok"] * len(data)
-"""
-PROPERTIES = """
-inference_address=http://127.0.0.1:0
-management_address=http://127.0.0.1:0
-metrics_address=http://127.0.0.1:0
-grpc_inference_port=0
-grpc_management_port=0
-default_workers_per_model=2
-"""
-ISOLATIONS = ("thread", "process")  # the models are called so
-
-
-class Load:
-    """Clients of one model that send their next request when they have an answer, as many as are wanted."""
-
-    def __init__(self, server: Any, model: str) -> None:
-        self._server = server
-        self._model = model
-        self._wanted = 0
-        self._threads: list[threading.Thread] = []
-
-    def clients(self, count: int) -> None:
-        """Have so many from now on."""
-        self._wanted = count
-        while len(self._threads) < count:
-            self._threads.append(threading.Thread(target=self._send, args=(len(self._threads),)))
-            self._threads[-1].start()
-
-    def stop(self) -> None:
-        """Let all end."""
-        self._wanted = 0
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-
-    def _send(self, place: int) -> None:
-        while place < self._wanted:
-            with contextlib.suppress(urllib.error.HTTPError):  # refused
-                self._server.predict(model=self._model)
-
-
-@pytest.fixture(scope="module")
-def server(
-    start_server: Callable[..., AbstractContextManager[Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
-    """A server with a model of each isolation: two executors of 20 ms for a request, and a queue of four."""
-    folder = tmp_path_factory.mktemp("saturated")
-    (folder / "store").mkdir()
-    for name in ISOLATIONS:
-        with zipfile.ZipFile(folder / f"store/{name}.mar", "w") as archive:
-            archive.writestr("h.py", HANDLER)
-            archive.writestr("model-config.yaml", f"isolation: {name}\njobQueueSize: 4\n")
-            model = {"modelName": name, "modelVersion": "1.0", "handler": "h.py:handle"}
-            manifest = {"runtime": "python", "model": model | {"configFile": "model-config.yaml"}}
-            archive.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
-    (folder / "config.properties").write_text(PROPERTIES)
-    with start_server(folder, [f"{name}:1.0" for name in ISOLATIONS]) as running:
-        yield running
-
-
-def test_a_real_server_goes_from_idle_to_refusing_and_a_real_prometheus_fires_both_alerts(
-    server: Any,
-    start_prometheus: Callable[..., AbstractContextManager[Any]],
-    tool: Callable[[str], str],
-    root: Path,
-    tmp_path: Path,
-) -> None:
-    # Minutes become seconds; the alerts look at the same series with the same thresholds.
-    rules = (root / "k8s/chart/rules/torchere.yaml").read_text()
-    rules = re.sub(r"\[5m\]", "[3s]", re.sub(r"for: \d+m", "for: 1s", rules))
-    loads = {name: Load(server, name) for name in ISOLATIONS}
-
-    with start_prometheus(tool("prometheus"), tmp_path, server, rules) as prometheus:
-
-        def eventually(expression: str) -> None:
-            """Wait until a query has a sample for each of the models."""
-            limit_s = time.monotonic() + 40
-            while len(prometheus.query(f"sum by (model) ({expression})")) < len(ISOLATIONS):
-                if time.monotonic() > limit_s:
-                    found = prometheus.query("torchere_saturation"), prometheus.query("ALERTS")
-                    pytest.fail(f"{expression}: not seen; {found}")
-
-        def clients(count: int) -> None:
-            for load in loads.values():
-                load.clients(count)
-
-        def firing(alert: str) -> str:
-            return f'ALERTS{{alertname="{alert}", alertstate="firing"}}'
-
-        try:
-            eventually("torchere_saturation == 0")
-            clients(1)
-            eventually("avg_over_time(torchere_saturation[3s]) > 0.3 < 0.6")
-            clients(2)
-            eventually("min_over_time(torchere_saturation[3s]) > 0.7 < 1.2")
-            assert prometheus.query(firing("TorchereQueueNearlyFull")) == []
-            clients(8)
-            eventually("torchere_saturation > 1.8")
-            eventually(firing("TorchereSaturated"))
-            eventually(firing("TorchereQueueNearlyFull"))
-            clients(0)
-            eventually("torchere_saturation == 0")
-            assert prometheus.query(firing("TorchereQueueNearlyFull")) == []
-        finally:
-            for load in loads.values():
-                load.stop()
