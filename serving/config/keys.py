@@ -223,6 +223,7 @@ _OURS = (
     _key("quarantine_directory", kinds.PATH, "quarantine_directory"),
     _key("quarantine_max_files", kinds.whole(1), "quarantine_max_files"),
     _key("quarantine_max_bytes", kinds.size(0), "quarantine_max_bytes"),
+    _key("strict_compatibility", kinds.BOOLEAN, "strict_compatibility"),
     _key("readiness_of_all_models", kinds.BOOLEAN, "readiness_of_all_models"),
     _key("restart_wait_s", kinds.seconds(0), "restart_wait_s"),
     _key("quarantine_expiry_s", kinds.seconds(0), "quarantine_expiry_s"),

@@ -326,6 +326,8 @@ class ServerSettings:
     drain_delay_s: float = 0.0  # after SIGTERM: keep serving for this time, while reporting not ready
     drain_timeout_s: float = 30.0  # then limit for finishing the accepted requests
     install_signal_handlers: bool = True
+    # Answers of TorchServe that are worse than ours, where that is safe; docs/differences.md lists them.
+    strict_compatibility: bool = False
     readiness_of_all_models: bool = False  # also of those registered after the start
     restart_wait_s: float = 10.0  # for a worker, while all of a version restart; then requests get 503
     quarantine_directory: Path | None = None  # for requests that crash executors; None: they are not saved

@@ -162,6 +162,7 @@ class Loader:
             on_lost=observer.executor_lost,
             launcher=launcher,
             oom=self._oom,
+            hangs_as_deaths=self._server.strict_compatibility,
             sends_ahead=not counts_all,
             cores=self._cores,
         )

@@ -82,6 +82,16 @@ def loss_of_exit(code: int, killed_for_memory: bool = False) -> Loss:
     return Loss(LossKind.EXIT, words) if code >= 0 else Loss(LossKind.SIGNAL, words, -code)
 
 
+def loss_of_slow_load(startup_timeout_s: float) -> Loss:
+    """Return the loss of a worker that did not load in time; the text begins as TorchServe's log line does.
+
+    >>> loss_of_slow_load(2.5).cause
+    'Backend worker did not respond in given time: not loaded within startup_timeout=2.5 s'
+    """
+    cause = f"not loaded within startup_timeout={startup_timeout_s:g} s"
+    return Loss(LossKind.LOAD, f"Backend worker did not respond in given time: {cause}")
+
+
 def loss_of_rank(rank: int, code: int, cause: str = "", killed_for_memory: bool = False) -> Loss:
     """Return the loss of a worker one of whose ranks is lost, with that rank's exit status, or its own cause.
 

@@ -49,6 +49,7 @@ class WorkerPool:
         oom: OomWatch | None = None,
         heartbeat: HeartbeatSettings | None = None,
         on_lost: LostCallback = lambda reason: None,
+        hangs_as_deaths: bool = False,
         sends_ahead: bool = True,
         cores: CoreShares | None = None,
     ) -> None:
@@ -71,6 +72,7 @@ class WorkerPool:
             heartbeat=heartbeat or HeartbeatSettings(),
             # Each rank has threads of its own, set as it starts.
             threads=lambda: 0 if cores is None or spec.ranks > 1 else cores.threads,
+            hangs_as_deaths=hangs_as_deaths,
             sends_ahead=sends_ahead,
         )
 

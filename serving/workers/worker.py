@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from torchere.serving.errors import ExecutorDied, LoadFailed
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.workers.executor import (
     ExecutorState,
     ExecutorStatus,
@@ -25,7 +25,7 @@ from torchere.serving.workers.executor import (
 )
 from torchere.serving.workers.heartbeat import Heartbeat, HeartbeatSettings
 from torchere.serving.workers.launch import Launcher
-from torchere.serving.workers.loss import Loss, LossKind, LossRow
+from torchere.serving.workers.loss import Loss, LossKind, LossRow, loss_of_slow_load
 from torchere.serving.workers.messages import Done
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
@@ -54,6 +54,7 @@ class WorkerSettings:
     oom: OomWatch
     heartbeat: HeartbeatSettings
     threads: Callable[[], int]  # intra-op threads of each lane now; 0: those of the load
+    hangs_as_deaths: bool  # a run whose lane hangs is answered as TorchServe does: the worker died
     sends_ahead: bool  # False: all waiting requests must be counted, so none waits inside a worker
 
 
@@ -109,7 +110,7 @@ class Worker:
                 threads=self._settings.threads,
                 pong=self._heartbeat.answered,
                 done=lambda message: self._on_done(process, message),
-                hung=lambda: self._hung(process),
+                hung=lambda run: self._hung(process, run),
                 gone=self._look_whether_in_service,
             ),
             oom=self._settings.oom,
@@ -297,9 +298,8 @@ class Worker:
         if isinstance(err, asyncio.TimeoutError | asyncio.CancelledError) and process is self._process:
             self._replace_process(Loss(LossKind.TIMEOUT, "a lane did not load in time"))
         if isinstance(err, asyncio.TimeoutError):
-            spec, timeout_s = self._settings.spec, self._settings.startup_timeout_s
-            cause = f"not loaded within startup_timeout={timeout_s:g} s"
-            raise LoadFailed.of(spec.model_name, spec.model_version, cause, False) from None
+            spec, loss = self._settings.spec, loss_of_slow_load(self._settings.startup_timeout_s)
+            raise LoadFailed.of(spec.model_name, spec.model_version, loss.cause, False) from None
 
     def remove(self, count: int) -> None:
         """End the last `count` lanes, each after the runs that were sent to it before."""
@@ -347,11 +347,12 @@ class Worker:
         self._change(state=ExecutorState.RESTARTING)
         self._process.kill(Loss(LossKind.HANG, f"hung: idle, and no sign of life for {silent_s:g} s"))
 
-    def _hung(self, process: WorkerProcess) -> None:
-        """Replace the process of a lane that was silent for too long, and whose run is answered."""
-        loss = Loss(
-            LossKind.TIMEOUT, f"no answer within response_timeout={self._settings.response_timeout_s:g} s"
-        )
+    def _hung(self, process: WorkerProcess, run: Run) -> None:
+        """Answer the run of a lane that was silent for too long, and replace the lane's process."""
+        timeout_s = self._settings.response_timeout_s
+        loss = Loss(LossKind.TIMEOUT, f"no answer within response_timeout={timeout_s:g} s")
+        is_late = DeadlineExceeded(f"The model did not answer within {timeout_s:g} s.")
+        run.fail(ExecutorDied(loss.cause) if self._settings.hangs_as_deaths else is_late)
         if process is not self._process or process.hangs():
             if process is self._process:
                 self._change(state=ExecutorState.RESTARTING)
@@ -398,6 +399,7 @@ class Worker:
 
     async def _restart(self) -> bool:
         settings = self._settings
+        logger.info("Auto recovery start timestamp: %d", time.time() * 1000)
         while True:
             delay_s = self._row.restart_delay_s(settings.now())
             if delay_s is None:
@@ -417,10 +419,11 @@ class Worker:
                 self._note_loss(await self._kill_while_loading() or Loss(LossKind.LOAD, err.detail))
                 continue
             except asyncio.TimeoutError:
-                cause = f"not loaded within startup_timeout={settings.startup_timeout_s:g} s"
-                self._process.kill(Loss(LossKind.LOAD, cause))
-                self._note_loss(Loss(LossKind.LOAD, cause))
+                loss = loss_of_slow_load(settings.startup_timeout_s)
+                self._process.kill(loss)
+                self._note_loss(loss)
                 continue
+            logger.info("Auto recovery succeeded, reset recoveryStartTS")
             return True
 
     def _note_loss(self, loss: Loss) -> None:
@@ -433,7 +436,7 @@ class Worker:
             last_failure_at=datetime.now(timezone.utc),
             losses=self._statuses[0].losses + 1,
         )
-        self._log(logging.ERROR, f"was lost: {loss.cause}", cause=loss.kind.value)
+        self._log(logging.ERROR, f"was lost: {loss.cause}. Worker disconnected.", cause=loss.kind.value)
         self._settings.on_lost(loss.kind.value)
         self._answer_lost(loss)
 
@@ -447,15 +450,8 @@ class Worker:
 
     def _log(self, level: int, words: str, **extra: str) -> None:
         spec = self._settings.spec
-        logger.log(
-            level,
-            "worker %d of model %s version %s %s",
-            self.first_id,
-            spec.model_name,
-            spec.model_version,
-            words,
-            extra=extra,
-        )
+        names = self.first_id, spec.model_name, spec.model_version
+        logger.log(level, "worker %d of model %s version %s %s", *names, words, extra=extra)
 
     def _answer_lost(self, loss: Loss) -> None:
         self._heartbeat.stop()

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from torchere.serving.errors import DeadlineExceeded, LoadFailed, OutOfResources, ServingError
+from torchere.serving.errors import LoadFailed, OutOfResources, ServingError
 from torchere.serving.io.watchdog import was_late
 from torchere.serving.logs.levels import follow
 from torchere.serving.logs.worker_lines import new_token, relay_all
@@ -21,7 +21,7 @@ from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.lanes import LaneSocket, load_of_lane, requests_of
 from torchere.serving.workers.launch import Launched, Launcher, open_lanes
-from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_rank
+from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_rank, loss_of_slow_load
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
 
@@ -42,7 +42,7 @@ class ProcessEvents:
         serving: one more lane is in service.
         pong: the process answered a ping.
         done: the process sent a report.
-        hung: a lane has been silent for the response time-out; its run is answered.
+        hung: a lane has been silent for the response time-out; gets its run, which is not answered yet.
         threads: returns the intra-op threads of each lane for its next run; 0: those of the load.
         gone: the process can't receive messages any more.
     """
@@ -50,7 +50,7 @@ class ProcessEvents:
     serving: Callable[[], None]
     pong: Callable[[], None]
     done: Callable[[messages.Done], None]
-    hung: Callable[[], None]
+    hung: Callable[[Run], None]
     gone: Callable[[], None]
     threads: Callable[[], int] = int
 
@@ -193,9 +193,9 @@ class WorkerProcess:
         except asyncio.TimeoutError:
             if beside:
                 raise
-            cause = f"not loaded within startup_timeout={timeout_s:g} s"
-            await self._kill_and_reap(Loss(LossKind.LOAD, cause))
-            raise self._load_failed(cause) from None
+            loss = loss_of_slow_load(timeout_s)
+            await self._kill_and_reap(loss)
+            raise self._load_failed(loss.cause) from None
         except BaseException:
             if not beside:
                 await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
@@ -353,15 +353,15 @@ class WorkerProcess:
             return
         timeout_s = self._response_timeout_s
         logger.error(
-            "a lane of model %s version %s hangs: no answer within response_timeout=%g s",
+            "Backend worker did not respond in given time: a lane of model %s version %s gave no answer "
+            "within response_timeout=%g s",
             self._spec.model_name,
             self._spec.model_version,
             timeout_s,
         )
         self._look_in(timeout_s)
         run.cancel(0)
-        run.fail(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
-        self._events.hung()
+        self._events.hung(run)
 
     def _silences(self, now_s: float) -> Iterator[tuple[Run, float]]:
         """Yield each run and the start of its lane's silence: `now_s` for answered, held and waiting runs."""

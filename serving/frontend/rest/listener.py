@@ -107,8 +107,7 @@ class Listener:
         self.cors = cors_headers(services.cors)
         self.server_timing = settings.server_timing
         self.adds_headers = bool(self.cors or self.server_timing)  # to answers of handlers
-        # Error details are for operators, not for clients of the other APIs.
-        self.show_detail = surfaces == {"management"}
+        self.show_detail = services.shows_detail(surfaces)
         self.tensors: Tensors | None = None  # None: handlers get requests of that protocol as plain bodies
         if settings.open_inference_protocol:
             self.tensors = Tensors(dataplane, settings.service_envelope)

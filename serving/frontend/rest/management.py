@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.access.keys import Keys
 from torchere.serving.config.bounded_yaml import read_yaml
-from torchere.serving.errors import InvalidRequest
+from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import description, wording
 from torchere.serving.frontend.control import ControlPlane, Progress, flag, integer, registration
 from torchere.serving.frontend.description import pretty
@@ -28,6 +29,10 @@ from torchere.serving.types import InferRequest, ModelKey
 
 PAGE_SIZE = 100  # both the default and the maximum
 NEARLY_JSON_BYTES = 4096  # PyYAML reads about 100 KB a second
+_NUMBERS = (
+    *("batch_size", "initial_workers", "max_batch_delay", "max_worker", "min_worker"),
+    *("response_timeout", "startup_timeout"),
+)
 STATUS_OF = {
     Progress.DONE: HTTPStatus.OK,
     Progress.STARTED: HTTPStatus.ACCEPTED,
@@ -40,11 +45,17 @@ class ModelRoutes:
 
     The optional version of a path is not an argument of the endpoints, because the framework would read such
     an argument from the query too.
+
+    Args:
+        controlplane: carries the calls out.
+        max_request_bytes: the limit of a JSON body.
+        is_strict: read numbers of a query as TorchServe does, see `as_torchserve_reads`.
     """
 
-    def __init__(self, controlplane: ControlPlane, max_request_bytes: int) -> None:
+    def __init__(self, controlplane: ControlPlane, max_request_bytes: int, is_strict: bool = False) -> None:
         self._controlplane = controlplane
         self._max_request_bytes = max_request_bytes
+        self._is_strict = is_strict
 
     def router(self) -> APIRouter:
         """Return the router. Starlette takes the first match, so routes with exact methods come first."""
@@ -75,7 +86,7 @@ class ModelRoutes:
     async def register(self, request: Request) -> Response:
         """Register an archive, with the parameters of the query or, instead, of a JSON object."""
         self._controlplane.check_model_api()
-        values = await parameters_of(request, self._max_request_bytes)
+        values = await parameters_of(request, self._max_request_bytes, self._is_strict)
         result = await self._controlplane.register(registration(values))
         return status_answer(wording.registered(result), STATUS_OF[result.progress])
 
@@ -99,9 +110,12 @@ class ModelRoutes:
         """Change how many executors a version has."""
         query = text_values(request.scope["query_string"])
         version = request.path_params.get("version") or query.get("model_version") or None
-        min_executors = integer(query, "min_worker")
+        numbers = as_torchserve_reads(query) if self._is_strict else query
+        min_executors = integer(numbers, "min_worker")
         minimum = 1 if min_executors is None else min_executors
-        max_executors = integer(query, "max_worker")
+        if self._is_strict and minimum < 0:
+            raise ServingError(f"min_worker is below 0: {minimum}")
+        max_executors = integer(numbers, "max_worker")
         progress = await self._controlplane.scale(
             model,
             version,
@@ -146,15 +160,21 @@ class ModelRoutes:
         return json_answer(description.pretty({"name": model, "ready": ready}))
 
 
-async def parameters_of(request: Request, max_bytes: int) -> dict[str, object]:
+async def parameters_of(request: Request, max_bytes: int, is_strict: bool = False) -> dict[str, object]:
     """Return the parameters of a registration: those of the query or, instead, of a JSON object.
+
+    Args:
+        request: the request.
+        max_bytes: the limit of a JSON body.
+        is_strict: read numbers of the query as TorchServe does.
 
     Raises:
         InvalidRequest: the body is not a JSON object.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        return {**text_values(request.scope["query_string"])}
+        query = text_values(request.scope["query_string"])
+        return {**(as_torchserve_reads(query) if is_strict else query)}
     length = int(request.headers.get("content-length", "0"))
     body = await read_body(request.receive, length, max_bytes)
     try:
@@ -163,6 +183,21 @@ async def parameters_of(request: Request, max_bytes: int) -> dict[str, object]:
         if (parameters := _nearly_json(body)) is not None:
             return parameters
         raise InvalidRequest(f"The body must be a JSON object of parameters: {err}") from err
+
+
+def as_torchserve_reads(query: Mapping[str, str]) -> dict[str, str]:
+    """Return a query without the numbers that are no Java int, for which TorchServe takes its default.
+
+    `initial_workers` below 0 registers without workers there.
+    """
+    read = {name: text for name, text in query.items() if name not in _NUMBERS or _is_java_int(text)}
+    if read.get("initial_workers", "").startswith("-"):
+        read["initial_workers"] = "0"
+    return read
+
+
+def _is_java_int(text: str) -> bool:
+    return bool(re.fullmatch("[+-]?[0-9]{1,10}", text)) and -(2**31) <= int(text) < 2**31
 
 
 def _nearly_json(body: bytes) -> dict[str, object] | None:

@@ -49,7 +49,7 @@ def routes(
 ) -> ASGIApp:
     """Build the app of a port that serves the named APIs. Call it in any thread; use the app on one loop."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    answer_errors(app, show_detail=surfaces == {"management"})
+    answer_errors(app, show_detail=services.shows_detail(surfaces))
     app.include_router(_description_routes(surfaces, services))
     if surfaces != {"metrics"}:
         app.include_router(probe_routes(dataplane))
@@ -74,8 +74,9 @@ def _add_inference(app: FastAPI, dataplane: DataPlane, services: Services, *, is
 
 
 def _add_management(app: FastAPI, controlplane: ControlPlane, services: Services) -> None:
-    max_request_bytes = services.settings.limits.max_request_bytes
-    app.include_router(ModelRoutes(controlplane, max_request_bytes).router())
+    settings = services.settings
+    max_request_bytes = settings.limits.max_request_bytes
+    app.include_router(ModelRoutes(controlplane, max_request_bytes, settings.strict_compatibility).router())
     app.include_router(WorkflowRoutes(controlplane.workflows, max_request_bytes).router())
     app.include_router(log_level_routes())
     if services.settings.open_inference_protocol:

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from suite.deployment import OPEN, Deployment
 from suite.rows import Row
 
 OCTETS = {"Content-Type": "application/octet-stream"}
+STRICT = "strict_compatibility=true\n"  # TorchServe passes over it
 INFERENCE, MANAGEMENT = "InferenceAPIsService", "ManagementAPIsService"
 
 
@@ -38,11 +40,19 @@ def row_check(row: Row, at: Deployment) -> None:
         assert reply.headers.get(name) == value, dict(reply.headers)
 
 
-def start_open(at: Deployment) -> None:
+def of_row(row: Row) -> Check:
+    return Check(row.file, row.title, partial(row_check, row))
+
+
+def start_open(at: Deployment, more: str = "") -> None:
     at.start(
         *OPEN,
-        properties="max_request_size=1048576\ndefault_response_timeout=20\n",
+        properties=f"max_request_size=1048576\ndefault_response_timeout=20\n{more}",
     )
+
+
+def start_strictly(at: Deployment) -> None:
+    start_open(at, STRICT)
 
 
 # Models and their versions: test_model_archiver.py, test_handler.py, test_model_config.py
@@ -286,8 +296,12 @@ def expired_tokens(at: Deployment) -> None:
 # Who may register: test_model_control_mode.py
 
 
-def start_closed(at: Deployment) -> None:
-    at.start("--disable-token-auth", "--models", "ok=ok.mar")
+def start_closed(at: Deployment, properties: str = "") -> None:
+    at.start("--disable-token-auth", "--models", "ok=ok.mar", properties=properties)
+
+
+def start_closed_strictly(at: Deployment) -> None:
+    start_closed(at, STRICT)
 
 
 def closed(at: Deployment) -> None:

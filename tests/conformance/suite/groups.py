@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from suite import checks, files
 from suite.checks import Check
 from suite.deployment import Deployment
 from suite.models import DIGIT_FORMS
-from suite.rows import ROWS
+from suite.rows import JAVA_ROWS, MANAGEMENT_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,21 @@ PACKINGS = (
     ("pack without a name", ("--handler", "h.py"), True),
 )
 CONTROL = "test_model_control_mode.py"
+CLOSED = Check(CONTROL, "register and unregister are off", checks.closed)
+TOO_SLOW = Check("test_auto_recover.py", "an answer that takes too long", checks.too_slow_an_answer)
+
+
+def strictly(check: Check) -> Check:
+    """Return a check under the name of the deployments that have `strict_compatibility=true`."""
+    return replace(check, file=f"{check.file}, strict_compatibility")
+
+
 GROUPS = (
     Group(
         "open",
         checks.start_open,
         (
-            *(Check(row.file, row.title, partial(checks.row_check, row)) for row in ROWS),
+            *(checks.of_row(row) for row in (*JAVA_ROWS, *MANAGEMENT_ROWS)),
             Check(MODEL_ARCHIVER, "versions", checks.versions),
             Check(MODEL_ARCHIVER, "a file of the store, and a URL with its name", checks.local_then_url),
             Check(MODEL_ARCHIVER, "a URL, and the file that it left", checks.url_then_local),
@@ -63,7 +72,7 @@ GROUPS = (
             Check("test_startup_timeout.py", "a model that loads in time", checks.slow_start),
             Check("test_startup_timeout.py", "a model that does not", checks.too_slow_a_start),
             Check("test_startup_timeout.py", "the log of that", checks.log_of_too_slow_a_start),
-            Check("test_auto_recover.py", "an answer that takes too long", checks.too_slow_an_answer),
+            TOO_SLOW,
             Check("test_auto_recover.py", "the log of the recovery", checks.log_of_recovery),
             Check("test_handler_traceback_logging.py", "the whole traceback", checks.traceback),
         ),
@@ -82,13 +91,19 @@ GROUPS = (
         "control",
         checks.start_closed,
         (
-            Check(CONTROL, "register and unregister are off", checks.closed),
+            CLOSED,
             Check(CONTROL, "the flag counts before the file", checks.flag_before_file),
             Check(
                 "test_model_control_mode.py", "the variable counts before both", checks.variable_before_both
             ),
         ),
     ),
+    Group(
+        "strict",
+        checks.start_strictly,
+        tuple(strictly(check) for check in (*map(checks.of_row, MANAGEMENT_ROWS), TOO_SLOW)),
+    ),
+    Group("strict-control", checks.start_closed_strictly, (strictly(CLOSED),)),
     Group(
         "urls",
         checks.start_with_urls,

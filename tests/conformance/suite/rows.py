@@ -379,7 +379,7 @@ UnRegister an invalid model    | DELETE | models/none | 404
 """
 
 
-def _management() -> list[Row]:
+def _management() -> tuple[Row, ...]:
     """Return the rows of `TABLE`: title, method, path, and the statuses where they are not 200 or 202."""
     rows = []
     for line in filter(str.strip, TABLE.splitlines()):
@@ -394,7 +394,7 @@ def _management() -> list[Row]:
                 accepted,
             )
         )
-    return rows
+    return tuple(rows)
 
 
-ROWS = (*JAVA_ROWS, *_management())
+MANAGEMENT_ROWS = _management()

@@ -157,15 +157,23 @@ def test_the_neighbour_of_a_lost_worker_does_not_notice(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("error", [DeadlineExceeded, ExecutorDied])
 def test_a_hung_worker_is_replaced_after_its_response_timeout(
-    make_spec: Any, make_sink: Any, make_request: Any
+    make_spec: Any,
+    make_sink: Any,
+    make_request: Any,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
 ) -> None:
+    caplog.set_level(logging.INFO)
+
     async def main() -> None:
-        async with pool_in_service(make_spec(), response_timeout_s=0.3) as pool:
+        settings = {"response_timeout_s": 0.3, "hangs_as_deaths": error is ExecutorDied}
+        async with pool_in_service(make_spec(), **settings) as pool:
             hung, after = make_sink(), make_sink()
             pid = pool.statuses()[0].pid
             hung.submit(pool, [make_request("wait")])
-            assert isinstance(await hung.outcome(), DeadlineExceeded)
+            assert isinstance(await hung.outcome(), error)
             assert pool.free == 0
             await until_free(pool)
             assert pool.statuses()[0].pid != pid
@@ -173,6 +181,11 @@ def test_a_hung_worker_is_replaced_after_its_response_timeout(
             assert (await after.outcome()).body == b"hi!"
 
     asyncio.run(main())
+    for words in (  # of TorchServe's log, which scripts wait for
+        *("Backend worker did not respond in given time", "Worker disconnected", "Retry worker: "),
+        *("Auto recovery start timestamp: ", "Auto recovery succeeded, reset recoveryStartTS"),
+    ):
+        assert words in caplog.text
 
 
 def test_a_worker_that_gives_up_is_failed_and_says_so(

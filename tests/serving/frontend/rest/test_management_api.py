@@ -17,6 +17,7 @@ from torchere.serving.errors import (
     VersionNotFound,
 )
 from torchere.serving.frontend.control import ModelPage, Progress, Registered, Registration
+from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.types import InferResponse, ModelKey
 
 
@@ -404,3 +405,48 @@ def test_registering_reads_a_body_that_is_nearly_json_as_torchserve_does(ask, pl
         ("register", wish),
         ("register", Registration("echo.mar")),
     ]
+
+
+@pytest.fixture
+def ask_strictly(planes, ask_listener):
+    """As `ask` of a management port, with `strict_compatibility`."""
+
+    def call(method: str, target: str, body: bytes = b"", **headers: str):
+        services = planes.services(strict_compatibility=True)
+        listener = listener_of(frozenset({"management"}), planes.data, planes.control, services)
+        return asyncio.run(ask_listener(listener, method, target, body, **headers))
+
+    return call
+
+
+@pytest.mark.parametrize("number", ["abc", "1.0", "%20", "2147483648", "99999999999", "-2147483649"])
+def test_strictly_a_number_of_the_query_that_is_none_counts_as_not_said(ask_strictly, planes, number):
+    names = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
+    query = "".join(f"&{name}={number}" for name in names)
+    ask_strictly("POST", f"/models?url=echo.mar{query}")
+    ask_strictly("PUT", f"/models/echo?min_worker={number}&max_worker={number}")
+    assert planes.control.calls == [
+        ("register", Registration("echo.mar")),
+        ("scale", "echo", None, {"min_executors": 1, "max_executors": 1, "synchronous": False}),
+    ]
+
+
+def test_strictly_numbers_that_torchserve_reads_are_read(ask_strictly, planes):
+    ask_strictly("POST", "/models?url=echo.mar&batch_size=%2B2&initial_workers=-1")
+    assert planes.control.calls == [("register", Registration("echo.mar", batch_size=2, initial_executors=0))]
+
+
+def test_strictly_fewer_workers_than_none_are_an_error_of_the_server(ask_strictly, planes):
+    assert ask_strictly("PUT", "/models/echo?min_worker=-1").status == 500
+    assert planes.control.calls == []
+
+
+def test_strictly_a_bad_number_in_a_json_body_is_refused(ask_strictly, planes):
+    body = json.dumps({"url": "echo.mar", "batch_size": "abc"}).encode()
+    assert ask_strictly("POST", "/models", body, content_type="application/json").status == 400
+
+
+def test_strictly_errors_have_no_detail(ask_strictly, planes):
+    planes.control.error = LoadFailed.of("echo", "1.0", "RuntimeError: no such layer", False)
+    answer = ask_strictly("POST", "/models?url=echo.mar")
+    assert (answer.status, sorted(answer.json)) == (500, ["code", "message", "type"])
