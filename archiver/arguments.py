@@ -6,14 +6,19 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Suggests the nearest option, command or choice; shows the usage of the command that was given."""
+    """Suggests the nearest option, command or choice; shows the usage of the command that was given.
+
+    `hints` has the advice for options that other programs have and this one has not, by their names.
+    """
+
+    hints: Mapping[str, str] = {}
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse all arguments; exit with status 2 if one is unknown."""
@@ -21,7 +26,13 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(words, namespace)
         if unknown:
             command = self._command(words)
-            suggestions = [_suggestion(word, command._option_string_actions) for word in unknown]
+            hints = getattr(command, "hints", {})
+            suggestions = [
+                f"; {hint}"
+                if (hint := hints.get(word.partition("=")[0]))
+                else _suggestion(word, command._option_string_actions)
+                for word in unknown
+            ]
             command.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(suggestions)}")
         return found
 
@@ -42,5 +53,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _suggestion(word: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+    # With argparse's dashes, and the default of 0.6, --port would be near to --format.
+    near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else ""

@@ -177,6 +177,23 @@ class Restarting(Unavailable):
         self.retry_after_s = retry_after_s
 
 
+class VersionFailed(Unavailable):
+    """The version has no executor because it failed to load, or because its executors gave up.
+
+    The message is TorchServe's, which tells clients to add workers; `plain` tells what is wrong instead, for
+    protocols whose clients do not know TorchServe's text.
+    """
+
+    code = "version_failed"
+
+    def __init__(self, message: str, detail: str, model: str, version: str) -> None:
+        super().__init__(message, detail)
+        self.plain = (
+            f"Model {model} version {version} has failed, and no worker serves it. The log of the server and "
+            f"GET /models/{model}/{version} of its management API say why."
+        )
+
+
 class OverBudget(Unavailable):
     """The server or one connection has reached its limit on bytes of unfinished requests."""
 

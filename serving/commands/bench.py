@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from torchere.archiver.errors import plainly
+from torchere.serving.commands.advice import advice
 from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
 from torchere.serving.commands.request_options import (
     REST_ADDRESS,
@@ -86,7 +87,16 @@ def run_bench(options: argparse.Namespace) -> int:
         print(report(tally, time.perf_counter() - started_s, run.clients))
         raise
     print(report(tally, elapsed_s, run.clients))
+    if not tally.latencies_s and (more := _advice(tally, options)):
+        print(f"torchere bench: {more}", file=sys.stderr)
     return 0 if tally.latencies_s and not tally.errors else 1
+
+
+def _advice(tally: Tally, options: argparse.Namespace) -> str:
+    """Return what to add to the error that every request was answered with; "" if there were several."""
+    address = options.address or REST_ADDRESS
+    texts = {text for _, text in tally.errors}
+    return advice(texts.pop(), address, options.model, key_of(options, address)) if len(texts) == 1 else ""
 
 
 def plan(options: argparse.Namespace) -> Run:

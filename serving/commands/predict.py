@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchere.archiver.errors import plainly
 from torchere.client.key_file import FoundKey
+from torchere.serving.commands.advice import advice
 from torchere.serving.commands.request_options import (
     NPY_TYPE,
     REST_ADDRESS,
@@ -29,7 +30,7 @@ from torchere.serving.commands.request_options import (
 )
 
 if TYPE_CHECKING:
-    from torchere.client import Client, Tensor
+    from torchere.client import Client, ClientError, Tensor
     from torchere.client.management import TensorMetadata
     from torchere.serving.commands.predict_grpc import Connection
 
@@ -82,12 +83,22 @@ def run_predict(options: argparse.Namespace) -> int:
         print(err, file=sys.stderr)
         if isinstance(err, Unauthorized) or getattr(err, "kind", "") == "PERMISSION_DENIED":  # over gRPC
             print(f"torchere predict: {about_key(found)}", file=sys.stderr)
+        elif more := _advice(err, options, found):
+            print(f"torchere predict: {more}", file=sys.stderr)
         return 1
     except (UsageError, OSError, EOFError, ValueError, TypeError) as err:
         print(f"torchere predict: {plainly(err)}", file=sys.stderr)
         return 2
     print(said)
     return 0
+
+
+def _advice(err: ClientError, options: argparse.Namespace, found: FoundKey | None) -> str:
+    """Return what to add to an error; with gRPC only where the address over REST is known."""
+    address = REST_ADDRESS if options.grpc and not options.address else _address(options)
+    if options.grpc and options.address:
+        return ""
+    return advice(err.message, address, options.model, found)
 
 
 def _predict(options: argparse.Namespace, found: FoundKey | None) -> str:

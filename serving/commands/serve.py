@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 
+from torchere.archiver.arguments import Parser
 from torchere.serving.commands.serve_options import (
     LOG_FORMAT_VARIABLE,
     LOG_FORMATS,
@@ -37,10 +38,25 @@ examples:
 """
 
 
+_ADDRESSES = (
+    "addresses are settings: write inference_address=http://127.0.0.1:9080 into a file, and name it by "
+    "--ts-config (management_address and metrics_address likewise)"
+)
+_HINTS = {
+    **dict.fromkeys(("--address", "--bind", "--host", "--inference-address", "--port", "-p"), _ADDRESSES),
+    **dict.fromkeys(
+        ("--num-workers", "--workers"),
+        "workers are a setting: write default_workers_per_model=2 into a file, and name it by --ts-config",
+    ),
+}
+
+
 def add_serve(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere serve` to `parser`."""
     from torchere.archiver.model_flags import add_packing_arguments  # noqa: PLC0415 - of this command only
 
+    if isinstance(parser, Parser):
+        parser.hints = _HINTS
     explained(parser, "Serve models in the foreground, until SIGTERM or Ctrl+C.", _EXAMPLES)
     parser.add_argument(
         "model",

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torchere.serving.batching.request import Answer, Ledger, Request
 from torchere.serving.batching.stateful import begin_sequence
-from torchere.serving.errors import NotFound, QueueFull, ServingError, TooManyRequests, Unavailable
+from torchere.serving.errors import (
+    NotFound,
+    QueueFull,
+    ServingError,
+    TooManyRequests,
+    Unavailable,
+    VersionFailed,
+)
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.model_facts import ModelFacts, facts_of
 from torchere.serving.registry.version import Version, VersionState
@@ -278,7 +285,8 @@ class DataPlane:
 
     def _refuse_without_executors(self, target: Version, version: str | None) -> None:
         if target.target == 0 or target.state is VersionState.FAILED or not target.has_living_executor:
-            raise Unavailable(_worded(target.batcher.refusal, target.key.name, version), target.failure_text)
+            text, why = _worded(target.batcher.refusal, target.key.name, version), target.failure_text
+            raise VersionFailed(text, why, *target.key) if why and target.target else Unavailable(text, why)
 
     def check_exists(self, model: str, version: str | None) -> None:
         """Raise `ModelNotFound` or `VersionNotFound` unless the version is registered."""

@@ -57,8 +57,12 @@ def test_on_a_terminal_the_start_ends_with_a_summary_whose_lines_can_be_pasted(
 ) -> None:
     pack(
         "echo",
-        {"h.py": "def handle(data, context):\n    return data and [data[0]['body']]\n"},
+        {
+            "h.py": "def handle(data, context):\n    return data and [data[0]['body']]\n",
+            "c.yaml": "exampleRequest: [1, 2, 3]\n",
+        },
         handler="h.py",
+        configFile="c.yaml",
     )
     pack("bad", {"h.py": "def handle(data, context)\n    return data\n"}, handler="h.py")
     (tmp_path / "config.properties").write_text(servers.PROPERTIES + "default_workers_per_model=2\n")
@@ -79,8 +83,21 @@ def test_on_a_terminal_the_start_ends_with_a_summary_whose_lines_can_be_pasted(
             seen += os.read(ours, 65536).decode()
         lines = [line.rstrip() for line in seen.splitlines()]
         (line,) = [line for line in lines if "torchere predict echo" in line]
-        pasted = subprocess.run(
-            line, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
+
+        def run(command: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
+            )
+
+        pasted = run(line)
+        unknown, failed, in_v2, in_grpc = (
+            run(line.replace("predict echo --json '[1, 2, 3]'", f"predict {words}"))
+            for words in (
+                "ecko --text x",
+                "bad --text x",
+                "bad --v2 --json '{\"x\": [1]}'",
+                "bad --text x --grpc --timeout 9",
+            )
         )
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # of a terminal that nothing writes to any more
@@ -88,6 +105,11 @@ def test_on_a_terminal_the_start_ends_with_a_summary_whose_lines_can_be_pasted(
                 seen += chunk.decode()
         os.close(ours)
     assert (pasted.returncode, pasted.stdout.split()) == (0, ["[", "1,", "2,", "3", "]"]), pasted.stderr
+    assert unknown.stderr.splitlines()[-1] == "torchere predict: the server has bad, echo; did you mean echo?"
+    assert 'Model "bad" has no worker' in failed.stderr  # TorchServe's text
+    assert "torchere predict: bad failed: the server's log and its describe say why" in failed.stderr
+    assert "Model bad version 1.0 has failed, and no worker serves it" in in_v2.stderr
+    assert in_grpc.returncode == 1
     assert seen.count("h.py is not valid Python: expected ':' in line 1") == 2  # when it failed, and here
     assert "failed  bad 1.0" in seen
     assert "{" not in seen.split("Ctrl+C")[0]  # no JSON

@@ -29,6 +29,7 @@ from torchere.serving.frontend.open_inference.service import Outcome, TensorServ
 from torchere.serving.frontend.open_inference.tensor_answer import (
     TensorAnswer,
     as_client_knows,
+    in_plain_words,
     read_framed,
     read_framed_body,
     read_json,
@@ -106,6 +107,11 @@ class _ModelInfer(GrpcPrediction):
         if isinstance(outcome, ServingError) and not self._tensors.as_torchserve:
             outcome = as_client_knows(outcome)
         super().reply(outcome)
+
+    def fail(self, error: Exception) -> None:
+        """End the call with an error, in the words of this protocol under its own name."""
+        ours = isinstance(error, ServingError) and not self._tensors.as_torchserve
+        super().fail(in_plain_words(error) if ours else error)  # type: ignore[arg-type]
 
     def _take_parts(self, response: StreamedResponse) -> None:
         self.withdraw()  # no client will read its parts

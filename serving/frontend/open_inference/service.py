@@ -14,7 +14,7 @@ from torchere.handlers.tensors.codec import array_from_bytes, json_from_tensor, 
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.open_inference.tensor_answer import as_client_knows
+from torchere.serving.frontend.open_inference.tensor_answer import as_client_knows, in_plain_words
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
     Pairs,
@@ -86,7 +86,7 @@ class TensorService:
         try:
             return await self._dataplane.infer(model, version, asked)
         except ServingError as error:
-            raise as_client_knows(error) from error
+            raise in_plain_words(as_client_knows(error)) from error
 
 
 def whole(outcome: Outcome) -> InferResponse:

@@ -16,7 +16,7 @@ from torchere.handlers.tensors.codec import (
     bytes_from_tensor,
     check_byte_count,
 )
-from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
+from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError, Unavailable, VersionFailed
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 from torchere.serving.types import InferResponse
 
@@ -36,6 +36,11 @@ def as_client_knows(error: ServingError) -> ServingError:
     if isinstance(error, HandlerFailed) and error.status == 503 and error.message in _BUGS:
         return HandlerFailed(error.message, 500, error.detail)
     return error
+
+
+def in_plain_words(error: ServingError) -> ServingError:
+    """Return the error without TorchServe's text for a version that has failed: to add workers to it."""
+    return Unavailable(error.plain, error.detail) if isinstance(error, VersionFailed) else error
 
 
 def refused_by_handler(response: InferResponse) -> HandlerFailed:

@@ -19,6 +19,7 @@ from torchere.serving.frontend.open_inference.json_request import (
 from torchere.serving.frontend.open_inference.service import whole
 from torchere.serving.frontend.open_inference.tensor_answer import (
     as_client_knows,
+    in_plain_words,
     encode_answer,
     read_json,
     refused_by_handler,
@@ -220,8 +221,8 @@ class TensorPrediction(Prediction):
         if self._for_handler:
             super().fail(error)
         else:
-            self.error = error
-            self.answer(*protocol_error(error))
+            self.error = in_plain_words(error)
+            self.answer(*protocol_error(self.error))
 
     def let_go(self) -> None:
         """Release the request's memory."""

@@ -152,6 +152,11 @@ def test_arguments_of_no_command_have_status_2(arguments: list[str]) -> None:
         (["serve", "--modelstore=x"], "usage: torchere serve .*did you mean --model-store?"),
         (["config", "check", "--strickt"], "usage: torchere config check .*did you mean --strict?"),
         (["serv"], "usage: torchere .*did you mean serve?"),
+        (
+            ["serve", "x.pt", "--port", "9"],
+            "--port 9; .* write inference_address=http",
+        ),
+        (["serve", "x.pt", "--workers=2"], "write default_workers_per_model=2"),
         (["archive", "--model-name", "m", "--format", "exprt"], "did you mean export?"),
     ],
 )

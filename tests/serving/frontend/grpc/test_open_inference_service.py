@@ -13,7 +13,7 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors import DATATYPES, parse_tensor_type
 from torchere.handlers.tensors.answer import OPEN_INFERENCE, Output, encode_outputs, read_wish
 from torchere.handlers.tensors.codec import tensor_from_bytes
-from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull
+from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb
 from torchere.serving.frontend.model_facts import ModelFacts
@@ -224,6 +224,18 @@ def test_what_becomes_of_a_request_has_its_code(oip, planes, error, code):
 
     planes.data.behave = fail
     assert oip.refused("ModelInfer", request(raw=RAW)) == (code, error.message)
+
+
+def test_that_a_version_has_failed_is_told_to_clients_that_do_not_know_torchserves_text(oip, planes):
+    error = VersionFailed('Model "echo" has no worker', "why", "echo", "1.0")
+
+    async def fail(asked):
+        raise error
+
+    planes.data.behave = fail
+    assert oip.refused("ModelInfer", request(raw=RAW)) == ("UNAVAILABLE", error.plain)
+    told = oip.refused("ModelInfer", request(raw=RAW), name=TORCHSERVE_NAME)
+    assert told == ("INTERNAL", 'Model "echo" has no worker\nInternalServerException.()')
 
 
 def test_torchserves_service_keeps_the_code_of_a_handler_that_fails(oip, planes):

@@ -10,7 +10,7 @@ import pytest
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors.answer import OPEN_INFERENCE, read_wish
-from torchere.serving.errors import HandlerFailed, QueueFull
+from torchere.serving.errors import HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend.open_inference.generate import generate_request
 from torchere.serving.frontend.rest import listener, tensors
 from torchere.serving.frontend.rest.app import listener_of
@@ -260,12 +260,16 @@ def test_with_the_switch_off_a_request_is_a_body(post, planes):
     assert post(request(), "/v2/models/echo/generate", settings=off).status == 404
 
 
+FAILED = VersionFailed('Model "echo" has no worker', "why", "echo", "1.0")
+
+
 @pytest.mark.parametrize(
     ("outcome", "status", "text"),
     [
         (HandlerFailed(), 500, "Prediction failed"),
         (HandlerFailed("busy", 503), 503, "busy"),
         (QueueFull("no room", 3.0), 503, "no room"),
+        (FAILED, 503, FAILED.plain),
         (InferResponse(b'{"message": "no"}', status=422), 422, "no"),
     ],
 )

@@ -1,0 +1,69 @@
+"""Advice that `torchere predict` and `torchere bench` add to an error answer of the server.
+
+The server's texts are TorchServe's, which its clients compare; these lines are for people.
+"""
+
+from __future__ import annotations
+
+import difflib
+import http.client
+import json
+import urllib.error
+import urllib.request
+from urllib.parse import quote
+
+from torchere.client.key_file import FoundKey
+
+_WAIT_S = 5.0
+_MOST_BYTES = 1 << 20
+_MOST_NAMES = 20
+_NOT_FOUND = "Model not found"
+_NO_WORKER = "has no worker to serve inference request"
+
+
+def advice(message: str, address: str, model: str, found: FoundKey | None) -> str:
+    """Return a line on an error answer; "" if there is nothing to add.
+
+    Args:
+        message: the text of the answer.
+        address: the URL of the inference API over REST.
+        model: as it was asked for, `name` or `name/version`.
+        found: the key that was sent.
+    """
+    if message.startswith(_NOT_FOUND):
+        names = _get(address, "/v1/models", found).get("models")
+        if not isinstance(names, list):
+            return ""
+        return _models(model.partition("/")[0], sorted(map(str, names)))
+    if _NO_WORKER in message:
+        reasons = _get(address, f"/readyz/{quote(model)}", None).get("reasons")
+        is_failed = isinstance(reasons, list) and any("failed" in str(reason) for reason in reasons)
+        name = model.partition("/")[0]
+        return f"{model} failed: the server's log and its describe say why (GET /models/{name})" * is_failed
+    return ""
+
+
+def _models(wanted: str, names: list[str]) -> str:
+    if not names:
+        return "the server has no models"
+    shown = ", ".join(ascii(name)[1:-1] for name in names[:_MOST_NAMES])
+    others = f" and {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
+    near = difflib.get_close_matches(wanted, names, n=1)
+    meant = f"; did you mean {ascii(near[0])[1:-1]}?" if near else ""
+    return f"the server has {shown}{others}{meant}"
+
+
+def _get(address: str, path: str, found: FoundKey | None) -> dict[str, object]:
+    """Return the JSON object at a path of the server, also of a refusal; {} if there is none."""
+    headers = {"Authorization": f"Bearer {found.key}"} if found else {}
+    try:
+        request = urllib.request.Request(address.rstrip("/") + path, headers=headers)
+        try:
+            answer = urllib.request.urlopen(request, timeout=_WAIT_S)
+        except urllib.error.HTTPError as refusal:
+            answer = refusal
+        with answer:
+            value = json.loads(answer.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError, http.client.HTTPException):
+        return {}
+    return value if isinstance(value, dict) else {}

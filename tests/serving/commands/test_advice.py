@@ -1,0 +1,67 @@
+"""What the command line adds to the error texts of a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from torchere.client.key_file import FoundKey
+from torchere.serving.commands.advice import advice
+
+NO_WORKER = 'Model "cat" has no worker to serve inference request. Please use scale workers API'
+
+
+@contextmanager
+def server(answers: dict[str, tuple[int, object]]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, value = answers.get(self.path, (404, {}))
+            if self.path.startswith("/v1") and self.headers["Authorization"] != "Bearer k":
+                status, value = 400, {"message": "Token Authorization failed"}
+            body = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (["cat", "net"], "the server has cat, net; did you mean cat?"),
+        (["\x1b[31mnet"], "the server has \\x1b[31mnet"),
+        ([f"m{number}" for number in range(22)], "the server has m0, "),
+        ([], "the server has no models"),
+        ("cat", ""),
+    ],
+)
+def test_of_an_unknown_model_the_others_are_named(models: object, said: str) -> None:
+    with server({"/v1/models": (200, {"models": models})}) as url:
+        told = advice("Model not found: cta", url, "cta/1.0", FoundKey("k", "a file"))
+        assert told.startswith(said)
+        assert bool(told) is bool(said)
+        assert ("and 2 others" in told) is (len(str(models)) > 100)
+        assert advice("Model not found: cta", url, "cta", None) == ""  # no key, no names
+    assert advice("Model not found: cta", url, "cta", FoundKey("k", "a file")) == ""
+
+
+def test_a_model_that_failed_is_told_from_one_without_workers() -> None:
+    reasons = {"reasons": ["cat:1.0 is failed"]}, {"reasons": ["cat:1.0 is new"]}
+    for said, is_failed in zip(reasons, (True, False), strict=True):
+        with server({"/readyz/cat/1.0": (503, said)}) as url:
+            told = advice(NO_WORKER, url, "cat/1.0", None)
+            assert told.startswith("cat/1.0 failed: the server's log") is is_failed
+    assert advice("Prediction failed", "http://127.0.0.1:9", "cat", None) == ""
