@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive
 from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
-from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED
+from torchere.serving.commands.handler_imports import missing_imports, not_installed
 from torchere.serving.commands.serve_options import newest_snapshot, old_defaults
 from torchere.serving.commands.settings_trial import tried
 from torchere.serving.config.model_settings import (
@@ -33,6 +32,7 @@ from torchere.serving.registry.workflows import read_workflow
 from torchere.serving.store.package import is_archive
 from torchere.serving.store.url_rules import is_remote
 
+MAX_SOURCE_BYTES = 4 * 2**20
 _VERDICTS: tuple[Verdict, ...] = ("same", "differs", "unsupported")
 
 
@@ -140,6 +140,13 @@ OTHER_DEFAULTS = {
     "metrics_mode": "torchserve has TorchServe's default, log; that of torchere serve is prometheus, so that "
     "the metrics API answers, and ts_metrics.log and model_metrics.log are not written",
 }
+# Defaults of TorchServe since 0.11 that differ from those before it; told if the file does not set them.
+SINCE_0_11 = {
+    "disable_token_authorization": "tokens are on, as in TorchServe since 0.11: clients send a key of "
+    "key_file.json in the header Authorization, or start with --disable-token-auth",
+    "enable_model_api": "models are not registered or unregistered over the network, as in TorchServe since "
+    "0.11: set it to true, or start with --enable-model-api, where clients do that",
+}
 OTHER_MEANING = {
     "install_py_dep_per_model": "packages go into a folder, or a virtual environment, of the version; a "
     "model whose requirements fail is not registered",
@@ -161,6 +168,9 @@ def config_findings(path: Path, environ: Mapping[str, str]) -> tuple[ServerSetti
         MigrationFinding(str(path), key, "differs", text)
         for key, text in OTHER_DEFAULTS.items()
         if key not in given
+    ]
+    found += [
+        MigrationFinding(str(path), key, "same", text) for key, text in SINCE_0_11.items() if key not in given
     ]
     return configuration.settings, found
 
@@ -274,7 +284,8 @@ def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
         yield _requirements(manifest, settings)
     for entry in archive.entries:
         if entry.name.endswith(".py"):
-            yield from _source(archive, entry.name)
+            brings_packages = bool(manifest.requirements_file) and settings.install_dependencies
+            yield from _source(archive, entry.name, brings_packages)
 
 
 def _unusable_names(archive: Archive) -> Iterator[_Found]:
@@ -388,9 +399,13 @@ def _requirements(manifest: Manifest, settings: ServerSettings) -> _Found:
     )
 
 
-def _source(archive: Archive, name: str) -> Iterator[_Found]:
+def _source(archive: Archive, name: str, brings_packages: bool) -> Iterator[_Found]:
+    """Yield what a Python file imports and will not find; no packages, if its requirements bring them."""
     try:
-        missing = missing_imports(archive.read_text(name, MAX_SOURCE_BYTES))
+        text = archive.read_text(name, MAX_SOURCE_BYTES)
+        missing = missing_imports(text)
+        if not brings_packages:
+            missing += not_installed(text, {entry.name for entry in archive.entries})
     except ArchiveError as err:
         yield name, "differs", f"not looked into: {err.reason}"
         return
@@ -403,52 +418,3 @@ def _source(archive: Archive, name: str) -> Iterator[_Found]:
 
 def _why(err: Exception) -> str:
     return f"{err.msg} in line {err.lineno}" if isinstance(err, SyntaxError) else str(err)
-
-
-MAX_SOURCE_BYTES = 4 * 2**20
-
-
-def missing_imports(source: str) -> list[str]:
-    """Return one sentence for each name in `ts` that the source imports but torchere does not provide.
-
-    >>> missing_imports("from ts.torch_handler.base_handler import BaseHandler")
-    []
-
-    Raises:
-        SyntaxError: the source is not valid for this Python version.
-    """
-    found: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            wanted = [(alias.name, "") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            wanted = [(node.module, alias.name) for alias in node.names]
-        else:
-            continue
-        found += [f"line {node.lineno}: {why}" for why in map(_missing, wanted) if why]
-    return found
-
-
-def _missing(wanted: tuple[str, str]) -> str:
-    module, name = wanted
-    if module != "ts" and not module.startswith("ts."):
-        return ""
-    for path in (module, f"{module}.{name}"):
-        if path in NOT_SHIPPED:
-            return f"{path} is not part of torchere: {NOT_SHIPPED[path]}"
-    if module not in ALIASES:
-        return f"{module} is an internal of TorchServe and not part of torchere"
-    if name in ("", "*") or f"{module}.{name}" in ALIASES or name in _names(module):
-        return ""
-    return f"{module} has no {name} in torchere"
-
-
-def _names(module: str) -> Iterator[str]:
-    """Yield the names that an alias module exports."""
-    for source in ALIASES[module]:
-        ours, _, names = source.partition(":")
-        if names:
-            name, _, alias = names.partition("=")
-            yield alias or name
-        else:
-            yield from vars(importlib.import_module(f"torchere.handlers.{ours}"))

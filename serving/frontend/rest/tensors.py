@@ -19,8 +19,8 @@ from torchere.serving.frontend.open_inference.json_request import (
 from torchere.serving.frontend.open_inference.service import whole
 from torchere.serving.frontend.open_inference.tensor_answer import (
     as_client_knows,
-    in_plain_words,
     encode_answer,
+    in_plain_words,
     read_json,
     refused_by_handler,
 )

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from torchere.serving.commands import cli
-from torchere.serving.commands.migrate import MigrationReport, check_migration, missing_imports
+from torchere.serving.commands.handler_imports import missing_imports
+from torchere.serving.commands.migrate import MigrationReport, check_migration
 from torchere.serving.config.properties import ConfigurationError
 
 ARCHIVES = Path(__file__).resolve().parents[2] / "conformance" / "archives"
@@ -59,7 +60,17 @@ def test_each_line_of_a_configuration_has_a_verdict(tmp_path: Path, line: str, v
 
 
 def test_defaults_that_are_others_are_told(tmp_path: Path) -> None:
-    assert of_config(tmp_path, "") == {"allowed_urls": "differs", "metrics_mode": "differs"}
+    assert of_config(tmp_path, "") == {
+        "allowed_urls": "differs",
+        "metrics_mode": "differs",
+        "disable_token_authorization": "same",
+        "enable_model_api": "same",
+    }
+    report = check_migration(tmp_path / "config.properties", None, None, {}).as_text()
+    assert "clients send a key of key_file.json in the header Authorization" in report
+    told = of_config(tmp_path, "disable_token_authorization=true\nenable_model_api=true")
+    assert "disable_token_authorization" not in told
+    assert told["enable_model_api=true"] == "same"
     explicit = of_config(tmp_path, "allowed_urls=file://.*\nmetrics_mode=log")
     assert "metrics_mode" not in explicit
 
@@ -110,8 +121,8 @@ TWO = "class A: ...\nclass B:\n    def handle(self, data, context): ...\n"
         (TWO + "def handle(data, context): ...\n", "h.py", "same"),
         (TWO + "_one = B()\nhandle = _one.handle\n", "h.py", "same"),
         (TWO + "async def run(data, context): ...\n", "h.py:run", "same"),
-        ("from other import *\n", "h.py", "same"),
-        ("from other import serve as handle\n", "h.py", "same"),
+        ("from os import *\n", "h.py", "same"),
+        ("from os import fork as handle\n", "h.py", "same"),
         ("try:\n    class A: ...\nexcept ImportError:\n    pass\n", "h.py", "same"),
         ("x = 1\n", "h.py", "unsupported"),
         ("def handle(data, context): ...\n", "h.py:serve", "unsupported"),
@@ -228,6 +239,23 @@ def test_imports_of_torchserve_are_looked_up(source: str, missing: list[str]) ->
     found = missing_imports(source)
     assert len(found) == len(missing)
     assert all(wanted in text for wanted, text in zip(missing, found, strict=True))
+
+
+def test_packages_that_a_handler_needs_have_to_be_installed(tmp_path: Path) -> None:
+    source = (
+        "import json, os.path, torch.nn, helper, lib.deep\nfrom ts.torch_handler import base_handler\n"
+        "try:\n    import no_such_accelerator\nexcept ImportError:\n    pass\n"
+        "from no_such_package.sub import thing\nimport no_such_package.other\n"
+        "def handle(data, context):\n    import no_such_late\n"
+    )
+    files = {"h.py": source, "helper.py": "", "lib/deep.py": "", "requirements.txt": "no-such-package"}
+    pack(tmp_path / "m.mar", files, handler="h.py", requirementsFile="requirements.txt")
+    missing = [finding for finding in of_store(tmp_path).findings if "not installed here" in finding.text]
+    assert [(finding.item, finding.verdict) for finding in missing] == [("h.py", "unsupported")], missing
+    assert missing[0].text.startswith("line 7: no_such_package is not installed here")
+    (tmp_path / "config.properties").write_text("install_py_dep_per_model=true")
+    report = check_migration(tmp_path / "config.properties", tmp_path, None, {})
+    assert "is not installed here" not in report.as_text()
 
 
 def test_the_newest_snapshot_is_read_as_a_start_would(tmp_path: Path) -> None:
