@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from oip_suite import kserve_environment
 from oip_suite.target import Target, free_ports, running
 
@@ -97,3 +98,57 @@ def test_a_bare_model_of_the_storage_folder_answers_every_protocol(target: Targe
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {protocol: [[0.5, 0.5]] for protocol in ("v1", "v2 JSON", "v2 binary", "grpc-v2")}
+
+
+def problems(*objects: Any) -> list[list[str]]:
+    """What the SDK's types say is wrong with each object."""
+    command = [str(kserve_environment.python()), "-W", "ignore", str(CALLS.with_name("kserve_types.py"))]
+    done = subprocess.run(
+        command, input=json.dumps(objects), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def spoilt(each: Any, path: str, value: Any = None) -> Any:
+    """A copy of an object with another value at a path, or without one."""
+    copied = json.loads(json.dumps(each))
+    *parents, last = (int(step) if step.isdigit() else step for step in path.split("."))
+    at = copied
+    for step in parents:
+        at = at[step]
+    at[last] = value
+    if value is None:
+        del at[last]
+    return copied
+
+
+def test_kserves_manifests_fit_its_generated_types_and_what_does_not_is_refused(root: Path) -> None:
+    runtime, service = (
+        yaml.safe_load((root / f"k8s/kserve/{name}.yaml").read_text())
+        for name in ("clusterservingruntime", "inferenceservice")
+    )
+    wrong = {
+        "spec.predictor.model.modelFormats is unknown": spoilt(
+            service, "spec.predictor.model.modelFormats", {"name": "pytorch"}
+        ),
+        "spec.predictor.minReplicas is 'one', expected int": spoilt(
+            service, "spec.predictor.minReplicas", "one"
+        ),
+        "Invalid value for `predictor`": spoilt(service, "spec.predictor"),
+        "spec.multiModels is unknown": spoilt(runtime, "spec.multiModels", False),
+        "supportedModelFormats[0].priority is '3', expected int": spoilt(
+            runtime, "spec.supportedModelFormats.0.priority", "3"
+        ),
+        "Invalid value for `containers`": spoilt(runtime, "spec.containers"),
+        "containers[0].readinessProbe.httpGet.paths is unknown": spoilt(
+            runtime, "spec.containers.0.readinessProbe.httpGet.paths", "/"
+        ),
+        "volumes[0].emptyDir is [], expected an object": spoilt(runtime, "spec.volumes.0.emptyDir", []),
+    }
+
+    found = problems(runtime, service, *wrong.values())
+
+    assert found[:2] == [[], []]
+    for said, told in zip(wrong, found[2:], strict=True):
+        assert any(said in text for text in told), told
