@@ -285,7 +285,7 @@ def send_intermediate_predict_response(
 ) -> None:
     """Send the next part of answers of the batch; the handler's return value is the last part.
 
-    In a group of ranks only the one with `LOCAL_RANK` 0 sends; the others return at once.
+    In a group of ranks only rank 0 sends; the others return at once.
 
     Args:
         ret: the parts by the indices of `req_id_map`, encoded like a final answer; others are left out.
@@ -300,7 +300,7 @@ def send_intermediate_predict_response(
         UnsupportedOutput: an element can't be encoded.
         RuntimeError: the client's API can't take an answer in parts.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
         return
     places = {request_id: place for place, request_id in (context.request_ids or {}).items()}
     try:

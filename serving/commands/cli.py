@@ -31,6 +31,7 @@ from torchere.serving.errors import ServingError
 # Name, help line, and the function that adds arguments, texts and the `run` function to the command's parser.
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("serve", "serve models in the foreground", add_serve),
+    ("join", "run ranks of a model that a server on another machine leads", cli_tools.add_join),
     ("new", "write the files of a new handler", cli_tools.add_new),
     ("archive", "pack a model into a .mar archive", cli_tools.add_archive),
     ("convert", "convert an archive's model to another format", cli_tools.add_convert),

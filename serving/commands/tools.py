@@ -97,6 +97,16 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_inspect)
 
 
+def add_join(parser: argparse.ArgumentParser) -> None:
+    """Set up `torchere join`."""
+    from torchere.serving.commands.join import JOIN_EXAMPLE, add_join_arguments, run_join
+
+    text = "Run the ranks of this machine for a model that a server on another machine leads."
+    described(parser, text, JOIN_EXAMPLE)
+    add_join_arguments(parser)
+    parser.set_defaults(run=run_join)
+
+
 def add_sign(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere sign` to `parser`."""
     from torchere.serving.commands.sign import SIGN_EXAMPLES, add_sign_arguments, run_sign

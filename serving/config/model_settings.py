@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torchere.archiver.reader import Archive
 from torchere.handlers.loading.split import Split
 from torchere.serving.config.bounded_yaml import MAX_CHARACTERS, read_yaml
+from torchere.serving.config.kinds import MAX_PORT
 from torchere.serving.config.server_settings import (
     ISOLATIONS,
     BatchSettings,
@@ -182,30 +183,75 @@ class _Reader:
         TorchServe needs both.
         """
         try:
-            if split := Split.read(self._raw):
-                return ParallelSettings("pptp", split.ranks)
+            split = Split.read(self._raw)
         except ValueError as err:
             raise InvalidArchive(f"The model config is wrong: {err}") from err
         kind = self.choice("parallelType", ("pp", "tp", "pptp", "custom"), None)
-        level = self.integer("parallelLevel", 1)
-        threads = 0
+        settings = ParallelSettings(kind or "pptp", self.integer("parallelLevel", 1) or 0)
         if (block := self._raw.get("torchrun")) is not None:
             if not isinstance(block, dict):
                 self._ignore("torchrun", "a mapping of keys to values")
-                return None
+                return ParallelSettings("pptp", split.ranks) if split else None
             torchrun = _Reader({_IN_TORCHRUN.get(str(key), str(key)): value for key, value in block.items()})
-            level = torchrun.integer("parallelLevel", 1) or 1
-            threads = torchrun.integer("OMP_NUMBER_THREADS", 1) or 0
-            if (nodes := torchrun.integer("nnodes", 1) or 1) > 1:
-                raise InvalidArchive(
-                    f"torchrun.nnodes in the model config is {nodes}, expected 1: the processes of a worker "
-                    "run on one machine"
-                )
+            settings = torchrun.torchrun(settings)
             self.ignored |= {f"torchrun.{key}": remark for key, remark in torchrun.ignored.items()}
-        return ParallelSettings(kind, level, threads) if kind and level else None
+        if split:
+            return replace(settings, kind="pptp", level=_on_each_machine(split.ranks, settings))
+        return settings if kind and settings.level else None
+
+    def torchrun(self, settings: ParallelSettings) -> ParallelSettings:
+        """Return the settings with those of the keys of `torchrun`."""
+        least, most = self._nnodes()
+        conf = dict(part.partition("=")[::2] for part in str(self._raw.get("rdzv-conf", "")).split(","))
+        last_call = str(conf.get("last_call_timeout", ""))
+        endpoint = str(self._raw.get("rdzv-endpoint", ""))
+        port = endpoint.rpartition(":")[2]
+        if endpoint and not (port.isdecimal() and 0 < int(port) <= MAX_PORT):
+            self._ignore("rdzv-endpoint", "HOST:PORT")
+            port = ""
+        self.choice("rdzv-backend", ("c10d", "static"), None)  # the same here; the others are other programs
+        return replace(
+            settings,
+            level=self.integer("parallelLevel", 1) or 1,
+            threads=self.integer("OMP_NUMBER_THREADS", 1) or 0,
+            least_machines=least,
+            most_machines=most,
+            port=int(port or 0),
+            run_id=str(self._raw.get("rdzv-id", "")),
+            last_call_s=float(last_call) if last_call.isdecimal() else settings.last_call_s,
+            max_restarts=self.integer("max-restarts", 0),
+        )
+
+    def _nnodes(self) -> tuple[int, int]:
+        """Return the least and the largest number of machines: `nnodes` is a number, or both, as `1:3`."""
+        value = self._raw.get("nnodes", 1)
+        least, _, most = value.partition(":") if isinstance(value, str) else (str(value), "", "")
+        if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
+            self._ignore("nnodes", "a number of machines, or MIN:MAX")
+            return 1, 1
+        if int(most or least) > largest("nnodes"):
+            raise InvalidArchive(
+                f"torchrun.nnodes in the model config is too large, expected at most {largest('nnodes')}"
+            )
+        return int(least), int(most or least)
 
     def _ignore(self, key: str, expected: str) -> None:
         self.ignored[key] = f"is {self._raw[key]!r:.80}, expected {expected}; it is ignored"
+
+
+def _on_each_machine(ranks: int, settings: ParallelSettings) -> int:
+    """Return how many ranks of the section `parallel` each machine has.
+
+    Raises:
+        InvalidArchive: the number of machines varies, or does not divide that of the ranks.
+    """
+    machines = settings.most_machines
+    if settings.least_machines != machines or ranks % machines:
+        raise InvalidArchive(
+            f"The model config is wrong: parallel asks for {ranks} ranks, and torchrun.nnodes is "
+            f"{settings.least_machines}:{machines}, expected one number that divides them"
+        )
+    return ranks // machines
 
 
 _IN_TORCHRUN = {"nproc-per-node": "parallelLevel"}  # by the names that `largest` knows
@@ -252,7 +298,7 @@ def effective_settings(
     """
     # The requests of a sequence run in order, those of continuous batching together, and ranks in step.
     in_turn = config.sequence_batching or config.continuous_batching
-    in_turn = in_turn or (config.parallel is not None and config.parallel.ranks > 1)
+    in_turn = in_turn or (config.parallel is not None and config.parallel.is_group)
     batch = BatchSettings(
         max_batch_size=_first(asked.batch_size, config.batch_size, defaults.get("batchSize"), fallback=1),
         max_queue_delay_ms=_first(

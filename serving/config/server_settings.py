@@ -24,7 +24,8 @@ MetricsMode = Literal["log", "prometheus", "legacy"]
 SECRET_ENV_VARS = r"(?i)(AWS|AZURE|GOOGLE|OTEL)_.*|.*(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY).*"
 
 MAX_EXECUTORS = 1024  # per version; a typo must not start a million processes
-MAX_RANKS = 256  # of a worker
+MAX_RANKS = 256  # of a worker on a machine
+MAX_MACHINES = 256  # of a worker
 MAX_BATCH_SIZE = 65_536
 MAX_NUMBER = 2**31 - 1  # for all other numbers, which are Java ints in TorchServe; 68 years in seconds
 MAX_CLIENT_LIMIT = 10**6  # requests a second, or at once
@@ -33,6 +34,7 @@ _BOUNDS = {
     "maxWorkers": MAX_EXECUTORS,
     "batchSize": MAX_BATCH_SIZE,
     "parallelLevel": MAX_RANKS,
+    "nnodes": MAX_MACHINES,
 }
 
 
@@ -114,13 +116,25 @@ class ParallelSettings:
     """How one worker is spread over several processes and devices (TorchServe's `parallelType`)."""
 
     kind: Literal["pp", "tp", "pptp", "custom"]
-    level: int  # devices of a worker, and unless `custom` its processes
+    level: int  # devices of a worker on each machine, and unless `custom` its processes there
     threads: int = 0  # intra-op threads of a process; 0: its share of the cores
+    # The rest is for groups over several machines (`workers/machines.py`), as torchrun has it.
+    least_machines: int = 1
+    most_machines: int = 1
+    port: int = 0  # where the machines meet; 0: the server's `rendezvous_port`
+    run_id: str = ""
+    last_call_s: float = 5.0  # for machines beyond the least number
+    max_restarts: int | None = None  # in a row; None: by the rules of all workers
 
     @property
     def ranks(self) -> int:
-        """The number of processes that the server starts for a worker; a `custom` one starts its own."""
+        """The number of processes of a worker on each machine; a `custom` one starts its own."""
         return 1 if self.kind == "custom" else self.level
+
+    @property
+    def is_group(self) -> bool:
+        """Whether a worker is several processes."""
+        return self.ranks > 1 or self.most_machines > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +161,8 @@ class ModelSettings:
         most = MAX_EXECUTORS
         if self.parallel is not None and self.gpu_ids:
             most = len(self.gpu_ids) // self.parallel.level
+        if self.parallel is not None and self.parallel.most_machines > 1:
+            most = min(most, 1)  # one group meets at its address
         return replace(self, min_executors=min(min_executors, most), max_executors=min(max_executors, most))
 
 
@@ -245,6 +261,15 @@ class SandboxSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class RendezvousSettings:
+    """Where further machines join groups of ranks: `workers/machines.py`."""
+
+    host: str = "127.0.0.1"  # this server listens here while a group waits for machines
+    port: int = 29_400  # torchrun's; `torchrun.rdzv-endpoint` of a model names another
+    secret_file: Path | None = None  # the same secret on all machines; None: only with a loopback address
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSettings:
     """The settings of one server. `resolve.py` builds it, `server.py` reads it."""
 
@@ -291,6 +316,7 @@ class ServerSettings:
     max_queue_size: int = 100
     default_isolation: Isolation = "auto"  # for models whose config sets none
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     default_handler: str | None = None
     service_envelope: str | None = None
     decode_input: bool = True

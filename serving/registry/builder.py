@@ -36,6 +36,7 @@ from torchere.serving.workers.isolation import choose_isolation
 from torchere.serving.workers.launch import ExecLauncher, ForkLauncher, Launcher, worker_environment
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.pool import WorkerPool
+from torchere.serving.workers.rendezvous import rendezvous_of
 from torchere.serving.workers.rooms import RoomLauncher
 from torchere.serving.workers.sandbox import Sandbox, sandbox_of
 from torchere.serving.workers.send_ahead import MOST_INSIDE
@@ -94,6 +95,7 @@ class Loader:
         Raises:
             InvalidRequest: no handler is named anywhere, or the runtime is unknown.
             LoadFailed: a worker takes more GPUs than there are.
+            ServingError: other machines can't join its ranks: see `rendezvous_of`.
         """
         model = archive.manifest.get("model") or {}
         handler = handler or model.get("handler") or self._server.default_handler
@@ -225,6 +227,8 @@ class Loader:
             ranks=parallel.ranks if parallel else 1,
             devices=parallel.level if parallel else 1,
             parallel_type=parallel.kind if parallel else "",
+            rendezvous=rendezvous_of(origin.archive, settings, self._server.rendezvous),
+            max_restarts=parallel.max_restarts if parallel else None,
         )
 
     def _defaults_of(self, key: ModelKey) -> dict[str, object]:

@@ -7,6 +7,7 @@ stops. All calls block on the disk: make them in a thread.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -86,6 +87,7 @@ class StoredArchive:
     environment: Environment | None = None  # None: the environment of the server
     tensors: Signature | None = None  # the model's inputs and outputs from the archive's signature.json
     signer: str = ""  # who signed the archive; "": signatures are not required
+    fingerprint: str = ""  # equal for archives with the same entries: see `_fingerprint`
 
 
 class Store:
@@ -235,6 +237,7 @@ class Store:
             outside_store=opened.source.parent.resolve() != self._archives.path,
             tensors=archive_signature(directory),
             signer=opened.signer,
+            fingerprint=_fingerprint(archive),
         )
 
     def _extracted(self, archive: Archive) -> Path:
@@ -307,6 +310,15 @@ def _store_at(root: Path | None, server: ServerSettings) -> Store:
 def _manifest_as_written(archive: Archive) -> dict[str, Any]:
     text = _optional_text(archive, MANIFEST_NAME)
     return json.loads(text) if text else {}
+
+
+def _fingerprint(archive: Archive) -> str:
+    """Return a digest of the names and sizes of all entries, and of their checksums where the format has any.
+
+    It finds mistakes, such as two releases of a model on two machines, without reading gigabytes.
+    """
+    entries = sorted((entry.name, entry.size, entry.crc) for entry in archive.entries)
+    return hashlib.sha256(msgspec.msgpack.encode(entries)).hexdigest()
 
 
 def _check_sendable(what: str, values: dict[str, Any]) -> None:

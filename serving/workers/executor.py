@@ -14,6 +14,7 @@ import msgspec
 from torchere.handlers.metric_types import MetricDeclaration, MetricSample
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferResponse
+from torchere.serving.workers.rendezvous import Rendezvous
 from torchere.serving.workers.sandbox import Sandbox
 
 Executor = TypeVar("Executor")
@@ -121,9 +122,16 @@ class LoadSpec:
     shares_weights: bool = False  # executors are lanes of one process, over one copy of the weights
     at_once: int = 1  # runs inside an executor at the same time, each of one request (`asyncCommunication`)
     sandbox: Sandbox | None = None  # to be entered before the load; None: none, or it is entered already
-    ranks: int = 1  # processes of a worker (`ranks.py`)
+    ranks: int = 1  # processes of a worker on each of its machines (`ranks.py`)
     devices: int = 1  # GPUs of a worker
     parallel_type: str = ""  # with "pp" only rank 0 gets the requests
+    rendezvous: Rendezvous | None = None  # None: the ranks are on this machine only
+    max_restarts: int | None = None  # in a row, after losses of its own; None: no limit
+
+    @property
+    def is_group(self) -> bool:
+        """Whether a worker is several processes, which run one batch at a time."""
+        return self.ranks > 1 or self.rendezvous is not None
 
 
 FreeCallback: TypeAlias = Callable[[], None]  # an executor became free, or all have failed for good

@@ -19,6 +19,7 @@ class LossKind(Enum):
     PROTOCOL = "protocol"  # it sent an invalid message
     LOAD = "load"  # it started, but its handler did not load
     ENDED = "ended"  # its handler meant to end it: it raised SystemExit or another BaseException
+    CUT_OFF = "cut_off"  # another machine of its group does not answer, or has not come
     STOPPED = "stopped"  # the server ended it in good order
 
 
@@ -37,13 +38,18 @@ class Loss:
 
     @property
     def was_killed(self) -> bool:
-        """Whether another process ended the worker by a signal."""
-        return self.kind is LossKind.SIGNAL and not self.crashed
+        """Whether another process ended the worker by a signal, or a network did."""
+        return self.kind is LossKind.CUT_OFF or (self.kind is LossKind.SIGNAL and not self.crashed)
 
     @property
     def came_from_outside(self) -> bool:
         """Whether the worker was killed from outside, so that the model itself may be in order."""
         return self.was_killed or self.kind is LossKind.OUT_OF_MEMORY
+
+    @property
+    def hints_at_memory(self) -> bool:
+        """Whether a lack of memory may be behind it: the kernel kills by the same signal as an operator."""
+        return self.came_from_outside and self.kind is not LossKind.CUT_OFF
 
     @property
     def blames_the_model(self) -> bool:
@@ -92,14 +98,18 @@ def loss_of_slow_load(startup_timeout_s: float) -> Loss:
     return Loss(LossKind.LOAD, f"Backend worker did not respond in given time: {cause}")
 
 
-def loss_of_rank(rank: int, code: int, cause: str = "", killed_for_memory: bool = False) -> Loss:
+def loss_of_rank(
+    rank: int, code: int, cause: str = "", killed_for_memory: bool = False, is_cut_off: bool = False
+) -> Loss:
     """Return the loss of a worker one of whose ranks is lost, with that rank's exit status, or its own cause.
 
     >>> loss_of_rank(2, -9).cause
     'rank 2: killed by signal 9 (SIGKILL)'
     """
     loss = loss_of_exit(code, killed_for_memory)
-    if cause:
+    if is_cut_off:
+        loss = Loss(LossKind.CUT_OFF, cause)
+    elif cause:
         loss = replace(loss_of_end(cause), cause=cause)
     return replace(loss, cause=f"rank {rank}: {loss.cause}")
 
@@ -160,10 +170,12 @@ class LossRow:
 
     Args:
         max_retry_timeout_s: seconds out of service, by its own fault, after which it is not restarted.
+        max_restarts: restarts in a row after losses of its own (torchrun's `max-restarts`); None: no limit.
     """
 
-    def __init__(self, max_retry_timeout_s: float) -> None:
+    def __init__(self, max_retry_timeout_s: float, max_restarts: int | None = None) -> None:
         self._max_retry_timeout_s = max_retry_timeout_s
+        self._max_restarts = max_restarts
         self._own = 0  # losses that did not come from outside
         self._down_s = 0.0  # out of service after those, without the time since the last loss
         self._last_s = 0.0  # monotonic, of the last loss
@@ -201,5 +213,7 @@ class LossRow:
         if self._from_outside:
             delay_s = restart_delay_s(self.losses - self._own, 0.0, math.inf) or 0.0
             return min(delay_s, OUTSIDE_DELAY_S)
+        if self._max_restarts is not None and self._own > self._max_restarts:
+            return None
         down_s = self._down_s + now_s - self._last_s
         return restart_delay_s(self._own, down_s, self._max_retry_timeout_s)

@@ -90,7 +90,14 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=6):  # also `_RUN_TA
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """To another rank of the worker: load, and meet the others at this port; answered as `Load` is."""
 
+    host: str  # of the store that rank 0 holds; "": the machine at the other end of the connection
     port: int
+    rank: int
+    ranks: int  # of all machines
+    machine: int  # the place of its machine in the group
+    machines: int
+    interface: dict[str, str]  # variables that name the network interface; empty: that of the connection
+    run_id: str
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
@@ -168,13 +175,14 @@ class RankLost(msgspec.Struct, frozen=True, array_like=True, tag=17):
     rank: int
     exit_code: int  # negative: the number of the signal that ended it
     cause: str = ""  # "": that of its exit
+    is_cut_off: bool = False  # its machine does not answer, or has not come
 
 
 ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
 DataToWorker: TypeAlias = Run
 ControlFromWorker: TypeAlias = Loaded | LoadError | Serving | Pong | RankLost
 ToRank: TypeAlias = Join | WarmUp | Ping | LogLevel | Run
-FromRank: TypeAlias = Loaded | LoadError | Pong | RankDone
+FromRank: TypeAlias = Loaded | LoadError | Pong | RankDone | RankLost
 DataFromWorker: TypeAlias = Partial | Done
 Message: TypeAlias = ControlToWorker | DataToWorker | ControlFromWorker | DataFromWorker | ToRank | FromRank
 

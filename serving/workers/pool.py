@@ -71,7 +71,7 @@ class WorkerPool:
             oom=oom or OomWatch(),
             heartbeat=heartbeat or HeartbeatSettings(),
             # Each rank has threads of its own, set as it starts.
-            threads=lambda: 0 if cores is None or spec.ranks > 1 else cores.threads,
+            threads=lambda: 0 if cores is None or spec.is_group else cores.threads,
             hangs_as_deaths=hangs_as_deaths,
             sends_ahead=sends_ahead,
         )

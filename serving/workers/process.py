@@ -347,11 +347,7 @@ class WorkerMain:
     def _take_process(self, spec: LoadSpec, log_token: str) -> None:
         """Apply the process-wide settings of this version, which the process hosts alone."""
         self._lines.token = log_token
-        os.chdir(spec.archive_dir)  # handlers open files of their archive by bare name
-        # multiprocessing starts its processes in the directory of its import, which was before the chdir.
-        multiprocessing.process.ORIGINAL_DIR = spec.archive_dir  # type: ignore[attr-defined]
-        search_path = [os.environ.get("PYTHONPATH"), spec.archive_dir]  # for the handler's Python processes
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+        stand_in(spec.archive_dir)
         if spec.shares_weights:
             sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -386,7 +382,7 @@ class WorkerMain:
             lane.call(host.load)
 
     def _host_of(self, spec: LoadSpec, gpu_id: int | None) -> Host:
-        if spec.ranks > 1:
+        if spec.is_group:
             self._group = GroupHost(spec, gpu_id, self._models, self._send_control)
             return self._group
         if spec.devices > 1:
@@ -441,6 +437,14 @@ class WorkerMain:
         frame = encode_frame(message)
         with self._sending_control:
             self._control.sendall(frame)
+
+
+def stand_in(archive_dir: str) -> None:
+    """Make an archive's folder that of this process, and of the Python processes that its handler starts."""
+    os.chdir(archive_dir)  # handlers open files of their archive by bare name
+    # multiprocessing starts its processes in the directory of its import, which was before the chdir.
+    multiprocessing.process.ORIGINAL_DIR = archive_dir  # type: ignore[attr-defined]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), archive_dir]))
 
 
 def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:

@@ -1,9 +1,10 @@
 """A worker of several processes: the ranks of `torch.distributed`, with the environment that torchrun gives.
 
-The worker process that the server knows is rank 0. It forks the other ranks before it loads its handler, has
-each of them load, warm up and run with it, and answers alone, as in TorchServe. With `pp` the other ranks
-load only, and do what their handler has begun. When a rank ends, all end, and the server learns which rank it
-was. To the pool the group is one worker.
+The worker process that the server knows is rank 0. It forks the other ranks of its machine before it loads
+its handler, and meets those of further machines (`machines.py`). It has each of them load, warm up and run
+with it, and answers alone, as in TorchServe. With `pp` the other ranks load only, and do what their handler
+has begun. When a rank ends, all end, and the server learns which rank it was. To the pool the group is one
+worker.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import msgspec
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch names it in no `__all__`
 
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
@@ -34,6 +34,13 @@ from torchere.serving.workers.devices import devices_of
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
 from torchere.serving.workers.host import HandlerHost, PartialSink
+from torchere.serving.workers.machines import (
+    MachinesMissing,
+    interface_variables,
+    meet,
+    open_store,
+    reached_at,
+)
 from torchere.serving.workers.messages import (
     Join,
     Loaded,
@@ -49,6 +56,7 @@ from torchere.serving.workers.messages import (
     encode_frame,
     encode_run,
     from_rank,
+    load_of,
     raw_bytes,
     run_with_raw,
     to_rank,
@@ -71,9 +79,11 @@ class _Rank:
     """Rank 0's view of another rank."""
 
     number: int
-    pid: int
+    pid: int  # 0: on another machine
     connection: socket.socket
     frames: FrameReader
+    machine: str = ""  # the address of the other machine
+    place: int = 0  # of its machine in the group
     replies: queue.SimpleQueue[Loaded | RankDone] = field(default_factory=queue.SimpleQueue)
 
     def send(self, parts: Parts) -> None:
@@ -86,10 +96,13 @@ class GroupHost:
     """The host of a handler in rank 0, in place of a `HandlerHost`. Its main thread loads it and runs it.
 
     Args:
-        spec: the load parameters; `spec.ranks` is the number of processes.
+        spec: the load parameters; `spec.ranks` is the number of processes on each machine.
         gpu_id: the first GPU of the group; None: the CPU.
         shared_models: see `HandlerHost`.
         send: sends a message to the server; called in two threads.
+
+    Raises:
+        LoadFailed: a rank could not be started, or the address of the rendezvous could not be bound.
     """
 
     def __init__(
@@ -113,9 +126,13 @@ class GroupHost:
         on_gpu = gpu_id is not None
         for number in range(1, spec.ranks):
             self._fork(number, on_gpu)
-        # It listens for all ranks, as the store of torchrun's agent does; the forked ranks must not have it.
-        self._store = TCPStore(LOOPBACK, 0, spec.ranks, is_master=True, wait_for_workers=False)
-        os.environ.update(_environment(spec, 0, self._store.port))
+        self._host_of_store = spec.rendezvous.host if spec.rendezvous else LOOPBACK
+        machines = self._meet()
+        self._store = open_store(
+            self._host_of_store, spec.ranks * machines
+        )  # the forked ranks must not have it
+        self._join = self._join_of(machines)
+        os.environ.update(_environment(spec, self._join, 0))
         self._host = HandlerHost(spec, 0 if on_gpu else None, shared_models)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
@@ -135,7 +152,11 @@ class GroupHost:
             LoadFailed: it failed in rank 0. A failure of another rank goes to the server at once, because
                 rank 0 may wait for that rank.
         """
-        self._tell(Join(self._store.port))
+        for rank in self._ranks:
+            join = msgspec.structs.replace(self._join, rank=rank.number)
+            if rank.machine:
+                join = msgspec.structs.replace(join, host="", machine=rank.place, interface={})
+            rank.send([encode_frame(join)])
         self._host.load()
         self._collect()
 
@@ -208,7 +229,7 @@ class GroupHost:
             with contextlib.suppress(OSError):
                 rank.connection.shutdown(socket.SHUT_RDWR)
         limit_s = time.monotonic() + ENDING_S
-        for rank in self._ranks:
+        for rank in filter(lambda rank: rank.pid, self._ranks):
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(rank.pid, os.WNOHANG)[0] == 0 and time.monotonic() < limit_s:
                     time.sleep(0.01)
@@ -240,9 +261,39 @@ class GroupHost:
             for rank in self._ranks:
                 rank.connection.close()
             ours.close()
-            live(partial(_serve, parent, self._spec, number, theirs, number if on_gpu else None))
+            live(partial(serve_rank, parent, self._spec, number, theirs, number if on_gpu else None))
         theirs.close()
         self._ranks.append(_Rank(number, pid, ours, FrameReader(ours)))
+
+    def _meet(self) -> int:
+        """Add the ranks of the other machines to those of this one; return the number of machines."""
+        spec = self._spec
+        if spec.rendezvous is None:
+            return 1
+        load = load_of(replace(spec, archive_dir="", rendezvous=None, sandbox=None, gpu_ids=()), (), "")
+        try:
+            machines = meet(spec.rendezvous, spec.ranks, load)
+        except MachinesMissing as err:
+            self._give_up(spec.ranks * err.found, 1, str(err), is_cut_off=True)
+        except OSError as err:
+            at = f"{spec.rendezvous.host}:{spec.rendezvous.port}"
+            cause = f"rank 0 can't listen at {at} for other machines: {err}"
+            raise LoadFailed.of(spec.model_name, spec.model_version, cause) from err
+        for place, machine in enumerate(machines, 1):
+            for number, connection in enumerate(machine.connections, place * spec.ranks):
+                reader = FrameReader(connection)
+                self._ranks.append(_Rank(number, 0, connection, reader, machine.name, place))
+        return len(machines) + 1
+
+    def _join_of(self, machines: int) -> Join:
+        """Return the `Join` of rank 0; those of the other ranks are made from it."""
+        spec = self._spec
+        others = [rank.connection for rank in self._ranks if rank.machine]
+        interface = interface_variables(others, _LOOPBACK_INTERFACE)
+        run_id = spec.rendezvous.run_id if spec.rendezvous else ""
+        host, port = reached_at(self._host_of_store), self._store.port
+        run_id = run_id or f"{spec.model_name}_{port}"
+        return Join(host, port, 0, spec.ranks * machines, 0, machines, interface, run_id)
 
     def _watch(self) -> None:
         """Read the replies of the other ranks, in a thread: rank 0 may be inside a collective."""
@@ -257,11 +308,11 @@ class GroupHost:
                         return
             self._look(time.monotonic())
 
-    def _take(self, rank: _Rank, message: Loaded | LoadError | RankDone | Pong | None) -> bool:
+    def _take(self, rank: _Rank, message: Loaded | LoadError | RankDone | RankLost | Pong | None) -> bool:
         """Handle a reply (None: the rank has ended); return False if no other matters any more."""
-        if message is None:
+        if message is None or isinstance(message, RankLost):
             if not self._closing:
-                self._give_up(rank.number, _exit_code(rank.pid), self._end_causes.get(rank.number, ""))
+                self._lose(rank, message)
             return False
         if isinstance(message, LoadError):
             detail = f"rank {rank.number}: {message.detail}"
@@ -280,6 +331,17 @@ class GroupHost:
         rank.replies.put(message)
         return True
 
+    def _lose(self, rank: _Rank, message: RankLost | None) -> NoReturn:
+        """End the group, for a rank has ended; `message`: of the machine that it ran on."""
+        cause = self._end_causes.get(rank.number, "")
+        if message is not None:
+            self._give_up(rank.number, message.exit_code, cause or message.cause)
+        if rank.machine:
+            self._give_up(
+                rank.number, 1, cause or f"its machine {rank.machine} does not answer", is_cut_off=True
+            )
+        self._give_up(rank.number, _exit_code(rank.pid), cause)
+
     def _look(self, now_s: float) -> None:
         """End the group if rank 0 waits for a rank that has failed; name ranks that give no sign of life."""
         if self._failed is not None and self._runs and now_s - self._failed[1] > STEP_GRACE_S:
@@ -289,10 +351,10 @@ class GroupHost:
             logger.warning("model %s: no sign of life from rank %s", self._spec.model_name, numbers)
             self._pinged_s = now_s
 
-    def _give_up(self, number: int, exit_code: int, cause: str = "") -> None:
+    def _give_up(self, number: int, exit_code: int, cause: str = "", *, is_cut_off: bool = False) -> NoReturn:
         """Tell the server that the group is lost, and wait for it to end this process."""
         with contextlib.suppress(OSError):  # the server is gone
-            self._send(RankLost(number, exit_code, cause))
+            self._send(RankLost(number, exit_code, cause, is_cut_off))
             time.sleep(STEP_GRACE_S)
         os._exit(1)
 
@@ -300,15 +362,17 @@ class GroupHost:
 Host: TypeAlias = HandlerHost | GroupHost
 
 
-def _arrived(frames: FrameReader) -> Iterator[Loaded | LoadError | RankDone | Pong | None]:
+def _arrived(frames: FrameReader) -> Iterator[Loaded | LoadError | RankDone | RankLost | Pong | None]:
     """Yield the messages that have arrived, and None at the end of the stream."""
     while True:
+        message = None
         try:
-            payload = frames.next()
-        except OSError:  # reset
-            payload = None
-        yield None if payload is None else from_rank.decode(payload)
-        if payload is None or not frames.has_more:
+            if (payload := frames.next()) is not None:
+                message = from_rank.decode(payload)
+        except (OSError, msgspec.MsgspecError):  # reset, or broken off inside a message
+            pass
+        yield message
+        if message is None or not frames.has_more:
             return
 
 
@@ -320,11 +384,11 @@ def _exit_code(pid: int) -> int:
 
 
 class _RankMain:
-    """A rank other than 0: it does as rank 0 says."""
+    """A rank other than 0: it does as rank 0 says. `local`: its number on its machine."""
 
-    def __init__(self, spec: LoadSpec, number: int, connection: socket.socket, gpu_id: int | None) -> None:
+    def __init__(self, spec: LoadSpec, local: int, connection: socket.socket, gpu_id: int | None) -> None:
         self._spec = spec
-        self._number = number
+        self._local = local
         self._connection = connection
         self._frames = FrameReader(connection)
         self._host = HandlerHost(spec, gpu_id, SharedModels(), answers=False)
@@ -353,7 +417,7 @@ class _RankMain:
     def _step(self, message: Join | WarmUp) -> None:
         try:
             if isinstance(message, Join):
-                os.environ.update(_environment(self._spec, self._number, message.port))
+                os.environ.update(_environment(self._spec, self._met(message), self._local))
                 self._host.own_process()
                 self._host.load()
             else:
@@ -365,45 +429,54 @@ class _RankMain:
         else:
             self._send(Loaded())
 
+    def _met(self, join: Join) -> Join:
+        """Return how to join, on a machine other than rank 0's: as it is seen from here."""
+        if join.host:
+            return join
+        host = self._connection.getpeername()[0].removeprefix("::ffff:")
+        interface = interface_variables([self._connection], "")
+        return msgspec.structs.replace(join, host=host, interface=interface)
+
     def _send(self, message: Message) -> None:
         self._connection.sendall(encode_frame(message))
 
 
-def _serve(parent: int, spec: LoadSpec, number: int, connection: socket.socket, gpu_id: int | None) -> None:
-    """Serve rank 0, whose process id is `parent`, in a process that was just forked from it; end with it."""
+def serve_rank(
+    parent: int, spec: LoadSpec, local: int, connection: socket.socket, gpu_id: int | None
+) -> None:
+    """Serve rank 0 over this connection, in a process that was just forked by `parent`; end with that.
+
+    `local` is the number of the rank on its machine.
+    """
     die_with_parent()
     if os.getppid() == parent:  # else it has ended meanwhile
-        _RankMain(spec, number, connection, gpu_id).serve()
+        _RankMain(spec, local, connection, gpu_id).serve()
 
 
 def _drop(index: int, part: object) -> None:
     """Drop a part of an answer: rank 0 answers."""
 
 
-def _environment(spec: LoadSpec, rank: int, port: int) -> dict[str, str]:
+def _environment(spec: LoadSpec, join: Join, local: int) -> dict[str, str]:
     """Return the variables that torchrun sets, by https://docs.pytorch.org/docs/stable/elastic/run.html."""
-    ranks = str(spec.ranks)
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": ranks,
+        "RANK": str(join.rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(join.ranks),
+        "LOCAL_WORLD_SIZE": str(spec.ranks),
+        "GROUP_RANK": str(join.machine),
+        "GROUP_WORLD_SIZE": str(join.machines),
+        "ROLE_RANK": str(join.rank),
+        "ROLE_WORLD_SIZE": str(join.ranks),
         "ROLE_NAME": "default",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": join.host,
+        "MASTER_PORT": str(join.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": f"{spec.model_name}_{port}",
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts or 0),
+        "TORCHELASTIC_RUN_ID": join.run_id,
         "OMP_NUM_THREADS": str(spec.intra_op_threads),
-        # Gloo listens on the interface of the host's name otherwise, and not every sandbox can find that.
-        "GLOO_SOCKET_IFNAME": os.environ.get(
-            "GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"
-        ),
+        **join.interface,
     }
 
 

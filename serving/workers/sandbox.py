@@ -225,6 +225,7 @@ def _secrets_in_view(server: ServerSettings, sandbox: Sandbox) -> Iterator[str]:
         "key_file": server.key_file if server.token_auth_enabled else None,
         "token_keys_file": server.token_keys_file,
         "private_key_file": server.private_key_file,
+        "rendezvous_secret_file": server.rendezvous.secret_file,
         "audit_log": server.audit_log,
         "quarantine_directory": server.quarantine_directory,
         "model_store": server.model_store,

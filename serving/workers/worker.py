@@ -70,7 +70,7 @@ class Worker:
         self._settings = settings
         self._mean_run_s = QUICK_S
         self._inside_a_lane = 1
-        self._row = LossRow(settings.max_retry_timeout_s)
+        self._row = LossRow(settings.max_retry_timeout_s, settings.spec.max_restarts)
         self._ready_s: float | None = None  # monotonic, when the process entered service
         self._lanes = 0  # lanes in service
         self._exclusive: Run | None = None  # the exclusive run inside: no other may be sent

@@ -318,7 +318,7 @@ class WorkerProcess:
         elif isinstance(message, messages.RankLost):
             code, cause = message.exit_code, message.cause[:MAX_CAUSE_CHARACTERS]
             killed_for_memory = code == -signal.SIGKILL and self._oom.claim()
-            self.kill(loss_of_rank(message.rank, code, cause, killed_for_memory))
+            self.kill(loss_of_rank(message.rank, code, cause, killed_for_memory, message.is_cut_off))
         elif isinstance(message, messages.Serving):
             if self.serving < len(self._lanes):
                 self.serving += 1
@@ -466,7 +466,7 @@ class WorkerProcess:
         await self._read_out()
         if self._step_reply is not None and not self._step_reply.done():
             # A worker killed while it loads has usually asked for more memory than there is.
-            by_server = self._killed is not None and not self._killed.came_from_outside
+            by_server = self._killed is not None and not self._killed.hints_at_memory
             out_of_memory = code == -signal.SIGKILL and not by_server
             failure = self._load_failed(f"{loss.cause} while it was loading", out_of_memory)
             self._step_reply.set_exception(failure)

@@ -111,3 +111,11 @@ def test_there_are_no_more_workers_than_their_gpus_allow() -> None:
     assert on_gpus.scaled(1, 9).max_executors == 2
     on_the_cpu = effective_settings(Asked(), config, {}, ServerSettings(), gpus=0)
     assert (on_the_cpu.min_executors, on_the_cpu.max_executors) == (3, 4)
+
+
+def test_a_model_over_several_machines_has_one_worker() -> None:
+    config = parse_model_config("parallelType: tp\nminWorkers: 2\nmaxWorkers: 4\ntorchrun: {nnodes: 2}")
+    settings = effective_settings(Asked(), config, {}, ServerSettings())
+    assert (settings.min_executors, settings.max_executors) == (1, 1)
+    scaled = settings.scaled(0, 8)
+    assert (scaled.min_executors, scaled.max_executors) == (0, 1)

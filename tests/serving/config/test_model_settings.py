@@ -156,6 +156,51 @@ def test_what_is_wrong_in_torchrun_is_noted_with_its_place() -> None:
     assert config.parallel == ParallelSettings("tp", 2)
 
 
-def test_a_worker_on_several_machines_is_refused() -> None:
-    with pytest.raises(InvalidArchive, match=r"torchrun.nnodes in the model config is 2, expected 1"):
-        parse_model_config("parallelType: tp\ntorchrun: {nnodes: 2, nproc-per-node: 2}")
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("nnodes: 2", {"least_machines": 2, "most_machines": 2}),
+        ("nnodes: '1:3'", {"least_machines": 1, "most_machines": 3}),
+        ("rdzv-backend: c10d, rdzv-endpoint: 'leader:29500', rdzv-id: job", {"port": 29500, "run_id": "job"}),
+        ("rdzv-conf: 'join_timeout=600,last_call_timeout=7'", {"last_call_s": 7.0}),
+        ("max-restarts: 3", {"max_restarts": 3}),
+        ("max-restarts: 0", {"max_restarts": 0}),
+    ],
+)
+def test_the_keys_of_torchrun_describe_a_group_over_machines(keys: str, expected: dict[str, Any]) -> None:
+    config = parse_model_config(f"parallelType: tp\ntorchrun: {{nproc-per-node: 2, {keys}}}")
+    assert config.parallel == ParallelSettings("tp", 2, **expected)
+    assert not config.ignored
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ("nnodes: 0", "nnodes"),
+        ("nnodes: '3:1'", "nnodes"),
+        ("nnodes: 'two'", "nnodes"),
+        ("nnodes: [1]", "nnodes"),
+        ("rdzv-endpoint: leader", "rdzv-endpoint"),
+        ("rdzv-endpoint: 'leader:0'", "rdzv-endpoint"),
+        ("rdzv-backend: etcd", "rdzv-backend"),
+        ("max-restarts: many", "max-restarts"),
+    ],
+)
+def test_a_wrong_key_of_a_group_over_machines_is_noted(keys: str, key: str) -> None:
+    config = parse_model_config(f"parallelType: tp\ntorchrun: {{nproc-per-node: 2, {keys}}}")
+    assert f"torchrun.{key}" in config.ignored
+    assert config.parallel == ParallelSettings("tp", 2)
+
+
+def test_more_machines_than_anybody_has_are_refused() -> None:
+    with pytest.raises(InvalidArchive, match=r"torchrun.nnodes in the model config is too large"):
+        parse_model_config("parallelType: tp\ntorchrun: {nnodes: '1:100000'}")
+
+
+def test_the_ranks_of_our_own_section_are_spread_over_the_machines() -> None:
+    spread = parse_model_config("parallel: {tensor: 4}\ntorchrun: {nnodes: 2}").parallel
+    assert spread is not None
+    assert (spread.kind, spread.ranks, spread.least_machines) == ("pptp", 2, 2)
+    for nodes in ("3", "'1:2'"):
+        with pytest.raises(InvalidArchive, match="parallel asks for 4 ranks"):
+            parse_model_config(f"parallel: {{tensor: 4}}\ntorchrun: {{nnodes: {nodes}}}")

@@ -113,6 +113,17 @@ def test_all_ranks_run_a_batch_and_rank_0_answers(make_group, make_sink, make_re
     asyncio.run(main())
 
 
+def test_what_the_ranks_listen_at_is_on_loopback_only(make_group) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_group()) as pool:
+            for pid in ranks_of(pool):
+                for connection in psutil.Process(pid).net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        assert connection.laddr.ip == "127.0.0.1"
+
+    asyncio.run(main())
+
+
 def test_with_pp_only_rank_0_gets_the_requests(make_group, make_sink, make_request) -> None:
     source = """
         import os

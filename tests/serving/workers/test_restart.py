@@ -5,10 +5,12 @@ import pytest
 from torchere.serving.workers.loss import (
     BACKOFF_S,
     HEALTHY_S,
+    OUTSIDE_DELAY_S,
     Loss,
     LossKind,
     LossRow,
     loss_of_exit,
+    loss_of_rank,
     restart_delay_s,
 )
 
@@ -76,3 +78,28 @@ def test_kills_from_outside_are_not_held_against_a_worker_that_fails_by_itself(l
     row.add(BROKEN, 0.0, 1300.0)
     assert row.restart_delay_s(1300.0) == 1.0  # its second: 3 s out of service by its own fault
     assert row.restart_delay_s(1302.1) is None
+
+
+def test_max_restarts_is_the_breaker_for_losses_of_its_own() -> None:
+    row = LossRow(max_retry_timeout_s=300.0, max_restarts=2)
+    for at in range(2):
+        row.add(CRASH, 0.0, float(at))
+        assert row.restart_delay_s(float(at)) is not None
+    row.add(loss_of_exit(-9), 0.0, 2.0)  # from outside
+    assert row.restart_delay_s(2.0) is not None
+    row.add(CRASH, 0.0, 3.0)
+    assert row.restart_delay_s(3.0) is None
+    row.end()
+    row.add(CRASH, 0.0, 4.0)
+    assert row.restart_delay_s(4.0) is not None
+
+
+def test_a_machine_that_stays_away_is_waited_for_without_end() -> None:
+    row = LossRow(max_retry_timeout_s=5.0, max_restarts=0)
+    for at in range(100):
+        loss = loss_of_rank(2, 1, "its machine does not answer", is_cut_off=True)
+        assert (loss.kind, loss.crashed, loss.hints_at_memory) == (LossKind.CUT_OFF, False, False)
+        row.add(loss, 0.0, at * 60.0)
+        delay_s = row.restart_delay_s(at * 60.0)
+        assert delay_s is not None
+        assert delay_s <= OUTSIDE_DELAY_S
