@@ -14,8 +14,37 @@ from variety.trial import FORMATS, METHODS, PACKED, REFUSED, Cell
 Results = dict[tuple[str, ...], Cell]
 _BEGIN, _END = "<!-- begin: benchmarks/formats.py -->", "<!-- end: benchmarks/formats.py -->"
 _COLUMNS = (*METHODS, "int8-trained")
-_SLOWER = re.compile(r"is not faster than fp32")
-_DRIFTS = re.compile(r"answers too differently|has lost outputs")
+_IS_SLOWER, _DRIFTS = "is not faster than fp32", "answers too differently"
+_SHORT = {"slower": re.compile(_IS_SLOWER), "drifts": re.compile(f"{_DRIFTS}|has lost outputs")}
+_RUN = re.compile(r"(?:\*\*(?P<status>\w+)\*\*)? ?(?:(?P<ratio>[\d.]+) ×, (?P<difference>\S+))?")
+_LISTED = re.compile(r"refused \((\d+)\)")
+
+
+def kept_cells(document: str, entries: Sequence[Entry]) -> Results:
+    """Return the cells of the document's table for `entries`, with figures as they are printed there."""
+    made = document.partition(_BEGIN)[2].partition(_END)[0]
+    notes = dict(re.findall(r"^(\d+)\. (.*)$", made, re.MULTILINE))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in made.split("\n") if line[:1] == "|"]
+    keys = {entry.title: entry.key for entry in entries}
+    cells: Results = {}
+    for title, _kind, target, *shown in rows[2:]:
+        for method, text in zip(rows[0][3:], shown, strict=True):
+            cell = _cell(text, notes)
+            if title in keys and cell:
+                cells[keys[title], target, method] = cell
+    return cells
+
+
+def _cell(text: str, notes: dict[str, str]) -> Cell | None:
+    if found := _LISTED.fullmatch(text):
+        return Cell(REFUSED, notes[found[1]])
+    if text in _SHORT:
+        return Cell(REFUSED, {"slower": _IS_SLOWER, "drifts": _DRIFTS}[text])
+    found = _RUN.fullmatch(text) if text else None
+    if found is None:
+        return None
+    difference, ratio = (float(found[name]) if found[name] else None for name in ("difference", "ratio"))
+    return Cell(found["status"] or PACKED, "", difference, ratio)
 
 
 def with_section(document: str, made: str) -> str:
@@ -43,7 +72,8 @@ def section(results: Results, entries: Sequence[Entry], machine: Machine) -> str
     intro = (
         f"{len(entries)} models of {kinds} kinds, {len(shown)} trials: {count[PACKED]} packed, "
         f"{count[REFUSED]} refused, {others or 'none'} crashed, late or wrong. "
-        f"Measured {machine.date[:10]} on {machine.cpu}, PyTorch {machine.torch} (commit {machine.commit}).\n"
+        f"The last were measured {machine.date[:10]} on {machine.cpu}, PyTorch {machine.torch} (commit "
+        f"{machine.commit}), the others by runs before; each while other work ran on the same cores.\n"
     )
     listed = "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))
     return "\n".join([intro, markdown_table(lines), "", "Refusals:\n", listed])
@@ -65,10 +95,9 @@ def _shown(cell: Cell | None, notes: list[str]) -> str:
     if cell.status != REFUSED:
         figures = "" if cell.ratio is None else f"{cell.ratio:.2f} ×, {cell.difference:.0e}"
         return figures if cell.status == PACKED else f"**{cell.status}** {figures}".strip()
-    if _SLOWER.search(cell.line):
-        return "slower"
-    if _DRIFTS.search(cell.line):
-        return "drifts"
+    for short, pattern in _SHORT.items():
+        if pattern.search(cell.line):
+            return short
     return f"refused ({_number(cell.line, notes)})"
 
 
