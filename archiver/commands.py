@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchere.archiver.container.entries import MANIFEST_NAME
-from torchere.archiver.errors import ModelRefused
+from torchere.archiver.errors import ModelRefused, naming_files_of
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.model_flags import add_build_arguments, convert_options
-from torchere.archiver.reader import open_archive
+from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import (
     BUILT_IN_HANDLERS,
     DEFAULT_HANDLER,
@@ -156,8 +156,29 @@ def convert_archive(namespace: argparse.Namespace, say: Say, prepare_for: Prepar
             f"{old.path}: its model is a class in {manifest.model_file}, and converting runs that file; say "
             "--allow-code if you trust the archive"
         )
+    if not manifest.model_file and not manifest.serialized_file:
+        raise ModelRefused(
+            f"{old.path}: it holds no model, only the handler {manifest.handler}; give the model that the "
+            "handler makes to torchere archive (--factory, or --model-file)"
+        )
     with tempfile.TemporaryDirectory(prefix="torchere-") as work:
         folder = old.extract(Path(work) / "old")
+        return _converted(namespace, old, folder, say, prepare_for)
+
+
+def _converted(
+    namespace: argparse.Namespace,
+    old: Archive,
+    folder: Path,
+    say: Say,
+    prepare_for: PrepareFor | None,
+) -> Path:
+    manifest = old.manifest
+    advice = (
+        f"to change a file, or for flags that convert lacks, unpack {old.path} and pack its files again by "
+        "torchere archive"
+    )
+    with naming_files_of(old.path, folder, advice):
         # Compiled code can't be compiled again; its archive also holds the program it was compiled from.
         weights = FALLBACK_NAME if (folder / FALLBACK_NAME).is_file() else manifest.serialized_file
         files = (weights, manifest.model_file, manifest.config_file)
@@ -171,7 +192,12 @@ def convert_archive(namespace: argparse.Namespace, say: Say, prepare_for: Prepar
             options = prepared(options, configured, prepare_for)
         else:
             options = replace(options, prepare=refuse_code)
-        return pack_model(request, options, Progress(sys.stderr), say)
+        return pack_model(
+            request,
+            options,
+            Progress(sys.stderr),
+            lambda line: say(line.replace(str(folder), str(old.path))),
+        )
 
 
 def _request(namespace: argparse.Namespace, manifest: Manifest, folder: Path) -> ArchiveRequest:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -40,6 +42,23 @@ class ModelRefused(PackingError):
 
     def __init__(self, text: str) -> None:
         super().__init__(one_line(" ".join(text.split())))
+
+
+@contextmanager
+def naming_files_of(archive: Path, folder: Path, advice: str = "") -> Iterator[None]:
+    """Name the archive instead of `folder`, where it is unpacked, in each PackingError from the block.
+
+    One that names a file of the archive ends with `advice`.
+    """
+    try:
+        yield
+    except PackingError as error:
+        text = str(error)
+        if str(folder) not in text:
+            raise
+        kind = ModelRefused if isinstance(error, ModelRefused) else PackingError
+        named = text.replace(str(folder), str(archive))
+        raise kind(f"{named}; {advice}" if advice else named) from error
 
 
 def plainly(error: BaseException) -> str:

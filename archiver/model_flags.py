@@ -151,13 +151,16 @@ def _add_source_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> None:
-    """Add the flags that convert the model; `format_flag` is the name of the flag for its format."""
+    """Add the flags that convert the model; `format_flag` is the name of the flag for its format.
+
+    That is also `--format` everywhere, because refusals of models name it.
+    """
     group = parser.add_argument_group("model conversion (requires PyTorch)")
     add = group.add_argument
     is_convert = format_flag == "--to"
     formats = [name for name in MODEL_FORMATS if not (is_convert and name == KEEP)]
     add(
-        format_flag,
+        *dict.fromkeys((format_flag, "--format")),
         dest="model_format",
         choices=formats,
         required=is_convert,

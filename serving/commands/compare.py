@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from torchere.archiver.commands import refuse_code
-from torchere.archiver.errors import ArchiveError, ModelRefused, plainly
+from torchere.archiver.errors import ArchiveError, ModelRefused, naming_files_of, plainly
 from torchere.archiver.quantization import INT8_DRIFT
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS, DEFAULT_HANDLER, Prepare
@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from torchere.archiver.models.verify.report import Report
 
 
+_CORRECT = "unpack the archive, correct that, and pack the files again by torchere archive"
+_LOADED = (
+    "torchere compare loads what a server loads without a handler of the archive's own: TorchScript, .pt2, "
+    "ONNX, or a class with its state dict; pack the model as one of these by torchere archive"
+)
+
+
 @dataclass(frozen=True)
 class Contender:
     """One of the two archives, with its loaded model."""
@@ -43,8 +50,20 @@ class Contender:
     file: Path | None  # the weights file in the unpacked archive
     load: TorchScriptOptions
     prepare: Prepare  # what the archive's handler does to the body of a request
-    inputs: tuple[str, ...] | None  # input names in signature.json; None without this file
-    batched: bool  # whether inputs and outputs have a batch dimension
+    signature: Signature | None  # of signature.json; None without this file
+
+    @property
+    def batched(self) -> bool:
+        """Whether inputs and outputs have a batch dimension."""
+        return self.signature is None or self.signature.batched
+
+    @property
+    def takes(self) -> str:
+        """What the model takes, for a refusal."""
+        if self.signature is None:
+            return f"give inputs of the shapes and datatypes that {self.name} takes, a batch each"
+        inputs = ", ".join(f"{one.name} {one.datatype}{list(one.shape)}" for one in self.signature.inputs)
+        return f"give inputs as {self.name} takes them: {inputs}"
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +107,10 @@ def run_compare(options: argparse.Namespace) -> int:
         print(f"torchere compare: {plainly(error)}", file=sys.stderr)
         return 2
     print(report.to_json() if options.json else report.table())
+    if not report.accepted:
+        from torchere.archiver.models.verify.compare import reason_of  # noqa: PLC0415 - imports torch
+
+        print(f"torchere compare: {reason_of(report)}", file=sys.stderr)
     if options.picture:
         try:
             options.picture.write_text(picture(report), encoding="utf-8")
@@ -115,7 +138,7 @@ def _compared(options: argparse.Namespace) -> Report:
     with contender(options.original, allow_code=allowed) as one, contender(options.packed) as other:
         samples = read_samples(options.data, one)
         files, loads = (one.file, other.file), (one.load, other.load)
-        with refusing(f"running {one.name} and {other.name} on {options.data}"):
+        with refusing(f"running {one.name} and {other.name} on {options.data}", one.takes):
             report = verify(
                 one.run,
                 other.run,
@@ -143,6 +166,7 @@ def contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
     with tempfile.TemporaryDirectory(prefix="torchere-compare-") as folder:
         root = archive.extract(Path(folder, "model"))
         config, signature = _config(archive), _signature(archive)
+        load = _options(archive, root, config)
         serialized = archive.manifest.serialized_file
         handler = archive.manifest.handler or DEFAULT_HANDLER
         is_trusted = allow_code or handler in BUILT_IN_HANDLERS
@@ -150,15 +174,14 @@ def contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
             name=path.name,
             run=_loaded(archive, root, config),
             file=root / serialized if serialized else None,
-            load=_options(archive, config),
+            load=load,
             # Without a folder a built-in name stays one, even if the archive holds a file of that name.
             prepare=(
                 prepare_with(handler, root if allow_code else None, lambda: config)
                 if is_trusted
                 else refuse_code
             ),
-            inputs=tuple(spec.name for spec in signature.inputs) if signature else None,
-            batched=signature.batched if signature else True,
+            signature=signature,
         )
 
 
@@ -174,18 +197,21 @@ def read_samples(folder: Path, contender: Contender) -> list[tuple[torch.Tensor,
     if not folder.is_dir():
         raise ModelRefused(f"--data {folder}: no such folder; expected one with inputs, a file each")
     examples = [read_example(file, prepare=contender.prepare) for file in files_of(folder)]
-    wanted = contender.inputs
-    return [example.ordered(wanted) if wanted else example.tensors for example in examples]
+    if contender.signature is None:
+        return [example.tensors for example in examples]
+    return [example.ordered([spec.name for spec in contender.signature.inputs]) for example in examples]
 
 
 def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..., Any]:
     from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
     from torchere.handlers.base import BaseHandler  # noqa: PLC0415 - imports torch
     from torchere.handlers.context import Context  # noqa: PLC0415
+    from torchere.handlers.loading.onnx import as_function  # noqa: PLC0415
     from torchere.handlers.ts_compat.alias import __version__  # noqa: PLC0415
 
     handler = BaseHandler()
-    with refusing(f"loading the model of {archive.path}"):  # a model file may raise any exception
+    # A model file may raise any exception.
+    with naming_files_of(archive.path, root), refusing(f"loading the model of {archive.path}", _LOADED):
         handler.initialize(
             Context(
                 model_name=archive.manifest.model_name or root.name,
@@ -197,8 +223,8 @@ def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..
                 model_yaml_config=config,
             )
         )
-    model: Callable[..., Any] = handler.model
-    return model
+    model: Any = handler.model
+    return model if callable(model) else as_function(model)  # a session of onnxruntime
 
 
 def _config(archive: Archive) -> dict[str, Any]:
@@ -207,14 +233,19 @@ def _config(archive: Archive) -> dict[str, Any]:
     try:
         return config_of(archive).raw
     except InvalidArchive as error:
-        raise ModelRefused(f"{archive.path}: {archive.manifest.config_file}: {error}") from error
+        raise ModelRefused(f"{archive.path}: {archive.manifest.config_file}: {error}; {_CORRECT}") from error
 
 
-def _options(archive: Archive, config: dict[str, Any]) -> TorchScriptOptions:
+def _options(archive: Archive, root: Path, config: dict[str, Any]) -> TorchScriptOptions:
+    from torchere.archiver.models.convert.files import check_section  # noqa: PLC0415 - imports torch
+
+    file = archive.manifest.config_file
+    with naming_files_of(archive.path, root, _CORRECT):
+        check_section(root / file if file else None)
     try:
         return TorchScriptOptions.read(config)
     except ValueError as error:
-        raise ModelRefused(f"{archive.path}: {error}") from error
+        raise ModelRefused(f"{archive.path}: {error}; {_CORRECT}") from error
 
 
 def _signature(archive: Archive) -> Signature | None:
@@ -223,7 +254,7 @@ def _signature(archive: Archive) -> Signature | None:
     try:
         return parse(archive.read_text(SIGNATURE_NAME, MAX_TEXT_BYTES))
     except SignatureError as error:
-        raise ModelRefused(f"{archive.path}: {error}") from error
+        raise ModelRefused(f"{archive.path}: {error}; {_CORRECT}") from error
 
 
 _COLOURS = ("#1f77b4", "#ff7f0e")

@@ -108,7 +108,7 @@ def _traced(module: nn.Module, inputs: int) -> fx.GraphModule:
     if isinstance(module, torch.jit.ScriptModule):
         raise NotTraceable(
             "the model is TorchScript, whose layers can't be changed any more",
-            "quantise the eager model that it was made from (--model-file, or module:factory)",
+            "quantise the eager model that it was made from (torchere archive --model-file or --factory)",
         )
     try:
         with traceable_lengths(module):

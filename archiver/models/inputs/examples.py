@@ -19,7 +19,7 @@ from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.inputs.run import DATATYPES
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.request import Prepare
-from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, parse
+from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, read_signature
 
 MAX_EXAMPLE_BYTES = 2**30
 _MAX_PIXELS = 100_000_000
@@ -246,11 +246,12 @@ def example_of(specs: Sequence[TensorSpec]) -> Example:
 
 
 def inputs_of(path: Path) -> tuple[TensorSpec, ...]:
-    """Return the inputs in a `signature.json`; raise ModelRefused when the file is not one."""
+    """Return the inputs in `path`, a `signature.json`; raise ModelRefused when the file is not one."""
     try:
-        return parse(path.read_text(encoding="utf-8")).inputs
-    except (SignatureError, UnicodeDecodeError) as error:
-        raise ModelRefused(f"{path}: {error}") from error
+        found = read_signature(path.parent)
+    except SignatureError as error:
+        raise ModelRefused(f"{path.parent}: {error}") from error
+    return found.inputs if found else ()
 
 
 def _made_up(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:

@@ -180,7 +180,7 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
     if isinstance(module, torch.jit.ScriptModule):
         raise ModelRefused(
             "the model is TorchScript, whose layers can't be changed any more; "
-            "quantise the eager model that it was made from (--model-file, or module:factory)"
+            "quantise the eager model that it was made from (torchere archive --model-file or --factory)"
         )
     made = copy.deepcopy(module).eval()
     found = large_layers(made)

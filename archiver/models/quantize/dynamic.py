@@ -64,7 +64,7 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
     if isinstance(module, torch.jit.ScriptModule):
         raise ModelRefused(
             "the model is TorchScript, whose layers can't be changed any more; "
-            "quantise the eager model that it was made from (--model-file, or module:factory)"
+            "quantise the eager model that it was made from (torchere archive --model-file or --factory)"
         )
     plan = {name: _configuration(layer) for name, layer in module.named_modules() if name not in kept}
     plan = {name: configuration for name, configuration in plan.items() if configuration is not None}

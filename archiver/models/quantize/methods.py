@@ -251,7 +251,7 @@ def bf16(module: nn.Module, has_bf16: bool | None = None) -> nn.Module:
     if isinstance(module, torch.jit.ScriptModule):
         raise ModelRefused(
             "the model is TorchScript, which can't be cast safely: it may hold constants of float32; "
-            "cast the eager model that it was made from (--model-file, or module:factory)"
+            "cast the eager model that it was made from (torchere archive --model-file or --factory)"
         )
     if not (processor_has_bf16() if has_bf16 is None else has_bf16):
         raise ModelRefused(

@@ -108,7 +108,7 @@ def with_memory(
 def refuse_drift(report: Report) -> None:
     """Raise DriftRefused unless the report is accepted; the message gives the drift and the reason."""
     if not report.accepted:
-        raise DriftRefused(f"{_refusal(report)}; --accept-drift packs it all the same")
+        raise DriftRefused(f"{reason_of(report)}; --accept-drift packs it all the same")
 
 
 def refuse_other_sizes(
@@ -138,7 +138,8 @@ def refuse_other_sizes(
             )
 
 
-def _refusal(report: Report) -> str:
+def reason_of(report: Report) -> str:
+    """Return why a report is not accepted, and what to do about it."""
     found = report.difference
     names = f"the {report.packed.name} model", f"the {report.original.name} one"
     if found.undefined:

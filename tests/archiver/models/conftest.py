@@ -45,6 +45,11 @@ def net():
     return Net()
 """
 BOUNDS = "1:64"
+ONNX = (  # y = relu(x) for FP32 x of [n, 8]
+    b'\x08\x08\x12\x07by hand::\n\x0c\n\x01x\x12\x01y"\x04Relu'
+    b"Z\x14\n\x01x\x12\x0f\n\r\x08\x01\x12\t\n\x03\x12\x01n\n\x02\x08\x08"
+    b"b\x14\n\x01y\x12\x0f\n\r\x08\x01\x12\t\n\x03\x12\x01n\n\x02\x08\x08B\x04\n\x00\x10\x11"
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ def _write(made: Forms) -> None:
     checkpoint.save({"model": state, "step": 7}, checkpoint_id=file("sharded"))
     torch.jit.script(module).save(str(file("script.model")))
     free = ({0: torch.export.Dim("batch", min=1, max=64)},)
+    file("relu.onnx").write_bytes(ONNX)
     torch.export.save(torch.export.export(module, (made.rows,), dynamic_shapes=free), file("exported.pt2"))
     file("exported.pt2").rename(file("program.model"))
 

@@ -1,4 +1,7 @@
-"""Every kind of refusal of `archive`, `convert` and `compare`, and what comes of following its advice."""
+"""Every kind of refusal of `archive`, and what comes of following its advice.
+
+Those that only `convert` and `compare` have are in `test_refusals_of_archives.py`.
+"""
 
 from __future__ import annotations
 
@@ -583,11 +586,6 @@ CASES = (
     Case("a full disk", PLAIN, "name another folder in TMPDIR", PLAIN, full),
     Case("an archive that exists", PLAIN, "--force/-f", f"{PLAIN} --force", existing),
 )
-ONNX = (  # y = relu(x) for FP32 x of [n, 8]
-    b'\x08\x08\x12\x07by hand::\n\x0c\n\x01x\x12\x01y"\x04Relu'
-    b"Z\x14\n\x01x\x12\x0f\n\r\x08\x01\x12\t\n\x03\x12\x01n\n\x02\x08\x08"
-    b"b\x14\n\x01y\x12\x0f\n\r\x08\x01\x12\t\n\x03\x12\x01n\n\x02\x08\x08B\x04\n\x00\x10\x11"
-)
 UNFOLLOWED = {
     "torch is missing": "the tests need it",
     "transformers, torchao or onnxruntime is missing": "the tests of each have it",
@@ -619,13 +617,12 @@ def files(forms: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     made |= {name: forms.file(f"{name}.weights") for name in ("state", "whole")}
     made |= {"script": forms.file("script.model"), "example": forms.file("example.npy")}
     made |= {"net_module": forms.file("net_module.py"), "sharded": forms.file("sharded")}
+    made |= {"onnx": forms.file("relu.onnx")}
     return made | _damaged(made, folder) | _configurations(folder)
 
 
 def _damaged(made: dict[str, Path], folder: Path) -> dict[str, Path]:
-    found = {
-        name: folder / name for name in ("cut", "partly", "lora", "cutshards", "writing", "onnx", "badonnx")
-    }
+    found = {name: folder / name for name in ("cut", "partly", "lora", "cutshards", "writing", "badonnx")}
     found["cut"].write_bytes(made["script"].read_bytes()[:500])
     state = torch.load(made["state"], weights_only=True)
     torch.save({"one.weight": state["one.weight"], "other.weight": torch.ones(2)}, found["partly"])
@@ -634,8 +631,7 @@ def _damaged(made: dict[str, Path], folder: Path) -> dict[str, Path]:
     for shard in found["cutshards"].glob("*.distcp"):
         shard.write_bytes(shard.read_bytes()[:100])
     torch.jit.script(_Writing()).save(str(found["writing"]))
-    found["onnx"].write_bytes(ONNX)
-    found["badonnx"].write_bytes(ONNX[:20])
+    found["badonnx"].write_bytes(made["onnx"].read_bytes()[:20])
     return found
 
 
