@@ -207,7 +207,7 @@ def test_a_view_of_a_body_is_the_same_content_as_its_bytes() -> None:
 def test_a_report_keeps_what_it_says_of_its_batch() -> None:
     court = Court()
     court.run("bad")
-    report = BatchReport([InferResponse(b"")], 3.0, (), 2.0, (0.5, 1.0, 0.25))
+    report = BatchReport([InferResponse(b"")], 3.0, (), (0.5, 1.0, 0.25), 2.0)
     assert court.quarantine.judge([request("good")], report, 0.0, alone=True) == report
 
 

@@ -12,15 +12,17 @@ import pytest
 
 from torchere.serving.batching.quarantine import Conviction
 from torchere.serving.batching.quarantine_files import SUFFIX, QuarantineFiles, save
+from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import QuarantineSettings
-from torchere.serving.types import InferRequest, ModelKey, Parameter
+from torchere.serving.types import ModelKey, Parameter
 
 KEY = ModelKey("net", "1.0")
 
 
 def conviction(content: bytes = b"\x00poison", digest: str = "d" * 32) -> Conviction:
     headers = (("Content-Type", "image/jpeg"), ("Authorization", "Bearer secret"), ("X-Api-Key", "secret"))
-    request = InferRequest("id-1", (Parameter("body", content, "image/jpeg"),), headers)
+    request = Request("id-1", 0.0)
+    request.parameters, request.headers = (Parameter("body", content, "image/jpeg"),), headers
     return Conviction(request, digest, ("exited with code 7", "killed by signal 11 (SIGSEGV)"))
 
 
