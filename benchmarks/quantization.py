@@ -36,7 +36,8 @@ from quantised.document import (
     table,
     verdict,
 )
-from quantised.measure import BATCHES, Row, geometric_mean, measured
+from quantised.fastest import BATCHES
+from quantised.measure import Row, geometric_mean, measured
 from quantised.zoo import SUBJECTS
 
 from torchere.archiver.models.verify.report import this_machine

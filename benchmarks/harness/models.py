@@ -100,8 +100,8 @@ class Workshop:
         folder = self.folder / f"signature_{width}"
         folder.mkdir(exist_ok=True)
         path = folder / SIGNATURE_NAME
-        sides = (TensorSpec(name, "FP32", (ANY, width)) for name in "xy")
-        path.write_text(Signature(*((side,) for side in sides)).to_json(), encoding="utf-8")
+        taken, given = (TensorSpec(name, "FP32", (ANY, width)) for name in "xy")
+        path.write_text(Signature((taken,), (given,)).to_json(), encoding="utf-8")
         return path
 
 

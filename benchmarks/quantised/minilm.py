@@ -13,7 +13,7 @@ from harness.environments import environment, site_packages
 from harness.paths import ROOT
 from torch import nn
 
-from torchere.archiver.models.load.checkpoint import read_safetensors
+from torchere.archiver.models.load.safetensors import read_safetensors
 
 _LONGEST_WORD = 100  # characters; a longer one is unknown, as in BERT's own tokenizer
 

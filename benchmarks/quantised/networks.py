@@ -187,6 +187,7 @@ class Recommender(nn.Module):
         self.bottom = _perceptron(13, 512, 256, 128)
         self.top = _perceptron(128 + 351, 1024, 1024, 512, 256)
         self.last = nn.Linear(256, 1)
+        self.pairs: Tensor
         self.register_buffer("pairs", torch.tril_indices(27, 27, -1))
 
     def forward(self, dense: Tensor, embedded: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ async def ours(port: int, link: Link) -> None:
 
 def _generic(handle: Any) -> Any:
     service, _, name = METHOD[1:].rpartition("/")
-    handler = grpc.unary_unary_rpc_method_handler(handle)
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(handle)
     return grpc.method_handlers_generic_handler(service, {name: handler})
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-TEXT = {**SMALL, "vocab_size": 100, "max_position_embeddings": 40}
+TEXT: dict[str, Any] = {**SMALL, "vocab_size": 100, "max_position_embeddings": 40}
 
 
 class Lightning(pytorch_lightning.LightningModule):
@@ -39,8 +39,16 @@ def t5() -> nn.Module:
     """Return a T5 with one layer on each side."""
     import transformers  # noqa: PLC0415
 
-    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    sizes: dict[str, Any] = {
+        "vocab_size": 100,
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 1,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
 
 
 def clip() -> nn.Module:

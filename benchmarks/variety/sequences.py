@@ -92,6 +92,7 @@ class Dlrm(nn.Module):
         self.bottom = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU())
         self.tables = nn.ModuleList(nn.EmbeddingBag(1000, 16, mode="sum") for _ in range(6))
         self.top = nn.Sequential(nn.Linear(16 + 21, 128), nn.ReLU(), nn.Linear(128, 1))
+        self.pairs: Tensor
         self.register_buffer("pairs", torch.tril_indices(7, 7, -1))
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:

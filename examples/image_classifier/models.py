@@ -118,7 +118,7 @@ def _int8(network: torch.nn.Module, held_out: list[torch.Tensor]) -> Quantised:
     return quantised
 
 
-def _saved(demo: Path, module: torch.jit.ScriptModule, precision: str) -> Path:
+def _saved(demo: Path, module: torch.nn.Module, precision: str) -> Path:
     folder = demo / "build" / precision
     folder.mkdir(parents=True, exist_ok=True)
     torch.jit.save(module, str(folder / f"{MODEL}.pt"))

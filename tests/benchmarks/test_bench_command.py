@@ -63,13 +63,14 @@ class Keyed(Model):
 
 @contextmanager
 def running(kind: type[Model]) -> Iterator[tuple[str, list[tuple[str, bytes, str | None]]]]:
-    handler = type("Handler", (kind,), {"seen": []})
+    seen: list[tuple[str, bytes, str | None]] = []
+    handler = type("Handler", (kind,), {"seen": seen})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}", handler.seen
+            yield f"http://127.0.0.1:{server.server_port}", seen
         finally:
             server.shutdown()
             thread.join()

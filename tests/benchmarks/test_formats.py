@@ -63,7 +63,7 @@ def test_a_child_that_ends_is_a_result(work: Any, limit_s: float, expected: obje
     assert in_child(work, tmp_path / "log", limit_s) == expected
 
 
-CELLS = {
+CELLS: dict[tuple[str, ...], Cell] = {
     ("unet", "torchscript", "fp32"): Cell(PACKED, "", 2e-7, 1.5),
     ("unet", "torchscript", "int8-dynamic"): Cell(REFUSED, "it has 3 layers of none"),
     ("crnn", "torchscript", "int8-dynamic"): Cell(REFUSED, "it has 4 layers of none"),

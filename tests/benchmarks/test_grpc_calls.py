@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -47,7 +48,7 @@ def serving(answer: bytes) -> Iterator[tuple[str, Server]]:
         server.stop(None).wait()
 
 
-def load(connections: list[Connection], enough: threading.Event) -> dict[str, object]:
+def load(connections: list[Connection], enough: threading.Event) -> dict[str, Any]:
     """Run in short phases until the server has seen enough."""
     while True:
         found = run(connections, 0.2)

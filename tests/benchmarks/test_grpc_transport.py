@@ -7,10 +7,11 @@ from transport import cost
 from transport.link import BATCH, ITEM, Link
 
 
-class Written:
+class Written(asyncio.Transport):
     """A transport that keeps each message."""
 
     def __init__(self):
+        super().__init__()
         self.messages = []
 
     def writelines(self, parts):
@@ -20,8 +21,8 @@ class Written:
 @pytest.mark.parametrize("step", [1, 7, 1000])
 def test_requests_of_a_turn_go_in_one_message_and_answers_come_back_in_any_pieces(step):
     async def main():
-        link, found = Link(), []
-        link.connection_made(Written())
+        link, transport, found = Link(), Written(), []
+        link.connection_made(transport)
         for body in (b"first", b"second"):
             link.ask(3, body, lambda status, answer: found.append((status, bytes(answer))))
         await asyncio.sleep(0)
@@ -29,7 +30,7 @@ def test_requests_of_a_turn_go_in_one_message_and_answers_come_back_in_any_piece
         message = BATCH.pack(len(answers), 2) + answers
         for at in range(0, len(message), step):
             link.data_received(message[at : at + step])
-        return link._transport.messages, found
+        return transport.messages, found
 
     messages, found = asyncio.run(main())
     asked = ITEM.pack(1, 3, 5) + b"first" + ITEM.pack(2, 3, 6) + b"second"

@@ -50,7 +50,7 @@ def found(row: str, **samples: dict[str, list[float | None]]) -> rounds.Measured
 
 
 def test_a_figure_stands_beside_the_old_trees_and_a_goal_beside_its_peers():
-    samples = {
+    samples: dict[str, dict[str, list[float | None]]] = {
         pairs.OLD: {"rps": [100.0] * 9, "cpu_us": [50.0] * 9},
         pairs.NEW: {"rps": [300.0] * 9, "cpu_us": [20.0] * 9},
         "triton": {"rps": [200.0] * 9},
@@ -64,7 +64,7 @@ def test_a_figure_stands_beside_the_old_trees_and_a_goal_beside_its_peers():
 
 
 def test_a_row_without_a_goal_of_its_own_may_not_be_slower():
-    samples = {
+    samples: dict[str, dict[str, list[float | None]]] = {
         pairs.OLD: {"back_s": [1.0] * 9, "failures": [0.0] * 9},
         pairs.NEW: {"back_s": [1.1] * 9, "failures": [0.0] * 9},
     }

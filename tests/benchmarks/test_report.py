@@ -24,7 +24,7 @@ def a_run() -> Result:
         Goal("to nobody there", "rps", 2.0, against=("gone",)),
     )
     row = Row("row", "A row", "Something is measured.", {}, {"rps": "req/s", "p50": "p50 ms"}, goals)
-    samples = {
+    samples: dict[str, dict[str, list[float | None]]] = {
         "torchere": {"rps": [4000.0, 5000.0], "p50": [1.0, 0.9]},
         "peer": {"rps": [1000.0, 1000.0], "p50": [1.0, 1.0]},
     }

@@ -31,4 +31,5 @@ def test_a_gauge_may_warn_of_what_does_not_come():
 def test_other_gauges_are_no_signal(gauge, answers):
     verdict = judge(run_of(gauge, answers))
     assert not verdict.good
+    assert verdict.slow_s is not None
     assert verdict.saturated_s is None or verdict.slow_s < verdict.saturated_s or verdict.end >= CALM
