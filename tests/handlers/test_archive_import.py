@@ -170,7 +170,7 @@ def test_what_was_typed_in_is_in_nobodys_way(
     write_archive: WriteArchive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed_in = compile("1", "<stdin>", "eval")
-    monkeypatch.setitem(linecache.cache, typed_in, (1, None, ["1"], "<stdin>"))  # type: ignore[arg-type]
+    monkeypatch.setitem(linecache.cache, typed_in, (1, None, ["1"], "<stdin>"))  # type: ignore[misc]
     archive = _open(write_archive({"model.py": "N = 1"}), "typed in")
     assert archive.load("model").N == 1
     forget_archive(archive.model_dir)

@@ -138,7 +138,12 @@ def test_of_a_picture_of_many_frames_the_first_is_decoded(monkeypatch: pytest.Mo
     frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
     loaded: list[int] = []
     seek = GifImageFile._seek
-    monkeypatch.setattr(GifImageFile, "_seek", lambda *each: (loaded.append(each[1]), seek(*each))[1])
+
+    def seek_and_note(file: GifImageFile, frame: int, update_image: bool = True) -> None:
+        loaded.append(frame)
+        seek(file, frame, update_image)
+
+    monkeypatch.setattr(GifImageFile, "_seek", seek_and_note)
     assert decode_image(buffer.getvalue()).size == (8, 8)
     assert set(loaded) <= {0, 1}
 

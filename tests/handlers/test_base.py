@@ -310,6 +310,7 @@ class OwnBuffer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.last: torch.Tensor
         self.register_buffer("last", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ V1 = {
 @pytest.mark.parametrize("files", [V2, V1])
 def test_both_versions_tell_limits_and_use(tmp_path, files):
     write(tmp_path, files)
-    assert sample_cgroup(tmp_path) == CgroupSample(1.5, pytest.approx(1.5), 1_000_000, 250_000)
+    assert sample_cgroup(tmp_path) == (1.5, pytest.approx(1.5), 1_000_000, 250_000)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def test_parts_go_to_the_requests_that_the_map_names(make_context: Any, begin: A
     context = make_context(tmp_path)
     partials = begin(context, 3)
     send(["c"], {0: context.request_ids[2]}, "", 200, context)  # of a micro-batch, with indices of its own
-    send({"more": object(), 0: "a", 1: "b"}, {0: context.request_ids[0]}, "", 200, context)
+    more: dict[Any, Any] = {"more": object(), 0: "a", 1: "b"}
+    send(more, {0: context.request_ids[0]}, "", 200, context)
     send(["b", "padding"], {0: context.request_ids[1]}, "", 200, context)
     assert partials == [(2, b"c"), (0, b"a"), (1, b"b")]
 

@@ -50,6 +50,7 @@ class Reusing(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.kept: torch.Tensor
         self.register_buffer("kept", torch.zeros(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,8 +153,8 @@ OCTETS = {"body": {"content-type": "application/octet-stream"}}
         ({"instances": [[1, 2, 3]]}, {"predictions": [[2, 4, 6]]}),
         (bytearray(b"[1, 2, 3]"), [2, 4, 6]),
         ("[[1, 2, 3]]", [[2, 4, 6]]),
-        (npy(np.float32([1, 2, 3])), [2, 4, 6]),
-        (npy(np.float64([[1, 2, 3]])), [[2, 4, 6]]),
+        (npy(np.array([1, 2, 3], np.float32)), [2, 4, 6]),
+        (npy(np.array([[1, 2, 3]], np.float64)), [[2, 4, 6]]),
         (npy(np.asfortranarray(np.arange(6, dtype=">f4").reshape(2, 3))), [[0, 2, 4], [6, 8, 10]]),
     ],
 )
@@ -213,7 +214,7 @@ def test_inputs_may_come_by_name(make_handler: Callable[..., Asked]) -> None:
     asked = make_handler(SumAndDifference(), TWO)
     wanted = {"sum": [4, 6], "difference": [-2, -2]}
     assert asked.body({"a": [1, 2], "b": [3, 4]}) == wanted
-    assert asked.rows({"a": bytearray(b"[1, 2]"), "b": npy(np.int64([3, 4]))}) == [wanted]
+    assert asked.rows({"a": bytearray(b"[1, 2]"), "b": npy(np.array([3, 4], np.int64))}) == [wanted]
     assert asked.body({"inputs": [{"a": [1, 2], "b": [3, 4]}]}) == {"sum": [[4, 6]], "difference": [[-2, -2]]}
     assert asked.body({"instances": [{"a": [1, 2], "b": [3, 4]}]}) == {"predictions": [wanted]}
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchere.archiver import open_archive
 from torchere.archiver.commands import pack_model
@@ -101,7 +101,7 @@ def _write(made: Forms) -> None:
     )
     torch.save(module, file("whole.weights"))
     write_safetensors(file("numbers.weights"), state)
-    checkpoint.save({"model": state, "step": 7}, checkpoint_id=file("sharded"))
+    save({"model": state, "step": 7}, checkpoint_id=file("sharded"))
     torch.jit.script(module).save(str(file("script.model")))
     free = ({0: torch.export.Dim("batch", min=1, max=64)},)
     file("relu.onnx").write_bytes(ONNX)

@@ -51,14 +51,16 @@ def program(tmp_path: Path) -> Path:
     return tmp_path / "program.pt2"
 
 
-def changed(source: Path, program: dict[str, Any] | None = None, **more: bytes) -> Path:
+def changed(
+    source: Path, program: dict[str, Any] | None = None, more: dict[str, bytes] | None = None
+) -> Path:
     """A copy of a package with another program, and with entries more."""
     target = source.with_name("changed.pt2")
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for info in old.infolist():
             is_program = program is not None and info.filename.endswith("models/model.json")
             new.writestr(info.filename, json.dumps(program) if is_program else old.read(info))
-        for name, data in more.items():
+        for name, data in (more or {}).items():
             new.writestr(f"program/{name}", data)
     return target
 
@@ -112,7 +114,7 @@ def test_sizes_that_take_for_ever_are_refused(program: Path) -> None:
     ],
 )
 def test_what_torch_does_not_write_is_refused(program: Path, name: str) -> None:
-    refused(changed(program, **{name: b"{}"}), "which torch.export.save does not write|damaged")
+    refused(changed(program, more={name: b"{}"}), "which torch.export.save does not write|damaged")
 
 
 def test_extra_files_are_let_be(program: Path) -> None:
@@ -122,7 +124,7 @@ def test_extra_files_are_let_be(program: Path) -> None:
 
 
 def test_native_code_beside_a_program_makes_it_a_compiled_package(program: Path) -> None:
-    path = changed(program, **{"data/aotinductor/other/a.wrapper.cpp": b"int main;"})
+    path = changed(program, more={"data/aotinductor/other/a.wrapper.cpp": b"int main;"})
     found = classify_file(path)
     assert found.kind == AOTINDUCTOR
     assert "is compiled from C++ and runs as native code" in found.risk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_a_long_loop_tells_how_much_is_done_and_how_long_the_rest_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = iter([0.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0])
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     said: list[str] = []
 
     assert list(counted("abcdef", 6, "samples", said.append)) == list("abcdef")

@@ -135,7 +135,7 @@ def test_large_weights_are_mapped_where_they_lie(wide_archive: ArchiveModules, t
     torch.save(weights, path)
     model = load_eager(wide_archive, "model.py", str(path))
     assert all(is_mapped(tensor, path) for tensor in model.state_dict().values())
-    assert torch.equal(model.weight, weights["weight"])
+    assert torch.equal(model.get_parameter("weight"), weights["weight"])
 
 
 def test_large_weights_of_another_type_are_converted(wide_archive: ArchiveModules, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_large_weights_of_another_type_are_converted(wide_archive: ArchiveModule
     torch.save(weights, path)
     model = load_eager(wide_archive, "model.py", str(path))
     assert model.weight.dtype == torch.float32
-    assert torch.equal(model.weight, weights["weight"].float())
+    assert torch.equal(model.get_parameter("weight"), weights["weight"].float())
 
 
 def test_large_weights_in_the_format_before_1_6_are_loaded(
@@ -153,7 +153,7 @@ def test_large_weights_in_the_format_before_1_6_are_loaded(
     weights = torch.nn.Linear(600, 600).state_dict()
     torch.save(weights, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
     model = load_eager(wide_archive, "model.py", str(tmp_path / "w.pth"))
-    assert torch.equal(model.weight, weights["weight"])
+    assert torch.equal(model.get_parameter("weight"), weights["weight"])
 
 
 def test_safetensors_are_loaded(archive: ArchiveModules, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_safetensors_that_versions_share_are_mapped_from_the_shared_file(
         save_file({"weight": torch.full((1, 3), value), "bias": torch.zeros(1)}, path)
         os.utime(path, (0, 0))
     model = load_eager(archive, "model.py", str(folder / "w.safetensors"))
-    assert model.weight.tolist() == [[2.0, 2.0, 2.0]]
+    assert model.get_parameter("weight").tolist() == [[2.0, 2.0, 2.0]]
 
 
 def test_damaged_safetensors_are_refused(archive: ArchiveModules, tmp_path: Path) -> None:

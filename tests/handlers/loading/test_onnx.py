@@ -66,8 +66,8 @@ def test_tensors_for_a_session_on_a_gpu_stay_where_it_takes_them_from(
 ) -> None:
     gpu = DeviceChoice("cuda", torch.device("cuda:1"))
     monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: gpu)
-    ends = ((TensorSpec(name, "FP32", (-1, 2)),) for name in ("input", "output"))
-    (tmp_path / "signature.json").write_text(Signature(*ends).to_json())
+    taken, given = (TensorSpec(name, "FP32", (-1, 2)) for name in ("input", "output"))
+    (tmp_path / "signature.json").write_text(Signature((taken,), (given,)).to_json())
     (tmp_path / "m.onnx").touch()
     context = make_context(tmp_path, model={"serializedFile": "m.onnx"})
     handler = TensorHandler()

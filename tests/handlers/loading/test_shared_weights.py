@@ -65,7 +65,7 @@ def test_weights_that_nobody_shares_are_their_own_file(tmp_path: Path) -> None:
 def test_a_state_dict_is_mapped_from_the_shared_file(archive: ArchiveModules, weights: Path) -> None:
     shared = share(weights)
     model = load_eager(archive, "model.py", str(weights))
-    assert mapped_file(model.weight) == str(shared)
+    assert mapped_file(model.get_parameter("weight")) == str(shared)
 
 
 def test_torchscript_is_mapped_from_the_shared_file(tmp_path: Path) -> None:
@@ -87,5 +87,5 @@ def test_weights_that_the_handler_has_changed_are_its_own(
     torch.save(changed, place)
     os.replace(place, weights)
     model = load_eager(archive, "model.py", str(weights))
-    assert torch.equal(model.weight, changed["weight"])
-    assert mapped_file(model.weight) == str(weights)
+    assert torch.equal(model.get_parameter("weight"), changed["weight"])
+    assert mapped_file(model.get_parameter("weight")) == str(weights)

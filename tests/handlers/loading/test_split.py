@@ -38,7 +38,7 @@ def test_auto_splits_pairs_of_linear_layers_with_elementwise_functions_between()
 
 def test_auto_takes_the_plan_that_a_model_has() -> None:
     model = Pair()
-    model.tp_plan = {"up": "colwise_rep"}
+    model.tp_plan = {"up": "colwise_rep"}  # type: ignore[assignment]  # as a class of transformers has it
     assert styles_of(model, "auto", 2) == {"up": "colwise_rep"}
 
 

@@ -42,7 +42,7 @@ def test_a_state_dict_is_told_from_torchscript(tmp_path: Path) -> None:
 def test_only_the_form_that_can_be_read_before_is_loaded(tmp_path: Path) -> None:
     flat, behind = tmp_path / "flat.pt", tmp_path / "behind.pt"
     writer = torch.jit.script(Writer())
-    torch.jit.save_jit_module_to_flatbuffer(writer, str(flat))
+    torch.jit.save_jit_module_to_flatbuffer(writer, str(flat))  # type: ignore[attr-defined]
     behind.write_bytes(b"X" * 64)
     writer.save(str(tmp_path / "zip.pt"))
     with zipfile.ZipFile(behind, "a") as package, zipfile.ZipFile(tmp_path / "zip.pt") as written:
@@ -199,7 +199,7 @@ def test_linear_layers_of_an_optimised_module_are_packed_once_for_all_threads(tm
     torch.manual_seed(0)
     path = saved(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU()), tmp_path / "net.pt")
     module, plain = load_torchscript(path, "cpu", OPTIMIZED), load_torchscript(path, "cpu")
-    assert len(module.graph.findAllNodes("mkldnn::_linear_pointwise")) == 1
+    assert len(module.graph.findAllNodes("mkldnn::_linear_pointwise")) == 1  # type: ignore[attr-defined]
 
     def agrees(rows: int) -> bool:
         given = torch.rand(rows, 64)

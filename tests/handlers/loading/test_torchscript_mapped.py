@@ -24,9 +24,13 @@ class Varied(torch.nn.Module):
         torch.manual_seed(0)
         self.wide = torch.nn.Parameter(torch.randn(512, 512))
         self.same = self.wide
+        self.halves: torch.Tensor
         self.register_buffer("halves", torch.randn(512).half())
+        self.mask: torch.Tensor
         self.register_buffer("mask", torch.arange(512) % 2 == 0)
+        self.column: torch.Tensor
         self.register_buffer("column", self.wide.detach()[:, 3])
+        self.empty: torch.Tensor
         self.register_buffer("empty", torch.empty(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

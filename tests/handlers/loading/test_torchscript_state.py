@@ -15,6 +15,7 @@ class Network(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(3, 1, 1))
         self.convolution = torch.nn.Conv2d(3, 3, 3, padding=1)
         self.norm = torch.nn.BatchNorm2d(3)
@@ -45,6 +46,7 @@ class Recurrent(torch.nn.Module):
 class Scratch(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.scratch: torch.Tensor
         self.register_buffer("scratch", torch.zeros(4, 3, 8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torchere.handlers.tensors.answer import (
     wish_header,
 )
 
-ANSWER = {"a": np.float32([[1, 2]]), "b": np.int8([7]), "t": "é"}
+ANSWER = {"a": np.array([[1, 2]], np.float32), "b": np.array([7], np.int8), "t": "é"}
 
 
 def processor(wish: Wish) -> RequestProcessor:
@@ -61,7 +61,7 @@ def test_binary_outputs_stand_behind_the_json() -> None:
     body, request = encoded(ANSWER, Wish(binary=True))
     length = int(request.response_headers[HEADER_LENGTH])
     assert [o["parameters"]["binary_data_size"] for o in outputs(body[:length])] == [8, 1, 6]
-    assert body[length:] == np.float32([1, 2]).tobytes() + b"\x07" + b"\2\0\0\0\xc3\xa9"
+    assert body[length:] == np.array([1, 2], np.float32).tobytes() + b"\x07" + b"\2\0\0\0\xc3\xa9"
     assert request.response_headers["content-type"] == "application/octet-stream"
 
 

@@ -25,7 +25,7 @@ def told(answer: object, specs: tuple[TensorSpec, ...] = ()) -> list[tuple[Any, 
     ("answer", "wanted"),
     [
         (None, []),
-        ({"y": np.float32([1])}, [("y", "FP32", (1,), [1.0])]),
+        ({"y": np.array([1], np.float32)}, [("y", "FP32", (1,), [1.0])]),
         (
             {"a": torch.ones(2, dtype=torch.int8), 3: "x"},
             [("a", "INT8", (2,), [1, 1]), ("3", "BYTES", (1,), ["x"])],

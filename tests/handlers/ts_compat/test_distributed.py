@@ -48,7 +48,12 @@ def test_the_engine_of_deepspeed_gets_the_files_of_the_archive(
 
     asked: list[Any] = []
     stand_in = ModuleType("deepspeed")
-    stand_in.init_inference = lambda model, **files: asked.append((model, files)) or "engine"  # type: ignore[attr-defined]
+
+    def init_inference(model: Any, **files: Any) -> str:
+        asked.append((model, files))
+        return "engine"
+
+    stand_in.init_inference = init_inference  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deepspeed", stand_in)
     (tmp_path / "ds.json").write_text("{}")
     assert get_ds_engine("model", context(tmp_path, deepspeed={"config": "ds.json"})) == "engine"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from torch._inductor.runtime.runtime_utils import cache_dir
+from torch._inductor.runtime.runtime_utils import cache_dir  # type: ignore[attr-defined]
 
 from torchere.archiver.models.convert.aotinductor import private_cache
 

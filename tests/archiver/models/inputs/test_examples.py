@@ -8,6 +8,7 @@ import random
 import struct
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_doubles_stay_for_models_of_doubles_and_where_they_were_chosen(tmp_path:
     assert read_example(path).tensors[0].dtype is torch.float64
 
 
-def npz(tmp_path: Path, **arrays: np.ndarray) -> bytes:
+def npz(tmp_path: Path, **arrays: Any) -> bytes:
     np.savez_compressed(tmp_path / "made.npz", **arrays)
     return (tmp_path / "made.npz").read_bytes()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.checkpoint import read_parts, read_weights
@@ -241,7 +241,7 @@ class Adapted(nn.Module):
         nn.DataParallel,
         torch.optim.swa_utils.AveragedModel,
         Adapted,
-        lambda net: nn.DataParallel(torch.compile(net)),  # type: ignore[arg-type]
+        lambda net: nn.DataParallel(torch.compile(net)),  # type: ignore[type-var]
     ],
 )
 def test_what_training_wraps_around_a_module_is_taken_off(wrap: Any) -> None:
@@ -256,7 +256,7 @@ def test_a_class_that_compiles_a_part_of_itself_takes_weights_with_and_without_i
     plain = nn.Sequential(Net(), nn.ReLU()).state_dict()
     named = {key.replace("0.", "0._orig_mod.", 1): value for key, value in plain.items()}
     for state in (plain, named):
-        module = nn.Sequential(torch.compile(Net()), nn.ReLU())  # type: ignore[arg-type]
+        module = nn.Sequential(torch.compile(Net()), nn.ReLU())  # type: ignore[call-overload]
         path = saved(tmp_path / "w.pth", state)
         assert load_into(module, read_weights(path), path) == []
         assert torch.equal(module.state_dict()["0._orig_mod.layer.weight"], plain["0.layer.weight"])
@@ -280,7 +280,7 @@ def test_the_module_beside_other_things_in_a_trusted_pickle_is_the_model(tmp_pat
 def saved_in_parts(folder: Path, state: dict[str, Any]) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a missing process group
-        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+        save(state, checkpoint_id=str(folder), no_dist=True)
     return folder
 
 

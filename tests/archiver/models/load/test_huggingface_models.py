@@ -50,7 +50,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
         )
     ),
 }
-INPUTS = {
+INPUTS: dict[str, dict[str, tuple[int, ...]]] = {
     "pair classifier": {"input_ids": (-1, -1), "attention_mask": (-1, -1), "token_type_ids": (-1, -1)},
     "decoder": {"input_ids": (-1, -1), "attention_mask": (-1, -1)},
     "encoder and decoder": {
@@ -127,7 +127,7 @@ def test_ids_that_the_model_has_not_and_masks_of_another_length_are_refused_with
     ids, mask, kinds = parse(open_archive(archive).read_text("signature.json")).inputs
     assert (ids.values, mask.values, kinds.values) == (Values(0, 99), None, Values(0, 1))
     fine = {"input_ids": [[1, 99, 3]], "attention_mask": [[1, 1, 1]], "token_type_ids": [[0, 0, 0]]}
-    bad = [
+    bad: list[dict[str, Any]] = [
         {**fine, "input_ids": [[1, 100, 3]]},
         {**fine, "input_ids": [[1, -1, 3]]},
         {**fine, "token_type_ids": [[0, 2, 0]]},
@@ -153,7 +153,8 @@ def test_an_example_chooses_the_inputs_and_fixes_the_length(
 ) -> None:
     example = {key: value.tolist() for key, value in values("pair classifier", 11).items()}
     del example["attention_mask"]
-    np.savez(tmp_path / "x.npz", **{key: np.array(value) for key, value in reversed(example.items())})
+    arrays: dict[str, Any] = {key: np.array(value) for key, value in reversed(example.items())}
+    np.savez(tmp_path / "x.npz", **arrays)
     given = {"serialized_file": folders["pair classifier"], "model_format": "torchscript"}
     signature = parse(open_archive(pack(**given, example=tmp_path / "x.npz")).read_text("signature.json"))
     assert [(spec.name, spec.shape) for spec in signature.inputs] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -96,8 +97,8 @@ def test_torch_has_one_thread_while_other_programs_keep_the_cores_busy(
     load: float, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr(cost.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(cost.os, "sched_getaffinity", lambda _pid: {0, 1})
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
     torch.set_num_threads(2)
     try:
         with fewer_threads_when_busy():

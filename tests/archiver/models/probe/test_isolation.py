@@ -150,7 +150,7 @@ def test_trials_compute_with_as_many_threads_as_this_process_after_it_computed(
 class Stateful(nn.Module):
     """A recurrent layer whose initial state is a constant for one row."""
 
-    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], **options: Any) -> None:
         super().__init__()
         self.layer = kind(8, 16, **options)
         self.register_buffer("state", torch.zeros(1, 1, 16))

@@ -12,6 +12,7 @@ import torch
 
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, supported, using
+from torchere.archiver.models.measure.cost import processor_ms
 from torchere.archiver.models.quantize import candidates
 from torchere.archiver.models.quantize.candidates import Measured, NoUsableEngine, choose
 from torchere.archiver.models.quantize.methods import quantise
@@ -103,11 +104,10 @@ def test_a_file_that_is_no_torchscript_is_an_error_and_the_engine_is_put_back() 
 
 def test_engines_are_timed_in_each_size_that_requests_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[int, ...]] = []
-    real = candidates.processor_ms
 
     def noted(models: Any, call: Any, budget_s: float) -> list[float]:
         timed.append(tuple(call[0].shape))
-        return real(models, call, 0.0)
+        return processor_ms(models, call, 0.0)
 
     monkeypatch.setattr(candidates, "processor_ms", noted)
     rows = (TensorSpec("x", "FP32", (-1, -1, 8)),)

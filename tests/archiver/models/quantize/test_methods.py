@@ -119,7 +119,7 @@ def test_static_int8_agrees_with_fp32_and_names_its_engine_and_what_it_folded() 
 @needs_engine
 def test_values_before_the_first_clipped_layer_keep_their_own_range() -> None:
     network = Convolutional().eval()
-    large = [(-20 + 10 * picture,) for (picture,) in pictures()]  # none of it between 0 and 6
+    large: list[Tensors] = [(-20 + 10 * picture,) for (picture,) in pictures()]  # none of it between 0 and 6
 
     made = quantise(loaded(network, large[0][0]), "int8-static", large)
 

@@ -84,7 +84,7 @@ def uneven(convolutional: bool) -> tuple[LoadedModel, list[tuple[torch.Tensor, .
         network = Uneven(nn.Linear(8, 16), nn.Linear(16, 128)).eval()
         samples = [torch.randn(2, 8) for _ in range(4)]
     with torch.no_grad():
-        network.first.weight[:, 0] = 0.0
+        network.get_parameter("first.weight")[:, 0] = 0.0
     for sample in samples:
         sample[:, 0] = 1000.0
     signature = Signature((TensorSpec("x", "FP32", (-1, *samples[0].shape[1:])),), ())

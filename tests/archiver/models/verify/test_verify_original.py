@@ -12,7 +12,7 @@ from torch.nn import functional
 from torchere.archiver.models.verify.compare import DriftRefused, refuse_drift, verify
 from torchere.archiver.models.verify.report import Report
 
-SAMPLES = [(torch.randn(2, 8),), (torch.randn(3, 8),)]
+SAMPLES: list[tuple[torch.Tensor, ...]] = [(torch.randn(2, 8),), (torch.randn(3, 8),)]
 
 
 def random(x: torch.Tensor) -> torch.Tensor:
