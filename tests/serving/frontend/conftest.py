@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -353,14 +353,15 @@ def planes():
         min_upload_rate: int = 0,
         budgets: Budgets | None = None,
         client_limits: ClientLimits | None = None,
-        **settings: Any,
+        **changes: Any,
     ) -> Services:
         limits = Limits(max_request_bytes=max_request_bytes, min_upload_rate=min_upload_rate)
-        settings = ServerSettings(limits=limits, **settings)
+        settings = ServerSettings(limits=limits, **changes)
         budgets = budgets or Budgets()
         return Services(settings, metrics, keys, "9.9", budgets=budgets, client_limits=client_limits)
 
-    data, control = FakeDataPlane(), FakeControlPlane()
+    data: Any = FakeDataPlane()
+    control: Any = FakeControlPlane()
     registry: Any = SimpleNamespace()
     control.workflows = WorkflowPlane(Workflows(ServerSettings(), registry), data, lambda: None, 1000)
     return SimpleNamespace(data=data, control=control, keys=FakeKeys(), metrics=metrics, services=services)
@@ -372,7 +373,8 @@ def ask(planes):
 
     def call(surfaces: str, method: str, target: str, body: bytes = b"", **headers: str) -> Answer:
         services = planes.services(keys=headers.pop("keys", None))
-        listener = listener_of(frozenset(surfaces.split("+")), planes.data, planes.control, services)
+        roles = cast("list[Role]", surfaces.split("+"))
+        listener = listener_of(frozenset(roles), planes.data, planes.control, services)
         return asyncio.run(ask_async(listener, method, target, body, **headers))
 
     return call

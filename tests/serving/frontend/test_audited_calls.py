@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from typing import Any
 
 import grpc
 import pytest
@@ -126,7 +127,7 @@ def code_of(planes, start, path, request, *, address=None, **settings):
         bound = await server.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{bound.port}") as channel:
-                call = channel.unary_unary(path, lambda message: message.SerializeToString(), bytes)
+                call: Any = channel.unary_unary(path, lambda message: message.SerializeToString(), bytes)
                 await call(request, metadata=metadata, timeout=20)
         except grpc.aio.AioRpcError as error:
             return error.code().name

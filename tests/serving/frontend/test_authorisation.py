@@ -1,5 +1,7 @@
 """The table of authorisation: it has a row for every route, and nothing is open without one that says so."""
 
+from typing import Any
+
 import pytest
 
 from torchere.serving.config.server_settings import Address
@@ -37,7 +39,7 @@ def flat(routes):
 
 def rest_routes(planes, surfaces):
     """Path and method of every route of a port with these APIs."""
-    app = routes(surfaces, planes.data, planes.control, planes.services(keys=planes.keys))
+    app: Any = routes(surfaces, planes.data, planes.control, planes.services(keys=planes.keys))
     # The connection strips slashes at the end of a path.
     found = {(route.path.rstrip("/") or "/", way) for route in flat(app.routes) for way in route.methods}
     assert len(found) > 10

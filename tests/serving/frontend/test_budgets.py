@@ -3,6 +3,8 @@
 import asyncio
 import random
 import threading
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -72,7 +74,9 @@ def test_a_setting_says_how_much_all_may_hold():
 def test_nothing_is_held_after_any_sequence_of_steps():
     chance = random.Random(7)
     budgets = Budgets(20_000)
-    connections = [(ConnectionBudget(budgets), [], []) for _ in range(5)]
+    connections: list[tuple[ConnectionBudget, list[Any], list[Any]]] = [
+        (ConnectionBudget(budgets), [], []) for _ in range(5)
+    ]
     for _ in range(5000):
         budget, taken, leases = chance.choice(connections)
         step, size, free = chance.random(), chance.randrange(3000), chance.random() < 0.3
@@ -120,7 +124,7 @@ def test_functions_run_one_at_a_time_in_order_and_withdrawn_ones_not_at_all():
             if len(results) == 3:
                 ended.set()
 
-        asked = [queue.add(lambda number=number: work(number), then) for number in range(5)]
+        asked = [queue.add(partial(work, number), then) for number in range(5)]
         while not began:
             await asyncio.sleep(0)
         asked[0].withdraw()  # it runs, but its result is dropped

@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 import datetime
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -102,7 +104,8 @@ def files(made, tmp_path):
     clients = tmp_path / "clients.json"
     clients.write_text(json.dumps(CLIENTS))
     clients.chmod(0o600)
-    return SimpleNamespace(clients=clients, tls=TlsFiles(*made.server, made.ca))
+    certificate, key = made.server
+    return SimpleNamespace(clients=clients, tls=TlsFiles(certificate, key, made.ca))
 
 
 @contextlib.asynccontextmanager
@@ -131,8 +134,8 @@ def rest_status(made, address, path, client, *, method="GET", key=None):
     certificate = None if client == "nobody" else tuple(map(str, getattr(made, client)))
     url = f"https://localhost:{address.port}{path}"
     try:
-        options = {"verify": str(made.ca), "cert": certificate, "headers": headers, "timeout": 20}
-        return requests.request(method, url, **options).status_code
+        options: dict[str, Any] = {"verify": str(made.ca), "cert": certificate, "headers": headers}
+        return requests.request(method, url, timeout=20, **options).status_code
     except requests.ConnectionError:
         return 0
 
@@ -144,7 +147,7 @@ async def grpc_code(made, address, method, request, client):
         made.ca.read_bytes(), key and key.read_bytes(), certificate and certificate.read_bytes()
     )
     async with grpc.aio.secure_channel(f"localhost:{address.port}", credentials) as channel:
-        call = channel.unary_unary(method, lambda message: message.SerializeToString(), bytes)
+        call: Any = channel.unary_unary(method, lambda message: message.SerializeToString(), bytes)
         try:
             await call(request, timeout=10)
         except grpc.aio.AioRpcError as error:
@@ -227,8 +230,8 @@ def test_a_certificate_opens_the_grpc_methods_of_its_roles(planes, files, made, 
 def test_the_identity_of_a_certificate_names_the_caller(planes, files, made):
     async def main():
         async with serving(planes, files, "inference") as server:
-            call = (rest_status, made, server.rest, "/predictions/echo", "app")
-            assert await asyncio.to_thread(*call, method="POST") == 200
+            call = partial(rest_status, made, server.rest, "/predictions/echo", "app", method="POST")
+            assert await asyncio.to_thread(call) == 200
 
     uvloop.run(main())
     assert planes.data.callers == ["mesh"]
@@ -237,8 +240,8 @@ def test_the_identity_of_a_certificate_names_the_caller(planes, files, made):
 def test_a_token_counts_beside_certificates_and_only_if_tokens_are_on(planes, files, made):
     async def statuses(**how):
         async with serving(planes, files, "management", **how) as server:
-            call = (rest_status, made, server.rest, "/models", "unknown")
-            return await asyncio.to_thread(*call, key="management-key")
+            call = partial(rest_status, made, server.rest, "/models", "unknown", key="management-key")
+            return await asyncio.to_thread(call)
 
     assert uvloop.run(statuses()) == 200
     assert uvloop.run(statuses(takes_tokens=False)) == 400
@@ -248,7 +251,8 @@ def test_a_subject_that_leaves_the_file_is_refused_on_its_open_connection(planes
     async def main():
         async with serving(planes, files, "management") as server:
             with requests.Session() as session:
-                session.cert = tuple(map(str, made.ci))
+                certificate, key = map(str, made.ci)
+                session.cert = (certificate, key)
 
                 def status():
                     url = f"https://localhost:{server.rest.port}/models"
@@ -287,7 +291,8 @@ def test_a_browser_with_a_certificate_is_no_foreign_page(planes, files, made):
         async with serving(planes, files, "management", takes_tokens=False) as server:
             url = f"https://localhost:{server.rest.port}/models"
             headers = {"Origin": "http://evil.example"}
-            options = {"cert": tuple(map(str, made.ci)), "verify": str(made.ca), "headers": headers}
+            options: dict[str, Any] = {"cert": tuple(map(str, made.ci)), "verify": str(made.ca)}
+            options["headers"] = headers
             answer = await asyncio.to_thread(requests.get, url, timeout=20, **options)
             assert answer.status_code == 200
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
@@ -17,6 +17,7 @@ from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.service import dispatcher
 from torchere.serving.frontend.http2.header_blocks import request_head
 from torchere.serving.frontend.http2.messages import StatusCode
+from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import InferRequest
@@ -28,7 +29,8 @@ def limits_of(**quota: Any) -> ClientLimits:
 
 def listener(planes: Any, surfaces: str = "inference", **quota: Any) -> Any:
     services = planes.services(client_limits=limits_of(**quota))
-    return listener_of(frozenset(surfaces.split("+")), planes.data, planes.control, services)
+    roles: Any = frozenset(surfaces.split("+"))
+    return listener_of(roles, planes.data, planes.control, services)
 
 
 def test_a_client_over_its_rate_gets_429_and_the_time_of_the_next_request(planes, ask_listener):
@@ -89,9 +91,10 @@ class FakeStream:
 
 
 def test_a_call_over_the_rate_of_its_client_is_not_opened_and_says_when_to_come_back():
-    opened: list[FakeStream] = []
+    opened: list[Any] = []
+    keep: Any = opened.append
     open_call = dispatcher(
-        {PATH: opened.append},
+        {PATH: keep},
         None,
         "inference",
         Metrics(),
@@ -99,7 +102,7 @@ def test_a_call_over_the_rate_of_its_client_is_not_opened_and_says_when_to_come_
     )
     first, second, other = FakeStream("10.0.0.1"), FakeStream("10.0.0.1"), FakeStream("10.0.0.2")
     for stream in (first, second, other):
-        open_call(stream)
+        open_call(cast("Stream", stream))
     assert opened == [first, other]
     code, message, details = second.answered
     assert code == StatusCode.RESOURCE_EXHAUSTED
@@ -123,9 +126,10 @@ def test_a_call_over_the_rate_of_its_client_is_not_opened_and_says_when_to_come_
 def test_calls_for_health_and_of_operators_are_not_limited(port, path, opened):
     seen: list[FakeStream] = []
     limits = limits_of(rate=0.25, burst=1)
-    open_call = dispatcher({path: seen.append}, None, port, Metrics(), limits=limits)
+    keep: Any = seen.append
+    open_call = dispatcher({path: keep}, None, port, Metrics(), limits=limits)
     for _ in range(3):
-        open_call(FakeStream("10.0.0.1", path))
+        open_call(cast("Stream", FakeStream("10.0.0.1", path)))
     assert len(seen) == opened
 
 

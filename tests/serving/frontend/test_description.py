@@ -56,7 +56,12 @@ def test_a_ready_executor_is_a_ready_worker_with_its_start_in_utc(planes):
 def test_threads_have_the_memory_of_the_server_which_is_looked_at_once(planes, monkeypatch):
     looked_at = []
     process = psutil.Process
-    monkeypatch.setattr(psutil, "Process", lambda pid: looked_at.append(pid) or process(pid))
+
+    def look_at(pid):
+        looked_at.append(pid)
+        return process(pid)
+
+    monkeypatch.setattr(psutil, "Process", look_at)
     thread = dataclasses.replace(planes.control.description.executors[0], pid=os.getpid())
     gone = dataclasses.replace(thread, pid=NO_PROCESS)
     workers = described(planes, executors=(thread, thread, thread, gone))["workers"]

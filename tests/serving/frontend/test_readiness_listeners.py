@@ -1,5 +1,7 @@
 """Who watches readiness is called when the data plane changes it."""
 
+from typing import Any
+
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.telemetry.metrics import Metrics
 
@@ -14,8 +16,13 @@ class EmptyRegistry:
         return []
 
 
+def data_plane():
+    registry: Any = EmptyRegistry()
+    return DataPlane(registry, Metrics())
+
+
 def test_a_start_and_a_drain_are_announced_behind_the_change():
-    plane = DataPlane(EmptyRegistry(), Metrics())
+    plane = data_plane()
     found = []
     plane.readiness_listeners.add(lambda: found.append(plane.readiness().ready))
     plane.opened()
@@ -24,7 +31,7 @@ def test_a_start_and_a_drain_are_announced_behind_the_change():
 
 
 def test_a_listener_may_leave_while_all_are_called():
-    plane = DataPlane(EmptyRegistry(), Metrics())
+    plane = data_plane()
     called = []
 
     def leave():

@@ -86,6 +86,7 @@ def test_nobody_looks_while_nothing_waits():
         watched.stalls.watch()
         again = watched.stalls._timer
         watched.stalls.stop()
+        assert again is not None
         return idle, again.cancelled(), watched.looks
 
     assert run(main()) == (None, True, 3)

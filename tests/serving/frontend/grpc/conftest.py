@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -27,7 +28,7 @@ class Client:
 
     def __call__(self, method: str, request, **options):
         described = self._service.methods_by_name[method]
-        shape = {
+        shape: Any = {
             (False, False): self._channel.unary_unary,
             (False, True): self._channel.unary_stream,
             (True, True): self._channel.stream_stream,

@@ -4,6 +4,7 @@
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,10 @@ def answered(keys, *metadata):
     """How a call with this metadata is ended; None: it is opened."""
     ended = []
     head, _ = request_head([*HEAD, *metadata])
-    stream = SimpleNamespace(head=head, client=("10.0.0.7", 4321), caller="", subjects=())
+    stream: Any = SimpleNamespace(head=head, client=("10.0.0.7", 4321), caller="", subjects=())
     stream.end = stream.refuse = lambda *how: ended.append(how)
-    dispatcher({PATH: lambda stream: None}, keys, "inference", Metrics())(stream)
+    opened: Any = None
+    dispatcher({PATH: lambda stream: opened}, keys, "inference", Metrics())(stream)
     return ended[0] if ended else None
 
 

@@ -68,7 +68,8 @@ def test_an_outage_is_unavailable_and_says_when_to_try_again(rich_failure):
 
 
 def test_a_bug_tells_no_more_than_its_text(rich_failure, planes, monkeypatch):
-    monkeypatch.setattr(planes.data, "healthy", lambda: {}["a secret"])
+    nothing: dict[str, str] = {}
+    monkeypatch.setattr(planes.data, "healthy", lambda: nothing["a secret"])
     code, text, status = rich_failure(method="Ping")
     assert (code, status.message) == (grpc.StatusCode.INTERNAL, text)
     assert unpacked(status, error_details_pb2.ErrorInfo).reason == "INTERNAL"

@@ -311,7 +311,12 @@ def test_each_call_has_a_line_in_the_access_log(ask_grpc, refusal, caplog):
 
 def test_calls_with_different_deadlines_are_read_once_and_keep_their_own(serving, planes, monkeypatch):
     decoded, decode = [], Decoder.decode
-    monkeypatch.setattr(Decoder, "decode", lambda *args, **kw: decoded.append(1) or decode(*args, **kw))
+
+    def counted(*args, **options):
+        decoded.append(1)
+        return decode(*args, **options)
+
+    monkeypatch.setattr(Decoder, "decode", counted)
     timeouts = [10.0 + 7 * number for number in range(60)]
 
     async def main():

@@ -92,5 +92,6 @@ def test_reflection_knows_the_protocol_under_both_names():
     wanted = torchserves.methods_by_name["ModelInfer"].input_type
     assert wanted.full_name == "org.pytorch.serve.grpc.openinference.ModelInferRequest"
     tensor = wanted.fields_by_name["inputs"].message_type
+    assert tensor is not None
     assert tensor.full_name == "org.pytorch.serve.grpc.openinference.ModelInferRequest.InferInputTensor"
     assert pool.FindServiceByName("org.pytorch.serve.grpc.inference.InferenceAPIsService")

@@ -1,4 +1,5 @@
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_closing_ends_all_that_runs():
             finally:
                 ended.append(number)
 
-        stream = in_order(given(1, 2, 3), answer)
+        stream: Any = in_order(given(1, 2, 3), answer)
         assert await anext(stream) == 1
         for _ in range(10):
             await asyncio.sleep(0)

@@ -1,8 +1,10 @@
 """What every gRPC port has: keys, health, reflection, and addresses."""
 
 import asyncio
+import random
 import socket
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +17,7 @@ from hyperframe.frame import DataFrame, HeadersFrame, PingFrame, SettingsFrame
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.budgets import WATCHES, Budgets
 from torchere.serving.frontend.dataplane import Readiness
-from torchere.serving.frontend.grpc import health, server
+from torchere.serving.frontend.grpc import health
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
@@ -178,16 +180,26 @@ class WatchStream:
 def test_a_thousand_idle_watches_cost_one_look_and_one_timer(planes, monkeypatch):
     looks, timers = [], []
     ready = planes.data.readiness
-    monkeypatch.setattr(planes.data, "readiness", lambda: looks.append(1) or ready())
+
+    def readiness():
+        looks.append(1)
+        return ready()
+
+    monkeypatch.setattr(planes.data, "readiness", readiness)
 
     async def main():
         loop = asyncio.get_running_loop()
         later = loop.call_later
-        monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(args) or later(*args))
-        tasks = set()
+
+        def call_later(*args):
+            timers.append(args)
+            return later(*args)
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        tasks: set[asyncio.Task[object]] = set()
         health_service = health.HealthService(planes.data, frozenset({SERVICE}))
         opened = service(health.HEALTH, health_service.methods(), MANAGEMENT)(tasks)[WATCH]
-        streams = [WatchStream() for _ in range(1000)]
+        streams: list[Any] = [WatchStream() for _ in range(1000)]
         calls = [opened(stream) for stream in streams]
         for call in calls:
             call.on_message(b"")
@@ -216,7 +228,7 @@ def test_a_thousand_idle_watches_cost_one_look_and_one_timer(planes, monkeypatch
 def test_a_watch_that_begins_while_the_connection_drains_is_told_and_ended(planes):
     async def main():
         health_service = health.HealthService(planes.data, frozenset())
-        stream = WatchStream()
+        stream: Any = WatchStream()
         call = service(health.HEALTH, health_service.methods(), MANAGEMENT)(set())[WATCH](stream)
         call.on_drain()
         before = stream.ended
@@ -309,7 +321,7 @@ def test_reflection_lists_the_services_of_the_port(serving):
 
 def test_the_settings_say_which_ports_to_open(planes):
     def opened(**settings):
-        services = SimpleNamespace(
+        services: Any = SimpleNamespace(
             settings=ServerSettings(**settings),
             keys=None,
             metrics=None,
@@ -385,7 +397,7 @@ def test_connections_over_tcp_are_kept_alive(serving):
 
 @pytest.mark.parametrize(("pick", "factor"), [(min, 0.9), (max, 1.1)])
 def test_connections_grow_as_old_as_the_settings_say_and_not_all_at_once(planes, monkeypatch, pick, factor):
-    monkeypatch.setattr(server.random, "uniform", lambda *ends: pick(ends))
+    monkeypatch.setattr(random, "uniform", lambda *ends: pick(ends))
     services = planes.services(
         grpc_inference_max_connection_age_ms=2000,
         grpc_inference_max_connection_age_grace_ms=500,

@@ -1,7 +1,9 @@
 """Which calls reach a method, and what the others are told."""
 
+import asyncio
 from inspect import iscoroutinefunction
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from torchere.serving.frontend.http2.header_blocks import request_head
 from torchere.serving.telemetry.metrics import Metrics
 
 PATH = "/test.Service/echo"
-OPENED = object()
+OPENED: Any = object()
 METRICS = Metrics()
 
 
@@ -48,7 +50,7 @@ class FakeStream:
 
 
 def opened(keys=None, kind="inference", metrics=METRICS, **changed):
-    stream = FakeStream(**changed)
+    stream: Any = FakeStream(**changed)
     receiver = dispatcher({PATH: lambda stream: OPENED}, keys, kind, metrics)(stream)
     return "opened" if receiver is OPENED else stream.answered
 
@@ -117,7 +119,7 @@ def test_probes_need_no_key_and_what_operators_call_needs_the_other_one(planes, 
 def test_the_identity_names_the_caller_and_where_no_key_is_asked_for_the_address_does(
     planes, path, keys, caller
 ):
-    stream = FakeStream(path=path, authorization="Bearer inference")
+    stream: Any = FakeStream(path=path, authorization="Bearer inference")
     dispatcher({path: lambda stream: OPENED}, planes.keys if keys else None, "inference", METRICS)(stream)
     assert stream.caller == caller
     assert hasattr(stream, "limit_bytes") == ("Health" in path)  # short messages only, without a key
@@ -131,19 +133,21 @@ def test_calls_without_their_key_are_counted(planes):
 
 
 def test_what_still_comes_of_a_call_that_was_refused_is_passed_over():
-    stream = SimpleNamespace(head=request_head([])[0], refuse=lambda *told: None)
-    receiver = dispatcher({}, None, "inference", METRICS)(stream)
+    stream: Any = SimpleNamespace(head=request_head([])[0], refuse=lambda *told: None)
+    receiver: Any = dispatcher({}, None, "inference", METRICS)(stream)
     told = [receiver.on_message(b"m"), receiver.on_half_close(), receiver.on_failure(13, "no")]
     assert [*told, receiver.on_cancel(), receiver.on_drain()] == [None] * 5
 
 
 def test_a_plain_function_answers_within_the_half_close_and_without_a_task():
-    answered = []
-    stream = SimpleNamespace(head=request_head([])[0], timeout_s=None, client=None, caller="", ended=False)
+    answered: list[object] = []
+    head, _ = request_head([])
+    stream: Any = SimpleNamespace(head=head, timeout_s=None, client=None, caller="", ended=False)
     stream.consumed_all = lambda: None
     stream.answer = answered.append
-    tasks = set()
-    method = Method("test.Service/echo", MANAGEMENT, bytes.decode, str.encode, tasks)
+    tasks: set[asyncio.Task[object]] = set()
+    decode: Any = bytes.decode
+    method = Method("test.Service/echo", MANAGEMENT, decode, str.encode, tasks)
     call = opener(lambda request, call: request.upper(), method, streams_in=False, streams_out=False)(stream)
     call.on_message(b"word")
     call.on_half_close()

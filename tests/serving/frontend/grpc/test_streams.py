@@ -8,6 +8,7 @@ import threading
 import time
 import tracemalloc
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -70,7 +71,9 @@ class Service:
 
     async def predict(self, request, call):
         self.prediction = Request("id", 0.0)
-        current_call().begin(self.metrics, self.prediction)
+        scope = current_call()
+        assert scope is not None
+        scope.begin(self.metrics, self.prediction)
         self.prediction.meter = self.meter
         with self.watched():
             yield BytesValue()
@@ -107,13 +110,14 @@ class Service:
 
 
 def method(name, tasks):
-    codec = (BytesValue.FromString, BytesValue.SerializeToString)
-    return Method(f"test.Service/{name}", MANAGEMENT, *codec, tasks)
+    decode: Any = BytesValue.FromString  # reads memoryviews too
+    return Method(f"test.Service/{name}", MANAGEMENT, decode, BytesValue.SerializeToString, tasks)
 
 
 @contextlib.asynccontextmanager
 async def serving(**options):
-    service, tasks = Service(), set()
+    service = Service()
+    tasks: set[asyncio.Task[object]] = set()
     kinds = {
         (False, False): ("echo", "hang", "block", "fail"),
         (False, True): ("flow", "predict"),
@@ -375,9 +379,9 @@ def test_keepalives_of_a_client_are_answered():
 def test_a_call_given_up_before_its_task_began_leaves_no_timer():
     async def main():
         head = SimpleNamespace(metadata=())
-        stream = SimpleNamespace(head=head, timeout_s=3600.0, resume=lambda: None, ended=False)
-        tasks = set()
-        call = opener(Service().stuck, method("stuck", tasks), streams_in=True, streams_out=True)(stream)
+        stream: Any = SimpleNamespace(head=head, timeout_s=3600.0, resume=lambda: None, ended=False)
+        tasks: set[asyncio.Task[object]] = set()
+        call: Any = opener(Service().stuck, method("stuck", tasks), streams_in=True, streams_out=True)(stream)
         call.on_cancel()
         await asyncio.wait({call.task})
         return call._expiry.cancelled(), tasks
@@ -605,7 +609,7 @@ def test_nothing_is_held_after_a_storm_of_answers_resets_refusals_and_lost_conne
             while served.listener.connections or budgets.held_bytes:
                 await asyncio.sleep(0)
 
-    seen = []
+    seen: list[int] = []
     run(main())
     assert min(seen) > 0
     assert (budgets.held_bytes, budgets.key_free_bytes) == (0, 0)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import uvloop
@@ -239,7 +240,7 @@ class Peer:
         await self.until(lambda: self.closed)
 
     def _took(self, event):
-        answer = self.answers.get(getattr(event, "stream_id", None))
+        answer: Any = self.answers.get(getattr(event, "stream_id", None))
         if isinstance(event, ResponseReceived):
             answer.headers = dict(event.headers)
         elif isinstance(event, TrailersReceived):

@@ -16,10 +16,11 @@ GREETED = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 MODULE = "torchere.serving.frontend.http2"
 
 
-class FakeTransport:
+class FakeTransport(asyncio.Transport):
     """Keeps what is written; closes at once."""
 
     def __init__(self):
+        super().__init__()
         self.written, self.closed = bytearray(), False
 
     def write(self, data):
@@ -36,10 +37,11 @@ class FakeTransport:
     def close(self):
         self.closed = True
 
-    abort = close
+    def abort(self):
+        self.close()
 
-    def get_extra_info(self, name):
-        return None
+    def get_extra_info(self, name, default=None):
+        return default
 
     def get_write_buffer_size(self):
         return 0

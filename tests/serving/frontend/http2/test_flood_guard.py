@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from h2.settings import SettingCodes
@@ -52,8 +53,12 @@ def test_frames_that_move_nothing_in_a_short_time_are_one_too_many(clock):
             guard.count()
 
 
+def no_call(stream):
+    raise AssertionError("no call is opened")
+
+
 def connection_with(answers=0, sends=0, sent_bytes=0):
-    made = connection.Connection(Listener(None, 1, 1))
+    made = connection.Connection(Listener(no_call, 1, 1))
     made._answers, made.outbound.sends, made.outbound.sent_bytes = answers, sends, sent_bytes
     return made
 
@@ -107,7 +112,7 @@ def test_answers_of_long_ago_do_not_count_for_ever(clock):
             guard.count()
 
 
-FLOODS = {
+FLOODS: dict[str, Any] = {
     "ping": PingFrame(0, bytes(8)),
     "ping answer": PingFrame(0, bytes(8), flags=["ACK"]),
     "settings": SettingsFrame(0, {4: 100_000}),
@@ -149,7 +154,7 @@ def test_empty_data_that_ends_calls_is_no_flood(run, http2, monkeypatch, flags):
     assert run(main()) is not None
 
 
-OF_CLOSED_STREAMS = {
+OF_CLOSED_STREAMS: dict[str, Any] = {
     "reset": RstStreamFrame(1, 8),
     "leave": WindowUpdateFrame(1, 1),
     "trailers": b"\0\0\4\1\5\0\0\0\1\x0f\0\1x",

@@ -1,6 +1,7 @@
 """Bytes into frames, however they are cut."""
 
 import sys
+from typing import Any
 
 import pytest
 from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame, PingFrame, WindowUpdateFrame
@@ -40,7 +41,7 @@ class Recorder:
 
 def joined(events):
     """The same events, DATA that follows on one stream as one."""
-    found = []
+    found: list[Any] = []
     for event in events:
         if found and event[0] == found[-1][0] == "data" and event[1] == found[-1][1] and not found[-1][4]:
             _, stream_id, size, content, _ = found.pop()

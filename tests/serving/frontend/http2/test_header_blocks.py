@@ -1,6 +1,7 @@
 """Headers against the `hpack` library's own encoder and decoder."""
 
 import base64
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -112,9 +113,12 @@ def test_calls_that_differ_in_their_deadline_alone_share_a_head_and_keep_their_d
 ):
     encoder, reader, decoded = Encoder(), HeaderReader(), []
     decode = Decoder.decode
-    monkeypatch.setattr(
-        Decoder, "decode", lambda self, *args, **kw: decoded.append(1) or decode(self, *args, **kw)
-    )
+
+    def counted(*args, **options):
+        decoded.append(1)
+        return decode(*args, **options)
+
+    monkeypatch.setattr(Decoder, "decode", counted)
     found = [reader.read(written(encoder, f"{number}m")) for number in range(1, 61)]
     assert [timeout_s for _, timeout_s in found] == [pytest.approx(number / 1000) for number in range(1, 61)]
     assert {head for head, _ in found} == {request_head(HEADERS)[0]}
@@ -284,7 +288,8 @@ def test_a_long_status_text_is_cut_where_a_character_ends(begin, letter, end):
 
 
 def test_the_details_of_a_status_are_sent_with_it_unless_both_are_too_long():
-    sent = [Decoder().decode(status_block(3, "m" * size, b"\x08\x03")) for size in (10, 5996, 5998)]
+    sizes = (10, 5996, 5998)
+    sent: list[Any] = [Decoder().decode(status_block(3, "m" * size, b"\x08\x03")) for size in sizes]
     found = [dict(block).get("grpc-status-details-bin") for block in sent]
     assert found == ["CAM", "CAM", None]
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from socket import SO_SNDBUF, SOL_SOCKET
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
@@ -11,6 +12,8 @@ from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFr
 from torchere.serving.frontend.http2 import flow_control
 from torchere.serving.frontend.http2.flow_control import InboundFlow
 from torchere.serving.frontend.http2.frames import ConnectionBroken, window_update
+
+UNUSED: Any = None
 
 
 def test_a_message_longer_than_the_window_comes_with_leave(run, http2):
@@ -41,14 +44,14 @@ def test_data_without_leave_ends_its_stream_alone(run, http2):
 
 
 def test_data_without_leave_on_the_connection_ends_it():
-    flow = InboundFlow(2**20, lambda data: None, None)
+    flow = InboundFlow(2**20, lambda data: None, UNUSED)
     with pytest.raises(ConnectionBroken, match="leave"):
         flow.consume(None, flow_control.CONNECTION_WINDOW_BYTES + 1)
 
 
 def test_the_connection_gets_leave_for_just_what_came_once_half_of_it_is_used_up():
-    told = []
-    flow = InboundFlow(2**20, told.append, None)
+    told: list[bytes] = []
+    flow = InboundFlow(2**20, told.append, UNUSED)
     half = flow_control.CONNECTION_WINDOW_BYTES // 2
     flow.consume(None, half - 1)
     assert told == []
@@ -71,12 +74,12 @@ def test_the_connection_gets_leave_for_just_what_came_once_half_of_it_is_used_up
     ids=["half", "less than half", "ended", "paused"],
 )
 def test_a_stream_gets_leave_once_half_of_it_is_used_up(received_bytes, remote_open, paused, is_told):
-    told = []
-    stream = SimpleNamespace(
+    told: list[bytes] = []
+    stream: Any = SimpleNamespace(
         id=1, allowed_bytes=flow_control.STREAM_WINDOW_BYTES, received_bytes=received_bytes
     )
     stream.remote_open, stream.paused = remote_open, paused
-    InboundFlow(2**20, told.append, None).extend(stream)
+    InboundFlow(2**20, told.append, UNUSED).extend(stream)
     assert told == ([window_update(1, received_bytes)] if is_told else [])
 
 

@@ -9,8 +9,12 @@ from torchere.serving.frontend.connection_limit import ConnectionLimit
 from torchere.serving.frontend.http2.listener import Listener
 
 
+def no_call(stream):
+    raise AssertionError("no call is opened")
+
+
 def listener(*connections):
-    return Listener(lambda stream: None, 1, 1, connections=set(connections))
+    return Listener(no_call, 1, 1, connections=set(connections))
 
 
 def test_without_connections_there_is_nothing_to_wait_for():

@@ -3,6 +3,7 @@
 import gzip
 import tracemalloc
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torchere.serving.frontend.http2.messages import (
 )
 
 LIMIT = 20_000
-PACKED = {"gzip": gzip.compress, "deflate": zlib.compress}
+PACKED: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
 sizes = st.one_of(st.integers(0, 30), st.sampled_from([4095, 4096, 4097, LIMIT]))
 
 
@@ -134,6 +135,7 @@ def test_a_compressed_message_takes_no_more_than_was_sent_until_somebody_wants_i
         assert tracemalloc.get_traced_memory()[1] < 4 * len(sent)
     finally:
         tracemalloc.stop()
+    assert isinstance(packed, Compressed)
     assert len(packed) == len(sent) - 5
     assert packed.inflated() == bytes(size)
 

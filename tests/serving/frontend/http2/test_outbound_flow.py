@@ -3,14 +3,16 @@
 import asyncio
 from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hpack import Decoder
-from hyperframe.frame import DataFrame, HeadersFrame, SettingsFrame
+from hyperframe.frame import DataFrame, Frame, HeadersFrame, SettingsFrame
 
 from torchere.serving.frontend.http2 import connection
 from torchere.serving.frontend.http2.flow_control import OutboundFlow
 from torchere.serving.frontend.http2.frames import ConnectionBroken
+from torchere.serving.frontend.http2.listener import Listener
 
 SMALL_TABLE = SettingsFrame(0, {1: 0}).serialize()
 SMALL_TABLE_THAT_GROWS = b"\0\0\x0c\4\0\0\0\0\0" + b"\0\1\0\0\0\0" + b"\0\1\0\0\x10\0"
@@ -21,7 +23,7 @@ SMALL_TABLE_THAT_GROWS = b"\0\0\x0c\4\0\0\0\0\0" + b"\0\1\0\0\0\0" + b"\0\1\0\0\
 def test_a_client_that_shrinks_its_header_table_is_told_that_none_is_used(run, http2, path, status, settings):
     async def main():
         async with http2.listener() as served, http2.wire(served) as wire:
-            call = [HeadersFrame(1, wire.block(path), flags=["END_HEADERS"])]
+            call: list[Frame] = [HeadersFrame(1, wire.block(path), flags=["END_HEADERS"])]
             call.append(DataFrame(1, http2.prefixed(b"m"), flags=["END_STREAM"]))
             wire.greet(settings, *call)
             decoder = Decoder()
@@ -52,7 +54,7 @@ class FakeStream:
 
 
 def outbound():
-    written = []
+    written: list[bytes] = []
     made = OutboundFlow(
         2**20,
         written.append,
@@ -71,7 +73,7 @@ def test_leave_for_a_byte_has_few_streams_looked_at(window, looks):
     waiting = [FakeStream(number, window=window) for number in range(1, 2001, 2)]
     for stream in waiting:
         made.flow.pump(stream)
-    pumped = []
+    pumped: list[Any] = []
     pump = OutboundFlow.pump
     made.flow.__class__ = type("Counted", (OutboundFlow,), {"__slots__": (), "pump": counted(pump, pumped)})
     for _ in range(100):
@@ -134,7 +136,8 @@ def test_who_gives_leave_for_the_connection_and_none_for_a_stream_has_that_strea
 
 def test_over_tls_the_state_of_a_full_socket_is_unknown():
     async def main():
-        made = connection.Connection(connection.Listener(None, 1, 1))
+        unused: Any = None
+        made: Any = connection.Connection(Listener(unused, 1, 1))
         made._transport = SimpleNamespace(get_extra_info=lambda name: "there")
         made._streams[1] = FakeStream(1, window=5)
         made.outbound.stopped = True

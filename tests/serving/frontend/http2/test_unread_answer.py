@@ -1,6 +1,7 @@
 """A client that gives no leave for its answers, or reads none, loses the connection; a slow one does not."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from h2.settings import SettingCodes
@@ -170,7 +171,8 @@ def test_who_takes_none_of_many_answers_gets_no_more_until_that_ends(run, http2,
 
 def test_where_answers_may_be_long_four_of_them_may_wait(run, http2):
     async def main():
-        made = connection.Connection(Listener(None, 1, 2**28))
+        unused: Any = None
+        made = connection.Connection(Listener(unused, 1, 2**28))
         request, found = request_head(http2.head_of("/echo")), []
         for size in (2**30, 2**30 + 1):
             made.outbound.held_bytes = size

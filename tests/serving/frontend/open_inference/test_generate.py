@@ -75,7 +75,7 @@ def test_what_is_no_input_is_refused_by_its_name(body: bytes, text: str) -> None
 
 
 def test_too_many_inputs_are_refused_before_the_first_is_converted() -> None:
-    members = {"x": {}} | {str(i): 1 for i in range(1000)}
+    members: dict[str, Any] = {"x": {}} | {str(i): 1 for i in range(1000)}
     with pytest.raises(InvalidRequest, match=r"^inputs: found 1001, expected at most 1000$"):
         generate_request(json.dumps(members).encode(), None)
 

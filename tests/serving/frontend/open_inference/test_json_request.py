@@ -26,7 +26,7 @@ from torchere.serving.frontend.open_inference.json_request import (
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 
 X = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2]}
-RAW = np.float32([1, 2]).tobytes()
+RAW = np.array([1, 2], np.float32).tobytes()
 
 
 def body(*inputs: Any, **members: Any) -> bytes:
@@ -289,7 +289,7 @@ def test_lists_in_parameters_are_refused_before_they_are_made() -> None:
 
 
 def test_many_members_are_refused_before_they_are_made() -> None:
-    members = {str(number): [] for number in range(200_000)}
+    members: dict[str, list[int]] = {str(number): [] for number in range(200_000)}
     with pytest.raises(InvalidRequest, match=f"found 2000.. members, expected at most {MAX_MEMBERS}"):
         checked(body(X, parameters=members))
 

@@ -65,8 +65,15 @@ def test_the_platform_is_what_the_archive_holds(model: dict[str, Any], platform:
 
 def test_statistics_have_tritons_members() -> None:
     numbers = VersionNumbers("m", "2")
-    waits = {"succeeded_wait_s": 0.5, "failed_wait_s": 0.25}
-    numbers.batch_finished(size=2, succeeded=1, failed=1, executor_s=2.0, handler_s=1.5, **waits)
+    numbers.batch_finished(
+        size=2,
+        succeeded=1,
+        failed=1,
+        succeeded_wait_s=0.5,
+        failed_wait_s=0.25,
+        executor_s=2.0,
+        handler_s=1.5,
+    )
     told = model_statistics([replace(FACTS, numbers=numbers)])["model_stats"][0]
     assert (told["name"], told["version"]) == ("m", "2")
     assert (told["inference_count"], told["execution_count"]) == (1, 1)

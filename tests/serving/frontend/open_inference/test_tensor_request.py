@@ -30,7 +30,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
 from torchere.serving.types import NO_DEADLINE, InferResponse
 
 FP32 = DATATYPES["FP32"]
-X = InputTensor("x", FP32, (1, 2), np.float32([1, 2]).tobytes())
+X = InputTensor("x", FP32, (1, 2), np.array([1, 2], np.float32).tobytes())
 STRINGS = InputTensor("t", BYTES, (2,), struct.pack("<I", 1) + b"a" + struct.pack("<I", 0))
 
 
@@ -43,7 +43,7 @@ def test_each_input_is_a_value_that_the_executor_reads_as_an_array() -> None:
 
 
 def test_the_rest_travels_as_a_wish_in_a_header_that_no_client_can_send() -> None:
-    parameters = {"k": "v", "sequence_id": 4, "sequence_end": True}
+    parameters: dict[str, bool | int | float | str] = {"k": "v", "sequence_id": 4, "sequence_end": True}
     request = TensorRequest((X,), "7", parameters, (WantedOutput("y"),), binary=True, framed=True)
     headers = dict(infer_request(request, "id", (("accept", "*/*"),)).headers)
     wish = read_wish(headers[OPEN_INFERENCE])

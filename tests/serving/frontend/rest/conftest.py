@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
 
+from torchere.serving.access.identity import Role
 from torchere.serving.config.server_settings import Address
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.server import RestServer
@@ -20,7 +22,7 @@ def planes(planes):
     """
 
     @contextlib.asynccontextmanager
-    async def serving(surface: str = "inference", *, keep_alive_s: float = 75, **settings):
+    async def serving(surface: Role = "inference", *, keep_alive_s: float = 75, **settings):
         listener = listener_of(frozenset({surface}), planes.data, planes.control, planes.services(**settings))
         listener.keep_alive_s = keep_alive_s
         server = RestServer(listener, Address(port=0), drain_timeout_s=5)
@@ -29,12 +31,13 @@ def planes(planes):
             yield server
         finally:
             await server.stop()
-            for connection in list(listener.connections):  # whose request is never answered
+            connections: list[Any] = list(listener.connections)
+            for connection in connections:  # whose request is never answered
                 connection.transport.abort()
             await asyncio.sleep(0)
 
     @contextlib.asynccontextmanager
-    async def connected(surface: str = "inference", **settings):
+    async def connected(surface: Role = "inference", **settings):
         async with serving(surface, **settings) as server:
             reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
             try:

@@ -5,17 +5,18 @@ import asyncio
 import pytest
 
 from torchere.serving.config.server_settings import Address, ServerSettings
+from torchere.serving.frontend.authorisation import Surfaces
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 
 SITE = b"http://evil.example"
-MANAGEMENT = frozenset({"management"})
+MANAGEMENT: Surfaces = frozenset({"management"})
 LOOPBACK = Address("127.0.0.1", 8081)
 EVERYWHERE = Address("0.0.0.0", 8081)
 
 
-def refused(host, origin=None, needs="management", address=LOOPBACK, **settings) -> bool:
-    settings = ServerSettings(management_address=address, **settings)
+def refused(host, origin=None, needs="management", address=LOOPBACK, **changes) -> bool:
+    settings = ServerSettings(management_address=address, **changes)
     return BrowserGuard(MANAGEMENT, settings).refusal(needs, host, origin) is not None
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import shutil
+from typing import Any
 
 import pytest
 import uvloop
@@ -358,7 +359,7 @@ def test_a_broken_body_of_a_request_that_is_answered_just_ends_the_connection(pl
 
 
 def test_a_body_that_nobody_reads_leaves_turns_to_others(planes, monkeypatch):
-    decoded = []
+    decoded: list[Any] = []
 
     def noting(chunks, data, start):
         end, pieces = feed(chunks, data, start)

@@ -53,7 +53,7 @@ def test_the_connection_that_is_idle_for_longest_makes_room():
 
 def test_a_new_connection_is_refused_while_all_others_are_busy_and_they_are_searched_seldom(monkeypatch):
     looks, now = [], [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     budgets = Budgets()
     limit = ConnectionLimit(1, budgets)
     others = {Idle(None)}

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def counted(planes, caplog):
 
     async def asked(server: RestServer) -> None:
         """Return when the request has come; at the handler, if that is told how to behave."""
-        connections = server.listener.connections
+        connections: Any = server.listener.connections
         while not any(each.exchange for each in connections) or (
             planes.data.behave and not planes.data.asked
         ):
@@ -50,13 +51,14 @@ def counted(planes, caplog):
         messages = [record.getMessage() for record in caplog.records if record.name == "ACCESS_LOG"]
         found = [re.fullmatch(r'/127.0.0.1:\d+ "(.*)" (\d+) \d+', message) for message in messages]
         counts = re.findall(r"Requests(\d)XX\{[^}]*} (\d+)", planes.metrics.exposition())
-        lines = [(match[1], int(match[2])) for match in found]
+        lines = [(match[1], int(match[2])) for match in found if match is not None]
+        assert len(lines) == len(messages)
         return lines, {digit: count for digit, count in counts if count != "0"}, said
 
     return ask
 
 
-def one(path: bytes, status: int) -> tuple[list, dict]:
+def one(path: bytes | str, status: int) -> tuple[list, dict]:
     """What `counted` finds of one request with this outcome."""
     line = path if isinstance(path, str) else f"POST {path.decode()} HTTP/1.1"
     return [(line, status)], {str(status // 100): "1"}
@@ -130,6 +132,7 @@ def streaming(planes, error: Exception | None) -> None:
         yield PART
         if error is None:
             await asyncio.Event().wait()
+        assert error is not None
         raise error
 
     async def behave(request):

@@ -6,6 +6,7 @@ from starlette.exceptions import HTTPException
 
 from torchere.serving import errors as e
 from torchere.serving.errors import WorkflowNotFound
+from torchere.serving.frontend.authorisation import Surfaces
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.bodies import BodyTooLarge, ClientGone
 from torchere.serving.frontend.rest.errors import error_body, status_and_type
@@ -64,7 +65,7 @@ def test_no_thread_is_begun_for_the_answer_to_an_error(planes, ask_listener, err
     planes.control.error = error
 
     async def main():
-        surfaces = frozenset({"management"})
+        surfaces: Surfaces = frozenset({"management"})
         app = listener_of(surfaces, planes.data, planes.control, planes.services())
         answer = await ask_listener(app, "GET", "/models" if error else "/nowhere")
         return answer.status, [thread.name for thread in threading.enumerate()]

@@ -315,7 +315,9 @@ def test_the_steps_of_a_workflow_have_its_caller(ask, planes):
     callers = []
 
     async def infer(workflow, request):
-        callers.append(current_call().caller)
+        scope = current_call()
+        assert scope is not None
+        callers.append(scope.caller)
         return InferResponse(b"done")
 
     planes.control.workflows = SimpleNamespace(check_exists=lambda workflow: None, infer=infer)

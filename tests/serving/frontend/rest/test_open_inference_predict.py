@@ -66,10 +66,10 @@ def test_tensors_reach_the_model_and_its_answer_goes_out_as_it_is(post, planes):
     model, version, asked = planes.data.asked[0]
     assert (model, version) == ("echo", None)
     assert [(p.name, p.value) for p in asked.parameters] == [("x", b"\1\2")]
-    headers = dict(asked.headers)
-    assert headers["x-own"] == "1"
-    assert headers["explain"] == "False"
-    assert read_wish(headers[OPEN_INFERENCE]).id == "7"
+    received = dict(asked.headers)
+    assert received["x-own"] == "1"
+    assert received["explain"] == "False"
+    assert read_wish(received[OPEN_INFERENCE]).id == "7"
 
 
 def test_a_version_may_be_named(post, planes):

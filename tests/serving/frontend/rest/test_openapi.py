@@ -4,6 +4,7 @@ import re
 import pytest
 
 from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.authorisation import Surfaces
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.openapi import (
     listener_document,
@@ -13,7 +14,7 @@ from torchere.serving.frontend.rest.openapi import (
     workflow_operations,
 )
 
-ALL = frozenset({"inference", "management", "metrics"})
+ALL: Surfaces = frozenset({"inference", "management", "metrics"})
 
 
 def operations(document):
@@ -118,10 +119,12 @@ def test_a_signature_that_is_no_object_is_refused(text):
 
 
 def test_workflows_and_the_paths_of_sagemaker_are_described_where_they_are_served():
-    inference = listener_document(frozenset({"inference"}), "1", workflow_operations({"inference"}))
+    surfaces: Surfaces = frozenset({"inference"})
+    inference = listener_document(surfaces, "1", workflow_operations(surfaces))
     assert {"wfpredict", "invocations", "invoke"} <= operations(inference)
     assert list(inference["paths"]["/models/{model_name}/invoke"]) == ["post"]
-    management = listener_document(frozenset({"management"}), "1", workflow_operations({"management"}))
+    surfaces = frozenset({"management"})
+    management = listener_document(surfaces, "1", workflow_operations(surfaces))
     assert set(management["paths"]["/workflows"]) == {"get", "post"}
     assert set(management["paths"]["/workflows/{workflow_name}"]) == {"get", "delete"}
     assert operations(management).isdisjoint({"wfpredict", "invocations"})

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -250,7 +251,7 @@ def exchange(planes, *messages: bytes, before=None, **settings):
 
     async def main() -> list[bytes]:
         async with planes.connected(**{"max_request_bytes": 100_000, **settings}) as (server, reader, writer):
-            answers = []
+            answers: list[bytes] = []
             for message in messages:
                 if before is not None:
                     before(server, len(answers))
@@ -269,7 +270,12 @@ def parsed(monkeypatch):
     """The heads that went through the parser."""
     seen = []
     read = heads.Heads.read
-    monkeypatch.setattr(heads.Heads, "read", lambda self, reader: seen.append(1) or read(self, reader))
+
+    def counted(self, reader):
+        seen.append(1)
+        return read(self, reader)
+
+    monkeypatch.setattr(heads.Heads, "read", counted)
     return seen
 
 
@@ -538,7 +544,7 @@ def test_a_prediction_is_a_span_named_by_method_and_route(planes, talk):
         def end(self, *_):
             pass
 
-    seen = []
+    seen: list[Any] = []
     planes.metrics.tracing = Begun()
     talk(plain(b"x", headers=CLOSE))
     (operation,) = seen

@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 import weakref
+from typing import Any
 
 import pytest
 import uvloop
@@ -369,8 +370,9 @@ def test_a_port_that_is_taken_is_an_error_at_the_start(planes):
 
 
 def test_a_tls_address_without_files_is_refused():
+    unused: Any = None
     with pytest.raises(ValueError, match="needs a certificate"):
-        RestServer(None, Address(tls=True))
+        RestServer(unused, Address(tls=True))
 
 
 def test_clients_that_come_at_once_are_taken_in_within_a_few_turns_of_the_loop(planes):

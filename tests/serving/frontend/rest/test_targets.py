@@ -78,7 +78,9 @@ def test_other_paths_are_none(path):
     [("/predictions/m", ""), ("/explanations/m", "explain"), ("/v1/models/m:explain", "explain")],
 )
 def test_only_explanations_are_not_batched_with_predictions(path, group):
-    assert prediction_target(path).group == group
+    target = prediction_target(path)
+    assert target is not None
+    assert target.group == group
 
 
 @given(st.text(alphabet="/:predictonsmv12model", max_size=40))
@@ -102,4 +104,6 @@ def test_any_path_gets_an_answer(path):
     ],
 )
 def test_a_route_has_no_names_of_clients(path, route):
-    assert route_of(path, prediction_target(path)) == route
+    target = prediction_target(path)
+    assert target is not None
+    assert route_of(path, target) == route
