@@ -26,3 +26,9 @@ class AwaitedRequest(Request):
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)
+
+    async def body(self) -> bytes:
+        """Return the body of the complete response; raise the error that the client is told."""
+        answer = await self.future
+        assert isinstance(answer, InferResponse)
+        return answer.body

@@ -21,7 +21,7 @@ TICK_S = 0.01
 MOST_COMPUTED_S = 1.0
 MOST_BLOCKED_S = 20.0
 DATA, CONTROL = "sockets()[0]", "sockets()[1]"
-HANGS = {"response_timeout_s": 0.5}  # for runs that are not answered
+HANGS: dict[str, Any] = {"response_timeout_s": 0.5}  # for runs that are not answered
 MOST_GROWTH_BYTES = 200 * 2**20
 
 # Runs the source in its request. `sockets` finds the data socket and the control socket as any handler can:

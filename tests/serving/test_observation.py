@@ -1,4 +1,5 @@
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,8 @@ def finish(metrics, outcomes, reported=()):
     version = fake_version(registry.watch(KEY))
     registry.registered(version, lambda: 1.0)
     report = BatchReport(outcomes, 1.0, reported)
-    version.observer.batch_finished(Run(requests, None, 11.0), report, 2.0)
+    unused: Any = None
+    version.observer.batch_finished(Run(requests, unused, 11.0), report, 2.0)
     return version.observer
 
 

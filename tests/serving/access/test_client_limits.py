@@ -90,7 +90,7 @@ def test_a_refusal_says_when_the_next_request_is_within_the_rate() -> None:
     with pytest.raises(TooManyRequests) as refusal:
         stage.charge("a")
     assert refusal.value.retry_after_s == pytest.approx(2.0)
-    stage.now_s += refusal.value.retry_after_s
+    stage.now_s += refusal.value.retry_after_s or 0.0
     assert stage.accepts()
 
 

@@ -4,13 +4,13 @@ import itertools
 import json
 import os
 import re
+import secrets
 import stat
 import threading
 from pathlib import Path
 
 import pytest
 
-from torchere.serving.access import keys as tokens
 from torchere.serving.access.keys import KeyFileUnwritable, KeyRing, TokenKind
 from torchere.serving.errors import Unauthorized
 
@@ -59,7 +59,7 @@ def test_no_key_looks_like_an_option_of_a_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = itertools.chain(["-dash", "--both"], (f"k{number}-" for number in range(9)))
-    monkeypatch.setattr(tokens.secrets, "token_urlsafe", lambda size: next(drawn))
+    monkeypatch.setattr(secrets, "token_urlsafe", lambda size: next(drawn))
     document = json.loads(KeyRing(tmp_path / "key_file.json", 60.0, FakeClock()).path.read_text())
     assert {entry["key"] for entry in document.values()} == {"k0-", "k1-", "k2-"}
 

@@ -118,7 +118,7 @@ def test_files_that_change_while_they_are_read_are_read_once_more(tmp_path: Path
     pair = (tmp_path / "a", tmp_path / "b")
     for path in pair:
         path.write_text("old")
-    seen = []
+    seen: list[str] = []
 
     def read() -> tuple[str, str]:
         first = pair[0].read_text()

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes import AwaitedRequest
@@ -71,7 +72,9 @@ def test_a_request_is_answered_once_and_its_later_outcomes_are_dropped():
 
 def test_an_answer_is_counted_once_and_an_error_with_its_reason():
     failed = []
-    meter = SimpleNamespace(in_flight=2, failed=lambda error, request: failed.append((type(error), request)))
+    meter: Any = SimpleNamespace(
+        in_flight=2, failed=lambda error, request: failed.append((type(error), request))
+    )
     ledger = Ledger()
     good, bad = Door(), Door()
     for request, outcome in ((good, InferResponse(b"fine")), (bad, Cancelled())):
@@ -135,7 +138,7 @@ def test_a_coroutine_awaits_its_answer_or_gets_the_error_raised():
         bad.finish(HandlerFailed("no image"))
         cancelled.future.cancel()
         cancelled.finish(InferResponse(b"late"))
-        assert (await good.future).body == b"fine"
+        assert await good.body() == b"fine"
         with pytest.raises(HandlerFailed, match="no image"):
             await bad.future
         assert cancelled.future.cancelled()
@@ -160,7 +163,8 @@ def test_a_request_sets_its_own_cancel_byte_as_long_as_its_run_is_inside():
     for request in requests:
         request.running = run
     requests[1].cancel_run()  # not sent yet
-    page = run.page = Page()
+    page: Any = Page()
+    run.page = page
     run.place = 7
     requests[1].cancel_run()
     assert page.cancelled == [(7, 1)]

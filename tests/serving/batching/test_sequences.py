@@ -63,7 +63,8 @@ def test_a_sequence_does_not_idle_while_a_request_runs_nor_from_before_the_last_
     sequences = table()
     first, second = waiting("a"), waiting("b")
     sequences.add("s", first, 0.0)
-    sequences.take(*sequences.heads(1, 1), 1)
+    (head,) = sequences.heads(1, 1)
+    sequences.take(head, 1)
     assert sequences.expire(99.0) == [] and len(sequences) == 1
     sequences.done("s", first, 99.0)
     sequences.add("s", second, 105.0)

@@ -143,7 +143,7 @@ async def test_requests_of_a_sequence_run_in_order_on_one_executor() -> None:
         assert stage.running(1) == [name]
         assert 2 not in stage.pool.inside
         stage.pool.finish(1)
-    assert [(await answer.future).body for answer in answers] == [b"a", b"b", b"c"]
+    assert [await answer.body() for answer in answers] == [b"a", b"b", b"c"]
 
 
 @run
@@ -201,7 +201,7 @@ async def test_a_withdrawn_request_runs_neither_from_the_queue_nor_on() -> None:
         stage.batcher.pump()
         assert stage.running(1) == ["after"]
         stage.pool.finish(1)
-        assert (await after.future).body == b"after"
+        assert await after.body() == b"after"
 
 
 @run
@@ -215,7 +215,7 @@ async def test_requests_of_a_run_that_is_given_back_are_first_in_line_again() ->
         stage.pool.inside.pop(1).give_back()
         assert stage.running(1) == begun
         stage.pool.finish(1)
-        assert (await first.future).body == begun[0].encode()
+        assert await first.body() == begun[0].encode()
         assert stage.running(1) == ["second"]
 
 
@@ -253,7 +253,7 @@ async def test_an_unfinished_request_is_in_the_next_batch_again_without_paramete
     assert stage.running(1) == ["a", "b"]  # the newcomer joins what goes on
     stage.pool.finish(1, [InferResponse(b"end"), InferResponse(b"b")])
     assert [chunk async for chunk in response.chunks] == [b"one ", b"two ", b"end"]
-    assert (await newcomer.future).body == b"b"  # a first message that is the last one is an ordinary answer
+    assert await newcomer.body() == b"b"  # a first message that is the last one is an ordinary answer
     assert await stage.batcher.drain(0.0)
 
 
@@ -272,7 +272,7 @@ async def test_the_next_request_of_a_sequence_joins_its_unfinished_one_and_may_e
     stage.pool.finish(1)
     stage.pool.finish(2)
     assert isinstance(await streamed.future, StreamedResponse)
-    assert [(await answer).body for answer in (stop.future, after.future, other.future)] == [
+    assert [await request.body() for request in (stop, after, other)] == [
         b"stopped",
         b"after",
         b"other",
@@ -332,7 +332,7 @@ async def test_a_request_inside_a_run_is_answered_at_its_deadline_and_its_sequen
     stage.pool.finish(1, [DeadlineExceeded("too late")])
     assert stage.running(1) == ["after"]
     stage.pool.finish(1)
-    assert (await after.future).body == b"after"
+    assert await after.body() == b"after"
     assert await stage.batcher.drain(0.0)
 
 

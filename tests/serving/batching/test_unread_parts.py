@@ -35,7 +35,7 @@ class Given:
     """Parts, and why they were given up."""
 
     def __init__(self, count=0, of_all=None):
-        self.reasons = []
+        self.reasons: list[object] = []
         self.parts = UnreadParts(LIMIT, self.reasons.append, of_all or UnreadOfAll())
         for _ in range(count):
             self.parts.add(PART)

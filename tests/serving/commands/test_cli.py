@@ -16,6 +16,8 @@ from torchere.serving.access.keys import KeyFileUnwritable
 from torchere.serving.commands import cli, serve_options
 from torchere.serving.commands import serve as cli_serve
 from torchere.serving.commands import torchserve as launcher
+from torchere.serving.commands.serve_options import plan_from
+from torchere.serving.config.properties import ConfigurationError
 from torchere.serving.config.server_settings import ServerSettings, SnapshotSettings
 from torchere.serving.logs.files import Log4jFormatter, remove_log_files
 from torchere.serving.store import url_rules
@@ -280,7 +282,7 @@ def test_the_old_name_has_torchserves_metrics_mode(
     Path("c.properties").write_text(properties)
     arguments = [*command, "--model-store", str(store), "--ts-config", "c.properties"]
     options = cli._parser(arguments).parse_args(arguments)
-    assert cli.plan_from(options, {}).settings.metrics_mode == mode
+    assert plan_from(options, {}).settings.metrics_mode == mode
 
 
 OFF = "disable_token_authorization=true\nmanagement_address=http://0.0.0.0:8081\n"
@@ -289,7 +291,7 @@ OFF = "disable_token_authorization=true\nmanagement_address=http://0.0.0.0:8081\
 def settings_of_the_old_name(store: Path, properties: str, environ: dict[str, str]) -> ServerSettings:
     Path("c.properties").write_text(properties)
     arguments = ["serve", "--old-defaults", "--model-store", str(store), "--ts-config", "c.properties"]
-    return cli.plan_from(cli._parser(arguments).parse_args(arguments), environ).settings
+    return plan_from(cli._parser(arguments).parse_args(arguments), environ).settings
 
 
 def test_under_the_old_name_open_management_is_for_this_machine(store: Path) -> None:
@@ -298,7 +300,7 @@ def test_under_the_old_name_open_management_is_for_this_machine(store: Path) -> 
     # SageMaker's platform manages an endpoint of several models from outside.
     several = {"SAGEMAKER_MULTI_MODEL": "true"}
     assert settings_of_the_old_name(store, OFF, several).insecure_management is True
-    with pytest.raises(cli.ConfigurationError, match="or set insecure_management=true"):
+    with pytest.raises(ConfigurationError, match="or set insecure_management=true"):
         settings_of_the_old_name(store, f"{OFF}insecure_management=false", {})
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -183,7 +184,7 @@ def test_a_packing_that_is_stopped_leaves_no_child_and_no_folder(monkeypatch: py
             raise Stopped
         original(self, timeout)
 
-    process = serve_model.multiprocessing.get_context("fork").Process
+    process = multiprocessing.get_context("fork").Process
     original = process.join
     monkeypatch.setattr(process, "join", join)
     with pytest.raises(Stopped):

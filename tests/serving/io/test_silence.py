@@ -126,10 +126,11 @@ class SilentWorker:
             hung=self._hangs,
             gone=self.unexpected,
         )
+        stand_in: Any = self  # of the launcher, and of the owner of the run
         self.process = WorkerProcess(
             LoadSpec("m", "1.0", "/nowhere", "h.py"),
             9000,
-            self,
+            stand_in,
             response_timeout_s=self._timeout_s,
             events=events,
             oom=OomWatch(),
@@ -138,10 +139,11 @@ class SilentWorker:
         (self._lane,) = self.process._open_lanes(1)
         self.process.serving = 1
         self.began_s = self.loop.time()
-        self.process.submit(Run([Request("id", 0.0)], self))
+        self.process.submit(Run([Request("id", 0.0)], stand_in))
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        assert self.process._control is not None and self.process._output is not None
         self._lane.frames.close()
         self.process._control.close()
         self._launched.lanes.close()

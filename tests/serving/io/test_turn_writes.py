@@ -9,8 +9,9 @@ import uvloop
 from torchere.serving.io.turn_writes import AT_ONCE_BYTES, TurnWrites, write_together
 
 
-class FakeTransport:
+class FakeTransport(asyncio.Transport):
     def __init__(self):
+        super().__init__()
         self.written, self.closed = [], False
 
     def write(self, data):

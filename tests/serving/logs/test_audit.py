@@ -2,6 +2,8 @@
 
 import json
 import logging
+import time
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from torchere.serving.logs.audit import AuditedCall, AuditFileUnusable, AuditLog
 
 
 def call(outcome="done", **changed):
-    fields = {"identity": "ci", "address": "10.0.0.7", "transport": "rest", "action": "scale"}
+    fields: dict[str, Any] = {"identity": "ci", "address": "10.0.0.7", "transport": "rest", "action": "scale"}
     fields |= {"model": "net", "version": "1.0", "status": 200} | changed
     return AuditedCall(**fields, outcome=outcome)
 
@@ -74,7 +76,7 @@ def test_a_file_that_can_not_be_opened_is_an_error(log, tmp_path):
 
 def test_refused_calls_are_bounded_and_those_left_out_are_counted(log, lines, monkeypatch):
     now_s = [1000.0]
-    monkeypatch.setattr(audit.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     for _ in range(audit.MAX_REFUSED + 7):
         log.add(call("refused"))
     assert len(lines()) == audit.MAX_REFUSED

@@ -84,10 +84,10 @@ def test_nothing_can_move_the_cursor_of_the_terminal(lines: ConsoleFormatter) ->
 
 
 def test_lines_that_the_summary_repeats_are_shown_after_it_only(lines: ConsoleFormatter) -> None:
-    assert not lines.shows(record("Inference API: ...", **AT_START))
-    assert lines.shows(record("Inference API: ...", logging.WARNING, **AT_START))
+    assert not lines.shows(record("Inference API: ...", logging.INFO, "torchere.x", **AT_START))
+    assert lines.shows(record("Inference API: ...", logging.WARNING, "torchere.x", **AT_START))
     lines.is_started = True
-    assert lines.shows(record("net:1.0 is ready", **AT_START))
+    assert lines.shows(record("net:1.0 is ready", logging.INFO, "torchere.x", **AT_START))
 
 
 @pytest.mark.parametrize(

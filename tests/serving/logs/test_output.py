@@ -164,7 +164,7 @@ def test_an_error_of_any_kind_in_the_thread_that_writes_holds_nothing_up(pipe: P
         raise KeyError("anything")
 
     pipe.outlet._failed = fail  # nor may what it is told to
-    pipe.outlet._write = fail  # type: ignore[method-assign]
+    pipe.outlet._write = fail  # type: ignore[method-assign, assignment]
     pipe.read("1" * 1000)
     pipe.outlet.put(more_than_it_holds(2))
     assert pipe.outlet.flush(LONG_S)
@@ -250,8 +250,9 @@ def output_of(script: str) -> tuple[int, list[str]]:
     """How a process ends, and what it wrote to a pipe for which Python has a buffer."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", script]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    ended = subprocess.run(command, check=False, env=environment, **streams)
+    ended = subprocess.run(
+        command, check=False, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     return ended.returncode, [line.split(" ", 4)[-1].strip() for line in ended.stdout.decode().splitlines()]
 
 

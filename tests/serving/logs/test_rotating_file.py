@@ -17,7 +17,7 @@ from torchere.serving.logs import files as rotating_file
 from torchere.serving.logs.files import RotatingFile
 from torchere.serving.logs.lines import configure
 
-PUTS: list[Callable[[RotatingFile, str], None]] = [
+PUTS: list[Callable[[RotatingFile, str], object]] = [
     lambda file, text: file.handle(logging.makeLogRecord({"msg": text})),
     lambda file, text: file.write(f"{text}\n", 1),
 ]

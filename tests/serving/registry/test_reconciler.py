@@ -145,7 +145,7 @@ def test_what_an_executor_runs_already_when_another_does_not_load_is_answered_fi
             await asyncio.sleep(0)
         assert "close" not in stage.pool.calls
         stage.pool.run.done(BatchReport([InferResponse(b"whole")]))
-        assert (await running.future).body == b"whole"
+        assert await running.body() == b"whole"
         assert await stage.settle() is VersionState.FAILED
 
     asyncio.run(main())
@@ -166,7 +166,7 @@ def test_who_waited_when_one_executor_got_ready_and_the_next_did_not_is_answered
         while not hasattr(stage.pool, "run"):
             await asyncio.sleep(0)
         stage.pool.run.done(BatchReport([InferResponse(b"whole")]))
-        assert (await waiting.future).body == b"whole"
+        assert await waiting.body() == b"whole"
         assert await stage.settle() is VersionState.FAILED
 
     asyncio.run(asyncio.wait_for(main(), 5))

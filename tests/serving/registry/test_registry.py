@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from torchere.archiver.reader import Archive
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.properties import read_properties
 from torchere.serving.config.resolve import configure
@@ -23,7 +23,7 @@ from torchere.serving.observation import RegistryMetrics
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
-from torchere.serving.store.package import Store, StoredArchive
+from torchere.serving.store.package import OpenedArchive, Store, StoredArchive
 from torchere.serving.telemetry.metrics import Metrics
 
 HAD: dict[str, object] = {"minWorkers": 0, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 5}
@@ -91,7 +91,7 @@ def slow_unpacking(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, th
     begun, go_on = threading.Event(), threading.Event()
     unpack = Store.unpack
 
-    def slowly(self: Store, url: str, archive: Archive) -> StoredArchive:
+    def slowly(self: Store, url: str, archive: OpenedArchive) -> StoredArchive:
         begun.set()
         go_on.wait(30)
         return unpack(self, url, archive)
@@ -143,7 +143,7 @@ def test_of_many_with_the_same_name_one_is_unpacked_at_a_time_until_it_is_taken(
     unpacked: list[str] = []
     unpack = Store.unpack
 
-    def watched(self: Store, url: str, archive: Archive) -> StoredArchive:
+    def watched(self: Store, url: str, archive: OpenedArchive) -> StoredArchive:
         unpacked.append(url)
         if len(unpacked) <= broken:
             raise InvalidArchive("The archive is broken.")
@@ -243,7 +243,7 @@ def test_of_two_models_from_one_archive_the_one_that_lacks_is_tried_again(
     models = tuple(SnapshotModel(name, "1.0", "m.mar", True, HAD) for name in ("a", "b"))
     outcomes, unpack = iter(name == lacking for name in ("a", "b")), Store.unpack
 
-    def unpack_unless_full(store: Store, url: str, archive: Archive) -> StoredArchive:
+    def unpack_unless_full(store: Store, url: str, archive: OpenedArchive) -> StoredArchive:
         if next(outcomes):
             raise InvalidArchive("It can't be unpacked.", "No space left on device")
         return unpack(store, url, archive)
@@ -326,7 +326,7 @@ def test_of_two_missing_versions_the_one_that_is_registered_is_there_and_another
     assert [model.version for model in restored(snapshots.directory)] == [registered, *left]
 
 
-async def next_start(folder: Path, snapshots: SnapshotSettings, **settings: object) -> tuple[str, ...]:
+async def next_start(folder: Path, snapshots: SnapshotSettings, **settings: Any) -> tuple[str, ...]:
     """What is served after a start by the newest snapshot, and `!` before what is missing."""
     server = configure(read_properties(max(snapshots.directory.iterdir()))).checked()
     server = replace(
@@ -459,7 +459,7 @@ def test_a_download_stays_as_long_as_a_version_was_registered_from_it(tmp_path: 
 def test_models_of_the_command_line_join_those_of_a_snapshot_which_keep_their_settings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entry = {"minWorkers": 0, "maxWorkers": 0, "batchSize": 7, "maxBatchDelay": 100}
+    entry: dict[str, object] = {"minWorkers": 0, "maxWorkers": 0, "batchSize": 7, "maxBatchDelay": 100}
     models = (SnapshotModel("m", "1.0", "m.mar", True, entry),)
 
     async def main() -> None:

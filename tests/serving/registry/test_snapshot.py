@@ -177,7 +177,12 @@ def test_of_thousands_that_torchserve_wrote_only_the_newest_are_looked_into(
         (tmp_path / f"{20200101000000000 + number}-snapshot.cfg").write_text("#Saving snapshot\n")
     opened: list[str] = []
     path_open = Path.open
-    monkeypatch.setattr(Path, "open", lambda path, mode: opened.append(path.name) or path_open(path, mode))
+
+    def open_and_note(path: Path, mode: str) -> Any:
+        opened.append(path.name)
+        return path_open(path, mode)
+
+    monkeypatch.setattr(Path, "open", open_and_note)
     written = [write_snapshot(tmp_path, "snapshot", [], CONTENT, keep=1) for _ in range(2)]
     assert [path.exists() for path in written] == [False, True]
     assert len(opened) == 2000  # half of what is there, twice

@@ -175,7 +175,12 @@ def test_a_server_that_keeps_us_waiting_is_cut_off(at: str, tmp_path: Path, kind
 
 def test_a_download_that_nobody_waits_for_is_ended_and_not_taken_for_whole(at: str, tmp_path: Path) -> None:
     interrupt = Interrupt()
-    stopper = threading.Thread(target=lambda: Misbehaving.asked.wait(30) and interrupt.stop())
+
+    def stop_once_asked() -> None:
+        if Misbehaving.asked.wait(30):
+            interrupt.stop()
+
+    stopper = threading.Thread(target=stop_once_asked)
     stopper.start()
     with pytest.raises(DownloadFailed) as caught:
         downloader().download(f"{at}/endless/a.mar", tmp_path, interrupt=interrupt)

@@ -13,7 +13,7 @@ from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError, UntrustedArchive
 from torchere.serving.store import verified_copy
 from torchere.serving.store.package import Store, store_of
-from torchere.serving.store.signing import MAX_SIGNATURE_BYTES, SigningUnusable, TrustedKeys
+from torchere.serving.store.signing import MAX_SIGNATURE_BYTES, SigningUnusable, TrustedKeys, read_signature
 
 GOOD = "def handle(data, context): return data\n"
 EVIL = "def handle(data, context): return evil\n"  # as long
@@ -105,7 +105,7 @@ def test_an_archive_that_is_changed_while_it_is_verified_is_refused(
     kind: str, root: Path, temp: Path, keys: KeyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = signed(root, keys, kind)
-    then = then_overwritten(archive, verified_copy.read_signature)
+    then = then_overwritten(archive, read_signature)
     monkeypatch.setattr(verified_copy, "read_signature", then)
     store = Store(root, Limits(), temp, trust=TrustedKeys([keys.public]))
     before = sorted(temp.rglob("*"))

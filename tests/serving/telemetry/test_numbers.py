@@ -15,8 +15,8 @@ from torchere.serving.telemetry.stages import COLUMNS
 
 def request(**marks: Any) -> Any:
     """An object with the marks of a request that waited 1 s and was answered after 3 s."""
-    usual = {"started_s": 0.0, "read_s": 0.5, "enqueued_s": 0.5, "dequeued_s": 1.5, "company_s": 0.0}
-    usual |= {"stages_s": (0.0, 1.0, 0.0, 0.0), "answered_s": 3.0, "sending_s": 3.0}
+    usual: dict[str, Any] = {"started_s": 0.0, "read_s": 0.5, "enqueued_s": 0.5, "dequeued_s": 1.5}
+    usual |= {"company_s": 0.0, "stages_s": (0.0, 1.0, 0.0, 0.0), "answered_s": 3.0, "sending_s": 3.0}
     return SimpleNamespace(**(usual | {"named": False, "streamed": False, "trace": None} | marks))
 
 

@@ -28,7 +28,9 @@ def test_it_can_be_parsed_and_says_the_same_as_the_text_format(used):
     plain = [line for line in used.exposition().splitlines() if not line.startswith("#")]
     assert len(plain) > 100
     for line in plain:
-        name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*),\})? (\S+)", line).groups()
+        parts = re.fullmatch(r"(\w+)(?:\{(.*),\})? (\S+)", line)
+        assert parts is not None
+        name, labels, value = parts.groups()
         pairs = re.findall(r'(\w+)="([^"]*)"', labels or "")
         key = (name, *sorted(pairs))
         assert key in parsed, line
@@ -49,7 +51,7 @@ def test_torchserves_counters_keep_their_names(used):
 
 def test_who_takes_it_for_plain_text_reads_all_up_to_the_families_with_exemplars(used):
     families = used.expose().text(openmetrics=True).split("# HELP ")[1:]
-    kinds = {re.search(r"# TYPE \S+ (\S+)", family)[1] for family in families}
+    kinds = {re.findall(r"# TYPE \S+ (\S+)", family)[0] for family in families}
     has_exemplars = ["# {" in family for family in families]
 
     assert kinds == {"counter", "gauge", "histogram"}

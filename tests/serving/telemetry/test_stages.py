@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ seconds = st.floats(0, 1000, allow_nan=False)
 
 def request(**marks):
     """A prediction that began at 0, was read at 1, and was enqueued at 2."""
-    usual = {"started_s": 0.0, "read_s": 1.0, "enqueued_s": 2.0, "dequeued_s": 5.0, "company_s": 0.0}
-    usual |= {"stages_s": (0.0, 0.0, 0.0, 0.0), "answered_s": 9.0, "sending_s": 9.5}
+    usual: dict[str, Any] = {"started_s": 0.0, "read_s": 1.0, "enqueued_s": 2.0, "dequeued_s": 5.0}
+    usual |= {"company_s": 0.0, "stages_s": (0.0, 0.0, 0.0, 0.0), "answered_s": 9.0, "sending_s": 9.5}
     return SimpleNamespace(**(usual | marks))
 
 

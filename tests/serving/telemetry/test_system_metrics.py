@@ -10,10 +10,11 @@ import pytest
 from torchere.serving.telemetry import sampling as gpu_sampling
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.sampling import GpuSample, SystemMetrics, parse_gpus, sample_gpus
+from torchere.serving.telemetry.torchserve import ServerMetrics
 
 
-class Taken:
-    """Stands for `ServerMetrics`: keeps what is set, by name and label values."""
+class Taken(ServerMetrics):
+    """Keeps the values that are set, by metric name and label values."""
 
     def __init__(self):
         self.values = {}
@@ -79,7 +80,12 @@ def test_the_gpus_of_the_host_are_shown_unless_the_server_may_use_none(max_gpus,
 
 def test_the_host_is_sampled_at_once_and_then_in_every_period():
     taken, looked = Taken(), []
-    system = SystemMetrics(taken, lambda: looked.append(1) or ())
+
+    def gpus():
+        looked.append(1)
+        return ()
+
+    system = SystemMetrics(taken, gpus)
 
     async def watch():
         sampling = asyncio.create_task(system.sample_every(0.01))

@@ -46,6 +46,7 @@ class Held:
 
     def over(self):
         self.is_over = True
+        assert self.go_on is not None
         self.go_on()
 
     def run_done(self, run, report):

@@ -17,9 +17,10 @@ from torchere.serving.errors import (
 )
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers import messages as wire
-from torchere.serving.workers.executor import BatchReport, LoadSpec, Unfinished
+from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Unfinished
+from torchere.serving.workers.frames import HEADER
 from torchere.serving.workers.messages import (
-    HEADER,
+    Done,
     Load,
     Ping,
     Pong,
@@ -66,10 +67,20 @@ def test_large_values_of_a_batch_follow_its_frame() -> None:
     assert run_with_raw(run, memoryview(b"".join(raw))) == Run(7, 3, requests)
 
 
+def done_of(message: bytes) -> Done:
+    done = data_from_worker.decode(message)
+    assert isinstance(done, Done)
+    return done
+
+
 def test_large_answers_follow_the_frame_of_their_report() -> None:
-    outcomes = [InferResponse(LARGE, (("k", "v"),), 418), HandlerFailed("no"), InferResponse(LARGE[:-1])]
+    outcomes: list[Outcome] = [
+        InferResponse(LARGE, (("k", "v"),), 418),
+        HandlerFailed("no"),
+        InferResponse(LARGE[:-1]),
+    ]
     frame, *raw = encode_report(7, BatchReport(outcomes))
-    done = data_from_worker.decode(payload(frame))
+    done = done_of(payload(frame))
     assert raw_bytes(done) == sum(map(len, raw)) == 2 * len(LARGE) - 1
     back = report_from_done(done_with_raw(done, memoryview(b"".join(raw))), 3).outcomes
     assert (back[0], type(back[1]), back[2]) == (outcomes[0], HandlerFailed, outcomes[2])
@@ -125,15 +136,13 @@ def test_a_model_config_that_would_become_another_stays_in_its_file(config: Any,
 
 def test_a_report_survives_the_way_back() -> None:
     metric = MetricSample("Time", 1.5, "ms", "gauge", (("Level", "Model"),), ("id",))
-    outcomes = [
+    outcomes: list[Outcome] = [
         InferResponse(b"x", (("k", "v"),), 418, "teapot"),
         HandlerFailed("no", 513, "why"),
         OutOfResources("Out of resources", "MemoryError"),
         Unfinished(InferResponse(b"part")),
     ]
-    done = data_from_worker.decode(
-        payload(encode_frame(done_from_report(7, BatchReport(outcomes, 0.25, (metric,)))))
-    )
+    done = done_of(payload(encode_frame(done_from_report(7, BatchReport(outcomes, 0.25, (metric,))))))
     back = report_from_done(done, 4)
     assert (back.outcomes[0], back.outcomes[3]) == (outcomes[0], outcomes[3])
     assert isinstance(back.outcomes[1], HandlerFailed)
@@ -161,12 +170,12 @@ def test_a_failure_is_of_the_same_kind_on_both_sides(failure: ServingError) -> N
 def test_metrics_that_cannot_be_sent_cost_no_answer() -> None:
     metric = MetricSample("\ud800", 1.0, "ms", "gauge", (), ())
     answer = InferResponse(b"x")
-    done = data_from_worker.decode(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
+    done = done_of(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
     assert report_from_done(done, 1).outcomes == [answer]
 
 
 def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_handler() -> None:
-    done = data_from_worker.decode(payload(encode_report(7, BatchReport([InferResponse(b"x", (), 2**70)]))))
+    done = done_of(payload(encode_report(7, BatchReport([InferResponse(b"x", (), 2**70)]))))
     (failed,) = report_from_done(done, 1).outcomes
     assert isinstance(failed, HandlerFailed)
 
@@ -175,7 +184,7 @@ def test_an_answer_longer_than_a_frame_fails_alone_and_does_not_cost_its_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
-    done = data_from_worker.decode(payload(encode_report(7, BatchReport([InferResponse(b"x" * 1000)]))))
+    done = done_of(payload(encode_report(7, BatchReport([InferResponse(b"x" * 1000)]))))
     (failed,) = report_from_done(done, 1).outcomes
     assert isinstance(failed, HandlerFailed)
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from torchere.serving.workers.devices import CoreShares
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
 from torchere.serving.workers.heartbeat import HeartbeatSettings
 from torchere.serving.workers.oom import OomWatch
+from torchere.serving.workers.pool import WorkerPool
 
 
 async def until_free(pool: Any) -> None:
@@ -168,7 +170,7 @@ def test_a_hung_worker_is_replaced_after_its_response_timeout(
     caplog.set_level(logging.INFO)
 
     async def main() -> None:
-        settings = {"response_timeout_s": 0.3, "hangs_as_deaths": error is ExecutorDied}
+        settings: dict[str, Any] = {"response_timeout_s": 0.3, "hangs_as_deaths": error is ExecutorDied}
         async with pool_in_service(make_spec(), **settings) as pool:
             hung, after = make_sink(), make_sink()
             pid = pool.statuses()[0].pid
@@ -223,6 +225,10 @@ def test_a_worker_that_served_since_its_last_loss_begins_to_count_anew(
     asyncio.run(main())
 
 
+def is_replaced(pool: WorkerPool, pid: int) -> bool:
+    return pool.in_service > 0 and pool.statuses()[0].pid != pid
+
+
 def test_an_idle_worker_in_good_health_comes_back_however_often_it_is_lost(make_spec: Any) -> None:
     now_s = [0.0]
 
@@ -231,7 +237,7 @@ def test_an_idle_worker_in_good_health_comes_back_however_often_it_is_lost(make_
             for _ in range(2):
                 pid = pool.statuses()[0].pid
                 os.kill(pid, signal.SIGSEGV)
-                await until(lambda pid=pid: pool.in_service and pool.statuses()[0].pid != pid)
+                await until(partial(is_replaced, pool, pid))
                 now_s[0] += 3600.0  # far more than `max_retry_timeout_s`, without a single request
 
     asyncio.run(main())
