@@ -82,6 +82,11 @@ def idle_executors(server: Server) -> int:
     return sum(len(version.pool.idle_ids()) for version in server._registry.versions())
 
 
+def coroutine_name(task: asyncio.Task[Any]) -> str:
+    coroutine: Any = task.get_coro()
+    return str(coroutine.__qualname__)
+
+
 async def resources(server: Server) -> dict[str, int]:
     """What there is in this process once everything has come to rest."""
     await settled(server)
@@ -90,7 +95,7 @@ async def resources(server: Server) -> dict[str, int]:
     gc.collect()
     versions = list(server._registry.versions())
     return {
-        **Counter(f"task {task.get_coro().__qualname__}" for task in asyncio.all_tasks()),
+        **Counter(f"task {coroutine_name(task)}" for task in asyncio.all_tasks()),
         "threads": threading.active_count(),
         "files": psutil.Process().num_fds(),
         "waiting": sum(version.batcher.queue_length for version in versions),

@@ -1,4 +1,5 @@
 import json
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +308,7 @@ def test_metadata_is_read(call: Caller) -> None:
 @pytest.mark.parametrize(("status", "ready"), [(200, True), (503, False), (400, False)])
 def test_not_ready_is_an_answer(call: Caller, status: int, ready: bool) -> None:
     for ask in ("is_live", "is_ready"):
-        assert call(Server(httpx.Response(status)), lambda c, ask=ask: getattr(c, ask)()) is ready
+        assert call(Server(httpx.Response(status)), methodcaller(ask)) is ready
     assert call(Server(httpx.Response(status)), lambda client: client.is_model_ready("m", "1")) is ready
 
 

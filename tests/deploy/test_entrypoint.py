@@ -103,7 +103,7 @@ def test_a_variable_may_hold_several_words_or_none(
 
 
 def test_a_variable_that_is_not_set_ends_the_container_with_its_name(root: Path) -> None:
-    command = [root / "deploy/entrypoint.sh", "torchserve", "--models", "$NO_SUCH_NAME.mar"]
+    command = [str(root / "deploy/entrypoint.sh"), "torchserve", "--models", "$NO_SUCH_NAME.mar"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
     assert done.returncode != 0

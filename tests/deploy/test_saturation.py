@@ -138,9 +138,14 @@ class Simulation:
         self._begin(worker)
         self._tell()
         took_s = size * SERVICE_S
-        waits = {"succeeded_wait_s": 0.0, "failed_wait_s": 0.0}
         self.version.batch_finished(
-            size=size, succeeded=size, failed=0, executor_s=took_s, handler_s=took_s, **waits
+            size=size,
+            succeeded=size,
+            failed=0,
+            succeeded_wait_s=0.0,
+            failed_wait_s=0.0,
+            executor_s=took_s,
+            handler_s=took_s,
         )
         self._dispatch()
         for _ in range(size if self._clients else 0):

@@ -4,7 +4,7 @@ import concurrent.futures
 import json
 import re
 import time
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -67,7 +67,7 @@ def predict_by_grpc(server: Any, key: str, text: str = "x") -> bytes:
             response_deserializer=PredictionResponse.FromString,
         )
         request = PredictionsRequest(model_name="m", input={"data": text.encode()})
-        answer = ask(request, metadata=[("authorization", f"Bearer {key}")], timeout=30)
+        answer = ask(request, metadata=(("authorization", f"Bearer {key}"),), timeout=30)
         return bytes(answer.prediction)
 
 
@@ -91,7 +91,7 @@ def test_a_client_over_its_rate_is_told_when_to_come_back_and_others_go_on(serve
     with pytest.raises(grpc.RpcError) as error:
         predict_by_grpc(server, "slow-key-1")
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    trailers = dict(error.value.trailing_metadata())
+    trailers: dict[str, Any] = dict(cast("Any", error.value.trailing_metadata()))
     status = Status.FromString(trailers["grpc-status-details-bin"])
     info, retry = ErrorInfo(), RetryInfo()
     assert status.details[0].Unpack(info)

@@ -82,9 +82,9 @@ def test_sigterm_under_load_answers_every_accepted_request(pack: Any, start_serv
     for client in clients:
         client.join(30)
     assert [client.wrong for client in clients] == [[]] * 8
-    accepted, answered = map(
-        int, re.search(r"(\d+) predictions accepted, (\d+) answered", server.log()).groups()
-    )  # type: ignore[union-attr]
+    ledger = re.search(r"(\d+) predictions accepted, (\d+) answered", server.log())
+    assert ledger is not None
+    accepted, answered = map(int, ledger.groups())
     assert accepted == answered == sum(client.answered for client in clients)
 
 

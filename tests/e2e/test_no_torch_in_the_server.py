@@ -168,7 +168,10 @@ def test_grpc_answers_both_protocols(server: Any) -> None:
             ModelInferRequest.SerializeToString,
             ModelInferResponse.FromString,
         )
-        for datatype, raw in (("BF16", b"\xc0\x3f\x00\xc0"), ("FP16", np.float16([1.5, -2]).tobytes())):
+        for datatype, raw in (
+            ("BF16", b"\xc0\x3f\x00\xc0"),
+            ("FP16", np.array([1.5, -2], np.float16).tobytes()),
+        ):
             request = ModelInferRequest(model_name="echo", raw_input_contents=[raw])
             request.inputs.add(name="x", datatype=datatype, shape=[2])
             answer = of_tensors(request, timeout=60)

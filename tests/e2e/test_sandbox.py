@@ -249,7 +249,7 @@ def test_a_model_with_packages_of_its_own_is_served_at_every_level(
     level: RunningServer, grounds: Path
 ) -> None:
     wheel = "tiny_dependency-1.0-py3-none-any.whl"
-    files = {
+    files: dict[str, str | bytes] = {
         "handler.py": REQUIRING,
         "requirements.txt": f"--no-index\n./{wheel}\n",
         wheel: wheel_bytes(grounds / wheel, {"tiny_dependency.py": "NAME = 'from the wheel'\n"}),
@@ -280,14 +280,16 @@ def test_packages_run_in_the_sandbox_from_the_start_of_the_interpreter(
 ) -> None:
     wheel = "tiny_dependency-1.0-py3-none-any.whl"
     attack = ATTACKING_AT_THE_START.format(path=f"{strict.folder}/key_file.json")
-    files = {
+    files: dict[str, str | bytes] = {
         "handler.py": TELLING,
         "model-config.yaml": "useVenv: true\n",
         "requirements.txt": f"--no-index\n./{wheel}\n",
         wheel: wheel_bytes(grounds / wheel, {"attack.py": attack, "attack.pth": "import attack\n"}),
     }
     archive = pack(
-        *(grounds / "store", "starting", files),
+        grounds / "store",
+        "starting",
+        files,
         requirementsFile="requirements.txt",
         configFile="model-config.yaml",
     )

@@ -9,7 +9,7 @@ import zlib
 from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 import msgspec
@@ -314,10 +314,11 @@ def chunk_seeds() -> list[bytes]:
 class Call:
     """A call that answers as its first message says, and counts how often it is told its end."""
 
-    takes_one = True
+    takes_one: ClassVar[bool] = True
 
     def __init__(self, stream: Any) -> None:
-        self.stream, self.ends, self.messages = stream, 0, []  # type: ignore[var-annotated]
+        self.stream, self.ends = stream, 0
+        self.messages: list[bytes] = []
 
     def on_message(self, message: Any) -> None:
         self.messages.append(bytes(message)[:9] if isinstance(message, bytes | memoryview) else b"")
@@ -371,7 +372,9 @@ def http2(data: bytes) -> None:
     """Frames on a connection: answers follow the protocol, and nothing is left. First byte: the pieces."""
     size = (data[0] if data else 0) or 100_000
     said = loop().run_until_complete(_conversation(data[1:], size))
-    decoder, begun, over, at = Decoder(), set(), set(), 0
+    decoder, at = Decoder(), 0
+    begun: set[int] = set()
+    over: set[int] = set()
     while at < len(said):
         length, kind = int.from_bytes(said[at : at + 3], "big"), said[at + 3]
         flags, stream = said[at + 4], int.from_bytes(said[at + 5 : at + 9], "big")
@@ -477,7 +480,7 @@ def grpc_messages(data: bytes) -> None:
         with suppress(DecodeError, MessageFailed, InvalidRequest):
             tensor_request(decode_request(message)).check()
         with suppress(DecodeError, MessageFailed):
-            counted(PredictionsRequest.FromString)(message)
+            counted(PredictionsRequest.FromString)(message)  # type: ignore[arg-type]  # it reads memoryviews
 
 
 def _messages_of(data: bytes, size: int) -> list[bytes | str]:

@@ -60,9 +60,9 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     for name in ("store", "server"):
         (root / name).mkdir()
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.timezone.utc)
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
     pem = serialization.Encoding.PEM
     (root / "certificate.pem").write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(pem))

@@ -52,7 +52,7 @@ def test_both_autoscalers_see_the_busiest_model_of_each_pod_that_an_executor_ser
     block = (root / "docs/kubernetes.md").read_text().split("For prometheus-adapter:")[1].split("```")[1]
     (adapter,) = yaml.safe_load(block.removeprefix("yaml"))["rules"]
 
-    series = [
+    series: list[tuple[str, dict[str, float]]] = [
         ('torchere_saturation{POD, model="net", version="1.0"}', {"serving": 0.5, "loading": 1.0}),
         ('torchere_saturation{POD, model="busy", version="1.0"}', {"serving": 0.6, "loading": 0.2}),
         ('torchere_executors{POD, model="net", version="1.0", state="ready"}', {"serving": 2, "loading": 0}),

@@ -57,7 +57,12 @@ async def main(http, grpc):
     base = f"http://{http}"
     rest = InferenceRESTClient(RESTConfig(protocol="v2", retries=0, timeout=60))
     v1 = InferenceRESTClient(RESTConfig(protocol="v1", retries=0, timeout=60))
-    found = {"rest_binary": {}, "rest_json": {}, "grpc_raw": {}, "grpc_typed": {}}
+    found: dict[str, dict[str, object]] = {
+        "rest_binary": {},
+        "rest_json": {},
+        "grpc_raw": {},
+        "grpc_typed": {},
+    }
     async with InferenceGRPCClient(grpc, retries=0) as stub:
         for datatype in DATATYPES:
             array = array_of(datatype)

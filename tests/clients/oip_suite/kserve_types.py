@@ -23,7 +23,7 @@ KINDS = {
     "ServingRuntime": "V1alpha1ServingRuntime",
     "ClusterServingRuntime": "V1alpha1ClusterServingRuntime",
 }
-PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float)}
+PLAIN: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float": (int, float)}
 # Quantities and ports are texts or numbers; their types have no fields.
 EITHER = ("ResourceQuantity", "IntstrIntOrString")
 

@@ -7,6 +7,7 @@ models and words are our own. Rows of a file run in their order, against one ser
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 JAVA = "ModelServerTest.java"
 MANAGEMENT = "management_data.json"
@@ -64,7 +65,7 @@ MULTIPART = (
     b'--x\r\nContent-Disposition: form-data; name="data"; filename="t.txt"\r\n'
     b"Content-Type: text/plain\r\n\r\ntest\r\n--x--\r\n"
 )
-FORM_OF_PARTS = {"body": MULTIPART, "type": "multipart/form-data; boundary=x"}
+FORM_OF_PARTS: dict[str, Any] = {"body": MULTIPART, "type": "multipart/form-data; boundary=x"}
 JAVA_ROWS = (
     _get("ping", "/ping", 200, "Healthy"),
     Row(JAVA, "description of inference", "OPTIONS", "/", (200,), '"openapi": "3.0.1"', api="inference"),

@@ -76,6 +76,7 @@ def saved(value: object) -> bytes:
 def digit_weights() -> bytes:
     """A state dict for the class in the archive, as its training script would write it."""
     spec = importlib.util.spec_from_file_location("mnist_training", HANDLERS / "digits" / "mnist.py")
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     weights = module.Net().state_dict()

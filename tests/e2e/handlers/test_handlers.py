@@ -141,7 +141,7 @@ def test_the_load_of_each_model_is_shown(client: Any) -> None:
     ]
     assert client.exposed("torchere_inflight") == ["torchere_inflight 0.0"]
     stages = client.exposed('torchere_stage_duration_seconds_count{model="function_form"')
-    found = [re.search(r'stage="(\w+)"', line)[1] for line in stages]
+    found = re.findall(r'stage="(\w+)"', "".join(stages))
     assert found == ["receive", "decode", "queue", "transfer", "handler", "encode", "send"]
 
 

@@ -5,6 +5,7 @@ TorchServe 0.12.0 with torch 2.13.0: status, content type and body, without trac
 """
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ class Folder(NamedTuple):
     requests: str = "tensors"
 
 
-def npy(values: list[list[float]] | list[int]) -> bytes:
+def npy(values: Sequence[Sequence[float]] | Sequence[int]) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, np.array(values, dtype="float32"))
     return buffer.getvalue()

@@ -29,6 +29,8 @@ def read_properties(path: str) -> dict[str, str]:
 class Wrapped(kserve.Model):
     """One model of TorchServe, as a model of KServe."""
 
+    ready: bool
+
     def __init__(self, name: str, properties: dict[str, str]) -> None:
         super().__init__(name)
         self.inference = properties["inference_address"]
@@ -93,7 +95,8 @@ def messages():
     answer = file.message_type.add(name="Answer")
     answer.field.add(name="prediction", number=1, type=12, label=1)
     pool = descriptor_pool.DescriptorPool()
-    found = pool.Add(file) or pool.FindFileByName("p.proto")
+    pool.Add(file)
+    found = pool.FindFileByName("p.proto")
     return [message_factory.GetMessageClass(found.message_types_by_name[name]) for name in ("Ask", "Answer")]
 
 

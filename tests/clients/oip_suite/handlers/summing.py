@@ -2,7 +2,7 @@
 
 import numpy as np
 
-sums = {}
+sums: dict = {}
 
 
 def handle(data, context):
