@@ -67,7 +67,7 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
         "--runtime",
         choices=RUNTIMES,
         default="python",
-        help="runtime of the handler (default: python); LSP, the C++ backend, can be packed but not served",
+        help="runtime of the handler (default: python); LSP: the C++ backend",
     )
     add(
         "--export-path",

@@ -27,6 +27,7 @@ from torchere.handlers.loading.autocast import autocasting
 from torchere.handlers.loading.compile import compile_options, wants_aot_compile
 from torchere.handlers.loading.devices import CPU, choose_device, module_on, to_device, whole_on_device
 from torchere.handlers.loading.eager import in_eval_mode, load_eager
+from torchere.handlers.loading.oneapi import optimized
 from torchere.handlers.loading.split import SECTION, Split
 from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
 from torchere.handlers.loading.weights import WeightsKind, weights_kind
@@ -193,7 +194,7 @@ class BaseHandler:
     def _compile(self, model: Any) -> Any:
         options = compile_options(self.model_yaml_config)
         if options is None:
-            return model
+            return optimized(model)
         try:
             compiled = torch.compile(model, **options)
         except (RuntimeError, ValueError, TypeError, ImportError) as err:  # the model works without it

@@ -48,6 +48,26 @@ class DenseNetHandler(BaseHandler):
         return answers
 
 
+class TorchScriptHandler(DenseNetHandler):
+    """The handlers that TorchServe's C++ backend has built in: `TorchScriptHandler` and `BaseHandler`.
+
+    A request is answered with its row of the result, without the dimension of the batch, as `torch.save`
+    writes it. The model is the TorchScript of the archive.
+    """
+
+    def _run(self, data: Sequence[Any]) -> list[Any]:
+        return [
+            _file_of(answer[0].clone()) if isinstance(answer, torch.Tensor) else answer
+            for answer in super()._run(data)
+        ]
+
+
+def _file_of(tensor: torch.Tensor) -> bytes:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
 def _groups(read: Sequence[torch.Tensor | PredictionException]) -> list[dict[int, torch.Tensor]]:
     """Return the tensors that can be stacked, by their places, group by group."""
     groups: dict[tuple[object, ...], dict[int, torch.Tensor]] = {}

@@ -169,6 +169,12 @@ BUILT_IN_HANDLERS = {
 }
 """Names that need no file in the archive. All of them may run in threads on shared weights."""
 
+CPP_HANDLERS = dict.fromkeys(
+    ("BaseHandler", "TorchScriptHandler"), "torchere.handlers.densenet:TorchScriptHandler"
+)
+"""The same for archives of TorchServe's C++ backend, `runtime: LSP`."""
+CPP_ADVICE = "handlers in C++ can't be loaded; name TorchScriptHandler, or one in Python"
+
 UNEVEN_HANDLERS = frozenset({"text_embedding", "voice_activity"})
 """Those among them whose time depends on what is sent: quick requests say nothing of the next one."""
 
@@ -340,12 +346,13 @@ def _built_in_class(handler: str, module_name: str, model_dir: str) -> type:
             f"the handler {name!r} is not built in here: {NOT_SHIPPED[name]}; put a handler file of your own "
             "into the archive"
         )
-    if name not in BUILT_IN_HANDLERS:
+    home = BUILT_IN_HANDLERS.get(name) or CPP_HANDLERS.get(name)
+    if home is None:
         raise HandlerLoadError(
             f"the handler {handler!r} is neither a file of the archive ({model_dir} holds no "
             f"{module_name}.py) nor one of {_known(BUILT_IN_HANDLERS)}; check the spelling of --handler"
         )
-    module, class_name = BUILT_IN_HANDLERS[name].split(":")
+    module, class_name = home.split(":")
     found: type = getattr(importlib.import_module(module), class_name)
     return found
 

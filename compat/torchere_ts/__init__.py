@@ -1,4 +1,4 @@
-"""Makes `ts` and `model_archiver` importable in any Python process, backed by torchere.
+"""Makes `ts`, `model_archiver` and `workflow_archiver` importable in any Python process, backed by torchere.
 
 `install` runs at each start of Python (`torchere_ts.pth`), so this module imports next to nothing.
 """
@@ -13,6 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
 _ORIGIN = "torchere_ts"
+ROOTS = ("ts", "model_archiver", "workflow_archiver")
+ROOTS = ("ts", "model_archiver", "workflow_archiver")
 # TorchServe's modules that make sense outside a worker only: where their names are defined.
 OUTSIDE: dict[str, str] = {
     "ts.launcher": "torchere_ts.launcher",
@@ -20,18 +22,26 @@ OUTSIDE: dict[str, str] = {
     "ts.model_loader": "torchere_ts.loader",
     "ts.model_server": "torchere_ts.launcher",
     "ts.service": "torchere_ts.loader",
-    "ts.metrics.system_metrics": "torchere_ts.system_metrics",
-    "ts.metrics.process_memory_metric": "torchere_ts.system_metrics",
-    "ts.metrics.metric_collector": "torchere_ts.system_metrics",
+    "ts.metrics.metric_collector": "torchere.handlers.ts_compat.system_metrics",  # for `python -m`
     "ts.utils.hf_utils": "torchere_ts.llm_launcher",
+    "ts.arg_parser": "torchere_ts.launcher",
     "model_archiver": "torchere_ts.archiver",
     "model_archiver.model_archiver": "torchere_ts.archiver",
     "model_archiver.model_archiver_config": "torchere_ts.archiver",
     "model_archiver.model_archiver_error": "torchere_ts.archiver",
     "model_archiver.model_packaging": "torchere_ts.archiver",
+    "model_archiver.model_packaging_utils": "torchere_ts.archiver",
     "model_archiver.arg_parser": "torchere_ts.archiver",
     "model_archiver.manifest_components": "torchere_ts.archiver",
     "model_archiver.manifest_components.manifest": "torchere_ts.archiver",
+    "model_archiver.manifest_components.model": "torchere_ts.archiver",
+    "model_archiver.version": "torchere_ts.archiver",
+    "workflow_archiver": "torchere_ts.workflows",
+    "workflow_archiver.arg_parser": "torchere_ts.workflows",
+    "workflow_archiver.version": "torchere_ts.workflows",
+    "workflow_archiver.workflow_archiver_error": "torchere_ts.workflows",
+    "workflow_archiver.workflow_packaging": "torchere_ts.workflows",
+    "workflow_archiver.workflow_packaging_utils": "torchere_ts.workflows",
 }
 
 
@@ -43,7 +53,7 @@ class _LastFinder:
     ) -> ModuleSpec | None:
         """Return a spec for one of TorchServe's modules; the parameters are the import system's."""
         root = fullname.partition(".")[0]
-        if root not in ("ts", "model_archiver") or (root != fullname and not _is_ours(root)):
+        if root not in ROOTS or (root != fullname and not _is_ours(root)):
             return None
         if fullname in OUTSIDE:
             is_package = any(name.startswith(f"{fullname}.") for name in OUTSIDE)

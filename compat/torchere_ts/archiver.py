@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from dataclasses import dataclass, fields
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 
@@ -15,12 +17,16 @@ from torchere.archiver.model_flags import add_archive_arguments
 
 __all__ = [
     "ArgParser",
+    "Manifest",
+    "Model",
     "ModelArchiver",
     "ModelArchiverConfig",
     "ModelArchiverError",
+    "ModelExportUtils",
     "RuntimeType",
     "__version__",
     "generate_model_archive",
+    "package_model",
 ]
 __version__ = "0.12.0"  # of the archiver whose interface this is
 
@@ -53,9 +59,81 @@ class ModelArchiverConfig:
     config_file: str | None = None
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> ModelArchiverConfig:
-        """Return the configuration of parsed arguments."""
-        return cls(**{each.name: getattr(args, each.name) for each in fields(cls)})
+    def from_args(cls, args: argparse.Namespace | ModelArchiverConfig) -> ModelArchiverConfig:
+        """Return the configuration of parsed arguments; what an older script leaves out has its default."""
+        return cls(
+            **{each.name: getattr(args, each.name) for each in fields(cls) if hasattr(args, each.name)}
+        )
+
+
+class Model:
+    """The part `model` of a manifest."""
+
+    def __init__(  # noqa: PLR0917  # the archiver's signature
+        self,
+        model_name: str,
+        serialized_file: str | None,
+        handler: str,
+        model_file: str | None = None,
+        model_version: str | None = None,
+        extensions: str | None = None,
+        requirements_file: str | None = None,
+        config_file: str | None = None,
+    ) -> None:
+        said = {
+            "modelName": model_name,
+            "serializedFile": serialized_file and os.path.basename(serialized_file),
+            "handler": os.path.basename(handler),
+            "modelFile": model_file and os.path.basename(model_file),
+            "modelVersion": model_version,
+            "extensions": extensions,
+            "requirementsFile": requirements_file and os.path.basename(requirements_file),
+            "configFile": config_file and os.path.basename(config_file),
+        }
+        self.model_dict = {name: value for name, value in said.items() if value}
+
+    def __str__(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(self.model_dict)
+
+
+class Manifest:
+    """A manifest as scripts make it; its text is JSON."""
+
+    def __init__(self, runtime: str, model: Model) -> None:
+        self.manifest_dict = {
+            "createdOn": datetime.now().strftime("%d/%m/%Y %H:%M:%S"),
+            "runtime": RuntimeType(runtime).value,
+            "model": model.model_dict,
+            "archiverVersion": __version__,
+        }
+
+    def __str__(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(self.manifest_dict, indent=2)
+
+
+class ModelExportUtils:
+    """The steps of packing that scripts call by themselves."""
+
+    @staticmethod
+    def generate_model(modelcfg: ModelArchiverConfig | argparse.Namespace) -> Model:
+        """Return the part `model` of the manifest."""
+        config = ModelArchiverConfig.from_args(modelcfg)
+        return Model(
+            config.model_name,
+            config.serialized_file,
+            config.handler,
+            config.model_file,
+            config.version,
+            requirements_file=config.requirements_file,
+            config_file=config.config_file,
+        )
+
+    @staticmethod
+    def generate_manifest_json(config: ModelArchiverConfig | argparse.Namespace) -> str:
+        """Return the manifest as JSON."""
+        return str(Manifest(config.runtime, ModelExportUtils.generate_model(config)))
 
 
 class ArgParser:
@@ -76,6 +154,20 @@ class ModelArchiver:
     def generate_model_archive(config: ModelArchiverConfig) -> None:
         """Write the archive; see `generate_model_archive`."""
         generate_model_archive(config)
+
+
+def package_model(config: ModelArchiverConfig | argparse.Namespace, manifest: str) -> None:
+    """Write the archive of `config`, as the exporters of OpenMMLab's projects do.
+
+    Raises:
+        ModelArchiverError: it can't be packed, or `manifest` says something else of the model than `config`:
+            the archive's manifest is made from `config`.
+        FileNotFoundError: a file does not exist.
+    """
+    model = json.loads(manifest)["model"]
+    if model != ModelExportUtils.generate_model(config).model_dict:
+        raise ModelArchiverError(f"the manifest differs from the arguments, which count: {model}")
+    generate_model_archive(ModelArchiverConfig.from_args(config))
 
 
 def generate_model_archive(config: ModelArchiverConfig | None = None) -> None:

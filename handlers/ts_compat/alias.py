@@ -35,7 +35,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "ts_compat.utilities:XLA_AVAILABLE",
         "ts_compat.utilities:PT2_AVAILABLE",
         "ts_compat.utilities:PT230_AVAILABLE",
-        "ts_compat.utilities:IPEX_AVAILABLE",
+        "loading.oneapi:IPEX_AVAILABLE",
         "ts_compat.utilities:ONNX_AVAILABLE",
     ),
     "ts.torch_handler.vision_handler": ("vision",),
@@ -90,6 +90,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "text:CLEANUP_REGEX",
         "resolve:list_classes_from_module",
         "loading.compile:check_valid_pt2_backend",
+        "ts_compat.utilities:PT2Backend",
         "ts_compat.utilities:get_yaml_config",
         "ts_compat.utilities:deprecated",
     ),
@@ -99,6 +100,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.metrics.unit": ("metric_types:Units",),
     "ts.metrics.metric_type_enum": ("metric_types:MetricTypes",),
     "ts.metrics.metric": ("ts_compat.legacy:Metric",),
+    "ts.metrics.system_metrics": ("ts_compat.system_metrics",),
+    "ts.metrics.process_memory_metric": (
+        "ts_compat.system_metrics:check_process_mem_usage",
+        "ts_compat.system_metrics:get_cpu_usage",
+    ),
     "ts.metrics.metrics_store": ("ts_compat.legacy:MetricsStore",),
     "ts.metrics.caching_metric": ("metrics:CachingMetric",),
     "ts.metrics.metric_abstract": ("metrics:CachingMetric=MetricAbstract",),
@@ -122,7 +128,6 @@ NOT_SHIPPED: dict[str, str] = {
     "ts.torch_handler.vllm_handler": "it needs vLLM; run the vLLM server beside this one",
     "ts.torch_handler.trt_llm_handler": "it needs TensorRT-LLM; run its own server beside this one",
     "ts.handler_utils.preprocess": "it needs NVIDIA DALI; decode with torchere.handlers.vision.decode",
-    "ts.metrics.system_metrics": "the server measures the machine itself; report your own to context.metrics",
     "ts.launcher": "start and stop the server with `torchserve --start` and `torchserve --stop`",
 }
 

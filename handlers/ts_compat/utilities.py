@@ -10,16 +10,19 @@ import time
 import urllib.request
 import warnings
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torchere.handlers.loading.compile import PT2_BACKENDS
 
 # What TorchServe's base handler has found at its import; handlers branch on these.
 PROFILER_AVAILABLE = True
 XLA_AVAILABLE = importlib.util.find_spec("torch_xla") is not None
 PT2_AVAILABLE = True
 PT230_AVAILABLE = True  # torch 2.6 is the oldest that torchere runs with
-IPEX_AVAILABLE = False  # the extension is not maintained, and not supported
 ONNX_AVAILABLE = importlib.util.find_spec("onnxruntime") is not None
+PT2Backend: Any = Enum("PT2Backend", [(name.upper(), name) for name in sorted(PT2_BACKENDS)], type=str)  # type: ignore[misc]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -67,7 +67,7 @@ def torchserve_main(argv: Sequence[str] | None = None) -> int:
     """Run `torchserve`, with the flags, texts and exit statuses of TorchServe 0.12."""
 
     def command() -> int:
-        options = _torchserve_parser().parse_args(argv)
+        options = torchserve_parser().parse_args(argv)
         if options.version:
             print(f"TorchServe Version is {cli_tools.TORCHSERVE_VERSION}")
             return 0
@@ -146,7 +146,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _torchserve_parser() -> argparse.ArgumentParser:
+def torchserve_parser() -> argparse.ArgumentParser:
+    """Return the parser of `torchserve`."""
     parser = described(
         Parser(prog="torchserve"),
         "TorchServe's command line, answered by torchere. Without --stop or --version it starts the server.",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive
-from torchere.handlers.resolve import BUILT_IN_HANDLERS
+from torchere.handlers.resolve import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLERS
 from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.serving.commands.handler_imports import missing_imports, not_installed
 from torchere.serving.commands.serve_options import newest_snapshot, old_defaults
@@ -272,7 +272,11 @@ def _identity(archive: Archive) -> str:
 def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
     manifest = archive.manifest
     if manifest.runtime == "LSP":
-        yield "runtime", "unsupported", "the C++ backend is not supported; use a Python handler"
+        is_known = manifest.handler in CPP_HANDLERS
+        yield (
+            "runtime",
+            *(("same", "LSP, served by Python") if is_known else ("unsupported", CPP_ADVICE)),
+        )
     yield from _unusable_names(archive)
     handler = manifest.handler or settings.default_handler
     found = _handler(archive, handler, settings.default_handler)
@@ -311,7 +315,7 @@ def _handler(archive: Archive, handler: str | None, default: str | None) -> _Fou
     if files & {path, f"{path}.py", f"{stem}.py"}:
         return "handler", "same", handler
     name = stem.removeprefix("ts.torch_handler.")
-    if name in BUILT_IN_HANDLERS:
+    if name in BUILT_IN_HANDLERS or name in CPP_HANDLERS:
         return "handler", "same", f"{name}, built in"
     if handler == default and name not in HANDLERS_NOT_SHIPPED:
         return "handler", "same", f"{handler}, by default_service_handler; have it beside the server"

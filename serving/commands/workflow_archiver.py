@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from torchere.serving.config.workflow_spec import check_functions, read_workflow
 from torchere.serving.errors import InvalidWorkflow
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Pack a workflow; return 0, 1 when it can't be packed, or 2 for wrong arguments."""
+def workflow_parser() -> Parser:
+    """Return the parser of `torch-workflow-archiver`."""
     parser = Parser(
         prog="torch-workflow-archiver",
         description="Pack a graph of models and functions into a workflow archive for serving.",
@@ -34,19 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="where to put the file (default: current directory)",
     )
     add("-f", "--force", action="store_true", help="overwrite an existing file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Pack a workflow; return 0, 1 when it can't be packed, or 2 for wrong arguments."""
+    parser = workflow_parser()
     options = parser.parse_args(argv)
     try:
-        request = WorkflowRequest(
-            workflow_name=options.workflow_name,
-            spec_file=options.spec_file,
-            handler=options.handler,
-            extra_files=[Path(each.strip()) for each in options.extra_files.split(",") if each.strip()],
-            export_path=options.export_path,
-            force=options.force,
-            epoch_s=epoch_of(os.environ.get("SOURCE_DATE_EPOCH", "")),
-        )
-        check_workflow(request)
-        write_workflow(request)
+        pack(options)
     except InvalidWorkflow as error:
         print(f"{parser.prog}: {error.message} {error.detail}".rstrip(), file=sys.stderr)
         return 1
@@ -54,6 +51,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def pack(options: argparse.Namespace) -> None:
+    """Pack the workflow of parsed arguments.
+
+    Raises:
+        InvalidWorkflow: the specification or the handler is invalid.
+        PackingError: a name or the output place is wrong.
+        OSError, UnicodeDecodeError: a file can't be read or written.
+    """
+    request = WorkflowRequest(
+        workflow_name=options.workflow_name,
+        spec_file=Path(options.spec_file),
+        handler=Path(options.handler) if options.handler else None,
+        extra_files=[Path(each.strip()) for each in (options.extra_files or "").split(",") if each.strip()],
+        export_path=Path(options.export_path or "."),
+        force=options.force,
+        epoch_s=epoch_of(os.environ.get("SOURCE_DATE_EPOCH", "")),
+    )
+    check_workflow(request)
+    write_workflow(request)
 
 
 def check_workflow(request: WorkflowRequest) -> None:

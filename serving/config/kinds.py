@@ -65,7 +65,7 @@ def _remark_ipex(text: str) -> str:
     if not _read_boolean(text):
         return _remark_boolean(text)
     return (
-        "BaseHandler does not optimize with the Intel extension, which is retired; handlers see the variable"
+        "Intel's extension is retired: without it, models get the layout that torch's oneDNN kernels prefer"
     )
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled.package import holds_gil
+from torchere.handlers.resolve import CPP_ADVICE, CPP_HANDLERS
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine
@@ -105,8 +106,8 @@ class Loader:
                 "nor by default_service_handler."
             )
         runtime = check_runtime(runtime or archive.manifest.get("runtime") or "python")
-        if runtime == "LSP":
-            logger.warning("%s: runtime LSP, the C++ backend, is not supported; use a Python handler", key)
+        if runtime == "LSP" and handler not in CPP_HANDLERS:
+            logger.warning("%s: runtime LSP: %s", key, CPP_ADVICE)
         config = archive.config
         if not self.gpus and (config.device_type == "gpu" or (config.device_ids and not config.device_type)):
             logger.warning("%s asks for a GPU in its model config, and there is none: the CPU does it", key)

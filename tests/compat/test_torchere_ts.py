@@ -77,6 +77,12 @@ STATEMENTS = [
     "from model_archiver.model_packaging import generate_model_archive",
     "from model_archiver.arg_parser import ArgParser; ArgParser.export_model_args_parser()",
     "from model_archiver.manifest_components.manifest import RuntimeType",
+    "from model_archiver.model_packaging import package_model",
+    "from model_archiver.model_packaging_utils import ModelExportUtils",
+    "from workflow_archiver.workflow_packaging import generate_workflow_archive, package_workflow",
+    "from ts.arg_parser import ArgParser",
+    "from ts.metrics import system_metrics",
+    "from ts.utils.util import PT2Backend",
 ]
 # All in one process: each start of one imports torch.
 RESOLVING = """
@@ -238,3 +244,44 @@ def test_the_wheel_brings_the_line_that_python_runs_at_each_start(tmp_path: Path
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read("torchere_ts.pth") == b"import torchere_ts; torchere_ts.install()\n"
+
+
+# As the exporters of OpenMMLab's projects do it, which name no `config_file`.
+EXPORTER = """
+from argparse import Namespace
+from model_archiver.model_packaging import package_model
+from model_archiver.model_packaging_utils import ModelExportUtils
+
+args = Namespace(
+    model_name="m", version="1.0", handler="h.py", model_file=None, serialized_file="w.pth", extra_files=None,
+    export_path=".", force=True, requirements_file=None, runtime="python", archive_format="default",
+)
+manifest = ModelExportUtils.generate_manifest_json(args)
+package_model(args, manifest)
+try:
+    package_model(args, manifest.replace("h.py", "other.py"))
+except Exception as err:
+    print(type(err).__name__)
+"""
+
+
+def test_exporters_pack_by_the_parts_of_the_archiver(tmp_path: Path) -> None:
+    (tmp_path / "h.py").write_text("def handle(data, context):\n    return data\n")
+    (tmp_path / "w.pth").write_bytes(b"weights")
+    assert run(EXPORTER, tmp_path).split() == ["PackingError"]
+    with zipfile.ZipFile(tmp_path / "m.mar") as archive:
+        model = json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"]
+    assert model == {"modelName": "m", "serializedFile": "w.pth", "handler": "h.py", "modelVersion": "1.0"}
+
+
+def test_a_script_packs_a_workflow(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("models:\n  one: {url: one.mar}\ndag:\n  one: [last]\n")
+    (tmp_path / "f.py").write_text("def last(data, context):\n    return data\n")
+    run(
+        "import sys; sys.argv[1:] = '--workflow-name flow --spec-file s.yaml --handler f.py'.split()\n"
+        "from workflow_archiver.workflow_packaging import generate_workflow_archive\n"
+        "generate_workflow_archive()\n",
+        tmp_path,
+    )
+    with zipfile.ZipFile(tmp_path / "flow.war") as archive:
+        assert {"s.yaml", "f.py", "WAR-INF/MANIFEST.json"} == set(archive.namelist())

@@ -90,6 +90,9 @@ def server(pack: Any, start_server: Any, store: Path, tmp_path_factory: pytest.T
     pack("impatient", {"h.py": ASYNC, "c.yaml": ASYNC_CONFIG + "responseTimeout: 1\n"}, **configured)
     pack("tells", {"h.py": TELLS, "c.yaml": SEQUENCES}, **configured)
     pack("dense", {"m.pt": model.getvalue()}, handler="densenet_handler", serializedFile="m.pt")
+    pack(
+        "cpp", {"m.pt": model.getvalue()}, runtime="LSP", handler="TorchScriptHandler", serializedFile="m.pt"
+    )
     properties = (
         f"system_metrics_cmd={script} --gpu 0\nts_header_key_sequence_id=x-chat\n"
         "ts_header_key_sequence_end=x-chat-over\ndecode_input_request=false\nipex_enable=true\n"
@@ -100,7 +103,7 @@ def server(pack: Any, start_server: Any, store: Path, tmp_path_factory: pytest.T
         environment.setenv("SM_TELEMETRY_LOG", "/somewhere")
         environment.setenv("TMPDIR", str(folder))
         running = start_server("--disable-token-auth", "--enable-model-api", properties=properties)
-    for name in ("parallel", "impatient", "tells", "dense"):
+    for name in ("parallel", "impatient", "tells", "dense", "cpp"):
         assert running.register(f"{name}.mar", initial_workers=1).status == 200
     running.profiles = folder
     return running
@@ -159,6 +162,16 @@ def test_workers_have_torchserves_variables_and_the_names_of_the_headers(server:
     assert begun.status == 200
     assert begun.headers["x-chat"].startswith("ts-seq-")
     assert begun.json()["headers"]["ts_request_sequence_start"] == "true"
+
+
+def test_an_archive_of_the_cpp_backend_takes_and_answers_tensors(server: Any) -> None:
+    file = io.BytesIO()
+    torch.save(torch.tensor([1.0, 2.0]), file)
+    answer = server.call("POST", "/predictions/cpp", file.getvalue())
+    assert answer.status == 200
+    assert torch.equal(torch.load(io.BytesIO(answer.body)), torch.tensor([3.0]))
+    refused = server.call("POST", "/predictions/cpp", b"no tensor")
+    assert (refused.status, refused.json()["code"]) == (400, 400)
 
 
 def test_the_operators_script_samples_the_host(server: Any) -> None:

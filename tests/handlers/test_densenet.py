@@ -104,3 +104,13 @@ def test_each_request_of_a_batch_gets_its_row_whatever_the_others_are() -> None:
         [[4.0]],
     ]
     assert answers[1]["code"] == context.requests[1].status_code == 400
+
+
+@pytest.mark.parametrize("name", ["TorchScriptHandler", "BaseHandler"])
+def test_the_handlers_of_the_cpp_backend_answer_files_of_rows(name: str) -> None:
+    handler = built_in_class(name)()
+    handler.model, handler.device = (lambda rows: rows * 2), torch.device("cpu")
+    answers = handler.handle([{"data": saved(torch.ones(3))}, {"body": b"no"}], Context(2))
+    assert torch.equal(torch.load(io.BytesIO(answers[0])), torch.full((3,), 2.0))
+    assert len(answers[0]) == len(saved(torch.ones(3)))  # its row alone, not the batch that it is a view of
+    assert answers[1]["code"] == 400

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +61,37 @@ def test_importing_the_package_is_enough_for_what_is_below_it() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.splitlines() == ["Context no : 418", "False False"]
+
+
+def test_handlers_sample_the_host() -> None:
+    samples = importlib.import_module("ts.metrics.system_metrics")
+    samples.system_metrics.clear()
+    for sample in (samples.cpu_utilization, samples.memory_used, samples.disk_available):
+        sample()
+    samples.gpu_utilization(0)
+    names = [(metric.name, metric.unit) for metric in samples.system_metrics]
+    assert names == [
+        ("CPUUtilization", "Percent"),
+        ("MemoryUsed", "Megabytes"),
+        ("DiskAvailable", "Gigabytes"),
+    ]
+    assert importlib.import_module("ts.metrics.process_memory_metric").get_cpu_usage(os.getpid()) > 0
+
+
+def test_gpus_are_sampled_by_nvidias_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = importlib.import_module("ts.metrics.system_metrics")
+    samples.system_metrics.clear()
+    monkeypatch.setattr(samples.shutil, "which", lambda name: f"/usr/bin/{name}")
+    listed = "0, 40, 1000, 4000\n1, [N/A], 10, 100\n"
+    monkeypatch.setattr(samples.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
+    samples.gpu_utilization(2)
+    assert [(metric.name, metric.value, metric.dimensions[1].value) for metric in samples.system_metrics] == [
+        ("GPUMemoryUtilization", 25.0, "0"),
+        ("GPUMemoryUsed", 1000.0, "0"),
+        ("GPUUtilization", 40.0, "0"),
+        ("GPUMemoryUtilization", 10.0, "1"),
+        ("GPUMemoryUsed", 10.0, "1"),
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(ts_alias.NOT_SHIPPED))

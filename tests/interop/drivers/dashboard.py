@@ -14,6 +14,11 @@ from pathlib import Path
 from torchserve_dashboard.api import LocalTS, ManagementAPI
 
 
+def is_ready(api: ManagementAPI) -> bool:
+    """Whether the worker is up; it is not listed before its start."""
+    return [worker["status"] for worker in api.get_model("net")[0]["workers"]] == ["READY"]
+
+
 def main() -> None:
     store, properties, logs, address = sys.argv[1:]
     server = LocalTS(store, properties, log_location=logs, metrics_location=f"{logs}/metrics")
@@ -24,7 +29,7 @@ def main() -> None:
         time.sleep(0.2)
     steps["again"] = server.start_torchserve()
     steps["register"] = api.register_model("net.mar", initial_workers=1)
-    while api.get_model("net")[0]["workers"][0]["status"] != "READY" and time.monotonic() < deadline_s:
+    while not is_ready(api) and time.monotonic() < deadline_s:
         time.sleep(0.2)
     steps["describe"] = api.get_model("net", custom_metadata=True)
     steps["all"] = api.get_model("net", list_all=True)

@@ -1,9 +1,11 @@
-"""`ts.metrics.system_metrics` and its like: samples of the host, for scripts of `system_metrics_cmd`."""
+"""`ts.metrics.system_metrics` and its like: samples of the host, for handlers and `system_metrics_cmd`."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import shutil
+import subprocess
 import sys
 from types import FunctionType, ModuleType
 from typing import IO
@@ -73,17 +75,33 @@ def disk_available() -> None:
 
 
 def gpu_utilization(num_of_gpu: int) -> None:
-    """Sample the GPUs, by `nvidia-smi`."""
-    from torchere.serving.telemetry.sampling import sample_gpus  # noqa: PLC0415  # imports much
-
-    for gpu in sample_gpus() if num_of_gpu > 0 else ():
-        labels = [*dimension, Dimension("DeviceId", gpu.device_id)]
-        values = {
-            ("GPUMemoryUtilization", "percent"): gpu.memory_percent,
-            ("GPUMemoryUsed", "MB"): gpu.memory_used_mib,
-            ("GPUUtilization", "percent"): gpu.percent,
-        }
-        for (name, unit), value in values.items():
+    """Sample NVIDIA's GPUs, by `nvidia-smi`; there are no samples without it, or of what it can't tell."""
+    program = shutil.which("nvidia-smi")
+    if num_of_gpu <= 0 or program is None:
+        return
+    fields = "index,utilization.gpu,memory.used,memory.total"
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as err:
+        logging.warning("GPUs can't be sampled: %s", err)
+        return
+    for line in listed.splitlines():
+        index, *numbers = (part.strip() for part in line.split(","))
+        busy, used, total = (float(text) if text.replace(".", "").isdigit() else None for text in numbers)
+        share = 100 * used / total if used is not None and total else None
+        labels = [*dimension, Dimension("DeviceId", index)]
+        for name, unit, value in (
+            ("GPUMemoryUtilization", "percent", share),
+            ("GPUMemoryUsed", "MB", used),
+            ("GPUUtilization", "percent", busy),
+        ):
             if value is not None:
                 system_metrics.append(Metric(name, value, unit, labels))
 
