@@ -146,7 +146,16 @@ def _log_as_asked(plan: Plan, options: argparse.Namespace, wanted: str) -> None:
     configure_logging(options.log_level, wanted == "json", sys.stdout, lines=lines)
     if plan.settings.log_files:
         log_files.add_log_files(plan.log_directory)
+    if wanted == "torchserve":
+        _log_start_block(plan)
     _log_account(plan, options)
+
+
+def _log_start_block(plan: Plan) -> None:
+    from torchere.serving.commands.start_block import start_block  # noqa: PLC0415 - rarely needed
+
+    for line in start_block(plan):
+        logger.info("%s", line)
 
 
 def _log_account(plan: Plan, options: argparse.Namespace) -> None:

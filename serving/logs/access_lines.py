@@ -122,13 +122,19 @@ class AccessLog:
         self._limit = limit
         self._outputs: list[_Output] | None = []  # None: one of the handlers writes single lines only
         self._is_noted = False  # the thread has been woken for the queued lines
-        self._lock = threading.Lock()  # held while lines are written, so that they stay in order
+        # Held while lines are written, so that they stay in order; a handler that fails may log something.
+        self._lock = threading.RLock()
         self._writer: _Writer | None = None
 
     @property
     def enabled(self) -> bool:
         """Whether lines are logged at all; check it before `add`."""
         return self.logger.isEnabledFor(logging.INFO)
+
+    @property
+    def waits(self) -> bool:
+        """Whether lines are queued."""
+        return self._is_noted
 
     def add(
         self,

@@ -34,7 +34,7 @@ def scraped(line: str) -> float:
 
 
 def test_the_metrics_are_in_the_console_as_torchserves_benchmark_reads_them(
-    start_server: Callable[..., Any], pack: Callable[..., str]
+    start_server: Callable[..., Any], pack: Callable[..., str], store: Path
 ) -> None:
     pack("echo", {"h.py": HANDLER}, handler="h.py")
     server = start_server(
@@ -46,6 +46,14 @@ def test_the_metrics_are_in_the_console_as_torchserves_benchmark_reads_them(
         assert server.call("POST", "/predictions/echo", b"x").body == b"x"
     assert server.stop() == 0
     lines = server.log().splitlines()
+    for label in (
+        "Torchserve version: 0.12.0",
+        f"Model Store: {store}",
+        "Initial Models: echo.mar",
+        "Metrics mode: LOG",
+        "Model API enabled: false",
+    ):
+        assert sum(line.endswith(f" - {label}") for line in lines) == 1, label
     for metric in ("PredictionTime", "HandlerTime", "QueueTime", "WorkerThreadTime", "CPUUtilization"):
         values = [scraped(line) for line in lines if metric in line]
         assert len(values) >= (1 if metric == "CPUUtilization" else 3), metric

@@ -3,12 +3,14 @@
 import logging
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from torchere.serving.logs import files as rotating_file
+from torchere.serving.logs.access_lines import access_log
 from torchere.serving.logs.files import add_log_files, remove_log_files
 from torchere.serving.logs.worker_lines import WorkerFormatter, relay
 
@@ -43,6 +45,15 @@ def test_each_line_is_in_the_file_that_torchserve_has_it_in(tmp_path: Path) -> N
     _, second, third = text_of(logs, "ts_log.log").splitlines()
     assert second + "\n" == model
     assert re.fullmatch(TIME + r" \[WARN \] MainThread torchere\.x - careful", third)
+
+
+def test_lines_of_requests_come_before_what_is_logged_after_them(tmp_path: Path) -> None:
+    add_log_files(tmp_path)
+    for number in range(3):
+        access_log.add(("127.0.0.1", number), "GET /ping HTTP/1.1", 200, time.monotonic())
+        logging.getLogger("torchere.x").info("after %d", number)
+    names = [line.split(" - ")[0].split()[-1] for line in text_of(tmp_path, "ts_log.log").splitlines()]
+    assert names == ["ACCESS_LOG", "torchere.x"] * 3
 
 
 def test_a_message_cannot_forge_a_line(tmp_path: Path) -> None:
