@@ -265,7 +265,7 @@ class _Compilation:
         failures: list[Failed] = []
         fp32 = self._in_fp32(job) if self.options.verify else None
         if method == AUTO and fp32 is not None:
-            trials.append(self._verified(job, fp32, fp32))
+            trials.append(self._verified(job, fp32, None))  # it is what the others are compared with
         for number, name in enumerate(methods, 1):
             if len(methods) > 1:
                 self.say(f"candidate {number} of {len(methods)}: {name}")

@@ -136,7 +136,7 @@ def _compared(options: argparse.Namespace) -> Report:
 
     allowed = options.allow_code
     with contender(options.original, allow_code=allowed) as one, contender(options.packed) as other:
-        samples = read_samples(options.data, one)
+        samples = read_samples(options.data, one, other)
         files, loads = (one.file, other.file), (one.load, other.load)
         with refusing(f"running {one.name} and {other.name} on {options.data}", one.takes):
             report = verify(
@@ -185,21 +185,34 @@ def contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
         )
 
 
-def read_samples(folder: Path, contender: Contender) -> list[tuple[torch.Tensor, ...]]:
-    """Read every file of the folder as arguments of the model, in the order of the file names.
+def read_samples(folder: Path, contender: Contender, other: Contender) -> list[tuple[torch.Tensor, ...]]:
+    """Read every file of the folder as arguments of both models, in the order of the file names.
 
     Raises:
-        ModelRefused: the folder has no files, or a file can't be read.
+        ModelRefused: the folder has no files, or a file can't be read, or is not what a signature says.
         OSError: a file can't be read.
     """
-    from torchere.archiver.models.inputs.examples import files_of, read_example  # noqa: PLC0415 - imports torch
+    from torchere.archiver.models.inputs.examples import (  # noqa: PLC0415 - imports torch
+        check_against,
+        files_of,
+        read_example,
+    )
 
     if not folder.is_dir():
         raise ModelRefused(f"--data {folder}: no such folder; expected one with inputs, a file each")
-    examples = [read_example(file, prepare=contender.prepare) for file in files_of(folder)]
-    if contender.signature is None:
-        return [example.tensors for example in examples]
-    return [example.ordered([spec.name for spec in contender.signature.inputs]) for example in examples]
+    samples = []
+    for file in files_of(folder):
+        example = read_example(file, prepare=contender.prepare)
+        wanted = [spec.name for spec in contender.signature.inputs] if contender.signature else None
+        samples.append(example.ordered(wanted) if wanted else example.tensors)
+        for one in (contender, other):
+            if one.signature is None:
+                continue
+            try:
+                check_against(samples[-1], one.signature)
+            except ModelRefused as error:
+                raise ModelRefused(f"{file}, for {one.name}: {error}") from error
+    return samples
 
 
 def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..., Any]:

@@ -274,9 +274,12 @@ def check_against(example: Tensors, signature: Signature) -> None:
     for tensor, spec in zip(example, specs, strict=True):
         shape = tuple(tensor.shape)
         if len(shape) != len(spec.shape) or not _fits(shape, spec):
+            as_batch = (1, *shape)
+            is_row = len(as_batch) == len(spec.shape) and _fits(as_batch, spec)
+            advice = f"give it a batch dimension: {as_batch}" if is_row else "give one of that shape"
             raise ModelRefused(
-                f"the example of {spec.name!r} is {shape}; the model takes {spec.shape}: give one "
-                "of that shape, in which -1 is any size"
+                f"the example of {spec.name!r} is {shape}; the model takes {spec.shape}, in which -1 is any "
+                f"size: {advice}"
             )
 
 

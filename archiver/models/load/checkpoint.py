@@ -76,6 +76,10 @@ class Weights:
     hyper_parameters: HyperParameters | None = None
 
 
+_MOST_NAMES = 5
+_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pt2", ".onnx")
+
+
 def read_weights(path: Path, allow_pickle: bool = False) -> Weights:
     """Read a file or a folder of weights to the CPU.
 
@@ -91,7 +95,7 @@ def read_weights(path: Path, allow_pickle: bool = False) -> Weights:
 def _read(path: Path, allow_pickle: bool) -> Weights:
     if path.is_dir():
         if not is_distributed_checkpoint(path):
-            raise ModelRefused(f"{path}: a folder without .metadata; expected a torch.distributed.checkpoint")
+            raise ModelRefused(f"{path}: {_about_folder(path)}")
         return Weights("distributed checkpoint", {"": read_distributed(path)})
     kind = classify_file(path).kind
     if kind == SAFETENSORS:
@@ -99,6 +103,19 @@ def _read(path: Path, allow_pickle: bool) -> Weights:
     if kind not in (TORCH_SAVE, PICKLE):
         raise ModelRefused(f"{path}: this is {kind}; expected a state dict (torch.save or safetensors)")
     return _weights_of(path, _unpickled(path, allow_pickle))
+
+
+def _about_folder(path: Path) -> str:
+    """Return what a folder holds that is no model, and what to do."""
+    names = sorted(file.name for file in path.iterdir())
+    weights = next((name for name in names if name.endswith(_WEIGHTS)), None)
+    shown = ", ".join(names[:_MOST_NAMES]) or "nothing"
+    others = f" and {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
+    advice = f"give {path / weights}, with --model-file if it is weights alone" if weights else "give a file"
+    return (
+        f"a folder of {shown}{others}, and no model: Hugging Face's have config.json, as save_pretrained "
+        f"writes it, and a torch.distributed.checkpoint has .metadata; {advice}"
+    )
 
 
 def _unpickled(path: Path, allow_pickle: bool, known: bool = False) -> Any:

@@ -5,6 +5,7 @@ This runs the Python that the user named, and nothing else.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -15,6 +16,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torchere.archiver.models.load.checkpoint import HyperParameters
 from torchere.archiver.models.steps import refusing
 
 _MADE = "name a function without arguments that makes the model: --factory package.module:function"
+_MOST_NAMES = 20
 _IMPORTED = "install what it imports, or set PYTHONPATH to its folder"
 
 
@@ -65,14 +68,48 @@ def module_from_factory(name: str, given: HyperParameters | None = None) -> torc
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute.isidentifier():
-        raise ModelRefused(f"the factory is {name!r}; expected package.module:function")
+        module_name, _, attribute = name.rpartition(".")
+        is_path = bool(module_name) and attribute.isidentifier() and not colon
+        meant = f"; did you mean {module_name}:{attribute}?" if is_path else ""
+        raise ModelRefused(f"the factory is {name!r}; expected package.module:function{meant}")
     with _importable(Path.cwd(), first=False):
         with refusing(f"importing the factory {name}", _IMPORTED):
-            factory = getattr(importlib.import_module(module_name), attribute)
+            module = _module(module_name)
+        factory = getattr(module, attribute, None)
+        if not callable(factory):
+            raise ModelRefused(f"the factory {name} is {_about(module, attribute)}")
         made = _made(factory, f"calling the factory {name}", given)
     if not isinstance(made, torch.nn.Module):
         raise ModelRefused(f"the factory {name} returned a {type(made).__name__}; expected a torch.nn.Module")
     return made
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # one that it imports
+        file = f"{name.partition('.')[0]}.py"
+        raise ModelRefused(
+            f"the factory's module {error.name!r} is not there; expected {file} in the current folder, or an "
+            "installed package; or set PYTHONPATH to its folder"
+        ) from error
+
+
+def _about(module: ModuleType, attribute: str) -> str:
+    """Return what is wrong with a factory that can't be called, and what the module has instead."""
+    found = getattr(module, attribute, None)
+    wrong = f"a {type(found).__name__}, which can't be called" if hasattr(module, attribute) else "not there"
+    here = [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+    ]
+    near = difflib.get_close_matches(attribute, here, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return (
+        f"{wrong}; expected a torch.nn.Module's class, or a function that makes one: {module.__name__} "
+        f"defines {', '.join(sorted(here)[:_MOST_NAMES]) or 'none'}{meant}"
+    )
 
 
 def _made(maker: Any, doing: str, given: HyperParameters | None) -> Any:

@@ -61,6 +61,9 @@ def text():
     return "a model"
 
 
+NUMBER = 3
+
+
 class ByKeyword(Plain):
     def forward(self, *, x):
         return self.layer(x)
@@ -261,13 +264,31 @@ CASES = (
     Case(
         "a factory without a colon",
         f"--factory=odd.Plain --example={{x}} {TORCHSCRIPT}",
-        r"expected package\.module:function",
+        r"expected package\.module:function; did you mean odd:Plain\?",
         PLAIN,
     ),
     Case(
         "a factory that is not there",
         f"--factory=gone:Plain --example={{x}} {TORCHSCRIPT}",
-        "set PYTHONPATH to its folder",
+        r"'gone' is not there; expected gone\.py .* set PYTHONPATH to its folder",
+        PLAIN,
+    ),
+    Case(
+        "a factory that is misspelt",
+        f"--factory=odd:Plian --example={{x}} {TORCHSCRIPT}",
+        r"the factory odd:Plian is not there; .* odd defines .*did you mean Plain\?",
+        PLAIN,
+    ),
+    Case(
+        "a factory that is a number",
+        f"--factory=odd:NUMBER --example={{x}} {TORCHSCRIPT}",
+        r"odd:NUMBER is a int, which can't be called; expected a torch\.nn\.Module's class",
+        PLAIN,
+    ),
+    Case(
+        "a folder of weights",
+        f"--serialized-file={{weights}} {TORCHSCRIPT}",
+        r"a folder of notes\.txt, w\.pth, and no model: .*give .*weights/w\.pth, with --model-file",
         PLAIN,
     ),
     Case(
@@ -543,7 +564,7 @@ CASES = (
     Case(
         "a folder of no checkpoint",
         f"--serialized-file={{nothing}} {NET} {TORCHSCRIPT}",
-        r"expected a torch\.distributed\.checkpoint",
+        "a folder of nothing, and no model",
         f"--serialized-file={{sharded}} {NET} {TORCHSCRIPT}",
     ),
     Case(
@@ -613,6 +634,9 @@ def files(forms: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     np.save(folder / "x64.npy", np.ones((2, 8)))
     torch.save((torch.ones(2, 8), torch.ones(2, 8)), folder / "pair.pt")
     (folder / "nothing").mkdir()
+    (folder / "weights").mkdir()
+    for name in ("w.pth", "notes.txt"):
+        (folder / "weights" / name).write_text("")
     made = {path.stem: path for path in folder.iterdir()}
     made |= {name: forms.file(f"{name}.weights") for name in ("state", "whole")}
     made |= {"script": forms.file("script.model"), "example": forms.file("example.npy")}

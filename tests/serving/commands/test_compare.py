@@ -15,6 +15,7 @@ from torch import nn
 
 from torchere.archiver.models.verify import compare as verify
 from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.signature import Signature, TensorSpec
 from torchere.archiver.writer import write_archive
 from torchere.serving.commands.cli import main
 from torchere.serving.commands.compare import names_of
@@ -52,10 +53,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+SIGNATURE = Signature(
+    (TensorSpec("x", "FP32", (-1, 3, 4, 4)),), (TensorSpec("y", "FP32", (-1, 3)),)
+).to_json()
 IMAGE = "handler: {image: {resize: 8, crop: 8, mean: [0, 0, 0], std: [1, 1, 1]}}\n"
 
 
-def pack(folder: Path, name: str, factor: float, settings: str = IMAGE) -> None:
+def pack(
+    folder: Path, name: str, factor: float, settings: str = IMAGE, extra_files: tuple[str, ...] = ()
+) -> None:
     weights, config = folder / f"{name}.pt", folder / "model-config.yaml"
     torch.jit.trace(Mean(factor).eval(), torch.zeros(1, 3, 4, 4)).save(str(weights))  # type: ignore[no-untyped-call]
     config.write_text(settings)
@@ -67,6 +73,7 @@ def pack(folder: Path, name: str, factor: float, settings: str = IMAGE) -> None:
             serialized_file=weights,
             config_file=config,
             export_path=folder,
+            extra_files=extra_files,
         )
     )
 
@@ -127,6 +134,22 @@ def test_inputs_that_a_model_fails_on_are_one_line_and_status_2(
     assert status == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "running one.mar and far.mar on" in line
+
+
+def test_an_input_without_a_batch_is_told_the_shape_that_is_expected(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "signature.json").write_text(SIGNATURE)
+    for name, factor in (("signed", 1.0), ("too", 1.01)):
+        pack(folder, name, factor, extra_files=(str(folder / "signature.json"),))
+    np.save(folder / "data" / "array.npy", np.zeros((3, 4, 4), np.float32))
+    (folder / "data" / "picture.png").unlink()
+    archives = (str(folder / "signed.mar"), str(folder / "too.mar"))
+    assert main(["compare", *archives, "--data", str(folder / "data")]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"torchere compare: {folder}/data/array.npy, for signed.mar: the example of 'x' is (3, 4, 4); the "
+        "model takes (-1, 3, 4, 4), in which -1 is any size: give it a batch dimension: (1, 3, 4, 4)"
+    ]
 
 
 def test_a_configuration_that_prepares_no_picture_is_one_line_and_status_2(

@@ -242,6 +242,10 @@ def test_auto_packs_fp32_where_nothing_gains_or_can_be_made(
 
     said = capsys.readouterr().err
     assert "can't be made: int8-static failed: RuntimeError: no such operator" in said
+    (row,) = (line for line in said.splitlines() if line.startswith("fp32 "))
+    assert row.split() == ["fp32", "1.00", "x", "fp32", "0", "packed"]  # not a measurement of itself
+    (head,) = (line for line in said.splitlines() if "original" in line)
+    assert head.split() == ["original", "packed"]
     assert json.loads(open_archive(tmp_path / "net.mar").read_text("MAR-INF/report.json"))["engine"] is None
 
 
