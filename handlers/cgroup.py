@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path("/sys/fs/cgroup")
+_LOOK_S = 0.1  # ten ticks of the kernel
 _NO_LIMIT_BYTES = 2**60  # version 1 has no word for "none", only a number no machine has
 
 
@@ -45,6 +49,35 @@ def available_cores(root: Path = ROOT) -> int:
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = sample_cgroup(root).cpu_limit_cores
     return affinity if limit is None else max(1, min(affinity, math.ceil(limit)))
+
+
+def pin_to_limit(root: Path = ROOT, stat: Path = Path("/proc/stat")) -> list[int]:
+    """Restrict the calling thread, and what it starts, to as many cores as its cgroup's quota is worth.
+
+    It takes those that are idle most in the next tenth of a second, for a quota says nothing of which, and
+    other containers may be pinned, too. Without a quota, or with one that is worth all its cores, nothing
+    changes.
+
+    Returns:
+        The cores, or [] if nothing changed.
+    """
+    limit = sample_cgroup(root).cpu_limit_cores
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if limit is None or math.ceil(limit) >= len(allowed):
+        return []
+    before = _idle_ticks(stat)
+    time.sleep(_LOOK_S)
+    idle = {core: ticks - before.get(core, 0) for core, ticks in _idle_ticks(stat).items()}
+    in_turn = random.sample(sorted(allowed), len(allowed))  # ties fall differently in each container
+    chosen = sorted(in_turn, key=lambda core: -idle.get(core, 0))[: math.ceil(limit)]
+    os.sched_setaffinity(0, chosen)
+    return sorted(chosen)
+
+
+def _idle_ticks(stat: Path) -> dict[int, int]:
+    """Return the idle time of each core since the machine's start."""
+    lines = re.findall(r"^cpu(\d+) \d+ \d+ \d+ (\d+)", _text(stat), re.MULTILINE)
+    return {int(core): int(ticks) for core, ticks in lines}
 
 
 def _text(path: Path) -> str:

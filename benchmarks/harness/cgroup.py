@@ -34,6 +34,13 @@ class CpuGroup:
         self._path.mkdir()
         self.limit(cpus)
 
+    def weigh(self, processes: int) -> None:
+        """Give the group the weight of so many processes without one; it begins with that of a single one."""
+        if self._is_v2:
+            (self._path / "cpu.weight").write_text(str(min(10_000, 100 * processes)))
+        else:
+            (self._path / "cpu.shares").write_text(str(1024 * processes))
+
     def limit(self, cpus: float | None) -> None:
         """Allow so many CPUs' worth of time in each period; None: any."""
         quota = None if cpus is None else round(cpus * _PERIOD_US)

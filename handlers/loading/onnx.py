@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from torchere.handlers.cgroup import available_cores
-
 
 def load_onnx(path: str, device: torch.device) -> Any:
     """Return an `onnxruntime.InferenceSession` for the file, on the GPU if `device` is a CUDA device.
@@ -25,7 +23,7 @@ def load_onnx(path: str, device: torch.device) -> Any:
         )
     runtime = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
-    options.intra_op_num_threads = available_cores()
+    options.intra_op_num_threads = torch.get_num_threads()  # the executor's share of the cores, as for torch
     wanted = [("CUDAExecutionProvider", {"device_id": device.index or 0})] if device.type == "cuda" else []
     return runtime.InferenceSession(path, sess_options=options, providers=[*wanted, "CPUExecutionProvider"])
 

@@ -110,10 +110,14 @@ def _planned_and_served(options: argparse.Namespace) -> int:
     wanted = options.log_format or log_format(os.environ)
     if wanted == "auto":
         wanted = "console" if sys.stdout.isatty() else "json"
-    from torchere.serving.process.allocator import keep_freed_memory  # noqa: PLC0415 - not needed for --help
+    from torchere.handlers.cgroup import pin_to_limit  # noqa: PLC0415 - not needed for --help
+    from torchere.serving.process.allocator import keep_freed_memory  # noqa: PLC0415 - likewise
 
-    keep_freed_memory(os.environ)  # before logging starts the first thread
+    keep_freed_memory(os.environ)  # before logging starts the first thread, for a thread keeps what it has
+    cores = pin_to_limit() if plan.settings.pin_cores else []
     _log_as_asked(plan, options, wanted)
+    if cores:
+        logger.info("pin_cores=true: the server and its workers run on cores %s", cores)
     return _prepared_and_served(plan)
 
 

@@ -314,6 +314,7 @@ class ServerSettings:
     max_gpus: int | None = None  # upper limit; None: all available GPUs
     hidden_env_vars: str | None = None  # regex; matching environment variables are hidden from handlers
     max_queue_size: int = 100
+    pin_cores: bool = False  # run on no more cores than the CPU limit of the container allows
     default_isolation: Isolation = "auto"  # for models whose config sets none
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)

@@ -1,6 +1,10 @@
+import os
+import random
+import threading
+
 import pytest
 
-from torchere.handlers.cgroup import CgroupSample, available_cores, sample_cgroup
+from torchere.handlers.cgroup import CgroupSample, available_cores, pin_to_limit, sample_cgroup
 
 
 def write(root, files):
@@ -71,3 +75,53 @@ def test_the_quota_of_the_cgroup_counts_for_the_cores(tmp_path, files):
 def test_without_a_quota_the_affinity_counts(tmp_path, text):
     write(tmp_path, {"cgroup.controllers": "cpu", "cpu.max": text})
     assert available_cores(tmp_path) == available_cores(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("quota", "idle", "expected"),
+    [
+        ("200000", {0: 5, 1: 9, 2: 0, 3: 7}, [1, 3]),  # of four cores those that are idle most
+        ("150000", {0: 5, 1: 9, 2: 0, 3: 7}, [1, 3]),
+        ("200000", {}, [0, 1]),  # where nobody says how idle they are: any
+        ("400000", {0: 5, 1: 9, 2: 0, 3: 7}, []),
+        ("max", {0: 5, 1: 9, 2: 0, 3: 7}, []),
+    ],
+)
+def test_pinned_are_as_many_cores_as_the_quota_is_worth(tmp_path, monkeypatch, quota, idle, expected):
+    write(tmp_path, V2 | {"cpu.max": f"{quota} 100000\n"})
+    pinned = []
+
+    def pass_time(_):
+        (tmp_path / "stat").write_text(
+            "".join(f"cpu{core} 1 2 3 {100 + ticks} 9\n" for core, ticks in idle.items())
+        )
+
+    (tmp_path / "stat").write_text(
+        "cpu 4 8 12 400 36\n" + "".join(f"cpu{core} 1 2 3 100 9\n" for core in idle)
+    )
+    monkeypatch.setattr("torchere.handlers.cgroup.time.sleep", pass_time)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: pinned.extend(cores))
+    monkeypatch.setattr(random, "sample", lambda cores, _: cores)
+    assert pin_to_limit(tmp_path, tmp_path / "stat") == expected == sorted(pinned)
+
+
+def test_a_pinned_thread_hands_its_cores_on(tmp_path):
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("this machine has one core")
+    write(tmp_path, V2 | {"cpu.max": "100000 100000\n"})
+    seen = []
+
+    def pin():
+        seen.append(pin_to_limit(tmp_path))
+        inner = threading.Thread(target=lambda: seen.append(sorted(os.sched_getaffinity(0))))
+        inner.start()
+        inner.join()
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    thread.join()
+    assert len(seen[0]) == 1
+    assert seen[0] == seen[1]
+    assert os.sched_getaffinity(0) == allowed
