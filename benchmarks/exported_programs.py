@@ -89,7 +89,7 @@ def forms(module: nn.Module, example: tuple[torch.Tensor, ...], work: Path) -> d
         "served": ServedProgram(program),
     }
     with torch.no_grad():
-        traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(module, example, check_trace=False)
         found["torchscript"] = torch.jit.freeze(traced)
     compile_aoti(program, work / "model.pt2", None, silent)
     found["aoti"] = load_aoti(work / "model.pt2")

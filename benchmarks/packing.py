@@ -116,7 +116,7 @@ def _make_model(path: Path, size_mb: int) -> Path:
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(max(1, round(size_mb / _LAYER_MB)))]
-    torch.jit.script(torch.nn.Sequential(*layers)).save(str(path))  # type: ignore[no-untyped-call]
+    torch.jit.script(torch.nn.Sequential(*layers)).save(str(path))
     return path
 
 

@@ -52,7 +52,7 @@ def measured(module: nn.Module, rows: torch.Tensor) -> tuple[float, float, float
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "model.pt")
-        torch.jit.trace(module, rows).save(str(file))  # type: ignore[no-untyped-call]
+        torch.jit.trace(module, rows).save(str(file))
         code = f"import torch; torch.jit.load({str(file)!r})"
         fresh = median_ms(lambda: subprocess.run([sys.executable, "-c", code], check=True))
     return median_ms(here), median_ms(derived), fresh

@@ -72,7 +72,7 @@ def minilm_file(shop: Workshop) -> Path:
     model, _ = pretrained()
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")  # torch.jit works, and the other archives hold it
-        traced = torch.jit.trace(model, minilm_inputs_of(2))  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(model, minilm_inputs_of(2))
         torch.jit.freeze(traced).save(str(path))
     return path
 

@@ -76,7 +76,7 @@ class Work:
 
 def _loaded(file: Path, *, optimize: bool) -> Any:
     if file.suffix != ".pt2":
-        plain = torch.jit.load(str(file))  # type: ignore[no-untyped-call]
+        plain = torch.jit.load(str(file))
         if not optimize:
             return plain
         from torchere.archiver.models.load.torchscript import optimized  # noqa: PLC0415  # else torch is enough

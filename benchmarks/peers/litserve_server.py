@@ -8,13 +8,13 @@ import litserve  # type: ignore[import-not-found]  # lives in the peer's environ
 import torch
 
 
-class Mlp(litserve.LitAPI):  # type: ignore[misc]
+class Mlp(litserve.LitAPI):
     """{"x": [floats]} in, {"y": [floats]} out."""
 
     def setup(self, device: str) -> None:
         """Load the model."""
         torch.set_num_threads(1)
-        self.model = torch.jit.load(os.environ["MODEL"])  # type: ignore[no-untyped-call]
+        self.model = torch.jit.load(os.environ["MODEL"])
 
     def decode_request(self, request: dict[str, list[float]]) -> list[float]:
         """The floats of one request."""
@@ -27,7 +27,7 @@ class Mlp(litserve.LitAPI):  # type: ignore[misc]
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """One batch."""
         with torch.inference_mode():
-            return self.model(x)  # type: ignore[no-any-return]
+            return self.model(x)
 
     def unbatch(self, output: torch.Tensor) -> list[list[float]]:
         """The rows as answers."""

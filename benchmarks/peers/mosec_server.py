@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import orjson  # type: ignore[import-not-found]  # lives in the peer's environment, as mosec does
+import orjson  # lives in the peer's environment, as mosec does
 import torch
 from mosec import Server, Worker  # type: ignore[import-not-found]  # lives in the peer's environment
 
 
-class Mlp(Worker):  # type: ignore[misc]
+class Mlp(Worker):
     """{"x": [floats]} in, {"y": [floats]} out."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.set_num_threads(1)
-        self.model = torch.jit.load(os.environ["MODEL"])  # type: ignore[no-untyped-call]
+        self.model = torch.jit.load(os.environ["MODEL"])
 
     def forward(self, data: list[dict[str, list[float]]]) -> list[dict[str, list[float]]]:
         """One batch."""

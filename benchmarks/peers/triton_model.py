@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # made by Triton itself
+import triton_python_backend_utils as pb_utils  # made by Triton itself
 
 
 class TritonPythonModel:
@@ -15,7 +15,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model."""
         torch.set_num_threads(1)
-        self.model = torch.jit.load(os.environ["MODEL"])  # type: ignore[no-untyped-call]
+        self.model = torch.jit.load(os.environ["MODEL"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """One batch."""

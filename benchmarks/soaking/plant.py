@@ -126,7 +126,7 @@ def _pack_all(store: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated; archives in the field hold it
         linear, example = torch.nn.Linear(FEATURES, FEATURES).eval(), torch.zeros(1, FEATURES)
-        model = torch.jit.trace(linear, example)  # type: ignore[no-untyped-call]
+        model = torch.jit.trace(linear, example)
         model.save(str(store / "linear.pt"))
     weights = (store / "linear.pt").read_bytes()
     (store / "linear.pt").unlink()

@@ -37,7 +37,7 @@ def run(items: list[Item], nets: dict[int, torch.jit.ScriptModule]) -> list[byte
             outputs = [net(body) for body in bodies]
     parts: list[bytes | memoryview] = [b""]
     for (number, _, _), output in zip(items, outputs, strict=True):
-        body = memoryview(output.numpy()).cast("B")  # type: ignore[arg-type]
+        body = memoryview(output.numpy()).cast("B")
         parts += (ITEM.pack(number, 0, len(body)), body)
     parts[0] = BATCH.pack(sum(map(len, parts)), len(items))
     return parts

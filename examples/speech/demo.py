@@ -68,7 +68,7 @@ def _plain(sound: Sound, rate_hz: int) -> Segments:
     """What the package's own code finds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
-        import silero_vad  # type: ignore[import-untyped]  # noqa: PLC0415  # may be missing: see `_package`
+        import silero_vad  # noqa: PLC0415  # may be missing: see `_package`
 
         model = silero_vad.load_silero_vad()
     samples = torch.from_numpy((np.clip(sound, -1, 1) * 32767).astype(np.int16)).float() / 32768

@@ -56,5 +56,5 @@ def _train(network: Tumour, features: torch.Tensor, wanted: torch.Tensor) -> Non
     for _ in range(_STEPS):
         loss = functional.binary_cross_entropy_with_logits(network(features)[:, 0], wanted)
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()

@@ -44,7 +44,7 @@ class Stub:
         return self
 
 
-class Recorder(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class Recorder(pickle._Unpickler):
     """Python's own unpickler, which notes what it would import, and imports nothing."""
 
     def __init__(self, data: bytes) -> None:

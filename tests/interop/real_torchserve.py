@@ -136,7 +136,7 @@ def pack(work: Path) -> Path:
     store.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(7)
     layers = torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
-    torch.jit.script(layers.eval()).save(str(work / "tiny.pt"))  # type: ignore[no-untyped-call]
+    torch.jit.script(layers.eval()).save(str(work / "tiny.pt"))
     for archive_format, name in FORMATS.items():
         write_archive(
             ArchiveRequest(

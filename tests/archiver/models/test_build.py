@@ -135,7 +135,7 @@ def test_a_pickled_module_whose_code_is_elsewhere_is_refused_with_a_way_out(
     class_of_a_notebook = type("Net", (torch.nn.Linear,), {"__module__": "__main__"})
     sys.modules["__main__"].Net = class_of_a_notebook  # type: ignore[attr-defined]
     torch.save(class_of_a_notebook(2, 2), tmp_path / "net.pt")
-    del sys.modules["__main__"].Net  # type: ignore[attr-defined]
+    del sys.modules["__main__"].Net
     with pytest.raises(
         ModelRefused, match=r"code of what was pickled is not here: .*'Net'.*give --model-file"
     ):

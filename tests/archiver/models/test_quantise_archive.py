@@ -99,7 +99,7 @@ def test_the_archive_holds_the_bytes_that_were_measured(
     def spy(source: str | io.BytesIO, **options: Any) -> Any:
         if isinstance(source, io.BytesIO):
             measured.append(source.getvalue())
-        return real_load(source, **options)  # type: ignore[no-untyped-call]
+        return real_load(source, **options)
 
     monkeypatch.setattr(torch.jit, "load", spy)
     assert main(command) == 0

@@ -126,8 +126,8 @@ def test_an_encoder_can_be_scripted_after_it_became_int8() -> None:
 
 def test_projections_that_hurt_most_go_back_to_fp32_by_their_own_names() -> None:
     network = Encoded()
-    weights = network.encoder.layers[0].self_attn.out_proj.weight  # type: ignore[union-attr]
-    weights.data[:, 0] *= 2000.0  # type: ignore[union-attr, index]
+    weights = network.encoder.layers[0].self_attn.out_proj.weight
+    weights.data[:, 0] *= 2000.0
 
     made = quantise(loaded(network, *samples()[0]), "int8-dynamic", samples(), max_drift=0.02)
 

@@ -48,8 +48,8 @@ def test_only_the_form_that_can_be_read_before_is_loaded(tmp_path: Path) -> None
     with zipfile.ZipFile(behind, "a") as package, zipfile.ZipFile(tmp_path / "zip.pt") as written:
         for name in written.namelist():
             package.writestr(name, written.read(name))
-    torch.jit.load(behind)  # type: ignore[no-untyped-call]  # torch does take both
-    torch.jit.load(flat)  # type: ignore[no-untyped-call]
+    torch.jit.load(behind)  # torch does take both
+    torch.jit.load(flat)
     for path in (flat, behind):
         with pytest.raises(RuntimeError, match=r"no zip as torch\.jit\.save writes it"):
             load_torchscript(str(path), "cpu")
@@ -76,7 +76,7 @@ def test_the_engine_holds_for_the_load_only(scripted_doubler: Path, monkeypatch:
 
     def spy(*args: object, **kwargs: object) -> object:
         seen.append(torch.backends.quantized.engine)
-        return real_load(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return real_load(*args, **kwargs)
 
     monkeypatch.setattr(torch.jit, "load", spy)
     path = str(scripted_doubler / "doubler.pt")
@@ -107,7 +107,7 @@ def test_loads_never_see_another_loads_engine(
     def spy(*args: object, **kwargs: object) -> object:
         if torch.backends.quantized.engine != wish.engine:
             wrong.append(wish.engine)
-        return real_load(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return real_load(*args, **kwargs)
 
     def load(engine: str | None) -> None:
         wish.engine = engine or before

@@ -58,7 +58,7 @@ def test_a_mapped_module_equals_the_loaded_one(save: Save, frozen: bool) -> None
     scripted = torch.jit.script(Varied().eval())
     path = save(torch.jit.freeze(scripted) if frozen else scripted)
     mapped = load_mapped(path)
-    loaded = torch.jit.load(path)  # type: ignore[no-untyped-call]
+    loaded = torch.jit.load(path)
     assert mapped is not None
     assert torch.equal(mapped(rows(512)), loaded(rows(512)))
     assert mapped.original_name == loaded.original_name
@@ -91,7 +91,7 @@ def test_writing_to_a_weight_leaves_the_file_as_it_is(save: Save) -> None:
 
 def test_a_module_outlives_the_name_of_its_file(save: Save) -> None:
     path = save(torch.jit.script(Varied().eval()))
-    expected = torch.jit.load(path)(rows(512))  # type: ignore[no-untyped-call]
+    expected = torch.jit.load(path)(rows(512))
     mapped = load_mapped(path)
     Path(path).unlink()
     assert mapped is not None

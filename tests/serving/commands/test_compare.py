@@ -63,7 +63,7 @@ def pack(
     folder: Path, name: str, factor: float, settings: str = IMAGE, extra_files: tuple[str, ...] = ()
 ) -> None:
     weights, config = folder / f"{name}.pt", folder / "model-config.yaml"
-    torch.jit.trace(Mean(factor).eval(), torch.zeros(1, 3, 4, 4)).save(str(weights))  # type: ignore[no-untyped-call]
+    torch.jit.trace(Mean(factor).eval(), torch.zeros(1, 3, 4, 4)).save(str(weights))
     config.write_text(settings)
     write_archive(
         ArchiveRequest(

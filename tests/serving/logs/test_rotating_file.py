@@ -25,7 +25,7 @@ PUTS: list[Callable[[RotatingFile, str], object]] = [
 
 @pytest.fixture(params=PUTS, ids=["a record", "many lines"])
 def put(request: pytest.FixtureRequest) -> Callable[[RotatingFile, str], None]:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture

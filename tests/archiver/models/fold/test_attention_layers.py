@@ -195,7 +195,7 @@ def test_compiled_it_takes_any_batch_and_any_padding(form: str) -> None:
     compiled: Any
     with torch.no_grad():
         if form == "traced":
-            compiled = torch.jit.trace(made, example)  # type: ignore[no-untyped-call]
+            compiled = torch.jit.trace(made, example)
         elif form == "scripted":
             compiled = torch.jit.script(made)
         else:

@@ -150,7 +150,7 @@ def test_a_model_that_branches_on_values_is_refused_with_what_to_do() -> None:
 
 
 def test_torchscript_is_refused_with_what_to_do() -> None:
-    script = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))  # type: ignore[no-untyped-call]
+    script = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
 
     with pytest.raises(NotTraceable, match="the model is TorchScript"):
         fold(script, (torch.zeros(1, 2),))
@@ -322,7 +322,7 @@ class Summed(nn.Module):
         self.inner = Padded((0, 1, 0, 1))
 
     def forward(self, *pictures: torch.Tensor) -> torch.Tensor:
-        return sum(self.inner(one) for one in pictures)  # type: ignore[return-value]
+        return sum(self.inner(one) for one in pictures)
 
 
 def test_parameters_that_the_example_lacks_have_their_defaults() -> None:

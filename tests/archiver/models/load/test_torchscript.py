@@ -29,7 +29,7 @@ def again(module: Any) -> Any:
     file = io.BytesIO()
     torch.jit.save(module, file)
     file.seek(0)
-    return torch.jit.load(file).eval()  # type: ignore[no-untyped-call]
+    return torch.jit.load(file).eval()
 
 
 def loaded(module: nn.Module) -> Any:

@@ -81,7 +81,7 @@ def test_serving_waits_until_packing_has_put_the_engine_back(
 
     def spy(*args: object, **kwargs: object) -> object:
         seen.append(torch.backends.quantized.engine)
-        return real_load(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return real_load(*args, **kwargs)
 
     monkeypatch.setattr(torch.jit, "load", spy)
     server = threading.Thread(target=load_torchscript, args=(path, "cpu"))

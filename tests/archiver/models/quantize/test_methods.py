@@ -264,7 +264,7 @@ def test_dynamic_int8_of_convolutions_alone_is_refused_with_what_to_use() -> Non
 
 @pytest.mark.parametrize("method", ["int8-static", "int8-dynamic", "bf16"])
 def test_torchscript_of_fp32_is_refused_with_what_to_give_instead(method: str) -> None:
-    script = torch.jit.trace(perceptron(), torch.randn(2, 64))  # type: ignore[no-untyped-call]
+    script = torch.jit.trace(perceptron(), torch.randn(2, 64))
 
     with pytest.raises(ModelRefused, match=r"the model is TorchScript.*--model-file"):
         quantise(loaded(script, torch.randn(2, 64)), method, [(torch.randn(2, 64),)])

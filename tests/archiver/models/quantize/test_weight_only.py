@@ -177,7 +177,7 @@ def answers_to(path: Path, folder: Path, rows: torch.Tensor) -> torch.Tensor:
         opened.extractall(folder / "unpacked")
     run = aot.load_package(str(folder / "unpacked" / "model.pt2"), str(folder / "unpacked"), "cpu")
     with torch.no_grad():
-        return run(rows)  # type: ignore[no-any-return]
+        return run(rows)
 
 
 @pytest.mark.parametrize(

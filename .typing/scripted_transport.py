@@ -1,0 +1,1 @@
+../tests/client/scripted_transport.py
