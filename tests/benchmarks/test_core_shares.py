@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from core_shares import Figures, Point, main, median, verdict
 from harness import cgroup
@@ -22,7 +24,7 @@ def test_the_median_is_of_each_figure():
 
 
 def test_where_no_group_can_be_made_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(cgroup.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(Unavailable, match="needs root"), cgroup.cpu_group(2.0):
         pass
     assert main([]) == 2

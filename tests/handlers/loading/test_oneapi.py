@@ -39,7 +39,12 @@ def test_an_installed_extension_optimizes_the_model(
     net: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    extension = SimpleNamespace(optimize=lambda model: seen.append(model) or model)
+
+    def optimize(model: torch.nn.Module) -> torch.nn.Module:
+        seen.append(model)
+        return model
+
+    extension = SimpleNamespace(optimize=optimize)
     monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", extension)
     monkeypatch.setattr(oneapi, "IS_ASKED_FOR", True)
     monkeypatch.setattr(oneapi, "IPEX_AVAILABLE", True)
