@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
@@ -13,6 +14,7 @@ from torchere.archiver.errors import ModelRefused, PackingError
 
 Say = Callable[[str], None]  # takes one line for the user; may be called from another thread
 T = TypeVar("T")
+_LIBRARIES = ("torch", "torchao", "transformers")
 _EVERY_S = 10.0  # between two lines about a loop
 _STILL_S = 30.0  # between two lines about a step that tells nothing of itself
 
@@ -27,20 +29,35 @@ def step(say: Say, name: str, advice: str = "") -> Iterator[None]:
 
     `advice` says what to do then.
 
-    Warnings of torch are suppressed: they are about its internals (torch.jit is deprecated, ...). The code
-    that runs the tracer reports those about the model (`convert/torchscript.py`).
+    Warnings of torch are suppressed, and logged ones of its libraries: they are about their internals
+    (torch.jit is deprecated, a kernel for another machine is not loaded, ...). The code that runs the tracer
+    reports those about the model (`convert/torchscript.py`).
     """
     started_s = time.perf_counter()
     say(f"{name} ...")
     ended = threading.Event()
     threading.Thread(target=_tell_that_it_lasts, args=(ended, name, say), daemon=True).start()
     try:
-        with warnings.catch_warnings(), refusing(name, advice):
+        with warnings.catch_warnings(), _errors_only(), refusing(name, advice):
             warnings.simplefilter("ignore")
             yield
     finally:
         ended.set()
     say(f"{name}: {time.perf_counter() - started_s:.1f} s")
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Keep the loggers of torch's libraries to errors in the block."""
+    loggers = [logging.getLogger(name) for name in _LIBRARIES]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(max(logger.level, logging.ERROR))
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _tell_that_it_lasts(ended: threading.Event, name: str, say: Say) -> None:

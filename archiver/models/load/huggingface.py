@@ -88,6 +88,8 @@ def load_folder(path: Path, allow_pickle: bool) -> Loaded:
         )
     _refuse_other_weights(path)
     transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()  # its import has set another level
+    transformers.utils.logging.disable_progress_bar()
     known = getattr(transformers, architecture, None)
     if not (isinstance(known, type) and issubclass(known, torch.nn.Module)):
         raise ModelRefused(

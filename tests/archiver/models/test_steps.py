@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -77,3 +78,17 @@ def test_a_step_that_tells_nothing_of_itself_is_told_to_last(monkeypatch: pytest
 
     with step(say, "compiling"):
         assert told.wait(30)
+
+
+def test_warnings_of_libraries_are_not_shown_in_a_step_and_failures_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    library, inner = logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")
+    before = library.level
+    with step(lambda line: None, "reading"):
+        library.warning("no kernel for another machine")
+        inner.warning("deprecated")
+        library.error("no kernel for this machine")
+        logging.getLogger("torchere.handlers").warning("no labels")
+    assert [record.getMessage() for record in caplog.records] == ["no kernel for this machine", "no labels"]
+    assert library.level == before
