@@ -31,7 +31,7 @@ _ANY_BATCH = (1, LARGEST)
 _NOT_BATCHED = "not batched, requests go through the model one by one"
 _NO_BATCH = "the first dimensions are free and no batch, requests go through the model one by one"
 _ONE_BY_ONE = "leave --dynamic-batch out to have requests go through it one by one"
-_LIKE_REQUESTS = "give an --example with the shapes and datatypes that the model takes"
+_LIKE_REQUESTS = "give an --example with the shapes and datatypes that the model takes; in JSON, write 1.0"
 _Places = list[tuple[int, int]]  # (output, dimension)
 
 
