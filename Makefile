@@ -7,7 +7,7 @@ SECONDS ?= 60
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools demo serve examples unit test fuzz check docs format bench wheel clean
+.PHONY: help install tools demo serve examples unit test fuzz check image docs format bench wheel clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ check: install .tools/bin/helm  ## lint, types, imports, lengths, plain English,
 	$(BIN)/python tests/guards/dialect.py
 	$(BIN)/python tests/guards/house.py
 	$(BIN)/python k8s/policy.py
+
+image:  ## build the image by buildah and start it as strict platforms do; needs root, some minutes
+	deploy/try_image.sh
 
 docs: install  ## build the documentation into site/
 	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt -e '.[docs]' $(PIP_ARGS)

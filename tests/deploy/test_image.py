@@ -235,7 +235,7 @@ def test_shellcheck_has_nothing_to_say(root: Path, tool: Callable[[str], str]) -
         [tool("shellcheck"), *scripts], check=False, capture_output=True, text=True, timeout=60
     )
 
-    assert len(scripts) == 2
+    assert len(scripts) == 3
     assert (checked.returncode, checked.stdout) == (0, "")
 
 
