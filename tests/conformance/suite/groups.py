@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from suite import checks, files
+from suite import checks, files, handlers
 from suite.checks import Check
 from suite.deployment import Deployment
 from suite.models import DIGIT_FORMS
@@ -123,6 +123,7 @@ GROUPS = (
             Check("test_metrics.py", "metrics of a prediction", files.metrics_of_a_prediction),
         ),
     ),
+    Group("handlers", handlers.start_handlers, handlers.CHECKS),
     Group(
         "kserve",
         partial(files.start_with_envelope, "kserve"),

@@ -174,12 +174,8 @@ def build_digits(folder: Path) -> None:
             torch.jit.save(made, weights)
         model = {"modelName": f"digits_{form}", "handler": "service.py", "modelVersion": "1.0"}
         model |= {"serializedFile": "weights.pt"} | ({"modelFile": "digits.py"} if form == "eager" else {})
-        files: dict[str, str | bytes] = {
-            "service.py": DIGITS_HANDLER,
-            "digits.py": DIGITS,
-            "weights.pt": weights.getvalue(),
-        }
-        _write(folder / f"digits_{form}.mar", model, files)
+        files = {"service.py": DIGITS_HANDLER, "digits.py": DIGITS, "weights.pt": weights.getvalue()}
+        write(folder / f"digits_{form}.mar", model, files)
 
 
 def write_archive(path: Path, name: str) -> None:
@@ -188,10 +184,11 @@ def write_archive(path: Path, name: str) -> None:
     if name in CONFIGS:
         model["configFile"] = "model-config.yaml"
         files["model-config.yaml"] = CONFIGS[name]
-    _write(path, model, files)
+    write(path, model, files)
 
 
-def _write(path: Path, model: Mapping[str, str], files: Mapping[str, str | bytes]) -> None:
+def write(path: Path, model: Mapping[str, str], files: Mapping[str, str | bytes]) -> None:
+    """Write an archive."""
     manifest = {
         "createdOn": "01/01/2026 00:00:00",
         "runtime": "python",
