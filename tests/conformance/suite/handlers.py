@@ -6,6 +6,7 @@ answer is computed here, without any handler.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import json
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from PIL import Image
@@ -29,6 +30,7 @@ MEAN, SPREAD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 
 TEXT = "Bloomberg has decided to publish a new report on the global economic situation"
 TOPICS = {"0": "World", "1": "Sports", "2": "Business", "3": "Sci/Tec"}
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(set(TEXT.lower().split()))]
+Files: TypeAlias = Mapping[str, str | bytes]
 CLOSE = 1e-3  # of probabilities; libraries resize pictures in slightly different ways
 
 
@@ -142,8 +144,8 @@ def tensor_of(image: Image.Image) -> torch.Tensor:
 
 def prepared() -> torch.Tensor:
     """Return the picture as ImageNet's models get it: the shorter side 256, the middle 224, normalised."""
-    image = Image.open(io.BytesIO(picture()))
-    image = image.resize((int(256 * 320 / 280), 256), Image.Resampling.BILINEAR)
+    size = (int(256 * 320 / 280), 256)
+    image = Image.open(io.BytesIO(picture())).resize(size, Image.Resampling.BILINEAR)
     left, top = round((image.width - 224) / 2), round((image.height - 224) / 2)
     pixels = tensor_of(image.crop((left, top, left + 224, top + 224)))
     return (pixels - MEAN[:, None, None]) / SPREAD[:, None, None]
@@ -165,20 +167,18 @@ def start_handlers(at: Deployment) -> None:
     store = at.folder / "store"
     classes, topics = json.dumps(NAMES), json.dumps(TOPICS)
     build_model(store, "picture", "image_classifier", Picture, {"index_to_name.json": classes})
-    vocabulary = {"index_to_name.json": topics, "source_vocab.pt": saved(words())}
+    vocabulary: Files = {"index_to_name.json": topics, "source_vocab.pt": saved(words())}
     build_model(store, "topic", "text_classifier", Topic, vocabulary)
     build_model(store, "boxes", "object_detector", Boxes, {"index_to_name.json": classes})
     build_model(store, "segments", "image_segmenter", Segments, {})
     for kind in BERTS:
-        files = {"bert.py": BERT, "kind.txt": kind, **bert_files(kind, at.folder / kind)}
+        files: Files = {"bert.py": BERT, "kind.txt": kind, **bert_files(kind, at.folder / kind)}
         names = {"modelName": f"bert_{kind}", "handler": "bert.py", "modelVersion": "1.0"}
         write(store / f"bert_{kind}.mar", names, files)
     at.start(*OPEN, properties="default_response_timeout=120\n")
 
 
-def build_model(
-    store: Path, name: str, handler: str, kind: Callable[[], nn.Module], files: Mapping[str, str | bytes]
-) -> None:
+def build_model(store: Path, name: str, handler: str, kind: Callable[[], nn.Module], files: Files) -> None:
     """Write the archives NAME (eager), NAME_batch, and NAME_scripted if TorchScript knows such a model."""
     module = seeded(kind)
     model = {"handler": handler, "serializedFile": "weights.pt", "modelVersion": "1.0"}
@@ -204,8 +204,7 @@ def saved(value: Any) -> bytes:
 
 def bert(kind: str) -> tuple[Any, Any]:
     """Return a small model of random weights, and its tokenizer."""
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")  # slow, and only these checks need it
     settings = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.BertConfig(vocab_size=len(VOCABULARY), num_labels=2, **settings)
     name = {"qa": "QuestionAnswering", "tokens": "TokenClassification", "text": "SequenceClassification"}[

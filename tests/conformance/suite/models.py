@@ -174,7 +174,8 @@ def build_digits(folder: Path) -> None:
             torch.jit.save(made, weights)
         model = {"modelName": f"digits_{form}", "handler": "service.py", "modelVersion": "1.0"}
         model |= {"serializedFile": "weights.pt"} | ({"modelFile": "digits.py"} if form == "eager" else {})
-        files = {"service.py": DIGITS_HANDLER, "digits.py": DIGITS, "weights.pt": weights.getvalue()}
+        files: dict[str, str | bytes] = {"service.py": DIGITS_HANDLER, "digits.py": DIGITS}
+        files["weights.pt"] = weights.getvalue()
         write(folder / f"digits_{form}.mar", model, files)
 
 
