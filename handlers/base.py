@@ -22,10 +22,17 @@ from torchere.handlers.archive_import import archive_at
 from torchere.handlers.compiled import load as aot
 from torchere.handlers.context import Context
 from torchere.handlers.labels import load_label_mapping
-from torchere.handlers.loading import onnx
+from torchere.handlers.loading import onnx, xla
 from torchere.handlers.loading.autocast import autocasting
 from torchere.handlers.loading.compile import compile_options, wants_aot_compile
-from torchere.handlers.loading.devices import CPU, choose_device, module_on, to_device, whole_on_device
+from torchere.handlers.loading.devices import (
+    CPU,
+    choose_device,
+    module_on,
+    to_device,
+    whole_on_device,
+    without_gradients,
+)
 from torchere.handlers.loading.eager import in_eval_mode, load_eager
 from torchere.handlers.loading.oneapi import optimized
 from torchere.handlers.loading.split import SECTION, Split
@@ -100,7 +107,8 @@ class BaseHandler:
         """
         self.context = context
         self.model_yaml_config = context.model_yaml_config or {}
-        self.map_location, self.device = choose_device(context.system_properties.get("gpu_id"))
+        gpu_id = context.system_properties.get("gpu_id")
+        self.map_location, self.device = choose_device(gpu_id, self.model_yaml_config)
         self.manifest = context.manifest
 
     def _load(self, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
@@ -109,7 +117,8 @@ class BaseHandler:
             return self._spread(split, kind, model_dir, model)
         if kind is WeightsKind.EAGER:
             loaded = self._load_pickled_model(model_dir, model["modelFile"], self.model_pt_path)
-            return module_on(in_eval_mode(loaded), self.device)
+            loaded = module_on(in_eval_mode(loaded), self.device)
+            return xla.over_mesh(loaded, self.model_yaml_config) if self.device.type == "xla" else loaded
         if kind is WeightsKind.TORCHSCRIPT:
             return in_eval_mode(self._load_torchscript_model(path))
         if kind is WeightsKind.ONNX:
@@ -221,7 +230,7 @@ class BaseHandler:
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the output of `preprocess`, without recording gradients."""
-        with torch.inference_mode():
+        with without_gradients(self.device):
             return self.model(to_device(data, self.device), *args, **kwargs)
 
     @timed

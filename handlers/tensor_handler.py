@@ -16,7 +16,7 @@ from torchere.handlers.base import BaseHandler, refusal_of
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading import onnx
-from torchere.handlers.loading.devices import CPU, to_device
+from torchere.handlers.loading.devices import CPU, to_device, without_gradients
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import refusal
 from torchere.handlers.tensors import DATATYPES, TensorError, torch_dtype
@@ -101,7 +101,8 @@ class TensorHandler(BaseHandler):
         shapes = [spec.shape[1:] if spec.batched else spec.shape for spec in self.signature.inputs]
         whole_numbers = any(spec.datatype.startswith(("INT", "UINT")) for spec in self.signature.inputs)
         # On a GPU an index out of range is more than an exception: the process can't use the GPU any more.
-        if any(ANY in shape for shape in shapes) or (whole_numbers and self.map_location == "cuda"):
+        trips = whole_numbers and self.map_location in ("cuda", "xpu", "hpu")
+        if trips or any(ANY in shape for shape in shapes):
             return None
         for number in (0, 1):
             row: dict[str, object] = {}
@@ -124,7 +125,7 @@ class TensorHandler(BaseHandler):
         (group,) = self._groups([example_of(row, self.layout, lambda _: "")])
 
         def run() -> None:
-            with torch.inference_mode():
+            with without_gradients(self.device):
                 self.model(*(to_device(tensor, self.device) for tensor in group.inputs))
 
         return refusal_of(run)
@@ -176,7 +177,7 @@ class TensorHandler(BaseHandler):
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Run each group through the model."""
         results = []
-        with torch.inference_mode():
+        with without_gradients(self.device):
             for group in data.groups:
                 result = flattened(self.model(*(to_device(tensor, self.device) for tensor in group.inputs)))
                 check_results(result, group, self.signature)

@@ -53,6 +53,7 @@ NOT_UNIT = tuple(
         "client/test_deadlines.py",
         "client/test_sockets.py",
         "client/test_tensors.py",
+        "handlers/loading/test_xla.py",
         "serving/io/test_addresses.py",
         "serving/io/test_turn_writes.py",
         "serving/logs/test_access_lines.py",

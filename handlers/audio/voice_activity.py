@@ -16,7 +16,7 @@ from torchere.handlers.audio.wav import RATES_HZ, Sound, decode_wav
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.loading.devices import to_device
+from torchere.handlers.loading.devices import to_device, without_gradients
 from torchere.handlers.loading.torchscript import load_torchscript
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of
@@ -231,7 +231,7 @@ class VoiceActivity(BaseHandler):
         for row, sound in zip(chunk, sounds, strict=True):
             part = sound.samples[start : start + step]
             row[: len(part)] = torch.from_numpy(part)
-        with torch.inference_mode():
+        with without_gradients(self.device):
             probabilities: list[float] = self.model(to_device(chunk, self.device), rate_hz)[:, 0].tolist()
         return probabilities
 

@@ -1,18 +1,27 @@
-"""Choose the device of a handler instance, and move tensors to it."""
+"""The devices that models run on, behind one interface: placement, copies, streams, waiting, failures.
+
+The kinds are those of `deviceType` in model-config.yaml. NVIDIA's and AMD's GPUs (`cuda`, also for ROCm),
+Intel's (`xpu`), Apple's (`mps`) and Gaudi (`hpu`) each have a module of torch with the same functions
+(`torch.get_device_module`); XLA has a package (`xla.py`). docs/devices.md says which of them were run.
+"""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import importlib.util
 import itertools
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from torchere.handlers.loading import xla
+
 logger = logging.getLogger(__name__)
 
+_WITH_MODULE = ("cuda", "xpu", "mps", "hpu")
 # Up to this size CUDA copies from pageable memory without waiting (API synchronization behavior).
 _PAGEABLE_BYTES = 65_536
 
@@ -27,16 +36,23 @@ class DeviceChoice(NamedTuple):
 CPU = DeviceChoice("cpu", torch.device("cpu"))
 
 
-def choose_device(gpu_id: int | str | None) -> DeviceChoice:
-    """Return the best available device: CUDA, Intel GPU, Apple GPU, XLA, CPU, in this order.
+def choose_device(gpu_id: int | str | None, config: Mapping[str, Any] | None = None) -> DeviceChoice:
+    """Return the best available device, CUDA, Intel GPU, Apple GPU, XLA, CPU, in this order; or of one kind.
 
     Args:
         gpu_id: the accelerator assigned to this instance (from `MockContext` a `str`); a warning is logged
             when torch can use none. None excludes CUDA, Intel and Apple GPUs.
+        config: the model config. Its `deviceType` may be "cpu", or the only kind that is taken ("xpu", "mps",
+            "hpu", "xla"), with a warning where it is not available; any other value says nothing.
 
     Raises:
         RuntimeError: torch has GPUs, but not this one.
     """
+    kind = kind_of(config)
+    if kind == "cpu":
+        return CPU
+    if kind == "xla" or kind in _WITH_MODULE[1:]:
+        return _of_kind(kind, gpu_id, config or {})
     if gpu_id is not None:
         if torch.cuda.is_available():
             device = torch.device(f"cuda:{gpu_id}")
@@ -49,9 +65,32 @@ def choose_device(gpu_id: int | str | None) -> DeviceChoice:
         logger.warning(
             "GPU %s is to be used, and torch can't: nvidia-smi and the warnings above may tell why", gpu_id
         )
-    if importlib.util.find_spec("torch_xla") is not None:
-        return DeviceChoice(None, importlib.import_module("torch_xla.core.xla_model").xla_device())
-    return CPU
+    return _of_kind("xla", None, config or {}) if _has_xla() else CPU
+
+
+def kind_of(config: Mapping[str, Any] | None) -> str:
+    """Return the kind of device that a model config asks for, in lower case; "": none."""
+    kind = (config or {}).get("deviceType")
+    return kind.lower() if isinstance(kind, str) else ""
+
+
+def _of_kind(kind: str, gpu_id: int | str | None, config: Mapping[str, Any]) -> DeviceChoice:
+    if kind == "xla" and _has_xla():
+        return DeviceChoice(None, xla.device_of(config))
+    module = _module(kind)
+    if module is None or not module.is_available():
+        logger.warning("deviceType: %s is to be used, and torch has none here: the CPU does it", kind)
+        return CPU
+    return DeviceChoice(kind, torch.device(kind if kind == "mps" else f"{kind}:{gpu_id or 0}"))
+
+
+def _has_xla() -> bool:
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def _module(kind: str) -> Any:
+    """Return torch's module of a kind of device; None: this torch has none, or it has no functions."""
+    return torch.get_device_module(kind) if kind in _WITH_MODULE and hasattr(torch, kind) else None
 
 
 def _use_tensor_cores(device: torch.device) -> None:
@@ -68,17 +107,35 @@ def _use_tensor_cores(device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def own_stream(gpu_id: int) -> None:
-    """Give the calling thread a CUDA stream of its own, so that executors share a GPU but no queue."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(gpu_id)
-        torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
+def own_stream(gpu_id: int, kind: str = "") -> None:
+    """Give the calling thread a stream of its own, so that executors share a GPU but no queue.
+
+    `kind`: see `kind_of`. A kind without streams has one queue for all.
+    """
+    module = _module(kind if kind in _WITH_MODULE else "cuda")
+    if module is not None and hasattr(module, "set_stream") and module.is_available():
+        module.set_device(gpu_id)
+        module.set_stream(module.Stream(gpu_id))
 
 
 def whole_on_device(device: Any) -> None:
-    """Wait until this thread's copies to a GPU are complete: other threads read them on other streams."""
-    if getattr(device, "type", "") == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    """Wait until this thread's copies to a device are complete: other threads read them on other streams."""
+    kind = getattr(device, "type", "")
+    module = _module(kind)
+    if hasattr(module, "current_stream"):
+        module.current_stream(device).synchronize()
+    elif module is not None:
+        module.synchronize()
+    elif kind == "xla":
+        xla.wait()
+
+
+def without_gradients(device: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a model runs on a device.
+
+    XLA's lazy tensors can't be inference tensors: "Cannot set version_counter for inference tensor".
+    """
+    return torch.no_grad() if getattr(device, "type", "") == "xla" else torch.inference_mode()
 
 
 def to_device(value: Any, device: Any) -> Any:
@@ -101,34 +158,35 @@ def _can_be_pinned(value: torch.Tensor) -> bool:
 
 
 def gpu_is_usable(gpu_id: int | None, free_memory: bool) -> bool:
-    """Return whether the GPU can still be used after a handler has failed.
+    """Return whether the accelerator can still be used after a handler has failed.
 
     A kernel that was given an invalid argument (an index out of range) ends its process's access to the GPU;
     after running out of memory the GPU stays usable. The text of an error does not tell the two apart: cuDNN
-    and CUDA word errors of the same GPU differently.
+    and CUDA word errors of the same GPU differently. Apple's GPUs and XLA have no such state.
 
     Args:
         gpu_id: of the executor; None when it has none of its own.
         free_memory: release the memory that torch caches, because other processes may lack it. This frees
             nothing while the exception is alive, because its frames hold the tensors.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return True
-    try:
-        if free_memory:
-            torch.cuda.empty_cache()
-        for gpu in _gpus_in_use(gpu_id):
-            torch.cuda.synchronize(gpu)
-    except RuntimeError as err:
-        logger.error("this process can't use its GPU any more: %s", err)
-        return False
+    for module in filter(None, map(_module, _WITH_MODULE)):
+        if not getattr(module, "is_initialized", bool)():
+            continue
+        try:
+            if free_memory:
+                module.empty_cache()
+            for gpu in _gpus_in_use(module, gpu_id):
+                module.synchronize(gpu)
+        except RuntimeError as err:
+            logger.error("this process can't use its GPU any more: %s", err)
+            return False
     return True
 
 
-def _gpus_in_use(gpu_id: int | None) -> list[int]:
+def _gpus_in_use(module: Any, gpu_id: int | None) -> list[int]:
     """Return the executor's GPU, and those on which its handler has put parts of a model."""
-    gpus = range(torch.cuda.device_count())
-    return [gpu for gpu in gpus if gpu == gpu_id or torch.cuda.memory_reserved(gpu)]
+    gpus = range(module.device_count())
+    return [gpu for gpu in gpus if gpu == gpu_id or module.memory_reserved(gpu)]
 
 
 def module_on(model: Any, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.labels import map_class_to_label
+from torchere.handlers.loading.devices import without_gradients
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import sole_element, value_of
 
@@ -234,7 +235,7 @@ class TextClassifier(TextHandler):
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model on all tokens as one text."""
         indices, _ = data
-        with torch.inference_mode():
+        with without_gradients(self.device):
             return self.model(indices, torch.zeros(1, dtype=torch.int64, device=self.device), *args, **kwargs)
 
     @timed

@@ -19,6 +19,7 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading import onnx
+from torchere.handlers.loading.devices import without_gradients
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of
 from torchere.handlers.tensors import DATATYPES, torch_dtype
@@ -204,7 +205,7 @@ class TextEmbedding(BaseHandler):
             return data
         order = sorted(range(len(tokens)), key=lambda index: len(tokens[index].ids))
         step = self.settings["texts_per_run"]
-        with torch.inference_mode():
+        with without_gradients(self.device):
             parts = [
                 self._embeddings([tokens[index] for index in order[start : start + step]])
                 for start in range(0, len(order), step)

@@ -12,7 +12,7 @@ from PIL import Image
 from torchere.handlers.base import refusal_of
 from torchere.handlers.context import Context
 from torchere.handlers.labels import map_class_to_label
-from torchere.handlers.loading.devices import to_device
+from torchere.handlers.loading.devices import to_device, without_gradients
 from torchere.handlers.metrics import timed
 from torchere.handlers.vision import VisionHandler
 from torchere.handlers.vision.transform import ImageTransform
@@ -110,7 +110,7 @@ class ObjectDetector(VisionHandler):
 
         Scripted detectors of torchvision return (losses, detections).
         """
-        with torch.inference_mode():
+        with without_gradients(self.device):
             output = self.model(data, *args, **kwargs)
         return output[1] if isinstance(output, tuple) else output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchere.archiver.reader import Archive
 from torchere.handlers.loading.split import Split
@@ -13,6 +13,7 @@ from torchere.serving.config.kinds import MAX_PORT
 from torchere.serving.config.server_settings import (
     ISOLATIONS,
     BatchSettings,
+    DeviceType,
     Isolation,
     ModelSettings,
     ParallelSettings,
@@ -49,7 +50,7 @@ class ModelConfig:
     max_retry_timeout_s: int | None = None
     client_timeout_ms: int | None = None
     job_queue_size: int | None = None
-    device_type: Literal["cpu", "gpu"] | None = None
+    device_type: DeviceType | None = None
     device_ids: tuple[int, ...] = ()
     use_job_ticket: bool = False
     sequence_batching: bool = False
@@ -99,7 +100,7 @@ def parse_model_config(text: str) -> ModelConfig:
         max_retry_timeout_s=read.integer("maxRetryTimeoutInSec", 0),
         client_timeout_ms=read.integer("clientTimeoutInMills", 0),
         job_queue_size=read.integer("jobQueueSize", 1),
-        device_type=read.choice("deviceType", ("cpu", "gpu"), None),
+        device_type=read.choice("deviceType", get_args(DeviceType), None),
         device_ids=read.device_ids(),
         use_job_ticket=read.flag("useJobTicket"),
         sequence_batching=read.flag("sequenceBatching"),
@@ -294,7 +295,8 @@ def effective_settings(
 ) -> ModelSettings:
     """Return the effective settings of one version.
 
-    `defaults` is the version's entry of the `models={...}` property, or {}; `gpus` is the number of GPUs.
+    `defaults` is the version's entry of the `models={...}` property, or {}; `gpus` is the number of GPUs,
+    of the kind that the config asks for.
     """
     # The requests of a sequence run in order, those of continuous batching together, and ranks in step.
     in_turn = config.sequence_batching or config.continuous_batching
@@ -330,7 +332,8 @@ def effective_settings(
         sequences_unbounded=config.sequence_batching and not config.sequence_max_idle_ms,
         continuous=config.continuous_batching,
         device_ids=device_ids,
-        gpu_ids=() if config.device_type == "cpu" else device_ids or tuple(range(gpus)),
+        gpu_ids=() if config.device_type in ("cpu", "mps", "xla") else device_ids or tuple(range(gpus)),
+        device_type=config.device_type,
         parallel=config.parallel,
     )
     return settings.scaled(min_executors, max_executors)

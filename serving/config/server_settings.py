@@ -17,6 +17,8 @@ StageSeries = Literal["buckets", "means", "none"]
 STAGE_SERIES: tuple[StageSeries, ...] = get_args(StageSeries)
 SandboxLevel = Literal["off", "basic", "strict"]
 SANDBOX_LEVELS: tuple[SandboxLevel, ...] = get_args(SandboxLevel)
+# Of a model: `gpu` stands for `cuda`, which ROCm has, too. `mps` and `xla` are one device for each executor.
+DeviceType = Literal["cpu", "gpu", "cuda", "xpu", "mps", "hpu", "xla"]
 Dispatch = Literal["torchserve", "eager"]
 MetricsMode = Literal["log", "prometheus", "legacy"]
 
@@ -153,7 +155,8 @@ class ModelSettings:
     sequences_unbounded: bool = False  # no idle time is set, so no request is admitted (contract)
     continuous: bool = False  # continuous batching: a request may rejoin the next batch
     device_ids: tuple[int, ...] = ()  # GPUs that the model requests; all are available
-    gpu_ids: tuple[int, ...] = ()  # GPUs assigned to executors in rotation; empty: CPU
+    gpu_ids: tuple[int, ...] = ()  # GPUs assigned to executors in rotation; empty: CPU, or a kind without ids
+    device_type: DeviceType | None = None  # None: a GPU where there is one
     parallel: ParallelSettings | None = None  # None: a worker is one process on one device
 
     def scaled(self, min_executors: int, max_executors: int) -> ModelSettings:

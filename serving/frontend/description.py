@@ -118,6 +118,13 @@ def workflow_text(workflow: Workflow) -> str:
     return pretty([described])
 
 
+def _device_type(settings: ModelSettings) -> str:
+    """Return TorchServe's word, `gpu` or `cpu`, or the kind of another device."""
+    if settings.device_type in ("xpu", "mps", "hpu", "xla"):
+        return settings.device_type
+    return "gpu" if settings.gpu_ids else "cpu"
+
+
 def _settings_json(version: VersionDescription) -> dict[str, Any]:
     settings = version.settings
     device_ids = {"deviceIds": list(settings.device_ids)} if settings.device_ids else {}
@@ -132,7 +139,7 @@ def _settings_json(version: VersionDescription) -> dict[str, Any]:
         "clientTimeoutInMills": settings.client_timeout_ms,
         "parallelType": settings.parallel.kind if settings.parallel else "",
         "parallelLevel": settings.parallel.level if settings.parallel else 0,
-        "deviceType": "gpu" if settings.gpu_ids else "cpu",
+        "deviceType": _device_type(settings),
         **device_ids,
         "continuousBatching": settings.continuous,
         "useJobTicket": settings.batch.use_tickets,

@@ -24,7 +24,12 @@ from torchere.serving.batching.quarantine_files import QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.batching.unread_parts import limit_bytes
 from torchere.serving.config.model_settings import Asked, effective_settings
-from torchere.serving.config.server_settings import ModelSettings, QuarantineSettings, ServerSettings
+from torchere.serving.config.server_settings import (
+    DeviceType,
+    ModelSettings,
+    QuarantineSettings,
+    ServerSettings,
+)
 from torchere.serving.errors import InvalidRequest, LoadFailed
 from torchere.serving.registry.names import check_runtime
 from torchere.serving.registry.version import Origin, RegistryObserver, Version, VersionObserver
@@ -44,6 +49,7 @@ from torchere.serving.workers.send_ahead import MOST_INSIDE
 
 logger = logging.getLogger(__name__)
 
+_COUNTED = ("gpu", "cuda", "xpu", "hpu")  # kinds of GPUs with numbers
 FIRST_EXECUTOR_ID = 9000  # TorchServe numbers its workers by port, from 9000; tools show these ids
 
 
@@ -75,11 +81,20 @@ class Loader:
         self._rooms = RoomLauncher(self._launcher)
         self._oom = OomWatch()
         self._cores = CoreShares(available_cores())
+        self._other_gpus: dict[str, int] = {}  # by kind, other than CUDA's
 
     @functools.cached_property
     def gpus(self) -> int:
         """The number of GPUs that executors may use; the first access queries the driver and blocks."""
         return gpu_count(self._server.max_gpus)
+
+    def gpus_of(self, kind: DeviceType | None) -> int:
+        """Return the number of GPUs of a kind; like `gpus`, the first call for a kind blocks."""
+        if kind not in ("xpu", "hpu"):
+            return self.gpus
+        if kind not in self._other_gpus:
+            self._other_gpus[kind] = gpu_count(self._server.max_gpus, kind)
+        return self._other_gpus[kind]
 
     def build(
         self,
@@ -109,9 +124,10 @@ class Loader:
         if runtime == "LSP" and handler not in CPP_HANDLERS:
             logger.warning("%s: runtime LSP: %s", key, CPP_ADVICE)
         config = archive.config
-        if not self.gpus and (config.device_type == "gpu" or (config.device_ids and not config.device_type)):
+        gpus = self.gpus_of(config.device_type)
+        if not gpus and (config.device_type in _COUNTED or (config.device_ids and not config.device_type)):
             logger.warning("%s asks for a GPU in its model config, and there is none: the CPU does it", key)
-        settings = effective_settings(asked, config, self._defaults_of(key), self._server, self.gpus)
+        settings = effective_settings(asked, config, self._defaults_of(key), self._server, gpus)
         if settings.parallel and 0 < len(settings.gpu_ids) < settings.parallel.level:
             level = settings.parallel.level
             raise LoadFailed(f"No enough gpu devices for model:{key.name} parallelLevel:{level}")
@@ -177,7 +193,8 @@ class Loader:
     def _sandbox_of(self, origin: Origin, settings: ModelSettings) -> Sandbox | None:
         if self._sandbox is None:
             return None
-        return replace(self._sandbox, archive=str(origin.archive.directory), gpu=bool(settings.gpu_ids))
+        on_device = bool(settings.gpu_ids) or settings.device_type == "xla"
+        return replace(self._sandbox, archive=str(origin.archive.directory), gpu=on_device)
 
     def _is_confined_first(self, origin: Origin) -> bool:
         """Whether the sandbox is entered before the interpreter starts, because packages may be hostile.
@@ -273,6 +290,7 @@ def _isolation_of(
         holds_gil=keeps_gil,
         on_gpu=on_gpu,
         needs_own_process=not may_share
+        or settings.device_type == "xla"
         or _needs_own_lanes(settings)
         or _switches_engine(archive)
         or _has_python(archive),

@@ -198,6 +198,7 @@ class Registry:
         handler = wanted.handler or archive.manifest.handler or self._server.default_handler
         try:
             self._store.share_weights(archive, stored, handler)
+            self._loader.gpus_of(stored.config.device_type)  # here, because it may block
         except BaseException:
             self._store.remove(stored)
             raise

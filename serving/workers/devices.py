@@ -19,12 +19,12 @@ from torchere.serving.workers.executor import ExecutorStatus
 logger = logging.getLogger(__name__)
 
 
-def gpu_count(most: int | None) -> int:
-    """Return how many GPUs executors may use: those visible to CUDA, at most `most` (None: all). Blocks."""
-    there = visible_gpus()
+def gpu_count(most: int | None, kind: str = "cuda") -> int:
+    """Return how many GPUs of a kind executors may use: those visible, at most `most` (None: all). Blocks."""
+    there = visible_gpus() if kind == "cuda" else _counted_by_torch(kind)
     if most is None or most <= there:
         return there if most is None else most
-    logger.warning("number_of_gpu=%d, and CUDA shows %d GPUs", most, there)
+    logger.warning("number_of_gpu=%d, and %s shows %d GPUs", most, _NAMES.get(kind, kind), there)
     return there
 
 
@@ -105,7 +105,13 @@ class CoreShares:
 # named by UUID, an installation of another layout) a short-lived process asks torch, which takes seconds.
 
 NVML = "libnvidia-ml.so.1"
-ASK_TORCH = (sys.executable, "-c", "import torch; print(torch.cuda.device_count())")
+ASK_TORCH = (sys.executable, "-c", "import sys, torch; print(getattr(torch, sys.argv[1]).device_count())")
+_NAMES = {"cuda": "CUDA", "xpu": "torch.xpu", "hpu": "torch.hpu"}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_OF_KIND = {
+    "xpu": "ZE_AFFINITY_MASK",
+    "hpu": "HABANA_VISIBLE_MODULES",
+}  # others: `VISIBLE`
 ASK_TIMEOUT_S = 120.0
 # Device files of the drivers: discrete GPUs, Windows' subsystem for Linux, Jetson, ROCm.
 _DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
@@ -160,12 +166,17 @@ def _counted_by_driver() -> int | None:
     return None if status != 0 else count.value
 
 
-def _counted_by_torch() -> int:
+def _counted_by_torch(kind: str = "cuda") -> int:
     # The folder the server was started in must not shadow modules of torch (Python 3.11 on).
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(
-            ASK_TORCH, env=environment, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
+            (*ASK_TORCH, kind),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT_S,
+            check=True,
         )
         return int(done.stdout.split()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as err:

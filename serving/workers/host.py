@@ -26,7 +26,7 @@ from torchere.handlers.archive_import import archive_of, give_plain_names
 from torchere.handlers.context import Context, RequestProcessor, Unwanted
 from torchere.handlers.encode import Lent, decode_input
 from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
-from torchere.handlers.loading.devices import gpu_is_usable, own_stream
+from torchere.handlers.loading.devices import gpu_is_usable, kind_of, own_stream
 from torchere.handlers.loading.torchscript import spare_memory
 from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.metrics import MetricsCache
@@ -126,7 +126,7 @@ class HandlerHost:
         spec = self._spec
         try:
             if self._gpu_id is not None and not self._is_alone:
-                own_stream(self._gpu_id)
+                own_stream(self._gpu_id, kind_of(spec.model_config))
             self._entry_point = load_entry_point(
                 spec.handler, self._context, envelope=spec.envelope, installed=spec.handler_installed
             )

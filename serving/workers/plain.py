@@ -78,6 +78,8 @@ _WORDS = (
     "out of memory",  # "CUDA out of memory", "CUDA error: out of memory", and of other vendors
     "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN and similar libraries, for their workspace
     "_ALLOCATION_FAILED",  # cuDNN from 9 on
+    "RESOURCE_EXHAUSTED",  # XLA
+    "PT_DEVMEM Allocation failed",  # Gaudi
     "DefaultCPUAllocator: ",  # its only error, in two wordings
     "Failed to allocate memory for requested buffer",  # onnxruntime, on any device
     " is smaller than requested bytes of ",  # onnxruntime, with a limit on its GPU memory

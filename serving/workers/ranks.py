@@ -25,12 +25,13 @@ from typing import NoReturn, TypeAlias
 
 import msgspec
 
+from torchere.handlers.loading.devices import kind_of
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
 from torchere.serving.process.allocator import settle_loaded
 from torchere.serving.process.signals import die_with_parent, live
 from torchere.serving.types import NO_DEADLINE, InferRequest
-from torchere.serving.workers.devices import devices_of
+from torchere.serving.workers.devices import VISIBLE, VISIBLE_OF_KIND, devices_of
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
 from torchere.serving.workers.host import HandlerHost, PartialSink
@@ -481,10 +482,11 @@ def _environment(spec: LoadSpec, join: Join, local: int) -> dict[str, str]:
 
 
 def show_devices(spec: LoadSpec, gpu_id: int | None) -> None:
-    """Show this process the GPUs of its worker only, from `gpu_id` on. Call it before CUDA begins."""
+    """Show this process the GPUs of its worker only, from `gpu_id` on. Call it before torch uses them."""
     if gpu_id is None:
         return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    variable = VISIBLE_OF_KIND.get(kind_of(spec.model_config), VISIBLE)
+    visible = os.environ.get(variable)
     names = visible.split(",") if visible else [str(number) for number in range(max(spec.gpu_ids) + 1)]
     shown = devices_of(spec.gpu_ids, gpu_id, spec.devices)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number].strip() for number in shown)
+    os.environ[variable] = ",".join(names[number].strip() for number in shown)

@@ -52,7 +52,7 @@ SYSTEM = (
 )
 NETWORK = ("/etc/hosts", "/etc/host.conf", "/etc/resolv.conf", "/etc/gai.conf", "/etc/services")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_GPU_DEVICES = ("nvidia*", "dri", "kfd")  # below /dev
+_GPU_DEVICES = ("nvidia*", "dri", "kfd", "accel*")  # below /dev; accel: Gaudi, TPUs
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,19 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from torchere.handlers.loading.devices import choose_device, gpu_is_usable, own_stream, to_device
+from torchere.handlers.loading.devices import (
+    choose_device,
+    gpu_is_usable,
+    own_stream,
+    to_device,
+    whole_on_device,
+    without_gradients,
+)
 
 CPU = torch.device("cpu")
 
@@ -73,6 +81,131 @@ def test_an_intel_gpu_needs_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(0).map_location == "cpu"
     monkeypatch.setenv("TS_IPEX_GPU_ENABLE", "true")
     assert choose_device(0) == ("xpu", torch.device("xpu:0"))
+
+
+class FakeModule:
+    """torch's module of a kind of device, with the functions that such modules share."""
+
+    def __init__(self, *without: str, failing: str = "") -> None:
+        self.calls: list[str] = []
+        self._failing = failing
+        for name in without:
+            setattr(self, name, None)
+
+    def __getattribute__(self, name: str) -> object:
+        if name != "__dict__" and name in self.__dict__ and self.__dict__[name] is None:
+            raise AttributeError(name)
+        return object.__getattribute__(self, name)
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def memory_reserved(self, gpu: int) -> int:
+        return 0
+
+    def set_device(self, gpu: int) -> None:
+        self.calls.append(f"set_device {gpu}")
+
+    def Stream(self, gpu: int) -> str:
+        return f"stream of {gpu}"
+
+    def set_stream(self, stream: str) -> None:
+        self.calls.append(f"set_stream {stream}")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
+
+    def synchronize(self, gpu: int | None = None) -> None:
+        self.calls.append("synchronize" if gpu is None else f"synchronize {gpu}")
+        if self._failing:
+            raise RuntimeError(self._failing)
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, FakeModule], FakeModule]:
+    """Makes torch have devices of a kind."""
+
+    def make(kind: str, module: FakeModule) -> FakeModule:
+        monkeypatch.setattr(torch, kind, module, raising=False)
+        given = torch.get_device_module
+        monkeypatch.setattr(
+            torch, "get_device_module", lambda asked: module if asked == kind else given(asked)
+        )
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu_id", "device"),
+    [("xpu", 1, "xpu:1"), ("XPU", None, "xpu:0"), ("mps", None, "mps"), ("hpu", 0, "hpu:0")],
+)
+def test_the_kind_of_the_model_config_is_taken(
+    kind: str, gpu_id: int | None, device: str, pretend: Callable[[str, FakeModule], FakeModule]
+) -> None:
+    pretend(kind.lower(), FakeModule())
+    assert choose_device(gpu_id, {"deviceType": kind}) == (kind.lower(), torch.device(device))
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps", "hpu", "xla"])
+def test_a_kind_that_is_not_there_falls_back_to_the_cpu_and_says_so(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "mps" and torch.backends.mps.is_available():
+        pytest.skip("this machine has a GPU of Apple's")
+    assert choose_device(0, {"deviceType": kind}).map_location == "cpu"
+    assert f"deviceType: {kind} is to be used, and torch has none here" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cuda", "neuron", 4, None])
+def test_other_words_choose_as_without_one(kind: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch, {1: (7, 5)})
+    assert choose_device(1, {"deviceType": kind}) == ("cuda", torch.device("cuda:1"))
+    assert choose_device(1, {"deviceType": "cpu"}).map_location == "cpu"
+
+
+def test_a_lane_has_a_stream_of_its_own_on_each_kind_with_streams(
+    pretend: Callable[[str, FakeModule], FakeModule],
+) -> None:
+    xpu = pretend("xpu", FakeModule())
+    own_stream(1, "xpu")
+    assert xpu.calls == ["set_device 1", "set_stream stream of 1"]
+    mps = pretend("mps", FakeModule("set_stream"))
+    own_stream(0, "mps")
+    assert mps.calls == []
+
+
+def test_a_kind_without_streams_is_waited_for_as_a_whole(
+    pretend: Callable[[str, FakeModule], FakeModule],
+) -> None:
+    mps = pretend("mps", FakeModule())
+    whole_on_device(torch.device("mps"))
+    assert mps.calls == ["synchronize"]
+    whole_on_device(CPU)
+    assert mps.calls == ["synchronize"]
+
+
+@pytest.mark.parametrize("failing", ["", "XPU error: the device is lost"])
+def test_other_gpus_are_asked_after_a_failure_like_cuda(
+    failing: str, pretend: Callable[[str, FakeModule], FakeModule]
+) -> None:
+    xpu = pretend("xpu", FakeModule(failing=failing))
+    assert gpu_is_usable(1, free_memory=True) is not bool(failing)
+    assert xpu.calls == ["empty_cache", "synchronize 1"]
+
+
+def test_only_xla_runs_without_inference_mode() -> None:
+    with without_gradients(CPU):
+        assert torch.is_inference_mode_enabled()
+    with without_gradients(torch.device("xla")):
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
 
 
 def test_what_is_on_its_device_stays_as_it_is() -> None:

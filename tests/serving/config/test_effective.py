@@ -119,3 +119,13 @@ def test_a_model_over_several_machines_has_one_worker() -> None:
     assert (settings.min_executors, settings.max_executors) == (1, 1)
     scaled = settings.scaled(0, 8)
     assert (scaled.min_executors, scaled.max_executors) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu_ids"),
+    [("gpu", (0, 1)), ("cuda", (0, 1)), ("xpu", (0, 1)), ("hpu", (0, 1)), ("cpu", ()), ("mps", ()), ("xla", ())],
+)
+def test_kinds_of_gpus_with_numbers_are_spread_over_the_workers(kind: str, gpu_ids: tuple[int, ...]) -> None:
+    config = parse_model_config(f"deviceType: {kind.upper()}")
+    found = effective_settings(Asked(), config, {}, ServerSettings(), gpus=2)
+    assert (found.gpu_ids, found.device_type) == (gpu_ids, kind)

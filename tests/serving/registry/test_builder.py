@@ -45,6 +45,9 @@ def version_of(folder: Path, config: str, files: Mapping[str, bytes] = OWN, hand
     ("config", "warned"),
     [
         ("deviceType: gpu", True),
+        ("deviceType: cuda", True),
+        ("deviceType: mps", False),  # without numbers; the worker says what it finds
+        ("deviceType: xla", False),
         ("deviceIds: [0]", True),
         ("deviceType: cpu\ndeviceIds: [0]", False),
         ("minWorkers: 1", False),

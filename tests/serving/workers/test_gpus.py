@@ -105,3 +105,15 @@ def test_the_installed_torch_counts_the_same(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
         assert gpus.visible_gpus() == torch.cuda.device_count()
+
+
+def test_other_kinds_of_gpus_are_counted_by_torch(machine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    machine(OF_CPU, None, None, of_torch="2")
+    assert gpus.gpu_count(None, "xpu") == 2
+    assert gpus.gpu_count(1, "xpu") == 1
+    assert gpus.gpu_count(3, "xpu") == 2
+    assert "number_of_gpu=3, and torch.xpu shows 2 GPUs" in caplog.text
+
+
+def test_torch_counts_the_gpus_of_a_kind_that_this_machine_has() -> None:
+    assert gpus.gpu_count(None, "xpu") == torch.xpu.device_count()
