@@ -65,6 +65,9 @@ def pod_specs(each: Object) -> Iterator[Object]:
         yield each["spec"]
     elif each["kind"] == "Deployment":
         yield each["spec"]["template"]["spec"]
+    elif each["kind"] == "LeaderWorkerSet":
+        of_group = each["spec"]["leaderWorkerTemplate"]
+        yield from (of_group[role]["spec"] for role in ("leaderTemplate", "workerTemplate"))
 
 
 def pod_violations(pod: Mapping[str, Any]) -> Iterator[str]:

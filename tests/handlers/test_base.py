@@ -338,7 +338,7 @@ def test_an_answer_in_a_models_own_buffer_is_not_changed_by_another_executor(
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handlers are given a GPU, as on a server that has some; there is none."""
     gpu = DeviceChoice("cuda", torch.device("cuda:0"))
-    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: gpu)
+    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda *_: gpu)
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -367,7 +367,7 @@ def test_int8_torchscript_stays_on_the_cpu_of_a_server_with_gpus(
 def on_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handlers are given a device from which nothing can be copied back."""
     other = DeviceChoice("meta", torch.device("meta"))
-    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: other)
+    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda *_: other)
 
 
 @pytest.mark.usefixtures("on_another")
@@ -396,7 +396,7 @@ def test_a_model_that_is_all_buffers_is_moved_to_the_device(tmp_path: Path, make
 def test_executors_in_threads_share_a_model_on_a_gpu(
     config: dict[str, Any], tmp_path: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: choose_device(0))
+    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda *_: choose_device(0))
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).eval()
     torch.jit.script(model).save(str(tmp_path / "m.pt"))
     rows = torch.rand(128, 256)  # large enough for pinned memory

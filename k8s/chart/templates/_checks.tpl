@@ -62,6 +62,16 @@
 {{- if and .Values.management.modelApi $many -}}
 {{- fail "management.modelApi: a registration reaches one pod of many, and is gone with it. List the archives in models instead, or set replicaCount to 1 without autoscaling." -}}
 {{- end -}}
+{{- $lws := .Values.leaderWorkerSet -}}
+{{- if and $lws.enabled (not $lws.secretName) -}}
+{{- fail "leaderWorkerSet.enabled needs leaderWorkerSet.secretName: a Secret with the text that the pods of a group prove to each other." -}}
+{{- end -}}
+{{- if and $lws.enabled (or .Values.autoscaling.enabled .Values.keda.enabled) -}}
+{{- fail "leaderWorkerSet.enabled: autoscaling and keda scale the Deployment, and there is none then. Set replicaCount." -}}
+{{- end -}}
+{{- if and $lws.enabled (eq $v.configFrom "volume") -}}
+{{- fail "leaderWorkerSet.enabled needs server.configFrom chart: the pods of a group read rendezvous_* from the chart's configuration." -}}
+{{- end -}}
 {{- if and .Values.tls.enabled (not .Values.tls.secretName) -}}
 {{- fail "tls.enabled needs tls.secretName: a Secret of type kubernetes.io/tls." -}}
 {{- end -}}
@@ -120,6 +130,7 @@
       (dict "read" (eq $store "init") "when" "modelStore.type init" "values" .Values.modelStore.init "path" "modelStore.init")
       (dict "read" .Values.modelStore.pvc.create "when" "modelStore.pvc.create" "values" (pick .Values.modelStore.pvc "storageClassName" "annotations") "path" "modelStore.pvc")
       (dict "read" .Values.tls.enabled "when" "tls.enabled" "values" .Values.tls "path" "tls")
+      (dict "read" $lws.enabled "when" "leaderWorkerSet.enabled" "values" (pick $lws "secretName") "path" "leaderWorkerSet")
       (dict "read" .Values.management.enabled "when" "management.enabled" "values" (pick .Values.networkPolicy "managementFrom") "path" "networkPolicy")
       (dict "read" .Values.networkPolicy.enabled "when" "networkPolicy.enabled" "values" (pick .Values.networkPolicy "inferenceFrom" "managementFrom" "extraEgress") "path" "networkPolicy")
       (dict "read" (eq .Values.service.type "LoadBalancer") "when" "service.type LoadBalancer" "values" (pick .Values.service "loadBalancerClass" "loadBalancerSourceRanges") "path" "service")

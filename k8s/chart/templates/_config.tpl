@@ -49,6 +49,11 @@
 {{- $_ := set $own "key_file" "/run/torchere/key_file.json" -}}
 {{- $_ := set $own "token_expiration_min" .Values.auth.expirationMinutes -}}
 {{- end -}}
+{{- if .Values.leaderWorkerSet.enabled -}}
+{{- $_ := set $own "rendezvous_address" (trimAll "[]" $address) -}}
+{{- $_ := set $own "rendezvous_port" .Values.leaderWorkerSet.port -}}
+{{- $_ := set $own "rendezvous_secret_file" "/run/torchere-rendezvous/secret" -}}
+{{- end -}}
 {{- if .Values.tls.enabled -}}
 {{- $_ := set $own "certificate_file" "/run/torchere-tls/tls.crt" -}}
 {{- $_ := set $own "private_key_file" "/run/torchere-tls/tls.key" -}}

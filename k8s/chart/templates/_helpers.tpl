@@ -18,6 +18,12 @@ app.kubernetes.io/name: {{ include "torchere.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{/* Of the pods that run ranks and no server, which no Service may take for one. */}}
+{{- define "torchere.ranksSelector" -}}
+app.kubernetes.io/name: {{ include "torchere.name" . }}-ranks
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
 {{/* Of the pod of `helm test`, which no Service may take for a server and the NetworkPolicy lets in. */}}
 {{- define "torchere.testLabels" -}}
 app.kubernetes.io/component: test

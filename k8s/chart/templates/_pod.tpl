@@ -36,6 +36,9 @@ httpGet:
 {{- else if .Values.auth.enabled }}
 - {name: keys, mountPath: /run/torchere}
 {{- end }}
+{{- if .Values.leaderWorkerSet.enabled }}
+- {name: rendezvous, mountPath: /run/torchere-rendezvous, readOnly: true}
+{{- end }}
 {{- with .Values.extraVolumeMounts }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end -}}
 
@@ -76,6 +79,13 @@ httpGet:
 {{- else if .Values.auth.enabled }}
 - name: keys
   emptyDir: {medium: Memory, sizeLimit: 1Mi}
+{{- end }}
+{{- if .Values.leaderWorkerSet.enabled }}
+- name: rendezvous
+  secret:
+    secretName: {{ .Values.leaderWorkerSet.secretName }}
+    defaultMode: 0440
+    items: [{key: {{ .Values.leaderWorkerSet.secretKey }}, path: secret}]
 {{- end }}
 {{- with .Values.extraVolumes }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end -}}
@@ -147,4 +157,172 @@ initContainers:
 {{- end }}
 {{- with .Values.extraInitContainers }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end -}}
+{{- end -}}
+
+{{/* The pod of a server, for the Deployment, or for the leaders of a LeaderWorkerSet. */}}
+{{- define "torchere.podTemplate" -}}
+{{- $v := include "torchere.effective" . | fromYaml -}}
+{{- $fromVolume := eq $v.configFrom "volume" -}}
+metadata:
+  labels:
+    {{- include "torchere.selector" . | nindent 4 }}
+    {{- with .Values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  annotations:
+    kubectl.kubernetes.io/default-container: torchere
+    {{- if not $fromVolume }}
+    checksum/config: {{ include "torchere.properties" . | sha256sum }}
+    {{- end }}
+    {{- with .Values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
+spec:
+  {{- include "torchere.placement" . | nindent 2 }}
+  terminationGracePeriodSeconds: {{ include "torchere.grace" . }}
+  {{- if .Values.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- range .Values.topologySpreadConstraints }}
+    - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" (include "torchere.selector" $ | fromYaml)))) | nindent 6 }}
+    {{- end }}
+  {{- else if .Values.topologySpread }}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels: {{- include "torchere.selector" . | nindent 10 }}
+    - maxSkew: 1
+      topologyKey: topology.kubernetes.io/zone
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels: {{- include "torchere.selector" . | nindent 10 }}
+  {{- end }}
+  {{- with include "torchere.initContainers" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  containers:
+    - name: torchere
+      image: {{ include "torchere.image" . | quote }}
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      # The keys, if any, and whatever handlers write to their working directory go to a scratch volume.
+      workingDir: /tmp
+      args:
+        - torchere
+        - serve
+        - --ncs
+        - --log-level={{ .Values.server.logLevel }}
+        - --log-format=json
+        {{- if $fromVolume }}
+        - --ts-config={{ trimSuffix "/" $v.mount }}/config/config.properties
+        - --model-store={{ include "torchere.store" . }}
+        {{- else }}
+        - --ts-config=/etc/torchere/config.properties
+        {{- end }}
+        {{- with .Values.server.extraArgs }}{{ toYaml . | nindent 8 }}{{ end }}
+      env:
+        - name: TEMP
+          value: /tmp
+        - name: HOME
+          value: /tmp
+        {{- with .Values.server.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      {{- with .Values.server.envFrom }}
+      envFrom: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      ports:
+        - {name: http, containerPort: {{ $v.ports.http }}}
+        - {name: grpc, containerPort: {{ $v.ports.grpc }}}
+        - {name: metrics, containerPort: {{ $v.ports.metrics }}}
+        {{- if .Values.management.enabled }}
+        - {name: management, containerPort: {{ $v.ports.management }}}
+        - {name: grpc-management, containerPort: {{ $v.ports.grpcManagement }}}
+        {{- end }}
+      # Started: every model's first load is over, well or not, so that a long one is not taken for a hang.
+      # Alive: the event loop turns, whatever the models do. Ready: every model is, and the server stays.
+      startupProbe:
+        {{- include "torchere.probe" (dict "path" "/startupz" "root" .) | nindent 8 }}
+        {{- toYaml .Values.startup | nindent 8 }}
+      livenessProbe:
+        {{- include "torchere.probe" (dict "path" "/livez" "root" .) | nindent 8 }}
+        {{- toYaml .Values.liveness | nindent 8 }}
+      readinessProbe:
+        {{- include "torchere.probe" (dict "path" "/readyz" "root" .) | nindent 8 }}
+        {{- toYaml .Values.readiness | nindent 8 }}
+      {{- if .Values.lifecycle }}
+      lifecycle: {{- toYaml .Values.lifecycle | nindent 8 }}
+      {{- else if $fromVolume }}
+      # The claim's configuration is not ours to know; without drain_delay_s in it the server stops at once.
+      lifecycle:
+        preStop:
+          exec:
+            command: [sleep, {{ ceil .Values.server.drainDelaySeconds | quote }}]
+      {{- end }}
+      resources: {{- include "torchere.resources" . | nindent 8 }}
+      securityContext: {{- toYaml .Values.securityContext | nindent 8 }}
+      volumeMounts: {{- include "torchere.mounts" . | nindent 8 }}
+    {{- with .Values.extraContainers }}{{ toYaml . | nindent 4 }}{{ end }}
+  volumes: {{- include "torchere.volumes" . | nindent 4 }}
+{{- end -}}
+
+{{/* Where the scheduler may put a pod, and what it runs as; for the pods of all kinds. */}}
+{{- define "torchere.placement" -}}
+serviceAccountName: {{ include "torchere.serviceAccount" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* The pod of a further machine of a LeaderWorkerSet, which runs ranks and no server. */}}
+{{- define "torchere.ranksTemplate" -}}
+metadata:
+  labels:
+    {{- include "torchere.ranksSelector" . | nindent 4 }}
+    {{- with .Values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  annotations:
+    kubectl.kubernetes.io/default-container: ranks
+    checksum/config: {{ include "torchere.properties" . | sha256sum }}
+spec:
+  {{- include "torchere.placement" . | nindent 2 }}
+  terminationGracePeriodSeconds: 15
+  {{- with include "torchere.initContainers" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  containers:
+    - name: ranks
+      image: {{ include "torchere.image" . | quote }}
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      workingDir: /tmp
+      args:
+        - torchere
+        - join
+        - $(LWS_LEADER_ADDRESS):{{ .Values.leaderWorkerSet.port }}
+        - --ts-config=/etc/torchere/config.properties
+        - --log-level={{ .Values.server.logLevel }}
+      env:
+        - name: TEMP
+          value: /tmp
+        - name: HOME
+          value: /tmp
+        {{- with .Values.server.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      {{- with .Values.server.envFrom }}
+      envFrom: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      resources: {{- include "torchere.resources" . | nindent 8 }}
+      securityContext: {{- toYaml .Values.securityContext | nindent 8 }}
+      volumeMounts: {{- include "torchere.mounts" . | nindent 8 }}
+  volumes: {{- include "torchere.volumes" . | nindent 4 }}
 {{- end -}}

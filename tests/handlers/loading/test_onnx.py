@@ -67,7 +67,7 @@ def test_tensors_for_a_session_on_a_gpu_stay_where_it_takes_them_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = DeviceChoice("cuda", torch.device("cuda:1"))
-    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: gpu)
+    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda *_: gpu)
     taken, given = (TensorSpec(name, "FP32", (-1, 2)) for name in ("input", "output"))
     (tmp_path / "signature.json").write_text(Signature((taken,), (given,)).to_json())
     (tmp_path / "m.onnx").touch()

@@ -123,7 +123,15 @@ def test_a_model_over_several_machines_has_one_worker() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "gpu_ids"),
-    [("gpu", (0, 1)), ("cuda", (0, 1)), ("xpu", (0, 1)), ("hpu", (0, 1)), ("cpu", ()), ("mps", ()), ("xla", ())],
+    [
+        ("gpu", (0, 1)),
+        ("cuda", (0, 1)),
+        ("xpu", (0, 1)),
+        ("hpu", (0, 1)),
+        ("cpu", ()),
+        ("mps", ()),
+        ("xla", ()),
+    ],
 )
 def test_kinds_of_gpus_with_numbers_are_spread_over_the_workers(kind: str, gpu_ids: tuple[int, ...]) -> None:
     config = parse_model_config(f"deviceType: {kind.upper()}")
