@@ -245,7 +245,9 @@ class Loader:
             ranks=parallel.ranks if parallel else 1,
             devices=parallel.level if parallel else 1,
             parallel_type=parallel.kind if parallel else "",
-            rendezvous=rendezvous_of(origin.archive, settings, self._server.rendezvous),
+            rendezvous=rendezvous_of(
+                origin.archive, settings, self._server.rendezvous, at_startup=origin.loaded_at_startup
+            ),
             max_restarts=parallel.max_restarts if parallel else None,
         )
 

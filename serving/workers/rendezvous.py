@@ -27,12 +27,16 @@ class Rendezvous:
     archive: str = ""  # its name in the model store of each machine
     url: str = ""  # where it was registered from
     fingerprint: str = ""  # `StoredArchive.fingerprint`
+    is_patient: bool = False  # a first load is tried again until the machines have come
 
 
 def rendezvous_of(
-    archive: StoredArchive, settings: ModelSettings, server: RendezvousSettings
+    archive: StoredArchive, settings: ModelSettings, server: RendezvousSettings, *, at_startup: bool = False
 ) -> Rendezvous | None:
     """Return where the machines of a worker meet; None: it has one machine. Reads the secret.
+
+    `at_startup`: the model is loaded at the start of the server, when its machines may start, too, and no
+    client waits for the outcome.
 
     Raises:
         ServingError: other machines could not run the archive, or strangers could join.
@@ -57,6 +61,7 @@ def rendezvous_of(
         archive=archive.file_name,
         url=archive.url,
         fingerprint=archive.fingerprint,
+        is_patient=at_startup,
     )
 
 

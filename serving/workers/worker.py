@@ -227,7 +227,11 @@ class Worker:
         Return False if it was not, or too often: then the load has failed.
         """
         loss = await self._kill_while_loading()
-        if loss is None or self._supervisor is not None or self._row.losses >= KILLS_AT_FIRST_LOAD:
+        if loss is None or self._supervisor is not None:
+            return False
+        rendezvous = self._settings.spec.rendezvous
+        waits = loss.kind is LossKind.CUT_OFF and rendezvous is not None and rendezvous.is_patient
+        if self._row.losses >= KILLS_AT_FIRST_LOAD and not waits:
             return False
         self._note_loss(loss)
         await asyncio.sleep(self._row.restart_delay_s(self._settings.now()) or 0.0)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from pools import pool_in_service, until
+from pools import fork_launcher, new_pool, pool_in_service, until
 
 from torchere.serving import __version__
 from torchere.serving.config.server_settings import ServerSettings
@@ -25,6 +26,7 @@ from torchere.serving.errors import LoadFailed
 from torchere.serving.store.package import store_of
 from torchere.serving.workers import loss as restart
 from torchere.serving.workers import machines
+from torchere.serving.workers import worker as restart_limit
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.heartbeat import HeartbeatSettings
 from torchere.serving.workers.machines import Challenge, Hello, Machine, MachinesMissing, Refused, dial, meet
@@ -250,6 +252,9 @@ def further(store: Path, port: int, tmp_path_factory: pytest.TempPathFactory) ->
     log = tmp_path_factory.mktemp("join") / "log"
     with log.open("w") as output:
         member = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent)
+    while "waiting for the leader" not in log.read_text():  # its import of torch is longer than a last call
+        assert member.poll() is None, log.read_text()
+        time.sleep(0.05)
     yield member
     member.send_signal(signal.SIGTERM)
     assert member.wait(30) == 0, log.read_text()
@@ -266,7 +271,7 @@ def make_group(
     stored = opened_store.unpack("net.mar", opened)
 
     def make(least: int, most: int, **changes: Any) -> LoadSpec:
-        times = {"join_s": 20.0, "last_call_s": 2.0, **changes}
+        times = {"join_s": 20.0, "last_call_s": 5.0, **changes}
         rendezvous = Rendezvous(
             "127.0.0.1", port, least, most, archive="net.mar", fingerprint=stored.fingerprint, **times
         )
@@ -327,6 +332,24 @@ def test_a_group_whose_machines_do_not_come_fails_with_the_reason(make_group) ->
             "of 3 machines are there after 0.5 s; `torchere join` must reach 127.0.0.1:" in error.value.detail
         )
         assert not error.value.out_of_memory
+
+    asyncio.run(main())
+
+
+def test_at_the_start_of_a_server_the_machines_are_waited_for(make_group) -> None:
+    async def main() -> None:
+        launcher = fork_launcher()
+        pool: Any = new_pool(make_group(3, 3, join_s=0.3, is_patient=True), launcher)
+        loading = asyncio.ensure_future(pool.resize(1))
+        await until(
+            lambda: pool.statuses() and pool.statuses()[0].losses > restart_limit.KILLS_AT_FIRST_LOAD + 1
+        )
+        assert not loading.done()
+        assert "of 3 machines are there" in pool.statuses()[0].last_failure
+        loading.cancel()
+        await asyncio.wait({loading})
+        await pool.close()
+        await launcher.close()
 
     asyncio.run(main())
 

@@ -29,6 +29,10 @@ def test_the_server_says_where_and_the_model_at_which_port() -> None:
     found = rendezvous_of(ARCHIVE, SETTINGS, server)
     assert found is not None
     assert (found.host, found.port, found.least, found.most) == ("127.0.0.2", 1234, 1, 3)
+    assert not found.is_patient
+    at_startup = rendezvous_of(ARCHIVE, SETTINGS, server, at_startup=True)
+    assert at_startup is not None
+    assert at_startup.is_patient
     assert (found.join_s, found.last_call_s, found.run_id) == (80.0, 7.0, "job")
     assert (found.archive, found.url, found.fingerprint) == ("net.mar", "s3://bucket/net.mar", "ab")
     assert SETTINGS.parallel is not None
