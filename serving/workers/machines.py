@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -154,11 +155,13 @@ def open_store(host: str, ranks: int) -> TCPStore:
         OSError: the address can't be bound.
     """
     listener = listener_at(host, 0)
-    port = listener.getsockname()[1]
-    reached = reached_at(host)
-    return TCPStore(
-        reached, port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    open_at = partial(TCPStore, reached_at(host), listener.getsockname()[1], ranks, is_master=True)
+    try:
+        store = open_at(wait_for_workers=False, master_listen_fd=listener.fileno())
+    except NotImplementedError:  # by its backend of libuv, the default, in torch 2.6
+        store = open_at(wait_for_workers=False, master_listen_fd=listener.fileno(), use_libuv=False)
+    listener.detach()  # it is the store's now
+    return store
 
 
 def reached_at(host: str) -> str:
