@@ -25,10 +25,12 @@ from torchere.archiver.request import (
     TORCHSCRIPT,
     BuildOptions,
 )
+from torchere.archiver.split import Split
 
 _ASK_FOR_TORCH = (
     "model_format",
     "factory",
+    "parallel",
     "script",
     "trace",
     "example",
@@ -141,12 +143,21 @@ def _add_file_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def _add_source_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the flag that names the model's class."""
+    """Add the flags about the model's class."""
     parser.add_argument(
         "--factory",
         metavar="MODULE:NAME",
         help="class or function of an importable package that creates the model; use instead of "
         "--model-file (its code is executed)",
+    )
+    parser.add_argument(
+        "--parallel",
+        type=_split,
+        metavar="tensor=N[,pipeline=N]",
+        help="spread the class, or the Hugging Face folder, over several ranks: each layer over N (tensor), "
+        "the list of layers over N (pipeline), or both; layers may be named, as in "
+        "tensor=2,layers.*.up=colwise,layers.*.down=rowwise. It is tried with the example, compared with one "
+        "process, and written into model-config.yaml",
     )
 
 
@@ -267,6 +278,13 @@ def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
     add("--no-verify", action="store_true", help="do not compare the packed model with the original")
 
 
+def _split(text: str) -> Split:
+    try:
+        return Split.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text[:9]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number, 1 or more")
@@ -289,6 +307,7 @@ def build_options(namespace: argparse.Namespace) -> BuildOptions:
         model_file=_path(namespace.model_file),
         factory=namespace.factory,
         config_file=_path(namespace.config_file),
+        parallel=namespace.parallel,
         needs_signature=namespace.handler is None,
     )
 

@@ -21,6 +21,7 @@ from torchere.archiver.manifest import (
     Manifest,
     created_on,
 )
+from torchere.archiver.split import Split
 
 KEEP, TORCHSCRIPT, EXPORT, AOTI = "keep", "torchscript", "export", "aoti"
 MODEL_FORMATS = (KEEP, TORCHSCRIPT, EXPORT, AOTI)
@@ -65,6 +66,7 @@ class BuildOptions:
     accept_drift: bool = False  # pack the model even if the verification refuses it
     accept_slower: bool = False  # pack a quantised model that is not faster than fp32
     config_file: Path | None = None
+    parallel: Split | None = None  # the ranks to serve the model with; they are tried
 
 
 @dataclass(frozen=True, slots=True)

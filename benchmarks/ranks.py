@@ -2,7 +2,7 @@
 
     python benchmarks/ranks.py [--pairs 5] [--seconds 4] [--parts memory,speed]
 
-memory  a transformer of 170 MB in one process, with `parallel: {tensor: 2}` and with `{pipeline: 2}`: the
+memory  a transformer of 170 MB in one process, with `parallel: {tensor: 2}`, `{pipeline: 2}` and both: the
         greatest difference of the answers, and the PSS of each process above that of a model without weights
 speed   requests a second with `tensor: 2` and two clients, and batches of one a second of the same module,
         split by the same plan, in a loop under torchrun; in turns
@@ -36,14 +36,19 @@ from harness.pairs import interval, ratios
 from harness.processes import Endpoint, Probe, ask, until_answered
 from harness.pss import pss
 
+from torchere.archiver.models.spread import spread
 from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.split import Split
 from torchere.archiver.writer import write_archive
-from torchere.handlers.loading.parallel import spread
-from torchere.handlers.loading.split import Split
 
 HERE = Path(__file__).parent
 LENGTH = 64  # words of a request
-KINDS = {"one process": "", "tensor": "parallel: {tensor: 2}\n", "pipeline": "parallel: {pipeline: 2}\n"}
+KINDS = {
+    "one process": "",
+    "tensor": "parallel: {tensor: 2}\n",
+    "pipeline": "parallel: {pipeline: 2}\n",
+    "both": "parallel: {tensor: 2, pipeline: 2}\n",
+}
 MOST_DIFFERENCE = 1e-4
 MOST_MEMORY = 0.6  # of a rank above the runtime's own, to the weights of the whole model
 LEAST_SPEED = 0.95  # of the loop under torchrun

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from torchere.archiver.split import SECTION, Split
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.archive_import import archive_at
 from torchere.handlers.compiled import load as aot
@@ -35,7 +36,6 @@ from torchere.handlers.loading.devices import (
 )
 from torchere.handlers.loading.eager import in_eval_mode, load_eager
 from torchere.handlers.loading.oneapi import optimized
-from torchere.handlers.loading.split import SECTION, Split
 from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
 from torchere.handlers.loading.weights import WeightsKind, weights_kind
 from torchere.handlers.metrics import timed
@@ -114,7 +114,7 @@ class BaseHandler:
     def _load(self, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
         path = str(self.model_pt_path)
         if split := Split.read(self.model_yaml_config):
-            return self._spread(split, kind, model_dir, model)
+            return self._load_part(split, kind, model_dir, model)
         if kind is WeightsKind.EAGER:
             loaded = self._load_pickled_model(model_dir, model["modelFile"], self.model_pt_path)
             loaded = module_on(in_eval_mode(loaded), self.device)
@@ -127,18 +127,23 @@ class BaseHandler:
             return self._load_package(path, model_dir)
         return self._load_torch_export_aot_compile(path)
 
-    def _spread(self, split: Split, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
-        """Load this rank's part of the model."""
-        from torchere.handlers.loading.parallel import spread  # noqa: PLC0415 - few models need it
+    def _load_part(self, split: Split, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
+        from torchere.handlers.loading.parallel import load_part  # noqa: PLC0415 - few models need it
 
+        if kind is WeightsKind.HUGGING_FACE:
+            return self._load_folder_part(model_dir, split)
         if kind is not WeightsKind.EAGER:
             raise ValueError(
-                f"{SECTION} in model-config.yaml splits the layers of a class: pack it with --model-file"
+                f"{SECTION} in model-config.yaml splits the layers of a class: pack it with --model-file, "
+                "or a Hugging Face folder with torchere archive --parallel"
             )
-        whole = load_eager(archive_at(model_dir), model["modelFile"], self.model_pt_path)
-        return spread(
-            in_eval_mode(whole), split, self.device, None if self.model_pt_path else Path(model_dir)
-        )
+        return load_part(archive_at(model_dir), model["modelFile"], self.model_pt_path, split, self.device)
+
+    def _load_folder_part(self, model_dir: str, split: Split) -> Any:
+        """Load this rank's part of a Hugging Face model; its inputs are those of its own `forward`."""
+        from torchere.archiver.models.spread.huggingface import spread_folder  # noqa: PLC0415 - as above
+
+        return spread_folder(Path(model_dir), split, self.device)
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         """Load TorchScript; one copy per process and device, or per executor if the model modifies itself.

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, read_signature
+from torchere.archiver.split import Split
 from torchere.handlers.base import BaseHandler, refusal_of
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
@@ -91,6 +92,12 @@ class TensorHandler(BaseHandler):
         if not callable(self.model):
             self.model = onnx.as_function(self.model)
             self.device = CPU.device  # its inputs are CPU tensors on any execution provider
+
+    def _load_folder_part(self, model_dir: str, split: Split) -> Any:
+        from torchere.archiver.models.load.huggingface import Loaded  # noqa: PLC0415 - few models need it
+
+        model = super()._load_folder_part(model_dir, split)
+        return Loaded(model, {}).module([spec.name for spec in self.signature.inputs])
 
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Return one row of zeros, or of ones if the model rejects zeros (as for lengths and masks).

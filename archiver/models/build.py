@@ -26,6 +26,7 @@ from torchere.archiver.models.convert.files import (
     write_model,
 )
 from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, measured_gain
+from torchere.archiver.models.convert.ranks import with_ranks
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import NotTraceable
 from torchere.archiver.models.fold.paddings import folded_paddings
@@ -123,6 +124,8 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     if signed:  # clients use these input names; a program has its own
         source = replace(source, names=tuple(spec.name for spec in signed))
     source, example = _example(source, options, signed, say)
+    if options.parallel is not None:
+        options = with_ranks(source, example, options, work, say)
     if options.model_format == KEEP:
         if source.onnx is not None:
             signature = tried_signature(source.path, source.onnx, example, say)
@@ -137,6 +140,11 @@ def _checked(options: BuildOptions) -> BuildOptions:
     wanted = options.model_format or (TORCHSCRIPT if options.quantize else KEEP)
     if wanted not in MODEL_FORMATS:
         raise ModelRefused(f"--format is {wanted!r}; expected one of {', '.join(MODEL_FORMATS)}")
+    if options.parallel is not None and (wanted != KEEP or options.factory is not None):
+        raise ModelRefused(
+            "--parallel spreads a class or a Hugging Face folder as it is; expected --model-file or such a "
+            "folder, without --factory, --format and --quantize"
+        )
     if options.quantize and wanted == KEEP:
         raise ModelRefused(
             "--quantize changes the model, and --format keep does not; expected another format"

@@ -10,7 +10,6 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,14 +37,9 @@ def load_eager(archive: ArchiveModules, model_file: str, model_pt_path: str | No
         RuntimeError: the model file is missing, or the weights are not a plain state dict.
         ValueError: the file does not define exactly one such class.
     """
-    file = Path(archive.model_dir, model_file)
-    if not file.is_file():
-        raise RuntimeError(
-            f"Missing the model.py file: the manifest names {model_file}, and the archive holds no such file"
-        )
-    model: torch.nn.Module = _model_class(archive.load(file.stem), model_file)()
+    model: torch.nn.Module = eager_class(archive, model_file)()
     if model_pt_path:
-        state = _load_state_dict(model_pt_path)
+        state = read_state_dict(model_pt_path)
         if type(model).load_state_dict is torch.nn.Module.load_state_dict:
             model.load_state_dict(state, assign=_may_replace(model, state))
         else:
@@ -53,9 +47,18 @@ def load_eager(archive: ArchiveModules, model_file: str, model_pt_path: str | No
     return model
 
 
-def _model_class(module: ModuleType, model_file: str) -> Any:
-    """Return the model's class. As in TorchServe it must be the only one: nothing else identifies it."""
-    classes = list(dict.fromkeys(list_classes_from_module(module)))  # each once, also with several names
+def eager_class(archive: ArchiveModules, model_file: str) -> Any:
+    """Return the model's class. As in TorchServe it must be the only one: nothing else identifies it.
+
+    Raises: as `load_eager`.
+    """
+    file = Path(archive.model_dir, model_file)
+    if not file.is_file():
+        raise RuntimeError(
+            f"Missing the model.py file: the manifest names {model_file}, and the archive holds no such file"
+        )
+    found = list_classes_from_module(archive.load(file.stem))
+    classes = list(dict.fromkeys(found))  # each once, also with several names
     modules = [item for item in classes if issubclass(item, torch.nn.Module)]
     if len(modules or classes) != 1:
         raise ValueError(
@@ -79,7 +82,8 @@ def _is_alike(one: object, other: object) -> bool:
     )
 
 
-def _load_state_dict(path: str) -> dict[str, Any]:
+def read_state_dict(path: str) -> dict[str, Any]:
+    """Return a plain state dict, mapped if it is worth it; raise RuntimeError if the file holds none."""
     if path.endswith(".safetensors"):
         return _read_safetensors(path)
     # Files of torch before 1.6 are not zip files and can't be mapped; copying a small file is as fast.

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from torchere.archiver.split import Split
 from torchere.handlers.loading.compile import wants_aot_compile
 
 
@@ -16,6 +17,7 @@ class WeightsKind(Enum):
     """How the model of an archive is loaded."""
 
     EAGER = "eager"  # a class from the model file, with or without a state dict
+    HUGGING_FACE = "hugging_face"  # the files of a model folder, which transformers makes a model of
     TORCHSCRIPT = "torchscript"
     ONNX = "onnx"
     AOT_SHARED_OBJECT = "aot_shared_object"
@@ -40,6 +42,7 @@ def weights_kind(model: dict[str, Any], model_dir: str, config: dict[str, Any]) 
 
     Raises:
         RuntimeError: the weights are missing, or of a kind that can't be loaded; the text suggests a fix.
+        ValueError: the section `parallel` is wrong.
     """
     serialized = model.get("serializedFile")
     if serialized and not Path(model_dir, serialized).is_file():
@@ -49,6 +52,8 @@ def weights_kind(model: dict[str, Any], model_dir: str, config: dict[str, Any]) 
         )
     if model.get("modelFile"):
         return WeightsKind.EAGER
+    if not serialized and Split.read(config) and Path(model_dir, "config.json").is_file():
+        return WeightsKind.HUGGING_FACE
     if not serialized:
         raise RuntimeError(
             "No model weights could be loaded: the archive names no file for them; make it with "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from torchere.archiver.reader import Archive
-from torchere.handlers.loading.split import Split
+from torchere.archiver.split import Split
 from torchere.serving.config.bounded_yaml import MAX_CHARACTERS, read_yaml
 from torchere.serving.config.kinds import MAX_PORT
 from torchere.serving.config.server_settings import (

@@ -11,6 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+import transformers
+
+from torchere.serving.commands.cli import main
 
 ADDING_MODEL = """
 import torch
@@ -89,6 +93,7 @@ SPREAD = {  # model-config.yaml by model; `whole` has none
     "tensor": "parallel: {tensor: 2}\nbatchSize: 2\n",
     "named": "parallel: {tensor: 2, plan: {'blocks.*.0': colwise, 'blocks.*.2': rowwise}}\n",
     "stages": "parallel: {pipeline: 2}\nbatchSize: 2\n",
+    "both": "parallel: {tensor: 2, pipeline: 2}\n",
 }
 
 
@@ -191,7 +196,6 @@ def test_a_rank_that_is_killed_is_named_and_the_model_comes_back(server: Any) ->
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ("parallel: {tensor: 2, pipeline: 2}", "tensor and pipeline are both above 1, expected one of them"),
         ("parallel: {tensor: 2, plan: {up: colwise}}", "no layer is called up"),
         ("parallel: {tensor: 3}", "blocks.0.0 of size 64 can't be split over 3 ranks"),
         ("parallel: {pipeline: 5}", "the model has no list of 5 layers to make stages of"),
@@ -207,7 +211,30 @@ def test_what_can_not_be_split_is_refused_with_the_reason(
     assert text in refused.body.decode()
 
 
-@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_a_hugging_face_folder_is_packed_for_ranks_that_read_its_slices(
+    server: Any, store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(4)
+    config = transformers.LlamaConfig(
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 32},
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "llama")
+    given = ["--model-name=llama", f"--serialized-file={tmp_path / 'llama'}", f"--export-path={tmp_path}"]
+    assert main(["archive", *given, "--parallel=tensor=2,pipeline=2"]) == 0
+    assert "over 4 ranks: the answers differ by " in capfd.readouterr().err
+    (store / "llama.mar").write_bytes((tmp_path / "llama.mar").read_bytes())
+    assert server.register("llama.mar", initial_workers=1).status == 200
+    words = [[5, 3, 9, 1]]
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor(words)).logits
+    answer = predict(server, "llama", {"input_ids": words, "attention_mask": [[1, 1, 1, 1]]})
+    assert answer.status == 200, answer.body
+    assert torch.tensor(answer.json()) == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline", "tensor: 2, pipeline"])
 def test_a_checkpoint_of_four_ranks_is_served_by_two_that_read_their_own_parts(
     server: Any, pack: Any, checkpoint: Path, split: str
 ) -> None:
@@ -216,12 +243,13 @@ def test_a_checkpoint_of_four_ranks_is_served_by_two_that_read_their_own_parts(
     assert len([name for name in shards if name.endswith(".distcp")]) == 4
     named = {"handler": "handler.py", "modelFile": "model.py"}
     config = f"parallel: {{{split}: 2}}\n"
-    pack(f"sharded-{split}", {**layers, **shards, "c.yaml": config}, configFile="c.yaml", **named)
+    name = split.replace(": 2, ", "-")
+    pack(f"sharded-{name}", {**layers, **shards, "c.yaml": config}, configFile="c.yaml", **named)
     merged = (checkpoint / "merged.pth").read_bytes()
-    pack(f"merged-{split}", {**layers, "merged.pth": merged}, serializedFile="merged.pth", **named)
+    pack(f"merged-{name}", {**layers, "merged.pth": merged}, serializedFile="merged.pth", **named)
     for kind in ("sharded", "merged"):
-        assert server.register(f"{kind}-{split}.mar", initial_workers=1).status == 200
+        assert server.register(f"{kind}-{name}.mar", initial_workers=1).status == 200
     row = [number / 16 for number in range(16)]
-    merged_answer = predict(server, f"merged-{split}", row).json()
-    assert predict(server, f"sharded-{split}", row).json() == pytest.approx(merged_answer, abs=1e-4)
+    merged_answer = predict(server, f"merged-{name}", row).json()
+    assert predict(server, f"sharded-{name}", row).json() == pytest.approx(merged_answer, abs=1e-4)
     assert merged_answer != pytest.approx(predict(server, "whole", row).json(), abs=1e-2)

@@ -21,8 +21,9 @@ from torchere.archiver.models.inputs.examples import check_against
 from torchere.archiver.models.inputs.run import Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
+from torchere.archiver.models.load.huggingface import files_to_serve
 from torchere.archiver.models.load.module import take_along
-from torchere.archiver.models.load.source import EAGER, Source, aoti_metadata
+from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source, aoti_metadata
 from torchere.archiver.models.load.weight_only import INT4_FOR_A_PROCESSOR, has_4_bits, torchao_kinds
 from torchere.archiver.models.probe.derive import signature_of
 from torchere.archiver.models.steps import Say, refusing, step
@@ -200,12 +201,12 @@ def config_with(config: Path | None, options: TorchScriptOptions, work: Path) ->
         ModelRefused: `config` has a `torchscript` section that lacks some of the options, or its YAML form
             does not allow another section.
     """
-    text, members = _text(config), members_of(config)
+    text, members = config_text(config), members_of(config)
     said = {*(members or ()), *(["optimize_for_inference: true"] if says_optimize(config) else [])}
     missing = [line for line in options.lines() if line not in said]
     if not missing:
         return config
-    if members is not None or not _takes_sections(text):
+    if members is not None or not takes_sections(text):
         where = "has a torchscript section that lacks" if members is not None else "lacks"
         raise ModelRefused(
             f"{config} {where} what measured best; add to its section torchscript: {', '.join(missing)}"
@@ -221,7 +222,7 @@ def members_of(config: Path | None) -> set[str] | None:
     """Return the members of the `torchscript` section, each as `name: value`; None without a section."""
     found: set[str] | None = None
     inside = False
-    for line in _text(config).splitlines():
+    for line in config_text(config).splitlines():
         said = _COMMENT.sub("", line)
         if said[:1] not in (" ", ""):
             inside = _NAME.match(said) is not None
@@ -258,17 +259,18 @@ def _section(config: Path | None) -> dict[str, str]:
 
 def may_say(config: Path | None) -> bool:
     """Return whether `config` can get a `torchscript` section: it has none, and does not use autocast."""
-    text = _text(config)
-    return members_of(config) is None and _takes_sections(text) and not _AUTOCAST.search(text)
+    text = config_text(config)
+    return members_of(config) is None and takes_sections(text) and not _AUTOCAST.search(text)
 
 
-def _takes_sections(text: str) -> bool:
+def takes_sections(text: str) -> bool:
     """Return whether a section can be appended: not after a flow mapping, a list or several documents."""
     starts = [line[:1] for line in text.splitlines() if line.strip()]
     return not {"{", "[", "-", "."} & set(starts)
 
 
-def _text(config: Path | None) -> str:
+def config_text(config: Path | None) -> str:
+    """Return the text of a configuration; "" without one. Raise ModelRefused if it is not UTF-8."""
     try:
         return config.read_text(encoding="utf-8") if config else ""
     except UnicodeDecodeError as error:
@@ -318,6 +320,8 @@ def keep(source: Source, example: Tensors | None, options: BuildOptions, work: P
 
 def can_be_kept(source: Source, options: BuildOptions) -> bool:
     """Return whether a server can load the source in its original format."""
+    if source.kind == HUGGING_FACE and options.parallel is not None:
+        return True
     return source.kind in _LOADABLE or (source.kind == EAGER and options.model_file is not None)
 
 
@@ -326,6 +330,8 @@ def _built(source: Source, options: BuildOptions, work: Path) -> Built:
     if source.kind == EAGER and options.model_file is not None:
         take_along(options.model_file, beside)
         return Built(_state_file(source, options, work), options.model_file, options.config_file, beside)
+    if source.kind == HUGGING_FACE and options.parallel is not None:
+        return Built(None, None, options.config_file, beside, files_to_serve(source.path))
     if source.kind == kinds.AOTINDUCTOR:
         isa = aoti_metadata(source.path).get("AOTI_CPU_ISA", "").lower()
         write_build(beside, {"format": AOTI, "isa": isa})
@@ -374,6 +380,8 @@ def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say
     sizes = sizes_of(options, names, example)
     if not sizes and source.program is not None:
         sizes = free_sizes(source.program, example)
+    if not options.dynamic_sizes:
+        sizes += source.sizes
     with step(say, "trying sizes and batches"):
         return signature_of(run, example, names, sizes, probe_batch=source.program is None, say=say)
 

@@ -27,6 +27,7 @@ _SECOND_LENGTH = 4  # tokens of its decoder
 _SAMPLES = 16000  # of sound: a second
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_NOT_SERVED = (".py", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _OF_OTHERS = (".h5", ".msgpack", ".gguf", ".onnx")
 
 
@@ -79,6 +80,13 @@ def load_folder(path: Path, allow_pickle: bool) -> Loaded:
         ModelRefused: transformers is not installed, the architecture is unknown or in the folder's own
             Python, or weights are missing, of another library, or a pickle of more than tensors.
     """
+    model = loaded(model_class(path), path, allow_pickle).eval()
+    example = _example_for(model)
+    return Loaded(model, example, _sizes_for(model, example))
+
+
+def model_class(path: Path) -> Any:
+    """Return transformers' class for the folder; raises as `load_folder`."""
     _refuse_adapter(path)
     architecture = _architecture(path)
     if importlib.util.find_spec("transformers") is None:
@@ -96,9 +104,13 @@ def load_folder(path: Path, allow_pickle: bool) -> Loaded:
             f"{path}: this transformers ({transformers.__version__}) has no model {architecture}; "
             "install one that has; Python in the folder is not run"
         )
-    model = _loaded(known, path, allow_pickle).eval()
-    example = _example_for(model)
-    return Loaded(model, example, _sizes_for(model, example))
+    return known
+
+
+def files_to_serve(path: Path) -> tuple[Path, ...]:
+    """Return the files that a server makes the model of: no code, and weights in safetensors only."""
+    files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    return tuple(file for file in files if file.suffix not in _NOT_SERVED)
 
 
 def _refuse_adapter(path: Path) -> None:
@@ -125,11 +137,16 @@ def _refuse_other_weights(path: Path) -> None:
     )
 
 
-def _loaded(known: Any, path: Path, allow_pickle: bool) -> Any:
+def loaded(known: Any, path: Path, allow_pickle: bool, **more: Any) -> Any:
+    """Return a model of this class of transformers, whose `from_pretrained` gets the options `more`.
+
+    Raises:
+        ModelRefused: the weights are damaged, some are missing, or a pickle holds more than tensors.
+    """
     is_safe = any(path.glob("*.safetensors"))
     for file in [] if is_safe else sorted(path.glob("pytorch_model*.bin")):
         read_weights(file, allow_pickle)  # refuses a pickle of more than tensors
-    options = {"local_files_only": True, "use_safetensors": is_safe, "trust_remote_code": False}
+    options = {"local_files_only": True, "use_safetensors": is_safe, "trust_remote_code": False, **more}
     with refusing(f"{path}: loading {known.__name__}"):
         model, found = known.from_pretrained(str(path), output_loading_info=True, **options)
         missing = sorted(found["missing_keys"])

@@ -25,7 +25,7 @@ from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.probe.precision import FINE, SHARED, differing
 from torchere.archiver.models.probe.row_independence import VARIATIONS, Trial, Variation, refuse_mixing
 from torchere.archiver.models.steps import Say, refusing, silent
-from torchere.archiver.signature import ANY, Limit, Signature, TensorSpec
+from torchere.archiver.signature import ANY, Limit, Signature, TensorSpec, parse
 
 _ANY_BATCH = (1, LARGEST)
 _NOT_BATCHED = "not batched, requests go through the model one by one"
@@ -64,12 +64,11 @@ def signature_of(
         check_tensor(name, tensor)
 
     def tried(looks_for_batch: bool) -> Signature:
-        return isolated(
-            lambda tell, say: _tried(
-                Trial(run, example, tell=tell, variations=variations), names, sizes, looks_for_batch, say
-            ),
-            say,
-        )
+        def work(tell: Say, say: Say) -> str:
+            trial = Trial(run, example, tell=tell, variations=variations)
+            return _tried(trial, names, sizes, looks_for_batch, say).to_json()
+
+        return parse(isolated(work, say))
 
     try:
         return tried(probe_batch)
@@ -279,7 +278,7 @@ def tried_signature(path: Path, form: OnnxForm, example: Tensors | None, say: Sa
     """
     rows = example[0].shape[0] if example is not None else 1
     try:
-        return isolated(lambda tell, say: _tried_form(path, form, example, tell, say), say)
+        return parse(isolated(lambda tell, say: _tried_form(path, form, example, tell, say).to_json(), say))
     except ModelEndedProcess as end:
         if form.unshaped or not form.signature.batched:
             raise

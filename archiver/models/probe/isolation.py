@@ -27,10 +27,12 @@ from typing import IO, Any, NoReturn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.steps import Say, refusing, silent
-from torchere.archiver.signature import Signature, parse
 
-Work = Callable[[Say, Say], Signature]
-"""Tries a model. Arguments: takes the inputs of each run before it begins; takes lines for the user."""
+Work = Callable[[Say, Say], str]
+"""Tries a model, and returns what it found as text.
+
+Arguments: takes the inputs of each run before it begins; takes lines for the user.
+"""
 
 _FIRST_S = 60.0  # limit of the first run; a longer one is repeated in this process
 _LEAST_S, _TIMES = 60.0, 30  # limit of each further run: the larger of this and so many times the first one
@@ -66,7 +68,7 @@ class _Run:
         self.number, self.inputs, self.started_s = self.number + 1, inputs, now
 
 
-def isolated(work: Work, say: Say) -> Signature:
+def isolated(work: Work, say: Say) -> str:
     """Do the work in a child process and return its result.
 
     The work is done in this process on systems other than Linux, and when the first run takes longer than
@@ -78,7 +80,6 @@ def isolated(work: Work, say: Say) -> Signature:
 
     Raises:
         ModelRefused: raised by `work`.
-        SignatureError: the result is not a valid signature.
         ModelEndedProcess: the child ended without a result, or a run took too long.
     """
     if sys.platform != "linux":
@@ -101,7 +102,7 @@ def isolated(work: Work, say: Say) -> Signature:
         raise ModelEndedProcess(f"the model did not return within {run.limit_s:.0f} s on {run.inputs}")
     if kind == "refused":
         raise ModelRefused(content)
-    return parse(content)
+    return str(content)
 
 
 def _forked(work: Work, errors: IO[bytes]) -> tuple[int, Connection[Any, Any]]:
@@ -167,7 +168,7 @@ def _repeat(errors: IO[bytes]) -> None:
 def _work(work: Work, messages: Connection[Any, Any], errors: IO[bytes]) -> NoReturn:
     code = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         faulthandler.disable()
@@ -184,6 +185,12 @@ def _work(work: Work, messages: Connection[Any, Any], errors: IO[bytes]) -> NoRe
         os._exit(code)  # without the exit handlers of the parent
 
 
+def end_with_parent() -> None:
+    """Let the kernel end this process, which was just forked, when the thread that forked it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _report(work: Work, messages: Connection[Any, Any]) -> None:
     def send(kind: str, content: Any) -> None:
         messages.send_bytes(json.dumps([kind, content]).encode())
@@ -191,7 +198,7 @@ def _report(work: Work, messages: Connection[Any, Any]) -> None:
     try:
         with refusing("trying the model"):
             made = work(lambda inputs: send("run", inputs), lambda line: send("say", line))
-        send("done", made.to_json())
+        send("done", made)
     except (ModelRefused, FileNotFoundError) as refusal:
         send("refused", str(refusal))
     except SystemExit as end:

@@ -1,10 +1,12 @@
-"""Which layers of a model go to which rank; no rank is started."""
+"""Which layers tensor parallelism splits, and what is refused; no rank is started but in the last test."""
 
 import pytest
 import torch
 
-from torchere.handlers.loading.parallel import first_layers, styles_of
-from torchere.handlers.loading.split import Split
+from torchere.archiver.models.spread import spread
+from torchere.archiver.models.spread.tensor import styles_of
+from torchere.archiver.models.spread.trial import in_ranks
+from torchere.archiver.split import Split
 
 
 class Attention(torch.nn.Module):
@@ -57,45 +59,29 @@ def test_a_plan_names_layers_by_patterns() -> None:
         styles_of(model, {"*.up2": "colwise"}, 2)
     with pytest.raises(ValueError, match=r"0\.up of size 6 can't be split over 4 ranks"):
         styles_of(model, {"0.up": "colwise"}, 4)
-    with pytest.raises(ValueError, match="0 of size 0 can't be split"):
+    with pytest.raises(ValueError, match="0 is a ReLU, expected a linear layer or an embedding"):
         styles_of(torch.nn.Sequential(torch.nn.ReLU()), {"0": "colwise"}, 2)
 
 
-def test_stages_have_as_many_layers_of_the_longest_list() -> None:
-    model = torch.nn.Module()
-    model.short, model.layers = torch.nn.ModuleList([Pair()]), torch.nn.ModuleList([Pair() for _ in range(6)])
-    assert first_layers(model, 3) == ["layers.2", "layers.4"]
-    assert first_layers(torch.nn.Sequential(Pair(), Pair(), Pair()), 2) == ["2"]
-    with pytest.raises(ValueError, match="no list of 7 layers"):
-        first_layers(model, 7)
+def test_an_embedding_is_split_by_words_or_by_features() -> None:
+    words = torch.nn.Sequential(torch.nn.Embedding(6, 4))
+    assert styles_of(words, {"0": "embedding_rowwise"}, 3) == {"0": "embedding_rowwise"}
+    assert styles_of(words, {"0": "colwise_rep"}, 4) == {"0": "colwise_rep"}
+    with pytest.raises(ValueError, match="0 of size 6 can't be split over 4 ranks"):
+        styles_of(words, {"0": "rowwise"}, 4)
+    with pytest.raises(ValueError, match="0 of size 4 can't be split over 3 ranks"):
+        styles_of(words, {"0": "colwise_rep"}, 3)
 
 
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        (None, None),
-        (True, None),
-        ({"workers": 2}, None),  # a key of the user's own
-        ({"tensor": 2}, Split(tensor=2)),
-        ({"pipeline": 4}, Split(pipeline=4)),
-        ({"tensor": 2, "plan": {"a": "colwise"}}, Split(tensor=2, plan={"a": "colwise"})),
-    ],
-)
-def test_the_section_is_read(section, expected) -> None:
-    assert Split.read({"parallel": section}) == expected
+@pytest.mark.parametrize("style", ["rowwise", "embedding_rowwise", "colwise_rep"])
+def test_a_split_embedding_finds_each_word(style: str) -> None:
+    words = torch.nn.Sequential(torch.nn.Embedding(6, 4))
+    given = torch.tensor([[0, 5, 3]])
 
+    def work(_rank: int) -> float:
+        with torch.inference_mode():
+            wanted = words(given)
+            found = spread(words, Split(tensor=2, plan={"0": style}), torch.device("cpu"))(given)
+        return (found - wanted).abs().max().item()
 
-@pytest.mark.parametrize(
-    ("section", "text"),
-    [
-        ({"tensor": 0}, "expected whole numbers from 1"),
-        ({"tensor": "2"}, "expected whole numbers from 1"),
-        ({"tensor": 2, "pipeline": 2}, "expected one of them"),
-        ({"tensor": 2, "plans": {}}, "plans is not known"),
-        ({"tensor": 2, "plan": {"a": "diagonal"}}, "expected auto, or colwise"),
-        ({"tensor": 2, "plan": "all"}, "expected auto, or colwise"),
-    ],
-)
-def test_a_wrong_section_is_refused_with_what_was_expected(section, text) -> None:
-    with pytest.raises(ValueError, match=text):
-        Split.read({"parallel": section})
+    assert in_ranks(2, work) == [0.0, 0.0]

@@ -1,0 +1,252 @@
+"""Pipeline parallelism: each rank runs some layers of a model's list, and hands on what the last one returns.
+
+Each rank runs the model's own code. The layers of other stages are emptied: those before a rank's own ones
+return what the stage before it has sent, and behind its own ones a rank leaves the model's code. So nothing
+is traced, and any shape goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from torchere.archiver.models.spread.wire import OtherStageFailed, Wire
+from torchere.archiver.split import SECTION
+
+# Parts of a batch for each stage. With four the stages wait for a fifth of the time at most (Huang et al.,
+# GPipe, 2019).
+PARTS_FOR_A_STAGE = 4
+_UNFIT = (
+    f"{SECTION}: pipeline needs a model that calls the layers of its largest list once each, in their order, "
+    "and uses the output of a layer for the next one only; use tensor instead"
+)
+
+
+class Place(NamedTuple):
+    """Which list of layers is spread over the stages, and where in it each begins."""
+
+    name: str
+    bounds: list[int]  # one more than stages: the last is the number of layers
+
+    def layers(self, model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Module]]:
+        """Yield the layers with their numbers."""
+        return enumerate(model.get_submodule(self.name).children())
+
+
+def stage_bounds(model: torch.nn.Module, stages: int) -> Place:
+    """Return a list of layers and the bounds of stages that have as many layers each.
+
+    The list is the `ModuleList` or `Sequential` with most weights, as in transformers.
+
+    Raises:
+        ValueError: the model has no such list that is as long as the number of stages.
+    """
+    kinds = (torch.nn.ModuleList, torch.nn.Sequential)
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and len(module) >= stages
+    ]
+    if not lists:
+        raise ValueError(
+            f"{SECTION}: the model has no list of {stages} layers to make stages of; use tensor instead"
+        )
+    name, chosen = max(lists, key=lambda each: sum(weight.numel() for weight in each[1].parameters()))
+    return Place(name, [round(stage * len(chosen) / stages) for stage in range(stages + 1)])
+
+
+def cut(model: torch.nn.Module, place: Place, stage: int) -> None:
+    """Take the weights and parts of other stages' layers out of a model."""
+    for number, layer in place.layers(model):
+        if not place.bounds[stage] <= number < place.bounds[stage + 1]:
+            # The layer itself stays: models read settings of their layers between calls.
+            for held in (layer._modules, layer._parameters, layer._buffers, layer._forward_hooks):
+                held.clear()
+
+
+class _Handed(BaseException):
+    """Leaves the model's code behind the last layer of a stage; no `except Exception` may hold it."""
+
+
+class Stages:
+    """Runs a model that was `cut`, in all ranks of a group. Its `forward` takes the place of the model's.
+
+    All ranks call it with the same inputs, and get the same result. What the model computes before its
+    layers, each rank computes.
+
+    Args:
+        model: see above.
+        place: what `stage_bounds` has returned for the whole model.
+        group: the ranks, one for each stage.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        place: Place,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        stage, stages = dist.get_rank(group), dist.get_world_size(group)
+        self._is_first, self._is_last = stage == 0, stage == stages - 1
+        self._parts = PARTS_FOR_A_STAGE * stages
+        self._sending: list[Any] = []
+        ranks = dist.get_process_group_ranks(group)
+
+        def link(rank: int) -> Wire:
+            return Wire(
+                lambda tensor: self._sending.append((dist.isend(tensor, rank, group=group), tensor)),
+                lambda tensor: dist.recv(tensor, rank, group=group),
+                device,
+            )
+
+        self._before = None if self._is_first else link(ranks[stage - 1])
+        self._after = None if self._is_last else link(ranks[stage + 1])
+
+        def to_all(tensor: torch.Tensor) -> None:
+            dist.broadcast(tensor, ranks[-1], group=group)
+
+        self._result = Wire(to_all, to_all, device)
+        self._incoming: Any = None
+        self._has_incoming = False  # it was received in this run
+        self._has_begun = False  # the layer before the first own one has returned
+        self._model_forward = model.forward
+        for number, layer in place.layers(model):
+            self._take_part(layer, number, place.bounds[stage], place.bounds[stage + 1] - 1)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model: a batch passes the stages in parts, of which several are under way at once.
+
+        Raises:
+            Exception: the model's own, or `OtherStageFailed`. It is raised in all ranks.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        outputs: list[Any] = []
+        failure: Exception | None = None
+        for part in _parts_of(leaves, self._parts):
+            self._has_incoming, self._has_begun = False, self._is_first
+            if failure is not None:  # the other stages wait for a message for each part
+                self._tell(failure)
+                continue
+            try:
+                some_args, some_kwargs = pytree.tree_unflatten(part, spec)
+                outputs.append(self._run(some_args, some_kwargs))
+            except Exception as error:
+                failure = error
+                self._tell(error)
+        while self._sending:
+            self._sending.pop()[0].wait()
+        return self._shared_result(outputs, failure)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        try:
+            result = self._model_forward(*args, **kwargs)
+        except _Handed:
+            return None
+        except (AttributeError, KeyError) as error:  # of parts of a layer that this stage does not have
+            raise ValueError(f"{_UNFIT} (here: {type(error).__name__}: {error})") from error
+        if not self._is_last or any(_is_hole(leaf) for leaf in pytree.tree_leaves(result)):
+            raise ValueError(_UNFIT)
+        return result
+
+    def _tell(self, error: Exception) -> None:
+        """Take what the stage before sends for this part of the batch, and tell the next one of a failure."""
+        if self._before is not None and not self._has_incoming:
+            with contextlib.suppress(OtherStageFailed):
+                self._before.receive()
+        if self._after is not None:
+            self._after.send_failure(error)
+
+    def _shared_result(self, outputs: Sequence[Any], failure: Exception | None) -> Any:
+        """Return the last stage's result in all ranks, or raise in all."""
+        result = None
+        try:
+            if not self._is_last:
+                result = self._result.receive()
+            elif failure is None:
+                result = _joined(outputs)
+                self._result.send(result)
+        except (OtherStageFailed, ValueError) as error:
+            failure = failure or error
+        if failure is not None:
+            if self._is_last:
+                self._result.send_failure(failure)
+            raise failure
+        return result
+
+    def _take_part(self, layer: torch.nn.Module, number: int, first: int, last: int) -> None:
+        """Put in place what a layer does in this stage, whose own layers are from `first` to `last`."""
+        place: Any = layer
+        if number > last:
+            place.forward = self._refuse
+        elif number < first - 1:
+            place.forward = self._skip
+        elif number == first - 1:
+            place.forward = self._arrive
+        else:
+            layer.register_forward_pre_hook(self._check)
+            if number == last and not self._is_last:
+                layer.register_forward_hook(self._hand_on)
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ValueError(_UNFIT)
+
+    def _skip(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Return tensors without content: a model that uses them fails, instead of answering wrongly."""
+        self._receive()
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), self._incoming)
+
+    def _arrive(self, *_args: Any, **_kwargs: Any) -> Any:
+        self._receive()
+        self._has_begun = True
+        return self._incoming
+
+    def _receive(self) -> None:
+        if self._has_begun or self._before is None:
+            raise ValueError(_UNFIT)
+        if not self._has_incoming:
+            self._has_incoming = True
+            self._incoming = self._before.receive()
+
+    def _check(self, _layer: torch.nn.Module, _args: Any) -> None:
+        if not self._has_begun:
+            raise ValueError(_UNFIT)
+
+    def _hand_on(self, _layer: torch.nn.Module, _args: Any, output: Any) -> NoReturn:
+        if self._after is not None:
+            self._after.send(output)
+        raise _Handed
+
+
+def _is_hole(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def _parts_of(leaves: Sequence[Any], most: int) -> list[list[Any]]:
+    """Return the leaves in parts of the batch, where all tensors have it as their first dimension."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+    if len(rows) != 1 or max(rows) < 2:
+        return [list(leaves)]
+    count = min(*rows, most)
+    split = {id(tensor): tensor.tensor_split(count) for tensor in tensors}
+    return [[split[id(leaf)][at] if id(leaf) in split else leaf for leaf in leaves] for at in range(count)]
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of the parts of a batch as one; raise ValueError if they are no rows."""
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    joined = []
+    for column in zip(*(leaves for leaves, _ in flat), strict=True):
+        if isinstance(column[0], torch.Tensor) and not column[0].dim():
+            raise ValueError(f"{SECTION}: a pipeline returns tensors with the batch as first dimension")
+        joined.append(torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0])
+    return pytree.tree_unflatten(joined, flat[0][1])

@@ -1,0 +1,208 @@
+"""Tensor parallelism: which layers are split by which style, and how a layer computes with its part.
+
+Parts are plain tensors, and a layer that is split by rows sums up with one `all_reduce`. Torch's own
+`parallelize_module` was slower: its distributed tensors choose for each call how to move data, and gather
+weights for inputs of two dimensions (decision 38).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from torchere.archiver.split import SECTION, STYLES
+
+_WHOLE_OUTPUT = ("colwise_rep", "colwise_gather_output")
+# Functions of one tensor that work on each element, so that they may run on a part of a layer's output.
+_ELEMENTWISE = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "mish", "dropout"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a weight a rank has: one of `ranks` equal ones along a dimension."""
+
+    dimension: int
+    rank: int
+    ranks: int
+
+    def slices(self, shape: torch.Size) -> tuple[slice, ...]:
+        """Return where the part is in a weight of this shape."""
+        where = [slice(0, size) for size in shape]
+        size = shape[self.dimension] // self.ranks
+        where[self.dimension] = slice(self.rank * size, (self.rank + 1) * size)
+        return tuple(where)
+
+
+def split_layers(
+    model: torch.nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup
+) -> dict[str, Part]:
+    """Let the layers compute with a part of their weights; return the part of each weight, by its name.
+
+    Args:
+        model: the weights stay whole; the caller replaces them by their parts. Layers that it has no more are
+            left out.
+        styles: see `styles_of`.
+        group: the ranks that share each layer.
+    """
+    layers = dict(model.named_modules())
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    parts: dict[str, Part] = {}
+    for name, style in styles.items():
+        layer: Any = layers.get(name)
+        if layer is None:
+            continue
+        parts[f"{name}.weight"] = Part(_dimension(layer, style), rank, ranks)
+        run: Callable[[_Call, torch.Tensor], torch.Tensor]
+        if isinstance(layer, torch.nn.Embedding):
+            run = _words if "rowwise" in style else _features
+        else:
+            run = _rows if "rowwise" in style else _columns
+            if layer.bias is not None and run is _columns:
+                parts[f"{name}.bias"] = Part(0, rank, ranks)
+        layer.forward = _Call(run, layer, style, group)
+    return parts
+
+
+def _dimension(layer: torch.nn.Module, style: str) -> int:
+    """Return the dimension of the weight that is split.
+
+    The weight of a linear layer has its inputs in the second dimension, that of an embedding its outputs.
+    """
+    return int(("rowwise" in style) == isinstance(layer, torch.nn.Linear))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The `forward` of a layer that is split."""
+
+    run: Callable[[_Call, torch.Tensor], torch.Tensor]
+    layer: Any
+    style: str
+    group: dist.ProcessGroup
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        return self.run(self, given)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those that share the layer."""
+        return dist.get_rank(self.group)
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the output in whole, if the style asks for that."""
+        if self.style not in _WHOLE_OUTPUT:
+            return part
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, -1)
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks."""
+        part = part.contiguous()
+        dist.all_reduce(part, group=self.group)
+        return part
+
+
+def _columns(call: _Call, given: torch.Tensor) -> torch.Tensor:
+    return call.whole(functional.linear(given, call.layer.weight, call.layer.bias))
+
+
+def _rows(call: _Call, given: torch.Tensor) -> torch.Tensor:
+    if call.style == "rowwise_rep":
+        given = given.tensor_split(dist.get_world_size(call.group), -1)[call.rank]
+    bias = call.layer.bias if call.rank == 0 else None  # once in the sum
+    return call.summed(functional.linear(given, call.layer.weight, bias))
+
+
+def _features(call: _Call, words: torch.Tensor) -> torch.Tensor:
+    return call.whole(functional.embedding(words, call.layer.weight))
+
+
+def _words(call: _Call, words: torch.Tensor) -> torch.Tensor:
+    count = call.layer.weight.shape[0]
+    outside = (words < 0) | (words >= call.layer.num_embeddings)
+    if words.device.type == "cpu" and bool(outside.any()):  # the sum would be zero
+        raise IndexError("index out of range in self")  # torch's words
+    own = words - call.rank * count
+    is_own = (own >= 0) & (own < count)
+    found = functional.embedding(own.where(is_own, 0), call.layer.weight)
+    return call.summed(found.where(is_own[..., None], 0))
+
+
+def styles_of(model: torch.nn.Module, plan: str | Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Return the style of each layer that is split, by its name.
+
+    Raises:
+        ValueError: no layer is split, a pattern fits none, or a layer can't be split by the number of ranks.
+    """
+    if isinstance(plan, str):
+        plan = getattr(model, "tp_plan", None) or _pairs(model)
+    styles: dict[str, str] = {}
+    for pattern, style in plan.items():
+        fitting = [name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+        if not fitting:
+            raise ValueError(f"{SECTION}.plan: no layer is called {pattern}")
+        if style not in STYLES:
+            raise ValueError(f"{SECTION}.plan: {pattern} is {style}, expected one of {', '.join(STYLES)}")
+        styles |= dict.fromkeys(fitting, style)
+    if not styles:
+        raise ValueError(
+            f"{SECTION}.plan: auto finds no pair of linear layers to split; name layers: "
+            '{"layers.*.up": colwise, "layers.*.down": rowwise}, or use pipeline instead of tensor'
+        )
+    for name, style in styles.items():
+        _check(model.get_submodule(name), name, style, ranks)
+    return styles
+
+
+def _check(layer: torch.nn.Module, name: str, style: str, ranks: int) -> None:
+    if not isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
+        raise ValueError(
+            f"{SECTION}.plan: {name} is a {type(layer).__name__}, expected a linear layer or an embedding"
+        )
+    if type(layer).forward not in (torch.nn.Linear.forward, torch.nn.Embedding.forward):
+        raise ValueError(f"{SECTION}.plan: {name}, a {type(layer).__name__}, computes in a way of its own")
+    size = layer.weight.shape[_dimension(layer, style)]
+    if size % ranks:
+        raise ValueError(f"{SECTION}.plan: {name} of size {size} can't be split over {ranks} ranks")
+
+
+def _pairs(model: torch.nn.Module) -> dict[str, str]:
+    """Find linear layers whose output goes through elementwise functions into another one, and nowhere else.
+
+    Of such a pair the first is split by columns and the second by rows, so that one sum joins the ranks.
+    """
+    try:
+        graph = torch.fx.symbolic_trace(model).graph
+    except Exception:  # torch.fx raises whatever the model's code does with its stand-ins
+        return {}
+    styles: dict[str, str] = {}
+    for node in graph.nodes:
+        if not _is_linear(model, node):
+            continue
+        before = node.args[0]
+        while _is_elementwise(model, before) and len(before.users) == 1:
+            before = before.args[0]
+        if _is_linear(model, before) and len(before.users) == 1 and before.target not in styles:
+            styles |= {before.target: "colwise", node.target: "rowwise"}
+    calls = [node.target for node in graph.nodes if node.op == "call_module"]
+    return styles if all(calls.count(name) == 1 for name in styles) else {}
+
+
+def _is_linear(model: torch.nn.Module, node: Any) -> bool:
+    is_module = isinstance(node, torch.fx.Node) and node.op == "call_module"
+    return is_module and type(model.get_submodule(str(node.target))) is torch.nn.Linear
+
+
+def _is_elementwise(model: torch.nn.Module, node: Any) -> bool:
+    if not isinstance(node, torch.fx.Node) or node.op not in ("call_module", "call_function", "call_method"):
+        return False
+    target: Any = model.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
+    return name.lower() in _ELEMENTWISE

@@ -1,0 +1,217 @@
+"""Gives each rank its own part of the weights: a model is made without them, and a rank reads its slices.
+
+So no rank holds the whole model at any time. What a rank keeps whole stays a mapping of the file on a CPU,
+which the ranks share; slices are copies, since a view of a slice would keep the pages around it in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from torchere.archiver.models.load.checkpoint import read_parts
+from torchere.archiver.models.load.safetensors import read_safetensors
+from torchere.archiver.models.spread.tensor import Part
+
+
+class Weights(Protocol):
+    """Weights by name, in a file or in memory."""
+
+    def shapes(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Return the shape and the datatype of each."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor, which may be a mapping of the file."""
+
+    def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
+        """Return a copy of a part; nothing else is kept in memory."""
+
+
+class StateDict:
+    """A state dict in memory, or one that is mapped.
+
+    Args:
+        read: returns it. It is called twice for a mapped one: pages that parts are copied from are given
+            back, and not those of tensors that are kept whole.
+        is_mapped: see `read`.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, torch.Tensor]], *, is_mapped: bool) -> None:
+        self._is_mapped = is_mapped
+        self._kept = read()
+        self._read_from = read() if is_mapped else self._kept
+
+    def shapes(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """See `Weights`."""
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self._kept.items()}
+
+    def whole(self, name: str) -> torch.Tensor:
+        """See `Weights`."""
+        return self._kept[name].detach()
+
+    def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
+        """See `Weights`."""
+        tensor = self._read_from[name].detach()
+        part = tensor[where].clone(memory_format=torch.contiguous_format)
+        if self._is_mapped:
+            _give_back(tensor)
+        return part
+
+
+def _give_back(tensor: torch.Tensor) -> None:
+    """Let the kernel take the pages of a mapped tensor, which was only read, from this process."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - first
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+class Safetensors:
+    """A safetensors file; a part of a tensor is read by safetensors' own slices.
+
+    Raises:
+        ModelRefused: the file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mapped = read_safetensors(path)
+
+    def shapes(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """See `Weights`."""
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self._mapped.items()}
+
+    def whole(self, name: str) -> torch.Tensor:
+        """See `Weights`."""
+        return self._mapped[name]
+
+    def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
+        """See `Weights`."""
+        with safe_open(self._path, framework="pt") as file:
+            part: torch.Tensor = file.get_slice(name)[where]
+            return part.clone(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Make modules whose parameters are on the device `meta`, while their buffers are what the class makes.
+
+    A parameter is allocated by its class and dropped at once. Not thread-safe.
+    """
+
+    def drop(_module: torch.nn.Module, _name: str, parameter: Any) -> Any:
+        return None if parameter is None or parameter.is_meta else _placeholder(parameter)
+
+    hook = register_module_parameter_registration_hook(drop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def drop_weights(model: torch.nn.Module) -> StateDict:
+    """Move the parameters of a model to the device `meta`, and return its weights as they were."""
+    state = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
+    placeholders = {id(parameter): _placeholder(parameter) for parameter in model.parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = placeholders[id(parameter)]
+    return StateDict(lambda: state, is_mapped=False)
+
+
+def _placeholder(parameter: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+
+
+def fill(model: torch.nn.Module, weights: Weights, parts: Mapping[str, Part], device: torch.device) -> None:
+    """Replace the placeholders of a model by this rank's parts of the weights, and move its buffers.
+
+    Args:
+        model: its parameters are on the device `meta`.
+        weights: have a tensor for each parameter; a buffer that they lack stays as it is.
+        parts: of the weights that are split.
+        device: where this rank computes.
+    """
+    shapes = weights.shapes()
+    made: dict[int, torch.nn.Parameter] = {}  # weights that layers share stay shared
+    for prefix, module in model.named_modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                if id(value) not in made:
+                    full = f"{prefix}.{name}" if prefix else name
+                    part = parts.get(full)
+                    tensor = weights.part(full, part.slices(value.shape)) if part else weights.whole(full)
+                    made[id(value)] = torch.nn.Parameter(tensor.to(device), requires_grad=False)
+                module._parameters[name] = made[id(value)]
+        for name, value in module._buffers.items():
+            if value is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                is_there = full in shapes and name not in module._non_persistent_buffers_set
+                module._buffers[name] = (weights.whole(full) if is_there else value).to(device)
+
+
+def fill_from_shards(
+    model: torch.nn.Module, folder: Path, parts: Mapping[str, Part], mesh: DeviceMesh, device: torch.device
+) -> None:
+    """As `fill`, from a folder of `torch.distributed.checkpoint`, of which only this rank's parts are read.
+
+    Args:
+        model: see `fill`.
+        folder: the checkpoint.
+        parts: see `fill`.
+        mesh: the ranks that share each layer.
+        device: see `fill`.
+
+    Raises:
+        ModelRefused: the checkpoint is damaged, or that of another model.
+    """
+    fill(model, _Unread(model), parts, device)
+    # The reader knows of a distributed tensor which part of the file it is.
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415  # takes a second
+
+    state = {
+        name: DTensor.from_local(tensor, mesh, [Shard(parts[name].dimension)], run_check=False)
+        if name in parts
+        else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    read_parts(state, folder)
+
+
+class _Unread:
+    """Stands in for weights that are read afterwards, into tensors of the right size."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._placeholders = dict(model.named_parameters(remove_duplicate=False))
+
+    def shapes(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        return {}
+
+    def whole(self, name: str) -> torch.Tensor:
+        placeholder = self._placeholders[name]
+        return torch.empty(placeholder.shape, dtype=placeholder.dtype)
+
+    def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
+        sizes = [place.stop - place.start for place in where]
+        return torch.empty(sizes, dtype=self._placeholders[name].dtype)
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of the weights that this rank holds."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    # transformers' parts are distributed tensors.
+    return sum(
+        tensor.to_local().nbytes if hasattr(tensor, "to_local") else tensor.nbytes
+        for tensor in tensors.values()
+    )

@@ -1,0 +1,155 @@
+"""Models over the ranks of a pipeline, of forked processes over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.spread import spread
+from torchere.archiver.models.spread.stages import cut, stage_bounds
+from torchere.archiver.models.spread.trial import in_ranks
+from torchere.archiver.split import Split
+
+CPU = torch.device("cpu")
+
+
+class Layer(torch.nn.Module):
+    """A layer that is given more than its input, and returns more than its output, as transformers' did."""
+
+    kind = "wide"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x, *, scale, state=None):
+        return x + self.down(self.up(x).relu()) * scale, state
+
+
+class Net(torch.nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(10, 8)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, words, scale):
+        x = self.words(words)
+        for layer in self.layers:
+            assert layer.kind == "wide"
+            x = layer(x, scale=scale[:, :, None])[0]
+        return {"scores": self.head(x), "names": ["a", None]}
+
+
+class Dense(Net):
+    """Uses the outputs of all layers at its end."""
+
+    def forward(self, words, scale):
+        x, found = self.words(words), []
+        for layer in self.layers:
+            x = layer(x, scale=scale[:, :, None])[0]
+            found.append(x)
+        return torch.stack(found).sum(0)
+
+
+class Backwards(Net):
+    def forward(self, words, scale):
+        x = self.words(words)
+        for layer in reversed(self.layers):
+            x = layer(x, scale=scale[:, :, None])[0]
+        return x
+
+
+class Twice(Net):
+    def forward(self, words, scale):
+        x = self.words(words)
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x, scale=scale[:, :, None])[0]
+        return x
+
+
+def inputs(rows: int, length: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return (
+        torch.randint(0, 10, (rows, length), generator=generator),
+        torch.rand((rows, length), generator=generator),
+    )
+
+
+def over(split: Split, make: Callable[[], torch.nn.Module], use: Callable[[Any], Any]) -> list[Any]:
+    """What `use` makes of the model, in each rank."""
+
+    def work(_rank: int) -> Any:
+        with torch.inference_mode():
+            return use(spread(make().eval(), split, CPU))
+
+    return in_ranks(split.ranks, work)
+
+
+@pytest.mark.parametrize("split", [Split(pipeline=2), Split(pipeline=3), Split(tensor=2, pipeline=2)])
+def test_all_ranks_answer_as_one_process_for_any_number_of_rows(split: Split) -> None:
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    whole = Net().eval()
+    sizes = [(1, 5), (3, 5), (20, 5), (20, 2), (1, 5)]
+    wanted = [whole(*inputs(*size))["scores"] for size in sizes]
+
+    def use(model: Any) -> list[float]:
+        found = [model(*inputs(*size)) for size in sizes]
+        assert all(each["names"] == ["a", None] for each in found)
+        return [(one["scores"] - other).abs().max().item() for one, other in zip(found, wanted, strict=True)]
+
+    for differences in over(Split(split.tensor, split.pipeline, plan), Net, use):
+        assert max(differences) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", [Dense, Backwards, Twice])
+def test_a_model_that_uses_its_layers_otherwise_is_refused_and_never_answers_wrongly(kind: Any) -> None:
+    with pytest.raises(
+        ModelRefused, match=r"once each, in their order|in another stage|must be on the same|meta"
+    ):
+        over(Split(pipeline=3), kind, lambda model: model(*inputs(2)).tolist())
+
+
+def test_an_input_that_the_model_refuses_fails_in_all_ranks_and_leaves_them_in_step() -> None:
+    def failures() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield torch.full((9, 2), 99), torch.ones(9, 2)  # before the layers
+        yield torch.ones((9, 2), dtype=torch.int64), torch.ones(9, 3)  # in them
+
+    def use(model: Any) -> list[str]:
+        texts = []
+        for failing in failures():
+            with pytest.raises((IndexError, RuntimeError)) as caught:
+                model(*failing)
+            texts.append(str(caught.value))
+        return [*texts, model(*inputs(9))["scores"].sum().item()]
+
+    first, *others = over(Split(pipeline=3), Net, use)
+    assert "index out of range" in first[0]
+    assert "must match the size of tensor b" in first[1]
+    assert [each[2] for each in others] == [first[2]] * 2
+
+
+def test_only_a_stage_has_the_weights_of_its_layers() -> None:
+    model = Net(6)
+    place = stage_bounds(model, 3)
+    assert place == ("layers", [0, 2, 4, 6])
+    cut(model, place, 1)
+    assert {name.split(".")[1] for name in model.state_dict() if name.startswith("layers")} == {"2", "3"}
+    assert [layer.kind for layer in model.layers] == ["wide"] * 6
+
+
+def test_stages_are_made_of_the_list_with_most_weights() -> None:
+    model = torch.nn.Module()
+    model.short = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(9))
+    model.blocks = torch.nn.ModuleList(
+        torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(5))) for _ in range(3)
+    )
+    assert stage_bounds(model, 2) == ("blocks", [0, 2, 3])
+    assert stage_bounds(torch.nn.Sequential(Layer(), Layer(), Layer()), 2) == ("", [0, 2, 3])
+    with pytest.raises(ValueError, match="no list of 10 layers"):
+        stage_bounds(model, 10)

@@ -1,0 +1,142 @@
+"""A rank's part of an archive's weights: what it reads, and how much memory that takes. Ranks are forked."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torchere.archiver.models.spread import spread
+from torchere.archiver.models.spread.trial import in_ranks
+from torchere.archiver.split import Split
+from torchere.handlers.archive_import import archive_at
+from torchere.handlers.loading.parallel import load_part
+
+CPU = torch.device("cpu")
+MB = 1_000_000
+WIDE = """
+import torch
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]), persistent=False)
+        self.counted = COUNTED
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale[0] + self.counted
+
+
+def Layer():
+    return torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive of 134 MB, with its weights in safetensors and as torch.save writes them."""
+    folder = tmp_path_factory.mktemp("wide")
+    (folder / "wide.py").write_text(WIDE.replace("COUNTED", "0"))
+    (folder / "computing.py").write_text(WIDE.replace("COUNTED", "float(self.layers[0][0].weight.sum()) * 0"))
+    space: dict[str, Any] = {}
+    exec(WIDE.replace("COUNTED", "0"), space)
+    torch.manual_seed(1)
+    state = space["Wide"]().state_dict()
+    save_file(state, folder / "w.safetensors")
+    torch.save(state, folder / "w.pth")
+    return folder
+
+
+def row() -> torch.Tensor:
+    return torch.linspace(-1, 1, 1024).reshape(1, -1)
+
+
+def whole_answer(folder: Path) -> list[float]:
+    def work(_rank: int) -> list[float]:
+        with torch.inference_mode():
+            weights = str(folder / "w.pth")
+            split = Split(tensor=1)
+            found: list[float] = load_part(archive_at(str(folder)), "wide.py", weights, split, CPU)(
+                row()
+            ).tolist()
+            return found
+
+    return in_ranks(1, work)[0]
+
+
+class Pair(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Peak:
+    """The largest PSS of this process in the block, above that at its begin."""
+
+    def __enter__(self) -> Peak:
+        self._process, self._ended = psutil.Process(), threading.Event()
+        self._before = self._pss()
+        self.bytes = 0
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.002):
+            self._look()
+
+    def _look(self) -> None:
+        self.bytes = max(self.bytes, self._pss() - self._before)
+
+    def _pss(self) -> int:
+        return int(self._process.memory_full_info().pss)
+
+
+@pytest.mark.parametrize("weights", ["w.safetensors", "w.pth"])
+@pytest.mark.parametrize("split", [Split(tensor=2), Split(pipeline=2), Split(tensor=2, pipeline=2)])
+def test_a_rank_reads_its_own_part_and_never_holds_more(folder: Path, split: Split, weights: str) -> None:
+    wanted = torch.tensor(whole_answer(folder))
+
+    def work(_rank: int) -> tuple[int, float]:
+        archive = archive_at(str(folder))
+        with torch.inference_mode():
+            # Torch imports more of itself at the first distributed tensor.
+            spread(torch.nn.Sequential(*(Pair() for _ in range(2))), split, CPU)
+            with Peak() as peak:
+                model = load_part(archive, "wide.py", str(folder / weights), split, CPU)
+            found = model(row())
+            return peak.bytes, (found - wanted).abs().max().item()
+
+    size = (folder / weights).stat().st_size
+    assert size > 100 * MB
+    for peak_bytes, difference in in_ranks(split.ranks, work):
+        assert difference <= 1e-4
+        assert peak_bytes <= (0.6 if split.ranks == 2 else 0.45) * size
+
+
+def test_a_class_that_computes_with_its_weights_is_made_with_them(folder: Path) -> None:
+    wanted = torch.tensor(whole_answer(folder))
+
+    def work(_rank: int) -> float:
+        with torch.inference_mode():
+            weights = str(folder / "w.safetensors")
+            model = load_part(archive_at(str(folder)), "computing.py", weights, Split(tensor=2), CPU)
+            return (model(row()) - wanted).abs().max().item()
+
+    assert max(in_ranks(2, work)) <= 1e-4
