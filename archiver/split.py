@@ -50,7 +50,7 @@ class Split:
 
     @staticmethod
     def parse(text: str) -> Split:
-        """Return what the flag `--parallel` says: `tensor=2,pipeline=2`, and styles as `layers.*.up=colwise`.
+        """Return the value of the flag `--parallel`: `tensor=2,pipeline=2`, and styles as `up=colwise`.
 
         Raises:
             ValueError: it is wrong.

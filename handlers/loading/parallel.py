@@ -28,7 +28,7 @@ def load_part(
         model_file: its name, as in the manifest.
         weights: the file of the weights; None: the archive is a distributed checkpoint, or the class makes
             its own.
-        split: the number of ranks, and what each has.
+        split: the number of ranks, and their division.
         device: where this rank computes.
 
     Raises:

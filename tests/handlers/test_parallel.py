@@ -25,7 +25,7 @@ import torch
 class Wide(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(16))
         self.register_buffer("scale", torch.tensor([0.5, 2.0]), persistent=False)
         self.counted = COUNTED
 
@@ -36,7 +36,7 @@ class Wide(torch.nn.Module):
 
 
 def Layer():
-    return torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024))
+    return torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512))
 """
 
 
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def row() -> torch.Tensor:
-    return torch.linspace(-1, 1, 1024).reshape(1, -1)
+    return torch.linspace(-1, 1, 512).reshape(1, -1)
 
 
 def whole_answer(folder: Path) -> list[float]:

@@ -30,7 +30,7 @@ def spread(
 
     Args:
         model: made by `without_weights`, or whole if `weights` is None. It is changed.
-        split: how many ranks, and what each has; `RANK` and `WORLD_SIZE` are in the environment.
+        split: the number of ranks, and their division; `RANK` and `WORLD_SIZE` are in the environment.
         device: where this rank computes.
         weights: those of the model, or a folder of `torch.distributed.checkpoint`; None: the model's own.
 

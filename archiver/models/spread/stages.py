@@ -1,7 +1,7 @@
-"""Pipeline parallelism: each rank runs some layers of a model's list, and hands on what the last one returns.
+"""Pipeline parallelism: each rank runs some layers of a model's list, and sends the output of the last one.
 
 Each rank runs the model's own code. The layers of other stages are emptied: those before a rank's own ones
-return what the stage before it has sent, and behind its own ones a rank leaves the model's code. So nothing
+return the message of the stage before it, and behind its own ones a rank leaves the model's code. So nothing
 is traced, and any shape goes.
 """
 
@@ -76,12 +76,12 @@ class _Handed(BaseException):
 class Stages:
     """Runs a model that was `cut`, in all ranks of a group. Its `forward` takes the place of the model's.
 
-    All ranks call it with the same inputs, and get the same result. What the model computes before its
-    layers, each rank computes.
+    All ranks call it with the same inputs, and get the same result. The model's code before its
+    layers runs in each rank.
 
     Args:
         model: see above.
-        place: what `stage_bounds` has returned for the whole model.
+        place: the result of `stage_bounds` for the whole model.
         group: the ranks, one for each stage.
         device: where this rank computes.
     """
@@ -156,7 +156,7 @@ class Stages:
         return result
 
     def _tell(self, error: Exception) -> None:
-        """Take what the stage before sends for this part of the batch, and tell the next one of a failure."""
+        """Take the message of the stage before for this part, and tell the next stage of a failure."""
         if self._before is not None and not self._has_incoming:
             with contextlib.suppress(OtherStageFailed):
                 self._before.receive()
@@ -181,7 +181,7 @@ class Stages:
         return result
 
     def _take_part(self, layer: torch.nn.Module, number: int, first: int, last: int) -> None:
-        """Put in place what a layer does in this stage, whose own layers are from `first` to `last`."""
+        """Replace the code of a layer by its role here; this stage's layers are `first` to `last`."""
         place: Any = layer
         if number > last:
             place.forward = self._refuse

@@ -1,7 +1,8 @@
 """Gives each rank its own part of the weights: a model is made without them, and a rank reads its slices.
 
-So no rank holds the whole model at any time. What a rank keeps whole stays a mapping of the file on a CPU,
-which the ranks share; slices are copies, since a view of a slice would keep the pages around it in memory.
+So no rank holds the whole model at any time. On a CPU a tensor that a rank keeps whole stays a mapping of the
+file, which the ranks share; slices are copies, since a view of a slice would keep the pages around it in
+memory.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Safetensors:
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Make modules whose parameters are on the device `meta`, while their buffers are what the class makes.
+    """Make modules whose parameters are on the device `meta`, while their buffers are real.
 
     A parameter is allocated by its class and dropped at once. Not thread-safe.
     """

@@ -1,8 +1,8 @@
-"""Trees of tensors between ranks: what one stage of a pipeline hands to the next, and the answer to all."""
+"""Trees of tensors between ranks: from one stage of a pipeline to the next, and the answer to all."""
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torchere.archiver.split import SECTION
 
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class OtherStageFailed(RuntimeError):
 
 
 class Wire:
-    """One direction between ranks. Each message is a number, and what the number announces.
+    """One direction between ranks. Each message is a number, and the content that it announces.
 
     A tree is sent as its tensors, behind its structure unless that is the one of the message before (number
     0). A negative number announces the text of an error.
@@ -65,7 +65,7 @@ class Wire:
             self._announce(0)
         else:
             self._last = form
-            self._put_bytes(pickle.dumps((pytree.treespec_dumps(spec), form[1])), 1)
+            self._put_bytes(json.dumps([pytree.treespec_dumps(spec), list(map(_told, form[1]))]).encode(), 1)
         for leaf in filter(_is_tensor, leaves):
             self._put(leaf.to(self._device).contiguous())
 
@@ -87,8 +87,8 @@ class Wire:
             data = content.cpu().numpy().tobytes()
             if size < 0:
                 raise OtherStageFailed(f"in another stage of the pipeline: {data.decode()}")
-            spec, forms = pickle.loads(data)  # written by a rank of this group
-            self._last = (pytree.treespec_loads(spec), forms)
+            spec, forms = json.loads(data)
+            self._last = (pytree.treespec_loads(spec), list(map(_form_of, forms)))
         if self._last is None:
             raise OtherStageFailed("another stage of the pipeline is out of step")
         spec, forms = self._last
@@ -107,6 +107,15 @@ class Wire:
     def _put_bytes(self, data: bytes, sign: int) -> None:
         self._announce(sign * len(data))
         self._put(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device))
+
+
+def _told(form: Any) -> Any:
+    """Return a form as JSON has it; a pickle would let one machine run code on another."""
+    return [list(form.shape), str(form.dtype).removeprefix("torch.")] if isinstance(form, _Form) else form
+
+
+def _form_of(told: Any) -> Any:
+    return _Form(tuple(told[0]), getattr(torch, told[1])) if isinstance(told, list) else told
 
 
 def _is_tensor(leaf: Any) -> bool:
