@@ -11,10 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-import transformers
-
-from torchere.serving.commands.cli import main
 
 ADDING_MODEL = """
 import torch
@@ -209,29 +205,6 @@ def test_what_can_not_be_split_is_refused_with_the_reason(
     refused = server.register("refused.mar", initial_workers=1)
     assert refused.status >= 400
     assert text in refused.body.decode()
-
-
-def test_a_hugging_face_folder_is_packed_for_ranks_that_read_its_slices(
-    server: Any, store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    torch.manual_seed(4)
-    config = transformers.LlamaConfig(
-        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 32},
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "llama")
-    given = ["--model-name=llama", f"--serialized-file={tmp_path / 'llama'}", f"--export-path={tmp_path}"]
-    assert main(["archive", *given, "--parallel=tensor=2,pipeline=2"]) == 0
-    assert "over 4 ranks: the answers differ by " in capfd.readouterr().err
-    (store / "llama.mar").write_bytes((tmp_path / "llama.mar").read_bytes())
-    assert server.register("llama.mar", initial_workers=1).status == 200
-    words = [[5, 3, 9, 1]]
-    with torch.no_grad():
-        wanted = model(input_ids=torch.tensor(words)).logits
-    answer = predict(server, "llama", {"input_ids": words, "attention_mask": [[1, 1, 1, 1]]})
-    assert answer.status == 200, answer.body
-    assert torch.tensor(answer.json()) == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline", "tensor: 2, pipeline"])

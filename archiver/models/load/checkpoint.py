@@ -8,6 +8,8 @@ can be made from it, and only tensors are read; other values (steps, learning ra
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
 import math
 import pickle
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.safetensors import read_safetensors
 from torchere.archiver.models.load.weight_only import register_torchao
+from torchere.archiver.models.steps import refusing
 from torchere.archiver.scan.pickles import is_plain
 from torchere.archiver.scan.weights import PICKLE, SAFETENSORS, TORCH_SAVE, classify_file
 
@@ -94,6 +97,8 @@ def read_weights(path: Path, allow_pickle: bool = False) -> Weights:
 
 def _read(path: Path, allow_pickle: bool) -> Weights:
     if path.is_dir():
+        if is_zero_checkpoint(path):
+            return Weights("DeepSpeed ZeRO checkpoint", {"": _read_zero(path, allow_pickle)})
         if not is_distributed_checkpoint(path):
             raise ModelRefused(f"{path}: {_about_folder(path)}")
         return Weights("distributed checkpoint", {"": read_distributed(path)})
@@ -216,6 +221,35 @@ _RECORDS: dict[str, tuple[str, ...]] = {
     "torch.serialization": ("_get_layout",),
     "torch": ("Size",),
 }
+
+
+_ZERO_SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside the checkpoint
+_ZERO_FILES = "*zero_pp_rank_*_optim_states.pt"
+
+
+def is_zero_checkpoint(path: Path) -> bool:
+    """Return whether the folder is one that DeepSpeed saves with ZeRO, or that of one step in it."""
+    return any(True for pattern in (_ZERO_FILES, f"*/{_ZERO_FILES}") for _ in path.glob(pattern))
+
+
+def _read_zero(path: Path, allow_pickle: bool) -> StateDict:
+    """Return the weights, put together by DeepSpeed's own code; the script in the folder is not run."""
+    by_hand = f"or run `python {_ZERO_SCRIPT} . OUTPUT` in it where it was trained, and give OUTPUT"
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ModelRefused(
+            f"{path}: a checkpoint of DeepSpeed (ZeRO), whose weights lie in pieces among the optimizer's "
+            f"states; install deepspeed, which puts them together, {by_hand}"
+        )
+    if not allow_pickle:
+        raise ModelRefused(
+            f"{path}: a checkpoint of DeepSpeed (ZeRO), whose files DeepSpeed unpickles, and that could run "
+            f"any code; trust it with --allow-pickle, {by_hand}"
+        )
+    folder, step = (path, None) if any(path.glob(f"*/{_ZERO_FILES}")) else (path.parent, path.name)
+    with refusing(f"{path}: putting the pieces together by DeepSpeed"):
+        script: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
+        found = script.get_fp32_state_dict_from_zero_checkpoint(str(folder), step)
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def is_distributed_checkpoint(path: Path) -> bool:

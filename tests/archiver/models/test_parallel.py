@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+import yaml
 
 from torchere.archiver import open_archive
+from torchere.archiver.models.spread.trial import in_ranks
+from torchere.handlers.context import Context, RequestProcessor
+from torchere.handlers.metrics import MetricsCache
+from torchere.handlers.tensor_handler import TensorHandler
 from torchere.serving.commands.cli import main
 
 LAYERS = """
@@ -146,3 +153,44 @@ def test_without_inputs_or_beside_another_section_nothing_is_tried(archive: Arch
     assert (status, "has a section parallel; take it out" in said) == (2, True)
     with pytest.raises(SystemExit):
         archive("--parallel=pipeline=one")
+
+
+def test_a_hugging_face_folder_is_packed_and_served_by_ranks_that_read_their_slices(
+    tmp_path: Path, capsys: Any
+) -> None:
+    torch.manual_seed(4)
+    config = transformers.LlamaConfig(
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 32},
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "modeling.py").touch()
+    given = ["--model-name=llama", f"--serialized-file={tmp_path / 'llama'}", f"--export-path={tmp_path}"]
+    assert main(["archive", *given, "--parallel=tensor=2,pipeline=2"]) == 0
+    assert "over 4 ranks: the answers differ by " in capsys.readouterr().err
+    packed = open_archive(tmp_path / "llama.mar")
+    folder = packed.extract(tmp_path / "packed")
+    assert not (folder / "modeling.py").exists()
+    row = {"input_ids": [5, 3, 9, 1], "attention_mask": [1, 1, 1, 1]}
+
+    def answer(_rank: int) -> Any:
+        context = Context(
+            model_name="llama",
+            model_dir=str(folder),
+            manifest=json.loads(packed.manifest.dump()),
+            gpu=None,
+            batch_size=1,
+            mms_version="0.12.0",
+            metrics=MetricsCache("llama"),
+            model_yaml_config=yaml.safe_load((folder / "model-config.yaml").read_text()),
+        )
+        handler = TensorHandler()
+        handler.initialize(context)
+        context.begin_batch([RequestProcessor({}, "1")], lambda index, chunk: None)
+        return handler.handle([row], context)
+
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([row["input_ids"]])).logits
+    for found in in_ranks(4, answer):
+        torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -303,3 +307,63 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path: Path)
     next(folder.glob("*.distcp")).write_bytes(b"")
     with pytest.raises(ModelRefused, match="its index speaks of 8 bytes"):
         read_parts({"a": torch.zeros(2)}, folder)
+
+
+# Run by torchrun: one step of training, saved as DeepSpeed does.
+TRAIN_BY_DEEPSPEED = """
+import os, sys
+import deepspeed
+import torch
+
+deepspeed.init_distributed("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+settings = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": int(sys.argv[2])},
+    "zero_allow_untested_optimizer": True,
+}
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=settings)
+engine.backward(engine(torch.ones(2, 8)).sum())
+engine.step()
+engine.save_checkpoint(sys.argv[1])
+if torch.distributed.get_rank() == 0 and sys.argv[2] == "2":
+    torch.save(net.state_dict(), os.path.join(sys.argv[1], "expected.pth"))
+"""
+_NO_DEEPSPEED = "needs deepspeed, which has no wheels: pip install deepspeed"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason=_NO_DEEPSPEED)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_pieces_of_deepspeeds_zero_are_put_together_by_deepspeed(tmp_path: Path, stage: int) -> None:
+    (tmp_path / "train.py").write_text(TRAIN_BY_DEEPSPEED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [*torchrun, str(tmp_path / "train.py"), str(tmp_path / "zero"), str(stage)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with pytest.raises(ModelRefused, match="trust it with --allow-pickle"):
+        read_weights(tmp_path / "zero")
+    found = read_weights(tmp_path / "zero", allow_pickle=True)
+    assert found.kind == "DeepSpeed ZeRO checkpoint"
+    assert {name: tuple(tensor.shape) for name, tensor in found.states[""].items()} == {
+        **{"0.weight": (16, 8), "0.bias": (16,)},
+        **{"2.weight": (3, 16), "2.bias": (3,)},
+    }
+    if stage == 2:
+        expected = torch.load(tmp_path / "zero" / "expected.pth")
+        for name, tensor in found.states[""].items():
+            torch.testing.assert_close(tensor, expected[name])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
+def test_a_zero_checkpoint_without_deepspeed_says_how_to_put_it_together(tmp_path: Path) -> None:
+    step = tmp_path / "global_step1"
+    step.mkdir()
+    (step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    for folder in (tmp_path, step):
+        with pytest.raises(
+            ModelRefused, match=r"install deepspeed.*or run `python zero_to_fp32.py \. OUTPUT`"
+        ):
+            read_weights(folder)
