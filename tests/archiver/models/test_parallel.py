@@ -159,7 +159,8 @@ def test_a_hugging_face_folder_is_packed_and_served_by_ranks_that_read_their_sli
     tmp_path: Path, capsys: Any
 ) -> None:
     torch.manual_seed(4)
-    config = transformers.LlamaConfig(
+    make: Any = transformers.LlamaConfig
+    config = make(
         **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
         **{"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 32},
     )
