@@ -124,7 +124,7 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
         The exit status: 0, or 1 if the server belongs to another user.
 
     Raises:
-        ConfigurationError: the pid file is orphaned and can't be removed.
+        ConfigurationError: the pid file can't be removed, of an orphan or after the signal.
     """
     pid = read_pid(file)
     if pid is None and not file.exists():
@@ -142,14 +142,16 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
     except psutil.AccessDenied:
         say(f"TorchServe (process {pid}) belongs to another user; stop it as that user.")
         return 1
-    if not running(pid):
-        file.unlink(missing_ok=True)
-        return 0
     try:
-        os.replace(file, _stopping(file))
+        if running(pid):
+            os.replace(file, _stopping(file))
+        else:
+            file.unlink(missing_ok=True)
     except FileNotFoundError:  # it was found without its file
         with suppress(ConfigurationError):
             write_pid(_stopping(file), pid)
+    except OSError as err:  # read-only by now
+        raise _not_ours(file, err) from err
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -173,6 +174,24 @@ def test_stopping_in_the_foreground_waits_for_the_end(pid_file: Path, spawn: Spa
     launcher.stop(pid_file, wait_s=30, say=said.append)
     assert said == ["TorchServe has stopped."]
     assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE  # ended; its parent is in no hurry
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 30.0])
+def test_a_pid_file_that_cannot_be_removed_after_the_signal_is_named(
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    process = spawn(IGNORES_SIGTERM if not wait_s else WAITS)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "replace" if not wait_s else "unlink", refuse)  # a file system gone read-only
+    said: list[str] = []
+    with pytest.raises(ConfigurationError, match="Read-only file system; the pid file must be writable"):
+        launcher.stop(pid_file, wait_s, said.append)
+    assert said == ["TorchServe has stopped."]
+    monkeypatch.undo()
+    assert launcher.running(process.pid) == (not wait_s)
 
 
 def test_a_server_that_will_not_end_takes_too_long(pid_file: Path, spawn: Spawn) -> None:
