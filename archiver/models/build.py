@@ -80,6 +80,7 @@ from torchere.archiver.request import (
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
+_NOT_QUANTISED = "take another --quantize or --format, or leave --quantize out"
 _UNPREPARED = (
     "the handler prepares no pictures: they are taken in their own size with values from 0 to 1; if clients "
     "send other numbers, give --example and --samples as .npy or .pt, or handler.image in model-config.yaml"
@@ -380,7 +381,7 @@ class _Compilation:
         compiled = functools.partial(
             to_torchscript, script=self.options.script, only_trace=self.options.trace, say=told
         )
-        with step(self.say, f"quantising ({method})"):
+        with step(self.say, f"quantising ({method})", _NOT_QUANTISED):
             made = quantise(
                 job.model,
                 method,

@@ -86,15 +86,18 @@ def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
 
 
 def _call_each_once(graph: fx.GraphModule) -> None:
-    """Give each call of a layer without weights a layer of its own: torchao takes calls of one for a step."""
+    """Give each call of a layer a layer of its own, with the same weights: torchao takes them for one step.
+
+    It tells the calls of linear layers apart, so that their int8 weights are in the file once.
+    """
     called: set[str] = set()
     for node in list(graph.graph.find_nodes(op="call_module")):
         name = str(node.target)
         layer = graph.get_submodule(name)
-        if name in called and not [*layer.parameters(), *layer.buffers()]:
+        if name in called and not isinstance(layer, nn.Linear):
             node.target = f"{name}_{node.name}".replace(".", "_")
             node.meta.pop("nn_module_stack", None)  # else it is exported under the old name
-            graph.add_submodule(node.target, copy.deepcopy(layer))
+            graph.add_submodule(node.target, copy.copy(layer))
         called.add(name)
     graph.recompile()
 

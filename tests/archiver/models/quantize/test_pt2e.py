@@ -43,6 +43,34 @@ def model() -> LoadedModel:
     return LoadedModel(network, (torch.rand(2, 3, 8, 8),), signature, "eager", Path("net.py"))
 
 
+class Pyramid(nn.Module):
+    """A head that two levels share, as in detectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head(x), self.head(nn.functional.max_pool2d(x, 2))
+
+
+@needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_a_convolution_that_is_called_twice_is_quantised_for_each_call(method: str) -> None:
+    torch.manual_seed(0)
+    network = Pyramid().eval()
+    samples = [(torch.rand(2, 3, 8, 8),) for _ in range(4)]
+    specs = TensorSpec("x", "FP32", (-1, 3, 8, 8)), TensorSpec("y", "FP32", (-1, 4, 8, 8))
+    model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), "eager", Path("net.py"))
+
+    made = quantise(model, method, samples, target="export").module
+
+    many = torch.rand(5, 3, 8, 8)
+    with torch.no_grad():
+        drift = difference([(network(many), made(many))]).drift
+    assert 0 < drift < 0.1
+
+
 @needs_torchao
 @pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
 def test_the_quantised_program_agrees_and_can_be_exported_for_any_batch(
