@@ -50,7 +50,9 @@ PyTorch has several int8 engines, and its default can be many times slower than 
 the samples with the very bytes that go into the archive, and the fastest that agrees is written to
 `model-config.yaml` (`torchscript: quantized_engine`), from where the server sets it while it loads the
 model. With `--format export` or `aoti` int8 is by torchao's PT2E (`pip install 'torchere[quantize]'`) for
-oneDNN; an exported program that is not compiled gets no faster by it.
+oneDNN; an exported program that is not compiled gets no faster by it. Some compiled transformers are a
+tenth faster by static int8, which `--quantize int8` is there, than by dynamic int8, where activations allow
+it; `auto` measures both ([decision 40](decisions/0040-static-int8-for-compiled-transformers.md)).
 
 Activations have 8 bits and weights 7 (8 in depthwise convolutions): processors without VNNI add pairs of
 products in 16 bits, which 8 bits times 8 overflow, and archives are often packed on another processor than

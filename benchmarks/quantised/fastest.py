@@ -11,6 +11,7 @@ import torch
 
 from quantised.compiled import both
 from quantised.zoo import Ready
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.aotinductor import compile_aoti
 from torchere.archiver.models.convert.exported_program import to_program
 from torchere.archiver.models.inputs.run import LoadedModel
@@ -23,6 +24,7 @@ from torchere.handlers.compiled.load import CompiledModel, load_package
 
 BATCHES = (1, 8)
 SCRIPT, OPTIMIZED, COMPILED = "TorchScript", "TorchScript, optimised", "AOTInductor"
+STATIC, DYNAMIC = "int8-static", "int8-dynamic"
 _LARGEST_BATCH = 64
 _BUDGET_S = 4.0  # of timing, for each batch size
 
@@ -55,7 +57,7 @@ def forms_of(model: LoadedModel, ready: Ready, script: torch.jit.ScriptModule, m
         model: what is quantised.
         ready: the model and its data.
         script: int8 TorchScript, freshly loaded.
-        method: by which the compiled form is quantised.
+        method: by which the compiled form is quantised; with "int8-dynamic" also by "int8-static".
     """
     with tempfile.TemporaryDirectory(prefix="torchere-int8-") as folder:
         fp32 = both(ready, Path(folder))
@@ -64,8 +66,13 @@ def forms_of(model: LoadedModel, ready: Ready, script: torch.jit.ScriptModule, m
             (OPTIMIZED, False): fp32.optimized,
             (COMPILED, False): fp32.aoti,
             (SCRIPT, True): script,
-            (COMPILED, True): _compiled(model, ready, method, Path(folder)),
         }
+        # As `--quantize auto` tries both: static int8 is for networks of linear layers, too.
+        for one in (STATIC, DYNAMIC) if method == DYNAMIC else (method,):
+            try:
+                made[f"{COMPILED}, {one}", True] = _compiled(model, ready, one, Path(folder))
+            except ModelRefused as refusal:
+                print(f"; {COMPILED}, {one}: {refusal}", end="")
         times = _timed(list(made.values()), ready)
         found = [
             Form(name, int8, ms, _drift(ready, made[name, int8]))
@@ -89,10 +96,10 @@ def _compiled(model: LoadedModel, ready: Ready, method: str, folder: Path) -> Co
     graph = quantise(model, method, ready.calibration, target="aoti").module
     rows = batch_of([ready.held_out[0]], 2)
     program = to_program(graph, rows, [free_batch(rows, (1, _LARGEST_BATCH))])
-    file = folder / "int8.pt2"
+    file = folder / f"{method}.pt2"
     compile_aoti(program, file, None, lambda line: print(f"; {line}", end=""), freezing=True)
-    (folder / "int8").mkdir()
-    return load_package(str(file), str(folder / "int8"), "cpu")
+    (folder / method).mkdir()
+    return load_package(str(file), str(folder / method), "cpu")
 
 
 def _drift(ready: Ready, model: Model) -> float:
