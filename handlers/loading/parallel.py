@@ -68,4 +68,4 @@ def _is_alike(model: torch.nn.Module, weights: Weights) -> bool:
 def _opened(path: str) -> Weights:
     if path.endswith(".safetensors"):
         return Safetensors(Path(file_to_map(path)))
-    return StateDict(lambda: read_state_dict(path), is_mapped=True)
+    return StateDict(lambda: read_state_dict(path), may_be_mapped=True)

@@ -130,6 +130,27 @@ def test_a_rank_reads_its_own_part_and_never_holds_more(folder: Path, split: Spl
         assert peak_bytes <= (0.6 if split.ranks == 2 else 0.45) * size
 
 
+def test_a_small_file_that_is_read_and_not_mapped_keeps_its_weights(tmp_path: Path) -> None:
+    source = WIDE.replace("COUNTED", "0").replace("2048", "64")
+    (tmp_path / "wide.py").write_text(source.replace("range(16)", "range(2)"))
+    space: dict[str, Any] = {}
+    exec((tmp_path / "wide.py").read_text(), space)
+    torch.manual_seed(1)
+    model = space["Wide"]()
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    assert (tmp_path / "w.pth").stat().st_size < 2**20
+    wanted = model(row()).detach()
+
+    def work(_rank: int) -> float:
+        with torch.inference_mode():
+            weights = str(tmp_path / "w.pth")
+            part = load_part(archive_at(str(tmp_path)), "wide.py", weights, Split(tensor=2), CPU)
+            difference: float = (part(row()) - wanted).abs().max().item()
+            return difference
+
+    assert max(in_ranks(2, work)) <= 1e-4
+
+
 def test_a_class_that_computes_with_its_weights_is_made_with_them(folder: Path) -> None:
     wanted = torch.tensor(whole_answer(folder))
 

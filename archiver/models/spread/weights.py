@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,13 +43,13 @@ class StateDict:
     Args:
         read: returns it. It is called twice for a mapped one: pages that parts are copied from are given
             back, and not those of tensors that are kept whole.
-        is_mapped: see `read`.
+        may_be_mapped: see `read`.
     """
 
-    def __init__(self, read: Callable[[], Mapping[str, torch.Tensor]], *, is_mapped: bool) -> None:
-        self._is_mapped = is_mapped
+    def __init__(self, read: Callable[[], Mapping[str, torch.Tensor]], *, may_be_mapped: bool) -> None:
         self._kept = read()
-        self._read_from = read() if is_mapped else self._kept
+        self._read_from = read() if may_be_mapped else self._kept
+        self._files = _mapped_files() if may_be_mapped else []
 
     def shapes(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """See `Weights`."""
@@ -63,18 +63,33 @@ class StateDict:
         """See `Weights`."""
         tensor = self._read_from[name].detach()
         part = tensor[where].clone(memory_format=torch.contiguous_format)
-        if self._is_mapped:
-            _give_back(tensor)
+        _give_back(tensor, self._files)
         return part
 
 
-def _give_back(tensor: torch.Tensor) -> None:
-    """Let the kernel take the pages of a mapped tensor, which was only read, from this process."""
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return
+_MAPS = Path("/proc/self/maps")
+
+
+def _mapped_files() -> list[range]:
+    """Return the addresses at which this process has mapped files; none where the system does not tell."""
+    try:
+        lines = [line.split() for line in _MAPS.read_text().splitlines()]
+    except OSError:
+        return []
+    places = [line[0].partition("-") for line in lines if line[4] != "0"]  # the inode; memory has none
+    return [range(int(first, 16), int(end, 16)) for first, _, end in places]
+
+
+def _give_back(tensor: torch.Tensor, files: Sequence[range]) -> None:
+    """Let the kernel take the pages of a tensor from this process if they are a file's, and were only read.
+
+    Pages of other memory would lose their content.
+    """
     first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    size = tensor.data_ptr() + tensor.nbytes - first
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    last = tensor.data_ptr() + tensor.nbytes - 1
+    if tensor.nbytes and any(first in file and last in file for file in files):
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last + 1 - first), mmap.MADV_DONTNEED)
 
 
 class Safetensors:
@@ -128,7 +143,7 @@ def drop_weights(model: torch.nn.Module) -> StateDict:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = placeholders[id(parameter)]
-    return StateDict(lambda: state, is_mapped=False)
+    return StateDict(lambda: state, may_be_mapped=False)
 
 
 def _placeholder(parameter: torch.Tensor) -> torch.nn.Parameter:
