@@ -264,4 +264,5 @@ def test_compare_refuses_an_archive_whose_section_says_nonsense(
     torch.save(torch.rand(2, 3, 13, 12), "data/one.pt")
     with caplog.at_level(logging.WARNING, "torchere.handlers"):
         assert main(["compare", "net.mar", "net.mar", "--data", "data"]) == 2
-    assert "optimize_for_inference in model-config.yaml is 'perhaps'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "torchscript.optimize_for_inference is perhaps; expected true or false; unpack the archive" in said
