@@ -185,13 +185,22 @@ class ForkLauncher:
             await asyncio.to_thread(self._spawned.end)
 
 
+# How often a thread of OpenMP looks whether the others are done before it sleeps (libgomp: GOMP_SPINCOUNT).
+# By itself it looks 300,000 times, for milliseconds, while the thread that it waits for may have no core: a
+# container, other models and the server itself want some of these (docs/decisions/0041).
+SPIN_COUNT = 1000
+
+
 def worker_environment(hidden: str | None = None, settings: ServerSettings | None = None) -> dict[str, str]:
     """Return the server's environment without the variables whose whole name matches the regex `hidden`.
 
-    With `settings` it has the variables that TorchServe gives its workers, for handlers that read them.
+    It bounds how long threads of OpenMP spin, unless the operator does (`SPIN_COUNT`). With `settings` it has
+    the variables that TorchServe gives its workers, for handlers that read them.
     """
     kept = {name: value for name, value in os.environ.items() if not (hidden and re.fullmatch(hidden, name))}
     given = _of_torchserve(settings, kept) if settings is not None else {}
+    if not any(name in kept for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
+        given["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     # The folder the server was started in must not shadow modules of torchere or torch (Python 3.11 on).
     return {**kept, **given, "PYTHONSAFEPATH": "1"}
 

@@ -18,6 +18,7 @@ import uvloop
 
 from torchere.serving.workers.fork_client import Spawned, spawn
 from torchere.serving.workers.launch import (
+    SPIN_COUNT,
     ExecLauncher,
     ForkLauncher,
     Launched,
@@ -249,3 +250,16 @@ def test_hidden_variables_do_not_reach_workers(monkeypatch: pytest.MonkeyPatch) 
     assert "SECRET_TOKEN" not in passed
     assert passed["OPEN_TOKEN"] == "y"
     assert "SECRET_TOKEN" in worker_environment("SECRET")  # of a part of a name nothing follows
+
+
+@pytest.mark.parametrize("chosen", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_threads_that_wait_sleep_soon_unless_the_operator_wants_it_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str]
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    found = worker_environment()
+    assert chosen.items() <= found.items()
+    assert found.get("GOMP_SPINCOUNT") == (chosen.get("GOMP_SPINCOUNT") if chosen else str(SPIN_COUNT))
