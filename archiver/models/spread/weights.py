@@ -17,11 +17,15 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchere.archiver.models.load.checkpoint import read_parts
 from torchere.archiver.models.load.safetensors import read_safetensors
 from torchere.archiver.models.spread.tensor import Part
+
+# A smaller tensor is copied: the kernel maps up to a megabyte around each page that is read.
+_WORTH_MAPPING_BYTES = 1 << 20
 
 
 class Weights(Protocol):
@@ -122,17 +126,28 @@ class Safetensors:
 def without_weights() -> Iterator[None]:
     """Make modules whose parameters are on the device `meta`, while their buffers are real.
 
-    A parameter is allocated by its class and dropped at once. Not thread-safe.
+    A parameter is allocated by its class and dropped at once. The functions of `torch.nn.init` do nothing
+    meanwhile: on `meta` each would make torch import 70 MB of its compiler. Not thread-safe.
     """
 
     def drop(_module: torch.nn.Module, _name: str, parameter: Any) -> Any:
         return None if parameter is None or parameter.is_meta else _placeholder(parameter)
 
     hook = register_module_parameter_registration_hook(drop)
+    functions = {name: value for name, value in vars(init).items() if name.endswith("_") and callable(value)}
+    names = [name for name in functions if not name.startswith("_")]
     try:
+        for name in names:
+            setattr(init, name, _as_it_is)
         yield
     finally:
         hook.remove()
+        for name in names:
+            setattr(init, name, functions[name])
+
+
+def _as_it_is(tensor: torch.Tensor, *_arguments: Any, **_options: Any) -> torch.Tensor:
+    return tensor
 
 
 def drop_weights(model: torch.nn.Module) -> StateDict:
@@ -167,7 +182,9 @@ def fill(model: torch.nn.Module, weights: Weights, parts: Mapping[str, Part], de
                 if id(value) not in made:
                     full = f"{prefix}.{name}" if prefix else name
                     part = parts.get(full)
-                    tensor = weights.part(full, part.slices(value.shape)) if part else weights.whole(full)
+                    where = part.slices(value.shape) if part else tuple(map(slice, value.shape))
+                    is_copied = part is not None or (value.dim() > 0 and value.nbytes < _WORTH_MAPPING_BYTES)
+                    tensor = weights.part(full, where) if is_copied else weights.whole(full)
                     made[id(value)] = torch.nn.Parameter(tensor.to(device), requires_grad=False)
                 module._parameters[name] = made[id(value)]
         for name, value in module._buffers.items():
