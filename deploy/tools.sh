@@ -35,9 +35,10 @@ helm() {
 # suite NAME PACKAGE...: download and unpack packages of a Debian suite, by lists of packages apart from the machine's own
 suite() {
   local folder=$download/$1-$2 mirror
-  mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources 2> /dev/null || true)
+  mirror=${DEBIAN_MIRROR:-$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources 2> /dev/null || true)}
+  [ -n "$mirror" ] || { echo "$2: found no Debian mirror of this machine: set DEBIAN_MIRROR=URL" >&2 && return 1; }
   mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial" "$folder/sources"
-  printf 'Types: deb\nURIs: %s\nSuites: %s\nComponents: main\nSigned-By: %s\n' "${mirror:-http://deb.debian.org/debian}" \
+  printf 'Types: deb\nURIs: %s\nSuites: %s\nComponents: main\nSigned-By: %s\n' "$mirror" \
     "$1" /usr/share/keyrings/debian-archive-keyring.gpg > "$folder/sources/suite.sources"
   : > "$folder/status"
   cat > "$folder/apt.conf" << EOF
