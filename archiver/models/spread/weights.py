@@ -182,7 +182,9 @@ def fill(model: torch.nn.Module, weights: Weights, parts: Mapping[str, Part], de
                 if id(value) not in made:
                     full = f"{prefix}.{name}" if prefix else name
                     part = parts.get(full)
-                    where = part.slices(value.shape) if part else tuple(map(slice, value.shape))
+                    where = (
+                        part.slices(value.shape) if part else tuple(slice(0, size) for size in value.shape)
+                    )
                     is_copied = part is not None or (value.dim() > 0 and value.nbytes < _WORTH_MAPPING_BYTES)
                     tensor = weights.part(full, where) if is_copied else weights.whole(full)
                     made[id(value)] = torch.nn.Parameter(tensor.to(device), requires_grad=False)

@@ -6,7 +6,7 @@ import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +52,9 @@ def test_a_hugging_face_folder_is_a_model_of_transformers_with_all_its_weights(
 ) -> None:
     transformers = ModuleType("transformers")
     transformers.__spec__ = ModuleSpec("transformers", None)
-    transformers.__dict__.update(__version__="5", Net=_Pretrained, Config=dict)
+    quiet = SimpleNamespace(set_verbosity_error=lambda: None, disable_progress_bar=lambda: None)
+    utilities = SimpleNamespace(logging=quiet)
+    transformers.__dict__.update(__version__="5", Net=_Pretrained, Config=dict, utils=utilities)
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Net"], "missing": []}))
