@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,15 +28,6 @@ class Mean(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean((2, 3)) * self.factor
-
-
-@pytest.fixture(autouse=True)
-def handlers_log_as_before() -> Iterator[None]:
-    """The command silences warnings of handlers in its process, which is this one."""
-    logger = logging.getLogger("torchere.handlers")
-    level = logger.level
-    yield
-    logger.setLevel(level)
 
 
 @pytest.fixture
