@@ -79,7 +79,7 @@ class Point(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What was seen of one point."""
+    """The measurements of one point of the grid."""
 
     per_s: float
     per_cpu_s: float

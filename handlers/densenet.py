@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torchere.handlers.base import BaseHandler, tensor_of
+from torchere.handlers.encode import encode_answer
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.rows import fields_of, read_each, refusal, value_of
 from torchere.handlers.tensors import TensorError
@@ -57,15 +58,9 @@ class TorchScriptHandler(DenseNetHandler):
 
     def _run(self, data: Sequence[Any]) -> list[Any]:
         return [
-            _file_of(answer[0].clone()) if isinstance(answer, torch.Tensor) else answer
+            encode_answer(answer[0]) if isinstance(answer, torch.Tensor) else answer
             for answer in super()._run(data)
         ]
-
-
-def _file_of(tensor: torch.Tensor) -> bytes:
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    return file.getvalue()
 
 
 def _groups(read: Sequence[torch.Tensor | PredictionException]) -> list[dict[int, torch.Tensor]]:

@@ -202,7 +202,7 @@ def _scaling_violations(scaler: Object) -> Iterator[str]:
         targets = [
             (each["metadata"]["query"], each["metadata"]["threshold"], each.get("metricType") != "Value")
             for each in triggers
-            if "torchere_" in each["metadata"]["query"]  # the others ask somebody else's metrics
+            if "torchere_" in each["metadata"]["query"]  # the others ask for metrics of other programs
         ]
     for query, target, is_average in targets:
         reader = Reader(query, families(), {})

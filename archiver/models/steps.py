@@ -14,7 +14,7 @@ from torchere.archiver.errors import ModelRefused, PackingError
 
 Say = Callable[[str], None]  # takes one line for the user; may be called from another thread
 T = TypeVar("T")
-_LIBRARIES = ("torch", "torchao", "transformers")
+_LIBRARIES = ("torch", "torchao", "transformers")  # their loggers
 _EVERY_S = 10.0  # between two lines about a loop
 _STILL_S = 30.0  # between two lines about a step that tells nothing of itself
 
@@ -38,7 +38,7 @@ def step(say: Say, name: str, advice: str = "") -> Iterator[None]:
     ended = threading.Event()
     threading.Thread(target=_tell_that_it_lasts, args=(ended, name, say), daemon=True).start()
     try:
-        with warnings.catch_warnings(), _errors_only(), refusing(name, advice):
+        with warnings.catch_warnings(), errors_only(*_LIBRARIES), refusing(name, advice):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -47,9 +47,9 @@ def step(say: Say, name: str, advice: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def _errors_only() -> Iterator[None]:
-    """Keep the loggers of torch's libraries to errors in the block."""
-    loggers = [logging.getLogger(name) for name in _LIBRARIES]
+def errors_only(*names: str) -> Iterator[None]:
+    """Keep these loggers to errors in the block."""
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

@@ -120,19 +120,18 @@ def tensors_of(example: Example, layout: Layout) -> list[Any]:
 
 def _check_shared_sizes(tensors: Sequence[Any], layout: Layout, single: bool) -> None:
     """Raise TensorError unless dimensions of one name have one size, as ids and their mask."""
-    sizes: dict[str, tuple[TensorSpec, Limit]] = {}
-    first: dict[str, int] = {}
+    first: dict[str, tuple[int, TensorSpec, Limit]] = {}  # the size of a name, and where it was found
     for tensor, spec in zip(tensors, layout.specs, strict=True):
         for limit in spec.limits:
             if not limit.name:
                 continue
             size = tensor.shape[limit.dimension]
-            other, there = sizes.setdefault(limit.name, (spec, limit))
-            if first.setdefault(limit.name, size) != size:
+            wanted, other, there = first.setdefault(limit.name, (size, spec, limit))
+            if size != wanted:
                 raise TensorError(
                     spec.name,
                     f"the shape {shown(tuple(tensor.shape)[single:])}",
-                    f"the size {first[limit.name]} of dimension {limit.dimension - single}, as {other.name} "
+                    f"the size {wanted} of dimension {limit.dimension - single}, as {other.name} "
                     f"has it in dimension {there.dimension - single}",
                 )
 

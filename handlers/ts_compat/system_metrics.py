@@ -82,13 +82,7 @@ def gpu_utilization(num_of_gpu: int) -> None:
     fields = "index,utilization.gpu,memory.used,memory.total"
     command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(
-            [*command, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError) as err:
         logging.warning("GPUs can't be sampled: %s", err)
         return

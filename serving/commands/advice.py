@@ -37,9 +37,9 @@ def advice(message: str, address: str, model: str, found: FoundKey | None) -> st
         return _models(model.partition("/")[0], sorted(map(str, names)))
     if _NO_WORKER in message:
         reasons = _get(address, f"/readyz/{quote(model)}", None).get("reasons")
-        is_failed = isinstance(reasons, list) and any("failed" in str(reason) for reason in reasons)
-        name = model.partition("/")[0]
-        return f"{model} failed: the server's log and its describe say why (GET /models/{name})" * is_failed
+        if isinstance(reasons, list) and any("failed" in str(reason) for reason in reasons):
+            name = model.partition("/")[0]
+            return f"{model} failed: the server's log and its describe say why (GET /models/{name})"
     return ""
 
 
@@ -54,7 +54,7 @@ def _models(wanted: str, names: list[str]) -> str:
 
 
 def _get(address: str, path: str, found: FoundKey | None) -> dict[str, object]:
-    """Return the JSON object at a path of the server, also of a refusal; {} if there is none."""
+    """Return the JSON object that the server answers at a path, a refusal included; {} for other answers."""
     headers = {"Authorization": f"Bearer {found.key}"} if found else {}
     try:
         request = urllib.request.Request(address.rstrip("/") + path, headers=headers)

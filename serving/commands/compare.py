@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -99,17 +98,15 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(options: argparse.Namespace) -> int:
     """Print the report; return 0 if B's outputs are close enough to A's, 2 otherwise or on an error."""
-    # Hide warnings of handlers (such as on class names), which are irrelevant to a comparison.
-    handlers = logging.getLogger("torchere.handlers")
-    level = handlers.level
-    handlers.setLevel(logging.ERROR)
+    from torchere.archiver.models.steps import errors_only  # noqa: PLC0415 - imports torch
+
     try:
-        report = _compared(options)
+        # Warnings of handlers (such as on class names) are irrelevant to a comparison.
+        with errors_only("torchere.handlers"):
+            report = _compared(options)
     except (ArchiveError, ModelRefused, OSError) as error:
         print(f"torchere compare: {plainly(error)}", file=sys.stderr)
         return 2
-    finally:
-        handlers.setLevel(level)
     print(report.to_json() if options.json else report.table())
     if not report.accepted:
         from torchere.archiver.models.verify.compare import reason_of  # noqa: PLC0415 - imports torch

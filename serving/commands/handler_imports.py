@@ -6,7 +6,7 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED
 
@@ -22,20 +22,20 @@ def missing_imports(source: str) -> list[str]:
     Raises:
         SyntaxError: the source is not valid for this Python version.
     """
-    found: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    found = ((line, _missing(module, name)) for line, module, name in _imported(ast.walk(ast.parse(source))))
+    return [f"line {line}: {why}" for line, why in found if why]
+
+
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, module and name (of `import module`: "") of each import among these nodes."""
+    for node in nodes:
         if isinstance(node, ast.Import):
-            wanted = [(alias.name, "") for alias in node.names]
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            wanted = [(node.module, alias.name) for alias in node.names]
-        else:
-            continue
-        found += [f"line {node.lineno}: {why}" for why in map(_missing, wanted) if why]
-    return found
+            yield from ((node.lineno, node.module, alias.name) for alias in node.names)
 
 
-def _missing(wanted: tuple[str, str]) -> str:
-    module, name = wanted
+def _missing(module: str, name: str) -> str:
     if module != "ts" and not module.startswith("ts."):
         return ""
     for path in (module, f"{module}.{name}"):
@@ -74,20 +74,13 @@ def not_installed(source: str, files: Collection[str]) -> list[str]:
     beside = {part.removesuffix(".py") for name in files for part in name.split("/")}
     known = _OURS | beside | sys.stdlib_module_names
     found: dict[str, str] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module]
-        else:
-            continue
-        for name in names:
-            root = name.partition(".")[0]
-            if root not in known and root not in found and not _is_installed(root):
-                found[root] = (
-                    f"line {node.lineno}: {root} is not installed here; install it beside the server, or "
-                    "pack the archive with its requirements and set install_py_dep_per_model=true"
-                )
+    for line, module, _ in _imported(ast.parse(source).body):
+        root = module.partition(".")[0]
+        if root not in known and root not in found and not _is_installed(root):
+            found[root] = (
+                f"line {line}: {root} is not installed here; install it beside the server, or pack the "
+                "archive with its requirements and set install_py_dep_per_model=true"
+            )
     return list(found.values())
 
 

@@ -135,7 +135,7 @@ def is_declared(facts: ModelFacts) -> bool:
 
 
 def _example(facts: ModelFacts) -> str:
-    """Return the example of the model config as JSON; "" if there is none, or none that fits a line."""
+    """Return the example of the model config as JSON; "" without an example, or with one that is too long."""
     try:
         text = "" if facts.example is None else json.dumps(facts.example)
     except (TypeError, ValueError, RecursionError):  # YAML has dates, and keys that JSON has not

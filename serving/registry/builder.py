@@ -6,7 +6,6 @@ Nothing is loaded here: the reconciler loads a version when its target is above 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import time
@@ -81,20 +80,17 @@ class Loader:
         self._rooms = RoomLauncher(self._launcher)
         self._oom = OomWatch()
         self._cores = CoreShares(available_cores())
-        self._other_gpus: dict[str, int] = {}  # by kind, other than CUDA's
-
-    @functools.cached_property
-    def gpus(self) -> int:
-        """The number of GPUs that executors may use; the first access queries the driver and blocks."""
-        return gpu_count(self._server.max_gpus)
+        self._gpus: dict[str, int] = {}  # by kind
 
     def gpus_of(self, kind: DeviceType | None) -> int:
-        """Return the number of GPUs of a kind; like `gpus`, the first call for a kind blocks."""
-        if kind not in ("xpu", "hpu"):
-            return self.gpus
-        if kind not in self._other_gpus:
-            self._other_gpus[kind] = gpu_count(self._server.max_gpus, kind)
-        return self._other_gpus[kind]
+        """Return the number of GPUs of a kind that executors may use; the first call for a kind blocks.
+
+        Kinds without numbers of their own, and None, get the number of CUDA's.
+        """
+        counted = kind if kind in ("xpu", "hpu") else "cuda"
+        if counted not in self._gpus:
+            self._gpus[counted] = gpu_count(self._server.max_gpus, counted)
+        return self._gpus[counted]
 
     def build(
         self,

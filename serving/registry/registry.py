@@ -313,7 +313,7 @@ class Registry:
     def _wanted_at_startup(self) -> list[Wanted]:
         """Check the snapshot's archives on disk and return the startup models. Blocks."""
         check_snapshot(self._server.snapshot_models, self._store.has)
-        return startup_models(self._server, self._store.names, self._loader.gpus)
+        return startup_models(self._server, self._store.names, self._loader.gpus_of(None))
 
     async def opened(self) -> None:
         """Start writing snapshots: the server answers requests now."""

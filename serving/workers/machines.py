@@ -428,7 +428,7 @@ def watch_peer(connection: socket.socket) -> None:
         "TCP_KEEPIDLE": 2,
         "TCP_KEEPINTVL": 1,
         "TCP_KEEPCNT": int(CUT_OFF_S) - 2,
-        "TCP_USER_TIMEOUT": int(CUT_OFF_S * 1000),  # for what was sent and is not acknowledged; Linux
+        "TCP_USER_TIMEOUT": int(CUT_OFF_S * 1000),  # for bytes that are not acknowledged; Linux
     }
     for name, value in options.items():
         if hasattr(socket, name):
@@ -436,7 +436,7 @@ def watch_peer(connection: socket.socket) -> None:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface with this address of the machine; "": there is none."""
+    """Return the name of the network interface with this address of the machine; "": no interface has it."""
     import psutil  # noqa: PLC0415 - only groups over several machines need it
 
     mapped = address.removeprefix("::ffff:")

@@ -9,7 +9,6 @@ and the leader is dialled again: it is the leader's pool that restarts the group
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import select
@@ -25,19 +24,16 @@ import msgspec
 import numpy as np
 import torch
 
-from torchere.handlers.ts_compat import alias as ts_alias
-from torchere.handlers.ts_compat.main import hide_launcher
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import ModelNotFound, ServingError
-from torchere.serving.process.signals import die_with_parent, live
+from torchere.serving.process.signals import live
 from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
 from torchere.serving.store.url_rules import is_remote
 from torchere.serving.workers.devices import gpu_count
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.machines import Refused, Welcome, dial
 from torchere.serving.workers.messages import LoadError, RankLost, encode_frame, spec_of
-from torchere.serving.workers.oom import offer_to_oom_killer
-from torchere.serving.workers.process import stand_in
+from torchere.serving.workers.process import settle_in, stand_in
 from torchere.serving.workers.ranks import ENDING_S, serve_rank
 from torchere.serving.workers.sandbox import enter, sandbox_of
 
@@ -202,11 +198,7 @@ class Member:
 def _be_rank(parent: int, spec: LoadSpec, local: int, connection: socket.socket) -> None:
     """Be a rank, in a process that was just forked; prepared as a worker process is."""
     os.setsid()  # processes that its handler starts are ended with it
-    die_with_parent()
-    offer_to_oom_killer()
-    hide_launcher()
-    faulthandler.enable()
-    ts_alias.install()
+    settle_in()
     torch.seed()  # otherwise all ranks would draw the same random numbers
     np.random.seed()
     stand_in(spec.archive_dir)

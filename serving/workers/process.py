@@ -447,21 +447,26 @@ def stand_in(archive_dir: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), archive_dir]))
 
 
+def settle_in() -> None:
+    """Prepare a process that will run a handler."""
+    die_with_parent()
+    offer_to_oom_killer()
+    hide_launcher()
+    faulthandler.enable()  # logs a traceback at a crash in native code
+    ts_alias.install()
+
+
 def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
     """Do the common set-up of a worker process; return the formatter of its log records.
 
     `origin`: see `WorkerFormatter`.
     """
-    die_with_parent()
-    offer_to_oom_killer()
-    hide_launcher()
-    faulthandler.enable()  # logs a traceback at a crash in native code
+    settle_in()
     to_server = logging.StreamHandler()
     lines = WorkerFormatter(origin)
     to_server.setFormatter(lines)
     logging.basicConfig(level=logging.INFO, handlers=[to_server])
     logging.captureWarnings(True)  # as records with a level, which are not repeated for each worker
-    ts_alias.install()
     return lines
 
 

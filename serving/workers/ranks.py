@@ -129,9 +129,8 @@ class GroupHost:
             self._fork(number, on_gpu)
         self._host_of_store = spec.rendezvous.host if spec.rendezvous else LOOPBACK
         machines = self._meet()
-        self._store = open_store(
-            self._host_of_store, spec.ranks * machines
-        )  # the forked ranks must not have it
+        # After the forks: the other ranks must not have the store.
+        self._store = open_store(self._host_of_store, spec.ranks * machines)
         self._join = self._join_of(machines)
         os.environ.update(_environment(spec, self._join, 0))
         self._host = HandlerHost(spec, 0 if on_gpu else None, shared_models)

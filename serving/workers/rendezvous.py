@@ -66,10 +66,10 @@ def rendezvous_of(
 
 
 def secret_of(server: RendezvousSettings, *, needed: bool) -> bytes:
-    """Return the secret of `rendezvous_secret_file`, without the white space around it; b"": there is none.
+    """Return the secret of `rendezvous_secret_file`, without the white space around it; b"" without a file.
 
     Raises:
-        ServingError: there is none and it is needed; or it can't be read, or is too short.
+        ServingError: no file is set and one is needed; or it can't be read, or is too short.
     """
     if server.secret_file is None:
         if needed:

@@ -27,6 +27,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from servers import PROPERTIES as ANY_PORTS
 
 from torchere.serving.telemetry.metrics import Metrics
 
@@ -34,14 +35,7 @@ from torchere.serving.telemetry.metrics import Metrics
 OF_SOME_MACHINES = re.compile(r"GPU|torchere_cgroup_|torchere_first_part_")
 # What Prometheus itself adds to every scrape.
 OF_PROMETHEUS = frozenset({"up", "scrape_duration_seconds", "scrape_samples_scraped"})
-PROPERTIES = """
-inference_address=http://127.0.0.1:0
-management_address=http://127.0.0.1:0
-metrics_address=http://127.0.0.1:0
-grpc_inference_port=0
-grpc_management_port=0
-default_workers_per_model=1
-certificate_file=cert.pem
+PROPERTIES = f"""{ANY_PORTS}certificate_file=cert.pem
 private_key_file=key.pem
 fair_queueing=true
 """

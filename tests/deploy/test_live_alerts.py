@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import PROPERTIES as ANY_PORTS
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from harness.cgroup import CpuGroup, cpu_group
@@ -66,14 +67,7 @@ for name in ("MemoryUtilization", "DiskUtilization"):
     print(f"{name}.Percent:99|#Level:Host|#hostname:elsewhere,1700000000")
 print("GPUMemoryUtilization.Percent:99|#Level:Host,DeviceId:0|#hostname:elsewhere,1700000000")
 """
-PROPERTIES = """
-inference_address=http://127.0.0.1:0
-management_address=http://127.0.0.1:0
-metrics_address=http://127.0.0.1:0
-grpc_inference_port=0
-grpc_management_port=0
-default_workers_per_model=2
-certificate_file=cert.pem
+PROPERTIES = f"""{ANY_PORTS.replace("per_model=1", "per_model=2")}certificate_file=cert.pem
 private_key_file=key.pem
 system_metrics_cmd=host.py
 metric_time_interval=1

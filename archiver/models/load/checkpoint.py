@@ -229,7 +229,7 @@ _ZERO_FILES = "*zero_pp_rank_*_optim_states.pt"
 
 def is_zero_checkpoint(path: Path) -> bool:
     """Return whether the folder is one that DeepSpeed saves with ZeRO, or that of one step in it."""
-    return any(True for pattern in (_ZERO_FILES, f"*/{_ZERO_FILES}") for _ in path.glob(pattern))
+    return any(any(path.glob(pattern)) for pattern in (_ZERO_FILES, f"*/{_ZERO_FILES}"))
 
 
 def _read_zero(path: Path, allow_pickle: bool) -> StateDict:
