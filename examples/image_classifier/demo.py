@@ -140,10 +140,10 @@ def _without_host(series: str) -> str:
 def _stay(server: Server) -> None:
     """Serve until Ctrl+C or SIGTERM, or until the server itself ends."""
     port, key = server.ports.inference, server.bearer("inference")["authorization"]
-    print("\nServing until Ctrl+C. Try it:")
-    print(f"  curl -H 'Authorization: {key}' -T PHOTOGRAPH \\")
-    print(f"       http://127.0.0.1:{port}/predictions/{MODEL}/2.0", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
+        print("\nServing until Ctrl+C. Try it:")
+        print(f"  curl -H 'Authorization: {key}' -T PHOTOGRAPH \\")
+        print(f"       http://127.0.0.1:{port}/predictions/{MODEL}/2.0", flush=True)
         raise ServerFailed(f"it ended by itself with exit status {server.process.wait()}")
 
 

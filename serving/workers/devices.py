@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from glob import glob
 from pathlib import Path
 
-from torchere.serving.workers.executor import ExecutorStatus
+from torchere.serving.workers.executor import ExecutorStatus, LoadSpec
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,20 @@ def intra_op_threads(cores: int, executors: int) -> int:
     return max(1, cores // max(1, executors))
 
 
+def show_devices(spec: LoadSpec, gpu_id: int | None, kind: str) -> None:
+    """Show this process the GPUs of its worker only, from `gpu_id` on. Call it before torch uses them.
+
+    `kind` is that of the model config, in lower case; "": it names none.
+    """
+    if gpu_id is None:
+        return
+    variable = _VISIBLE_OF_KIND.get(kind, _VISIBLE)
+    visible = os.environ.get(variable)
+    names = visible.split(",") if visible else [str(number) for number in range(max(spec.gpu_ids) + 1)]
+    shown = devices_of(spec.gpu_ids, gpu_id, spec.devices)
+    os.environ[variable] = ",".join(names[number].strip() for number in shown)
+
+
 class CoreShares:
     """Divides the cores over the executors of all versions. Used on the event loop only.
 
@@ -107,11 +121,8 @@ class CoreShares:
 NVML = "libnvidia-ml.so.1"
 ASK_TORCH = (sys.executable, "-c", "import sys, torch; print(getattr(torch, sys.argv[1]).device_count())")
 _NAMES = {"cuda": "CUDA", "xpu": "torch.xpu", "hpu": "torch.hpu"}
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-VISIBLE_OF_KIND = {
-    "xpu": "ZE_AFFINITY_MASK",
-    "hpu": "HABANA_VISIBLE_MODULES",
-}  # others: `VISIBLE`
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_OF_KIND = {"xpu": "ZE_AFFINITY_MASK", "hpu": "HABANA_VISIBLE_MODULES"}  # others: `_VISIBLE`
 ASK_TIMEOUT_S = 120.0
 # Device files of the drivers: discrete GPUs, Windows' subsystem for Linux, Jetson, ROCm.
 _DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
@@ -127,7 +138,7 @@ def visible_gpus() -> int:
     built_for_gpus = any("c10_cuda" in name or "c10_hip" in name for name in libraries)
     if any("c10" in name for name in libraries) and not built_for_gpus:
         return 0  # a CPU build of torch; if no library is found, its layout is unknown, and torch decides
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = os.environ.get(_VISIBLE)
     if wanted == "":
         return 0
     if wanted is None or _ORDINALS.fullmatch(wanted):

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from torchere.handlers.loading.devices import kind_of
 from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.handlers.ts_compat.main import hide_launcher
@@ -35,6 +36,7 @@ from torchere.serving.process.allocator import keep_freed_memory, settle_loaded
 from torchere.serving.process.signals import die_with_parent, leave
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.concurrent_lane import ConcurrentLane
+from torchere.serving.workers.devices import show_devices
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
 from torchere.serving.workers.host import HandlerHost
@@ -62,7 +64,7 @@ from torchere.serving.workers.messages import (
     spec_of,
 )
 from torchere.serving.workers.oom import offer_to_oom_killer
-from torchere.serving.workers.ranks import GroupHost, Host, show_devices
+from torchere.serving.workers.ranks import GroupHost, Host
 from torchere.serving.workers.sandbox import enter
 
 HELD_LOOK_S = 0.005  # polling interval of a lane whose parts the server holds back
@@ -386,7 +388,7 @@ class WorkerMain:
             self._group = GroupHost(spec, gpu_id, self._models, self._send_control)
             return self._group
         if spec.devices > 1:
-            show_devices(spec, gpu_id)
+            show_devices(spec, gpu_id, kind_of(spec.model_config))
             gpu_id = None if gpu_id is None else 0
         return HandlerHost(spec, gpu_id, self._models, alone=not spec.shares_weights)
 

@@ -31,7 +31,7 @@ from torchere.serving.errors import LoadFailed, ServingError
 from torchere.serving.process.allocator import settle_loaded
 from torchere.serving.process.signals import die_with_parent, live
 from torchere.serving.types import NO_DEADLINE, InferRequest
-from torchere.serving.workers.devices import VISIBLE, VISIBLE_OF_KIND, devices_of
+from torchere.serving.workers.devices import show_devices
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
 from torchere.serving.workers.host import HandlerHost, PartialSink
@@ -71,6 +71,7 @@ STEP_GRACE_S = (
 )
 SILENT_S = 2.0  # after a ping: a rank that has not answered is named in the log
 ENDING_S = 1.0  # for ranks to end by themselves; the server grants their worker twice as much
+LAST_WORDS_S = 0.2  # for the report of a machine about a rank, behind the end of another one
 _LOOK_S = 0.5
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 
@@ -123,7 +124,7 @@ class GroupHost:
         self._runs = False  # rank 0 is inside a batch
         self._last_run_id = 0
         self._closing = False
-        show_devices(spec, gpu_id)
+        show_devices(spec, gpu_id, kind_of(spec.model_config))
         on_gpu = gpu_id is not None
         for number in range(1, spec.ranks):
             self._fork(number, on_gpu)
@@ -333,14 +334,31 @@ class GroupHost:
 
     def _lose(self, rank: _Rank, message: RankLost | None) -> NoReturn:
         """End the group, for a rank has ended; `message`: of the machine that it ran on."""
-        cause = self._end_causes.get(rank.number, "")
+        if rank.machine and message is None:
+            message = self._report_beside(rank)
         if message is not None:
-            self._give_up(rank.number, message.exit_code, cause or message.cause)
+            cause = self._end_causes.get(message.rank, "") or message.cause
+            self._give_up(message.rank, message.exit_code, cause)
+        cause = self._end_causes.get(rank.number, "")
         if rank.machine:
-            self._give_up(
-                rank.number, 1, cause or f"its machine {rank.machine} does not answer", is_cut_off=True
-            )
+            cause = cause or f"its machine {rank.machine} does not answer"
+            self._give_up(rank.number, 1, cause, is_cut_off=True)
         self._give_up(rank.number, _exit_code(rank.pid), cause)
+
+    def _report_beside(self, rank: _Rank) -> RankLost | None:
+        """Return what the machine of a rank says of another one; None: it says nothing, or is cut off.
+
+        When one of its ranks has ended, it ends them all: the end of this one may be read before the report.
+        """
+        limit_s = time.monotonic() + LAST_WORDS_S
+        for other in [each for each in self._ranks if each.place == rank.place and each is not rank]:
+            last: object = other
+            while last is not None:
+                other.connection.settimeout(max(0.001, limit_s - time.monotonic()))
+                for last in _arrived(other.frames):
+                    if isinstance(last, RankLost):
+                        return last
+        return None
 
     def _look(self, now_s: float) -> None:
         """End the group if rank 0 waits for a rank that has failed; name ranks that give no sign of life."""
@@ -478,14 +496,3 @@ def _environment(spec: LoadSpec, join: Join, local: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(spec.intra_op_threads),
         **join.interface,
     }
-
-
-def show_devices(spec: LoadSpec, gpu_id: int | None) -> None:
-    """Show this process the GPUs of its worker only, from `gpu_id` on. Call it before torch uses them."""
-    if gpu_id is None:
-        return
-    variable = VISIBLE_OF_KIND.get(kind_of(spec.model_config), VISIBLE)
-    visible = os.environ.get(variable)
-    names = visible.split(",") if visible else [str(number) for number in range(max(spec.gpu_ids) + 1)]
-    shown = devices_of(spec.gpu_ids, gpu_id, spec.devices)
-    os.environ[variable] = ",".join(names[number].strip() for number in shown)
