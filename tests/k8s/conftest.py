@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import subprocess
 import sys
@@ -99,3 +100,34 @@ def policy() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def kserve_objects() -> dict[str, Object]:
+    """The objects of k8s/kserve by file, and the service in the comment of the multi-node runtime."""
+    texts = {path.stem: path.read_text() for path in sorted((ROOT / "k8s/kserve").glob("*.yaml"))}
+    parts = texts["servingruntime-multinode"].split("\n#\n")
+    (service,) = [part for part in parts if "kind: InferenceService" in part]
+    lines = [line.removeprefix("#") for line in service.splitlines()]
+    return {name: yaml.safe_load(text) for name, text in texts.items()} | {
+        "service of several machines": yaml.safe_load("\n".join(lines))
+    }
+
+
+@pytest.fixture(scope="session")
+def changed() -> Callable[[Object, str, Any], Object]:
+    """Copies an object with another value at a path like `spec.containers.0.name`; `...` drops the field."""
+
+    def copied(each: Object, path: str, value: Any) -> Object:
+        result = copy.deepcopy(each)
+        *parents, last = path.split(".")
+        at: Any = result
+        for step in parents:
+            at = at[int(step)] if isinstance(at, list) else at.setdefault(step, {})
+        if value is ...:
+            del at[last]
+        else:
+            at[last] = value
+        return result
+
+    return copied

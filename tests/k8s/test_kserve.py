@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import re
@@ -247,66 +246,3 @@ def test_the_envelope_goes_by_the_protocol_unless_it_is_named(environ: dict[str,
     choose_envelope(environ)
 
     assert environ["TS_SERVICE_ENVELOPE"] == envelope
-
-
-# What a stock installation of KServe has for the formats of this runtime (0.15 to 0.21).
-STOCK: list[Object] = [
-    {"metadata": {"name": "kserve-torchserve"}, "spec": {
-        "protocolVersions": ["v1", "v2", "grpc-v2"],
-        "supportedModelFormats": [{"name": "pytorch", "version": "1", "autoSelect": True, "priority": 2}]}},
-    {"metadata": {"name": "kserve-tritonserver"}, "spec": {
-        "protocolVersions": ["v2", "grpc-v2"],
-        "supportedModelFormats": [{"name": "onnx", "version": "1", "autoSelect": True, "priority": 1},
-                                  {"name": "pytorch", "version": "1"}]}},
-    {"metadata": {"name": "kserve-huggingfaceserver"}, "spec": {
-        "protocolVersions": ["v2", "v1"],
-        "supportedModelFormats": [{"name": "huggingface", "version": "1", "autoSelect": True,
-                                   "priority": 1}]}},
-]  # fmt: skip
-
-
-def denials(runtime: Object, existing: list[Object]) -> list[str]:
-    """Why KServe's webhook denies a runtime: the rules of its servingruntime_webhook.go on priorities."""
-    found = []
-    chosen = [each for each in runtime["spec"]["supportedModelFormats"] if each.get("autoSelect")]
-    by_name: dict[str, set[int]] = {}
-    for each in chosen:
-        by_name.setdefault(each["name"], set()).add(each["priority"])
-    found += [
-        f"different priorities of {name}" for name, priorities in by_name.items() if len(priorities) > 1
-    ]
-    for other in existing:
-        if not set(other["spec"]["protocolVersions"]) & set(runtime["spec"]["protocolVersions"]):
-            continue
-        for mine in chosen:
-            for theirs in other["spec"]["supportedModelFormats"]:
-                same = (mine["name"].lower(), mine["version"]) == (theirs["name"].lower(), theirs["version"])
-                if same and theirs.get("autoSelect") and theirs.get("priority") == mine["priority"]:
-                    found.append(f"priority of {mine['name']} is that of {other['metadata']['name']}")
-    return found
-
-
-def test_kserves_webhook_lets_the_runtime_in_beside_the_stock_ones(objects: dict[str, Object]) -> None:
-    runtime = objects["ClusterServingRuntime"]
-    before = copy.deepcopy(runtime)
-    for each in before["spec"]["supportedModelFormats"]:
-        each["priority"] = 2
-
-    assert denials(runtime, STOCK) == []
-    assert denials(before, STOCK) == ["priority of pytorch is that of kserve-torchserve"]
-    assert not {"workerSpec"} & runtime["spec"].keys()
-    # An InferenceService that names no runtime gets this one: the highest priority of its format.
-    priority = runtime["spec"]["supportedModelFormats"][0]["priority"]
-    assert priority > STOCK[0]["spec"]["supportedModelFormats"][0]["priority"]
-
-
-def test_kserves_webhook_lets_the_service_in(objects: dict[str, Object]) -> None:
-    service = objects["InferenceService"]
-    model = service["spec"]["predictor"]["model"]
-    formats = objects["ClusterServingRuntime"]["spec"]["supportedModelFormats"]
-
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", service["metadata"]["name"])
-    assert "name" not in model  # not allowed in a standard predictor
-    assert re.match(r"(gs|s3|pvc|file|https?|hdfs|webhdfs|oci|hf)://", model["storageUri"])
-    assert model["modelFormat"]["name"] in {each["name"] for each in formats}
-    assert model["protocolVersion"] in objects["ClusterServingRuntime"]["spec"]["protocolVersions"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -133,7 +134,10 @@ def test_the_runtime_of_kserve_has_workers_that_join_its_head(root: Path, policy
     )
     assert not settings.of_level("error")
     options = arguments(worker["args"])
-    assert address_of(options.leader)[1] == 29400
+    # What KServe sets in a worker: the head's service has the generation of the InferenceService in its name.
+    variables = {"ISVC_NAME": "large", "HEAD_SVC": "large-head-3", "POD_NAMESPACE": "serving"}
+    leader = re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], options.leader)
+    assert address_of(leader) == ("large-head-3.serving.svc.cluster.local", 29400)
     secret = {each["name"]: each["value"] for each in head["env"]}["TS_RENDEZVOUS_SECRET_FILE"]
     assert options.secret_file == secret
     for container in (head, worker):
