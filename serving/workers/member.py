@@ -26,6 +26,7 @@ import torch
 
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import ModelNotFound, ServingError
+from torchere.serving.process.scheduling import use_batch_policy
 from torchere.serving.process.signals import live
 from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
 from torchere.serving.store.url_rules import is_remote
@@ -199,6 +200,8 @@ def _be_rank(parent: int, spec: LoadSpec, local: int, connection: socket.socket)
     """Be a rank, in a process that was just forked; prepared as a worker process is."""
     os.setsid()  # processes that its handler starts are ended with it
     settle_in()
+    if not spec.gpu_ids:
+        use_batch_policy()
     torch.seed()  # otherwise all ranks would draw the same random numbers
     np.random.seed()
     stand_in(spec.archive_dir)

@@ -29,6 +29,7 @@ from torchere.handlers.loading.devices import kind_of
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
 from torchere.serving.process.allocator import settle_loaded
+from torchere.serving.process.scheduling import use_batch_policy
 from torchere.serving.process.signals import die_with_parent, live
 from torchere.serving.types import NO_DEADLINE, InferRequest
 from torchere.serving.workers.devices import show_devices
@@ -66,9 +67,7 @@ from torchere.serving.workers.messages import (
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-STEP_GRACE_S = (
-    5.0  # for the other ranks, once one has failed in a batch: they may wait for it in a collective
-)
+STEP_GRACE_S = 5.0  # for other ranks, when one has failed in a batch: they may wait for it in a collective
 SILENT_S = 2.0  # after a ping: a rank that has not answered is named in the log
 ENDING_S = 1.0  # for ranks to end by themselves; the server grants their worker twice as much
 LAST_WORDS_S = 0.2  # for the report of a machine about a rank, behind the end of another one
@@ -126,6 +125,8 @@ class GroupHost:
         self._closing = False
         show_devices(spec, gpu_id, kind_of(spec.model_config))
         on_gpu = gpu_id is not None
+        if not on_gpu:
+            use_batch_policy()
         for number in range(1, spec.ranks):
             self._fork(number, on_gpu)
         self._host_of_store = spec.rendezvous.host if spec.rendezvous else LOOPBACK

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,17 @@ def test_all_ranks_run_a_batch_and_rank_0_answers(make_group, make_sink, make_re
             assert [outcome.body for outcome in report.outcomes] == [b"stream 12"] * 2
             assert [(index, part.body) for index, part in two.parts] == [(0, b"part,")]
         await ended(pids)
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
+def test_ranks_on_a_cpu_do_not_preempt_each_other(make_group) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_group()) as pool:
+            threads = [each.id for pid in ranks_of(pool) for each in psutil.Process(pid).threads()]
+            assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}
+            assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
     asyncio.run(main())
 
