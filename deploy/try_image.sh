@@ -80,6 +80,7 @@ mounts() {
 build() {
   local options
   mapfile -t options < <(mounts | tr ' ' '\n')
+  podman image rm --force "$image" > /dev/null 2>&1 || true # of an earlier run: it would stay without a name
   buildah bud --isolation chroot --format docker --pull-never --network host "${options[@]}" \
     --build-arg BASE="$base" --file "$root/deploy/Dockerfile" \
     --ignorefile "$root/deploy/Dockerfile.dockerignore" --tag "$image" "$root" > "$work/build.log" 2>&1 \
