@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ AUTO = "auto"
 # What a plan says of a linear or embedding layer; the names are those of Hugging Face's plans.
 STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
 _COUNTS = ("tensor", "pipeline")
+_WEIGHTS = "weights"
+_S3 = re.compile(r"s3://[^/?#\s]+/[^?#\s]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class Split:
     tensor: int = 1
     pipeline: int = 1
     plan: str | Mapping[str, str] = AUTO  # for `tensor`: styles by patterns of layers' names
+    weights: str = ""  # s3://bucket/key of a safetensors file, or of a folder; "": they are in the archive
 
     @property
     def ranks(self) -> int:
@@ -35,22 +39,36 @@ class Split:
             ValueError: the section is wrong.
         """
         section = config.get(SECTION)
-        if not isinstance(section, dict) or not section.keys() & {*_COUNTS}:
+        if not isinstance(section, dict):
             return None
-        if unknown := section.keys() - {*_COUNTS, "plan"}:
+        weights = section.get(_WEIGHTS, "")
+        if not section.keys() & {*_COUNTS} and not str(weights).startswith("s3://"):
+            return None
+        if unknown := section.keys() - {*_COUNTS, "plan", _WEIGHTS}:
             named = ", ".join(sorted(map(str, unknown)))
-            raise ValueError(f"{SECTION}: {named} is not known, expected tensor or pipeline, and plan")
+            raise ValueError(
+                f"{SECTION}: {named} is not known, expected tensor or pipeline, and plan or {_WEIGHTS}"
+            )
         counts = [section.get(key, 1) for key in _COUNTS]
         if any(type(count) is not int or count < 1 for count in counts):
             raise ValueError(f"{SECTION}: tensor and pipeline are {counts}, expected whole numbers from 1")
         plan = section.get("plan", AUTO)
         if plan != AUTO and not (isinstance(plan, dict) and all(style in STYLES for style in plan.values())):
             raise ValueError(f"{SECTION}.plan: expected auto, or {', '.join(STYLES)} by patterns of names")
-        return Split(counts[0], counts[1], plan)
+        if weights != "" and not (
+            isinstance(weights, str) and _S3.fullmatch(weights) and ".." not in weights
+        ):
+            raise ValueError(f"{SECTION}.{_WEIGHTS} is {weights!r:.200}, expected s3://bucket/key")
+        split = Split(counts[0], counts[1], plan, weights)
+        if weights and split.ranks == 1:
+            raise ValueError(f"{SECTION}.{_WEIGHTS} is for two ranks or more, expected tensor or pipeline: 2")
+        return split
 
     @staticmethod
     def parse(text: str) -> Split:
         """Return the value of the flag `--parallel`: `tensor=2,pipeline=2`, and styles as `up=colwise`.
+
+        `weights=s3://bucket/key` names weights that are not in the archive.
 
         Raises:
             ValueError: it is wrong.
@@ -65,6 +83,8 @@ class Split:
                 )
             if name in _COUNTS:
                 section[name] = int(value[:9]) if value.isascii() and value.isdigit() else value
+            elif name == _WEIGHTS:
+                section[name] = value
             else:
                 plan[name] = value
         found = Split.read({SECTION: section | ({"plan": plan} if plan else {})})
@@ -77,4 +97,6 @@ class Split:
         members = [f"{name}: {count}" for name in _COUNTS if (count := getattr(self, name)) > 1]
         if self.plan != AUTO:
             members.append(f"plan: {json.dumps(self.plan)}")  # JSON's strings are YAML's
+        if self.weights:
+            members.append(f"{_WEIGHTS}: {json.dumps(self.weights)}")
         return f"{SECTION}: {{{', '.join(members)}}}"

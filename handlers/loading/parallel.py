@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.checkpoint import is_distributed_checkpoint
 from torchere.archiver.models.spread import spread
+from torchere.archiver.models.spread.s3 import FromS3, open_weights
 from torchere.archiver.models.spread.weights import Safetensors, StateDict, Weights, without_weights
-from torchere.archiver.split import Split
+from torchere.archiver.split import SECTION, Split
 from torchere.handlers.archive_import import ArchiveModules
 from torchere.handlers.loading.eager import eager_class, in_eval_mode, load_eager, read_state_dict
 from torchere.handlers.loading.weights import file_to_map
@@ -26,8 +29,8 @@ def load_part(
     Args:
         archive: the archive of the model file.
         model_file: its name, as in the manifest.
-        weights: the file of the weights; None: the archive is a distributed checkpoint, or the class makes
-            its own.
+        weights: the file of the weights; None: they are in S3, or the archive is a distributed checkpoint, or
+            the class makes its own.
         split: the number of ranks, and their division.
         device: where this rank computes.
 
@@ -35,6 +38,8 @@ def load_part(
         RuntimeError, ModelRefused: the model file or the weights are missing, damaged, or of another model.
         ValueError: the model can't be split like this.
     """
+    if split.weights:
+        return _load_from_s3(archive, model_file, weights, split, device)
     folder = Path(archive.model_dir)
     shards = folder if weights is None and is_distributed_checkpoint(folder) else None
     source = shards or (_opened(weights) if weights else None)
@@ -43,6 +48,26 @@ def load_part(
         if skeleton is not None and (isinstance(source, Path) or _is_alike(skeleton, source)):
             return spread(in_eval_mode(skeleton), split, device, source)
     return spread(in_eval_mode(load_eager(archive, model_file, weights)), split, device, shards)
+
+
+def _load_from_s3(
+    archive: ArchiveModules, model_file: str, weights: str | None, split: Split, device: torch.device
+) -> torch.nn.Module:
+    if weights is not None:
+        raise ModelRefused(
+            f"the archive has the weights {Path(weights).name}, and {SECTION}.weights names {split.weights}; "
+            "leave out one of them"
+        )
+    skeleton = _made_without_weights(archive, model_file)
+    if skeleton is None:
+        raise ModelRefused(
+            f"the class of {model_file} computes with its weights when it is made, or loads them in its own "
+            f"way, and {SECTION}.weights ({split.weights}) needs one that does neither; put the weights into "
+            "the archive"
+        )
+    source = open_weights(split.weights)
+    with closing(source.objects):
+        return spread(in_eval_mode(skeleton), split, device, FromS3(source, skeleton))
 
 
 def _made_without_weights(archive: ArchiveModules, model_file: str) -> torch.nn.Module | None:

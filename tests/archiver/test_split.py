@@ -16,6 +16,8 @@ from torchere.archiver.split import Split
         ({"pipeline": 4}, Split(pipeline=4)),
         ({"tensor": 2, "pipeline": 3}, Split(2, 3)),
         ({"tensor": 2, "plan": {"a": "colwise"}}, Split(tensor=2, plan={"a": "colwise"})),
+        ({"tensor": 2, "weights": "s3://b/a%20key/"}, Split(tensor=2, weights="s3://b/a%20key/")),
+        ({"weights": [0.5, 0.5]}, None),  # a section of the user's own
     ],
 )
 def test_the_section_is_read(section, expected) -> None:
@@ -30,6 +32,12 @@ def test_the_section_is_read(section, expected) -> None:
         ({"tensor": 2, "plans": {}}, "plans is not known"),
         ({"tensor": 2, "plan": {"a": "diagonal"}}, "expected auto, or colwise"),
         ({"tensor": 2, "plan": "all"}, "expected auto, or colwise"),
+        ({"tensor": 2, "weights": 3}, "weights is 3, expected s3://bucket/key"),
+        ({"tensor": 2, "weights": "net.safetensors"}, "expected s3://bucket/key"),
+        ({"tensor": 2, "weights": "s3://bucket"}, "expected s3://bucket/key"),
+        ({"tensor": 2, "weights": "s3://bucket/a/../b"}, "expected s3://bucket/key"),
+        ({"tensor": 2, "weights": "s3://bucket/a?versionId=1"}, "expected s3://bucket/key"),
+        ({"weights": "s3://b/k"}, "weights is for two ranks or more"),
     ],
 )
 def test_a_wrong_section_is_refused_with_what_was_expected(section, text) -> None:
@@ -46,6 +54,7 @@ def test_a_wrong_section_is_refused_with_what_was_expected(section, text) -> Non
             "tensor=2,layers.*.up=colwise,down=rowwise",
             'parallel: {tensor: 2, plan: {"layers.*.up": "colwise", "down": "rowwise"}}',
         ),
+        ("tensor=2,weights=s3://b/a=1/k", 'parallel: {tensor: 2, weights: "s3://b/a=1/k"}'),
     ],
 )
 def test_what_the_flag_says_is_written_as_a_section_that_reads_the_same(text: str, line: str) -> None:
@@ -56,7 +65,10 @@ def test_what_the_flag_says_is_written_as_a_section_that_reads_the_same(text: st
 
 @pytest.mark.parametrize(
     "text",
-    ["", "2", "tensor", "tensor=", "tensor=1", "tensor=x", "tensor=2,tensor=2", "pipeline=2,up=colwise"],
+    [
+        *("", "2", "tensor", "tensor=", "tensor=1", "tensor=x", "tensor=2,tensor=2", "pipeline=2,up=colwise"),
+        *("weights=s3://b/k", "tensor=2,weights=k"),
+    ],
 )
 def test_a_wrong_flag_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):

@@ -40,6 +40,13 @@ def with_ranks(
         )
     if example is None:
         raise ModelRefused("--parallel is tried before the model is packed: give --example with inputs")
+    if split.weights:
+        if options.serialized_file is not None:
+            raise ModelRefused(
+                f"{path} has weights, and --parallel says that they are at {split.weights}; leave out one of "
+                "them, and give the class (--model-file)"
+            )
+        say(f"the weights are those that the class makes; those at {split.weights} are not read here")
     config = _config_with(options.config_file, split, work)
 
     def part(device: torch.device) -> torch.nn.Module:

@@ -14,7 +14,7 @@ import io
 import math
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,9 +201,9 @@ def some(names: Sequence[str], most: int = 3) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-_METADATA = ".metadata"
+INDEX_NAME = ".metadata"
 _AGAIN = "copy the whole folder again, or save the checkpoint again"
-_MAX_METADATA_BYTES = 2**30
+MAX_INDEX_BYTES = 2**30
 _RECORDS: dict[str, tuple[str, ...]] = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata",
@@ -254,7 +254,7 @@ def _read_zero(path: Path, allow_pickle: bool) -> StateDict:
 
 def is_distributed_checkpoint(path: Path) -> bool:
     """Return whether the folder is a distributed checkpoint: it has a `.metadata`."""
-    return (path / _METADATA).is_file()
+    return (path / INDEX_NAME).is_file()
 
 
 def read_distributed(path: Path) -> dict[str, torch.Tensor]:
@@ -263,7 +263,7 @@ def read_distributed(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         ModelRefused: its index is not a valid one, or a shard is missing or damaged.
     """
-    with _damage_is_refused(path):
+    with damage_is_refused(path):
         reader = _Reader(path)
         found = _tensors_in(reader.read_metadata(), path)
         state = {
@@ -281,16 +281,11 @@ def read_parts(state: Mapping[str, torch.Tensor], path: Path) -> None:
     Raises:
         ModelRefused: a name or a shape is another one; or as `read_distributed`.
     """
-    with _damage_is_refused(path):
+    with damage_is_refused(path):
         reader = _Reader(path)
         there = _tensors_in(reader.read_metadata(), path)
-        prefix = next(
-            (key for key in ("", *_WRAPPERS) if all(_under(key, name) in there for name in state)), None
-        )
-        if prefix is None:
-            missing = [name for name in state if name not in there]
-            raise ModelRefused(f"{path}: the checkpoint has no {some(missing)}; it has {some(sorted(there))}")
-        wanted = {_under(prefix, name): tensor for name, tensor in state.items()}
+        found = names_there(list(state), there, path)
+        wanted = {found[name]: tensor for name, tensor in state.items()}
         for name, tensor in wanted.items():
             size = tuple(there[name].size)
             if size != tuple(tensor.shape):
@@ -300,12 +295,23 @@ def read_parts(state: Mapping[str, torch.Tensor], path: Path) -> None:
         load(wanted, storage_reader=reader, no_dist=True)
 
 
-def _under(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+def names_there(names: Sequence[str], there: Collection[str], path: Path | str) -> dict[str, str]:
+    """Return the name that each has in a checkpoint, where all may lie under one key (`model`, for example).
+
+    Raises:
+        ModelRefused: the checkpoint lacks some of them; the text calls it `path`.
+    """
+    for key in ("", *_WRAPPERS):
+        found = {name: f"{key}.{name}" if key else name for name in names}
+        if all(name in there for name in found.values()):
+            return found
+    missing = [name for name in names if name not in there]
+    raise ModelRefused(f"{path}: the checkpoint has no {some(missing)}; it has {some(sorted(there))}")
 
 
 @contextmanager
-def _damage_is_refused(path: Path) -> Iterator[None]:
+def damage_is_refused(where: Path | str) -> Iterator[None]:
+    """Turn the errors of torch's readers in the block into one ModelRefused that names the checkpoint."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a missing process group
@@ -315,25 +321,32 @@ def _damage_is_refused(path: Path) -> Iterator[None]:
     # The errors for a damaged shard differ by torch version; CheckpointException derives from BaseException.
     except (
         CheckpointException,
+        pickle.UnpicklingError,
         OSError,
         RuntimeError,
         ValueError,
         AttributeError,
-        KeyError,
+        LookupError,
+        TypeError,
     ) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise ModelRefused(f"{path}: damaged distributed checkpoint: {first[:200]}; {_AGAIN}") from error
+        raise ModelRefused(f"{where}: damaged distributed checkpoint: {first[:200]}; {_AGAIN}") from error
 
 
-def _tensors_in(index: metadata.Metadata, path: Path) -> dict[str, metadata.TensorStorageMetadata]:
-    """Return the tensors of an index by name; refuse one that has more bytes than the shards."""
-    found = {
+def tensors_in(index: metadata.Metadata) -> dict[str, metadata.TensorStorageMetadata]:
+    """Return the tensors of an index by name; other values (steps, learning rates) are left out."""
+    return {
         name: item
         for name, item in index.state_dict_metadata.items()
         if isinstance(item, metadata.TensorStorageMetadata)
     }
+
+
+def _tensors_in(index: metadata.Metadata, path: Path) -> dict[str, metadata.TensorStorageMetadata]:
+    """Return the tensors of an index by name; refuse one that has more bytes than the shards."""
+    found = tensors_in(index)
     wanted_bytes = sum(math.prod(item.size) * item.properties.dtype.itemsize for item in found.values())
-    shards = [file for file in path.rglob("*") if file.is_file() and file.name != _METADATA]
+    shards = [file for file in path.rglob("*") if file.is_file() and file.name != INDEX_NAME]
     there_bytes = sum(file.stat().st_size for file in shards)
     if wanted_bytes > there_bytes:
         raise ModelRefused(
@@ -347,18 +360,27 @@ class _Reader(filesystem.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Read the index; only its own record types can be made."""
-        file = Path(str(self.path), _METADATA)
-        if file.stat().st_size > _MAX_METADATA_BYTES:
-            raise ModelRefused(f"{file}: larger than {_MAX_METADATA_BYTES} bytes; {_AGAIN}")
-        found = _read_metadata(file)
+        file = Path(str(self.path), INDEX_NAME)
+        if file.stat().st_size > MAX_INDEX_BYTES:
+            raise ModelRefused(f"{file}: larger than {MAX_INDEX_BYTES} bytes; {_AGAIN}")
+        found = read_index(file.read_bytes(), file)
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
 
 
-def _read_metadata(file: Path) -> metadata.Metadata:
+def read_index(content: bytes, file: Path | str) -> metadata.Metadata:
+    """Return the index of a checkpoint, which is a pickle; only the record types of that format can be made.
+
+    Args:
+        content: that of the file `.metadata`.
+        file: its name in errors.
+
+    Raises:
+        ModelRefused: it is damaged, imports anything else, or names files outside of its folder.
+    """
     try:
-        found = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
+        found = _IndexUnpickler(io.BytesIO(content)).load()
     except ModelRefused as error:
         raise ModelRefused(f"{file}: {error}") from error
     except (

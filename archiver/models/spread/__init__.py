@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchere.archiver.models.spread.s3 import FromS3
 from torchere.archiver.models.spread.stages import Place, Stages, cut, stage_bounds
 from torchere.archiver.models.spread.tensor import split_layers, styles_of
 from torchere.archiver.models.spread.weights import Weights, drop_weights, fill, fill_from_shards
@@ -24,7 +25,10 @@ PIPELINE, TENSOR = "pipeline", "tensor"
 
 
 def spread(
-    model: torch.nn.Module, split: Split, device: torch.device, weights: Weights | Path | None = None
+    model: torch.nn.Module,
+    split: Split,
+    device: torch.device,
+    weights: Weights | FromS3 | Path | None = None,
 ) -> torch.nn.Module:
     """Return the model with this rank's part of the weights; call it in all ranks.
 
@@ -32,10 +36,11 @@ def spread(
         model: made by `without_weights`, or whole if `weights` is None. It is changed.
         split: the number of ranks, and their division; `RANK` and `WORLD_SIZE` are in the environment.
         device: where this rank computes.
-        weights: those of the model, or a folder of `torch.distributed.checkpoint`; None: the model's own.
+        weights: those of the model, in a file, a folder of `torch.distributed.checkpoint`, or S3; None: the
+            model's own.
 
     Raises:
-        ModelRefused: the checkpoint is damaged, or that of another model.
+        ModelRefused: the checkpoint is damaged, or that of another model; or S3 does not give the weights.
         ValueError: the number of ranks is another, or the model can't be split like this.
     """
     mesh = join(split, device)
@@ -47,6 +52,10 @@ def spread(
     parts = split_layers(model, styles, mesh.get_group(TENSOR))
     if isinstance(weights, Path):
         fill_from_shards(model, weights, parts, mesh[TENSOR], device)
+    elif isinstance(weights, FromS3):
+        weights.take_part(model, parts, mesh.get_group(TENSOR), device)
+        fill(model, weights, parts, device)
+        weights.finish()
     else:
         fill(model, weights, parts, device)
     if place is not None:

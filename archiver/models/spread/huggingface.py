@@ -33,6 +33,11 @@ def spread_folder(path: Path, split: Split, device: torch.device) -> Any:
         ModelRefused: transformers, the model or its weights can't be used, or the model has no such plan.
         ValueError: the number of ranks is another, or the model can't be split like this.
     """
+    if split.weights:
+        raise ModelRefused(
+            f"{SECTION}.weights names {split.weights}, and a Hugging Face folder has its weights beside "
+            "config.json; leave it out, or give a class (--model-file)"
+        )
     known = model_class(path)
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(

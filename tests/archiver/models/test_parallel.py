@@ -14,7 +14,10 @@ import transformers
 import yaml
 
 from torchere.archiver import open_archive
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.spread.huggingface import spread_folder
 from torchere.archiver.models.spread.trial import in_ranks
+from torchere.archiver.split import Split
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.tensor_handler import TensorHandler
@@ -155,6 +158,27 @@ def test_without_inputs_or_beside_another_section_nothing_is_tried(archive: Arch
         archive("--parallel=pipeline=one")
 
 
+def test_weights_that_stay_in_s3_are_named_in_the_archive_and_not_read(
+    archive: Archive, tmp_path: Path, capsys: Any
+) -> None:
+    split = f"--parallel=tensor=2,{PLAN},weights=s3://bucket/net"
+    example = f"--example={tmp_path / 'example.npy'}"
+    status, said = archive(split, example)
+    assert (status, "layers.pth has weights, and --parallel says that they are at s3://b" in said) == (
+        2,
+        True,
+    )
+    given = ["--model-name=net", f"--model-file={tmp_path / 'layers.py'}", f"--export-path={tmp_path}"]
+    assert main(["archive", *given, split, example]) == 0
+    said = capsys.readouterr().err
+    assert "the weights are those that the class makes; those at s3://bucket/net are not read here" in said
+    assert "over 2 ranks: the answers differ by" in said
+    folder = open_archive(tmp_path / "net.mar").extract(tmp_path / "packed")
+    assert not list(folder.glob("*.pth"))
+    section = yaml.safe_load((folder / "model-config.yaml").read_text())["parallel"]
+    assert (section["tensor"], section["weights"]) == (2, "s3://bucket/net")
+
+
 def test_a_hugging_face_folder_is_packed_and_served_by_ranks_that_read_their_slices(
     tmp_path: Path, capsys: Any
 ) -> None:
@@ -166,6 +190,8 @@ def test_a_hugging_face_folder_is_packed_and_served_by_ranks_that_read_their_sli
     )
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(tmp_path / "llama")
+    with pytest.raises(ModelRefused, match="a Hugging Face folder has its weights beside"):
+        spread_folder(tmp_path / "llama", Split(tensor=2, weights="s3://b/k"), torch.device("cpu"))
     (tmp_path / "llama" / "modeling.py").touch()
     given = ["--model-name=llama", f"--serialized-file={tmp_path / 'llama'}", f"--export-path={tmp_path}"]
     assert main(["archive", *given, "--parallel=tensor=2,pipeline=2"]) == 0
