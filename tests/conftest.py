@@ -59,6 +59,7 @@ NOT_UNIT = tuple(
         "serving/logs/test_access_lines.py",
         "serving/logs/test_output.py",
         "serving/registry/test_registry.py",
+        "serving/registry/test_remote_weights.py",
         "serving/registry/test_signed_registration.py",
         "serving/telemetry/test_certificate.py",
         "serving/telemetry/test_server.py",

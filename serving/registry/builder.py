@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from typing import Literal
 
+from torchere.archiver.split import SECTION, Split
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled.package import holds_gil
@@ -22,7 +23,7 @@ from torchere.serving.batching.quarantine import Quarantine
 from torchere.serving.batching.quarantine_files import QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.batching.unread_parts import limit_bytes
-from torchere.serving.config.model_settings import Asked, effective_settings
+from torchere.serving.config.model_settings import Asked, ModelConfig, effective_settings
 from torchere.serving.config.server_settings import (
     DeviceType,
     ModelSettings,
@@ -106,7 +107,7 @@ class Loader:
 
         Raises:
             InvalidRequest: no handler is named anywhere, or the runtime is unknown.
-            LoadFailed: a worker takes more GPUs than there are.
+            LoadFailed: a worker takes more GPUs than there are, or needs a network that its sandbox lacks.
             ServingError: other machines can't join its ranks: see `rendezvous_of`.
         """
         model = archive.manifest.get("model") or {}
@@ -127,6 +128,7 @@ class Loader:
         if settings.parallel and 0 < len(settings.gpu_ids) < settings.parallel.level:
             level = settings.parallel.level
             raise LoadFailed(f"No enough gpu devices for model:{key.name} parallelLevel:{level}")
+        self._refuse_without_network(key, config)
         origin = Origin(
             archive=archive,
             handler=handler,
@@ -181,6 +183,15 @@ class Loader:
             sends_ahead=not counts_all,
             cores=self._cores,
         )
+
+    def _refuse_without_network(self, key: ModelKey, config: ModelConfig) -> None:
+        split = Split.read(config.raw)
+        if split and split.weights and self._sandbox is not None and not self._sandbox.network:
+            raise LoadFailed(
+                f"The weights of model {key.name} are in S3, and its workers have no network",
+                f"{SECTION}.weights of its model config is {split.weights}, and worker_sandbox=strict; set "
+                "worker_network=true, or put the weights into the archive",
+            )
 
     @property
     def _may_share_process(self) -> bool:

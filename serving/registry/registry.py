@@ -42,7 +42,7 @@ from torchere.serving.registry.version import RegistryObserver, Version, Version
 from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
 from torchere.serving.store.fetch import Download
 from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
-from torchere.serving.store.url_rules import shown_url
+from torchere.serving.store.url_rules import is_remote, shown_url
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.fork_client import Spawned
 from torchere.serving.workers.launch import worker_environment
@@ -197,6 +197,8 @@ class Registry:
             archive.close()
         handler = wanted.handler or archive.manifest.handler or self._server.default_handler
         try:
+            if is_remote(wanted.url) and not wanted.by_operator:
+                self._store.check_weights(stored.config)
             self._store.share_weights(archive, stored, handler)
             self._loader.gpus_of(stored.config.device_type)  # here, because it may block
         except BaseException:

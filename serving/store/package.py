@@ -24,6 +24,7 @@ from torchere.archiver.errors import ArchiveError
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.archiver.signature import Signature, archive_signature
+from torchere.archiver.split import SECTION, Split
 from torchere.serving.config.model_settings import (
     UNSUPPORTED_KEYS,
     ModelConfig,
@@ -43,7 +44,7 @@ from torchere.serving.store.signing import (
     signature_beside,
     signature_url,
 )
-from torchere.serving.store.url_rules import is_remote, shown_url
+from torchere.serving.store.url_rules import allow, is_remote, shown_url
 from torchere.serving.store.verified_copy import verified_copy
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Store:
         trust: Trust | None = None,
     ) -> None:
         self._trust = trust  # None: signatures are not required
+        self._allowed_urls = allowed_urls
         self._downloader = Downloader(allowed_urls, limits.max_download_bytes, download_timeout_s)
         self._archives = StoreFolder(root)
         self._limits = ArchiveLimits(
@@ -204,6 +206,26 @@ class Store:
             return config_of(archive)
         except ArchiveError as err:
             raise _invalid(err) from err
+
+    def check_weights(self, config: ModelConfig) -> None:
+        """Refuse an archive of a client's URL whose weights are where `allowed_urls` does not match.
+
+        Its workers would read them with the server's credentials. Blocks, see `allow`.
+
+        Raises:
+            InvalidArchive: it does.
+        """
+        split = Split.read(config.raw)
+        if split is None or not split.weights:
+            return
+        try:
+            allow(split.weights.rstrip("/"), self._allowed_urls)
+        except ModelNotFound as err:
+            raise InvalidArchive(
+                f"The weights of the archive are elsewhere, and no client may name them: {split.weights}",
+                f"{SECTION}.weights of its model config: {err.detail}; an archive of the model store, or of "
+                "the operator, may name any",
+            ) from err
 
     def unpack(self, url: str, opened: OpenedArchive) -> StoredArchive:
         """Unpack an archive and read its model config.

@@ -162,8 +162,15 @@ class Member:
         except ModelNotFound:
             if not is_remote(welcome.url):
                 raise
-            self._store.download(welcome.url)
-            return self._store.open(welcome.archive)
+            path = self._store.download(welcome.url).path
+            opened = self._store.open(welcome.archive)
+            try:
+                self._store.check_weights(self._store.config_of(opened.archive))
+            except ServingError:
+                opened.close()
+                self._store.delete(path)
+                raise
+            return opened
 
     def _fork(self, spec: LoadSpec, local: int, connections: Sequence[socket.socket]) -> int:
         parent = os.getpid()

@@ -3,60 +3,30 @@
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from buckets import KEY_ID, Buckets, serve_buckets
 
-from torchere.serving.errors import DownloadFailed, ModelNotFound
+from torchere.serving.config.model_settings import parse_model_config
+from torchere.serving.config.server_settings import Limits
+from torchere.serving.errors import DownloadFailed, InvalidArchive, ModelNotFound
 from torchere.serving.store.fetch import Downloader
+from torchere.serving.store.package import Store
 from torchere.serving.store.url_rules import allow
 
 BODY = b"archive" * 1000
 ALLOWED = ("s3://models/.*",)
-SECRET = "the-secret-key"
-
-
-class Bucket(BaseHTTPRequestHandler):
-    """Gives `BODY` for every signed request; `asked` keeps their targets."""
-
-    asked: list[str]
-
-    def log_message(self, *_: object) -> None: ...
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        body = BODY if "X-Amz-Signature" in self.path else b""
-        self.send_response(200 if body else 403)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Bucket]]:
-    """A server that botocore takes for S3, and credentials for it."""
-    handler = type("Here", (Bucket,), {"asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    variables = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
-        "AWS_ACCESS_KEY_ID": "the-key-id",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "eu-central-1",
-        "AWS_CONFIG_FILE": str(tmp_path / "none"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    yield handler
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def buckets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Buckets]:
+    with serve_buckets(monkeypatch, tmp_path) as buckets:
+        buckets.objects |= dict.fromkeys(("models/net.mar", "models/team a/net.mar"), BODY)
+        yield buckets
 
 
 @pytest.fixture
@@ -71,19 +41,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_an_archive_is_fetched_by_a_signed_request(
-    bucket: type[Bucket], downloader: Downloader, folder: Path
+    buckets: Buckets, downloader: Downloader, folder: Path
 ) -> None:
     download = downloader.download("s3://models/team%20a/net.mar", folder)
     assert download.path == folder / "net.mar"
     assert download.path.read_bytes() == BODY
-    (asked,) = bucket.asked
-    assert urlsplit(asked).path == "/models/team%20a/net.mar"
-    signed = parse_qs(urlsplit(asked).query)
-    assert signed["X-Amz-Credential"][0].startswith("the-key-id/")
+    (asked,) = buckets.asked
+    assert urlsplit(asked.target).path == "/models/team%20a/net.mar"
+    signed = parse_qs(urlsplit(asked.target).query)
+    assert signed["X-Amz-Credential"][0].startswith(f"{KEY_ID}/")
     assert "eu-central-1/s3/aws4_request" in signed["X-Amz-Credential"][0]
 
 
-@pytest.mark.usefixtures("bucket")
+@pytest.mark.usefixtures("buckets")
 def test_the_bounds_of_downloads_hold_and_no_message_has_a_signature(folder: Path) -> None:
     with pytest.raises(DownloadFailed) as caught:
         Downloader(ALLOWED, max_bytes=10, timeout_s=20).download("s3://models/net.mar", folder)
@@ -94,7 +64,7 @@ def test_the_bounds_of_downloads_hold_and_no_message_has_a_signature(folder: Pat
 
 
 def test_without_credentials_it_says_what_is_missing(
-    bucket: type[Bucket], downloader: Downloader, folder: Path, monkeypatch: pytest.MonkeyPatch
+    buckets: Buckets, downloader: Downloader, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -102,7 +72,7 @@ def test_without_credentials_it_says_what_is_missing(
     with pytest.raises(DownloadFailed) as caught:
         downloader.download("s3://models/net.mar", folder)
     assert "Unable to locate credentials; set AWS_REGION and credentials" in caught.value.detail
-    assert bucket.asked == []
+    assert buckets.asked == []
 
 
 def test_without_botocore_it_says_what_to_install(
@@ -136,31 +106,58 @@ def test_what_is_no_bucket_and_key_is_refused(url: str) -> None:
         allow(url, ("s3://models.*", "s3://.*"))
 
 
-def test_a_url_of_s3_is_signed_where_the_client_asks_for_it(bucket: type[Bucket], folder: Path) -> None:
+def test_a_url_of_s3_is_signed_where_the_client_asks_for_it(buckets: Buckets, folder: Path) -> None:
     url = f"{os.environ['AWS_ENDPOINT_URL']}/models/team%20a/net.mar"
     downloader = Downloader((re.escape(url),), max_bytes=1_000_000, timeout_s=20)
     with pytest.raises(DownloadFailed):
         downloader.download(url, folder)
     assert downloader.download(url, folder, signs=True).path.read_bytes() == BODY
-    path, query = bucket.asked[-1].split("?")
+    path, query = buckets.asked[-1].target.split("?")
     assert path == "/models/team%20a/net.mar"
     assert parse_qs(query)["X-Amz-Credential"][0].split("/")[2:4] == ["eu-central-1", "s3"]
 
 
-def test_credentials_open_a_host_that_is_spelt_out_only(bucket: type[Bucket], folder: Path) -> None:
+def test_credentials_open_a_host_that_is_spelt_out_only(buckets: Buckets, folder: Path) -> None:
     url = f"{os.environ['AWS_ENDPOINT_URL']}/models/net.mar"
     downloader = Downloader((".*",), max_bytes=1_000_000, timeout_s=20)
     with pytest.raises(DownloadFailed) as caught:
         downloader.download(url, folder, signs=True)
     assert caught.value.detail == "s3_sse_kms: no pattern of allowed_urls spells out the host 127.0.0.1"
-    assert not bucket.asked
+    assert not buckets.asked
 
 
 def test_a_signed_download_without_credentials_says_what_is_missing(
-    bucket: type[Bucket], folder: Path, monkeypatch: pytest.MonkeyPatch
+    buckets: Buckets, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{os.environ['AWS_ENDPOINT_URL']}/models/net.mar"
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     with pytest.raises(DownloadFailed) as caught:
         Downloader((re.escape(url),), max_bytes=9, timeout_s=20).download(url, folder, signs=True)
     assert caught.value.detail.startswith("s3_sse_kms: no region; set AWS_DEFAULT_REGION")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "reason"),
+    [
+        ((), "allowed_urls is empty"),
+        ((".*",), "no pattern of allowed_urls spells out the bucket weights"),
+        (("s3://models/.*",), "no pattern of allowed_urls matches it"),
+        (("s3://weights/llama/.*",), "no pattern of allowed_urls matches it"),
+    ],
+)
+def test_a_clients_archive_names_no_weights_that_the_operator_does_not_allow(
+    tmp_path: Path, allowed: tuple[str, ...], reason: str
+) -> None:
+    store = Store(tmp_path, Limits(), tmp_path, allowed_urls=allowed)
+    with (
+        closing(store),
+        pytest.raises(InvalidArchive, match="no client may name them: s3://weights/net/step-1/") as caught,
+    ):
+        store.check_weights(parse_model_config("parallel: {tensor: 2, weights: s3://weights/net/step-1/}"))
+    assert reason in caught.value.detail
+
+
+@pytest.mark.parametrize("section", ["{tensor: 2, weights: s3://weights/net/step-1/}", "{tensor: 2}", "3"])
+def test_weights_that_the_operator_allows_may_be_named(tmp_path: Path, section: str) -> None:
+    with closing(Store(tmp_path, Limits(), tmp_path, allowed_urls=("s3://weights/net/.*",))) as store:
+        store.check_weights(parse_model_config(f"parallel: {section}"))
