@@ -125,8 +125,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     if signed:  # clients use these input names; a program has its own
         source = replace(source, names=tuple(spec.name for spec in signed))
     source, example = _example(source, options, signed, say)
-    if options.parallel is not None:
-        options = with_ranks(source, example, options, work, say)
+    options = with_ranks(source, example, options, work, say)
     if options.model_format == KEEP:
         if source.onnx is not None:
             signature = tried_signature(source.path, source.onnx, example, say)

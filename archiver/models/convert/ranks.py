@@ -16,10 +16,28 @@ from torchere.archiver.models.spread import spread
 from torchere.archiver.models.spread.huggingface import spread_folder
 from torchere.archiver.models.spread.trial import told, try_split
 from torchere.archiver.models.steps import Say, step
-from torchere.archiver.request import BuildOptions
+from torchere.archiver.request import KEEP, BuildOptions
 from torchere.archiver.split import SECTION, Split
 
 _PARALLEL = re.compile(rf"""["']?{SECTION}["']?:""")
+
+
+# The section with its block; other programs may have one of this name.
+_SECTION = re.compile(rf"""^["']?{SECTION}["']?:(.*(?:\n[ \t]+.*)*)""", re.MULTILINE)
+_IS_OURS = re.compile(r"""[{\s,"'](?:tensor|pipeline)["']?\s*:""")
+
+
+def _refuse_ranks(config: Path | None) -> None:
+    """Raise ModelRefused if `config` spreads the model over ranks: then it has to stay a class.
+
+    Its weights may be elsewhere, and the class alone would be converted with weights that it makes up.
+    """
+    section = _SECTION.search(config_text(config))
+    if section is not None and _IS_OURS.search(section[1]):
+        raise ModelRefused(
+            f"{config} has the section {SECTION}, which spreads a class over ranks, and a converted model is "
+            "none; take the section out and give the model with its weights"
+        )
 
 
 def with_ranks(
@@ -31,6 +49,8 @@ def with_ranks(
         ModelRefused: the model can't be spread, answers differently, or the configuration takes no section.
     """
     module, path, split = source.module, source.path, options.parallel
+    if options.model_format != KEEP:
+        _refuse_ranks(options.config_file)
     if split is None:
         return options
     if module is None or source.kind not in (EAGER, HUGGING_FACE):

@@ -71,7 +71,8 @@ class Objects:
         self._bucket, self._key = parts.netloc, unquote(parts.path).lstrip("/")
         self.requests = self.bytes = 0
         self.expected_bytes = 0  # for lines about the progress
-        self._lock = threading.Lock()  # guards the numbers
+        self._lock = threading.Lock()  # guards the numbers, and `_looking`
+        self._looking: dict[str, threading.Lock] = {}  # held while a version is found out
         self._versions: dict[str, _Version] = {}
         self._stopped = False
         self._began_s = time.monotonic()
@@ -218,12 +219,15 @@ class Objects:
                 del left[0]
 
     def _version(self, name: str) -> _Version:
-        if name not in self._versions:
-            try:
-                answer = self._client.head_object(Bucket=self._bucket, Key=self._key_of(name))
-            except (self._errors.ClientError, self._errors.BotoCoreError) as error:
-                raise self._refused(name, error) from error
-            self._versions.setdefault(name, _Version(answer["ContentLength"], answer["ETag"]))
+        with self._lock:
+            looking = self._looking.setdefault(name, threading.Lock())
+        with looking:
+            if name not in self._versions:
+                try:
+                    answer = self._client.head_object(Bucket=self._bucket, Key=self._key_of(name))
+                except (self._errors.ClientError, self._errors.BotoCoreError) as error:
+                    raise self._refused(name, error) from error
+                self._versions[name] = _Version(answer["ContentLength"], answer["ETag"])
         return self._versions[name]
 
     def _key_of(self, name: str) -> str:

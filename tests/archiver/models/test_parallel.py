@@ -179,6 +179,25 @@ def test_weights_that_stay_in_s3_are_named_in_the_archive_and_not_read(
     assert (section["tensor"], section["weights"]) == (2, "s3://bucket/net")
 
 
+@pytest.mark.parametrize(
+    ("config", "is_refused"),
+    [
+        ("parallel: {tensor: 2, weights: s3://bucket/net}\n", True),
+        ("batchSize: 2\nparallel:\n  plan: auto\n  pipeline: 2\nminWorkers: 1\n", True),
+        ("parallel: {workers: 2}\nother: {tensor: 2}\n", False),  # another program's
+    ],
+)
+def test_a_model_for_ranks_is_not_converted(
+    archive: Archive, tmp_path: Path, config: str, is_refused: bool
+) -> None:
+    (tmp_path / "c.yaml").write_text(config)
+    example, given = f"--example={tmp_path / 'example.npy'}", f"--config-file={tmp_path / 'c.yaml'}"
+    status, said = archive("--format=torchscript", "--trace", "--no-verify", example, given)
+    assert (status, "c.yaml has the section parallel, which spreads a class over" in said) == (
+        (2, True) if is_refused else (0, False)
+    )
+
+
 def test_a_hugging_face_folder_is_packed_and_served_by_ranks_that_read_their_slices(
     tmp_path: Path, capsys: Any
 ) -> None:
