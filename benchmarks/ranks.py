@@ -1,11 +1,13 @@
 """A model over two ranks: its answers, the memory of each rank, and its speed beside the same under torchrun.
 
-    python benchmarks/ranks.py [--pairs 5] [--seconds 4] [--parts memory,speed]
+    python benchmarks/ranks.py [--pairs 5] [--seconds 4] [--starts 3] [--parts memory,speed,start]
 
 memory  a transformer of 170 MB in one process, with `parallel: {tensor: 2}`, `{pipeline: 2}` and both: the
         greatest difference of the answers, and the PSS of each process above that of a model without weights
 speed   requests a second with `tensor: 2` and two clients, and batches of one a second of the same module,
         split by the same plan, in a loop under torchrun; in turns
+start   seconds from the order to start a worker until it serves, of the class without weights and of a small
+        Llama in a Hugging Face folder; processor time and PSS of each rank. No goal
 
 The ranks talk by gloo over loopback. Exit status 1: a goal is missed.
 """
@@ -25,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import requests
 import torch
 from handlers.layers import WORDS, Layers
 from harness import servers
@@ -40,6 +43,7 @@ from torchere.archiver.models.spread import spread
 from torchere.archiver.request import ArchiveRequest
 from torchere.archiver.split import Split
 from torchere.archiver.writer import write_archive
+from torchere.serving.commands.cli import main as torchere
 
 HERE = Path(__file__).parent
 LENGTH = 64  # words of a request
@@ -62,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--parts", default="memory,speed")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--parts", default="memory,speed,start")
     parser.add_argument("--loop", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.loop:
@@ -72,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{machine.cpu}, {machine.cores} cores, PyTorch {machine.torch}", flush=True)
     with tempfile.TemporaryDirectory(prefix="torchere-ranks-") as folder:
         shop = Workshop(Path(folder))
-        parts = {"memory": memory, "speed": speed}
+        parts = {"memory": memory, "speed": speed, "start": start}
         return 0 if all([parts[part](shop, options) for part in options.parts.split(",")]) else 1
 
 
@@ -113,6 +118,59 @@ def speed(shop: Workshop, options: argparse.Namespace) -> bool:
     found = interval(ratios(mine, bare))
     print(f"ratio {found.median:.3f} ({found.low:.3f}-{found.high:.3f}), goal {LEAST_SPEED}")
     return found.median >= LEAST_SPEED
+
+
+def start(shop: Workshop, options: argparse.Namespace) -> bool:
+    """Start workers of each kind; print how long that takes, and what it costs."""
+    splits = {"tensor": "tensor=2", "pipeline": "pipeline=2", "both": "tensor=2,pipeline=2"}
+    _save_llama(shop.folder / "llama")
+    for kind, split in splits.items():
+        _pack(shop, f"class_{kind}", KINDS[kind], small=True)
+        given = [f"--model-name=llama_{kind}", f"--serialized-file={shop.folder / 'llama'}"]
+        if torchere(["archive", *given, f"--export-path={shop.store}", f"--parallel={split}"]):
+            raise Failed(f"the Llama was not packed with --parallel {split}")
+    with servers.torchere_with(shop, {}, 0, "enable_model_api=true\n") as endpoint:
+        while ask(endpoint.url, Probe("/v2", b"", b""))[0] == 0:
+            time.sleep(0.05)
+        for model in [f"{name}_{kind}" for name in ("class", "llama") for kind in splits]:
+            models = f"{endpoint.management}/models"
+            requests.post(f"{models}?url={model}.mar&initial_workers=0", timeout=60).raise_for_status()
+            for _ in range(options.starts):
+                _start_once(f"{models}/{model}", model)
+    return True
+
+
+def _start_once(url: str, model: str) -> None:
+    """Scale a model to one worker and back to none."""
+    began_s = time.monotonic()
+    requests.put(f"{url}?min_worker=1&synchronous=true", timeout=300).raise_for_status()
+    wall_s = time.monotonic() - began_s
+    first = psutil.Process(requests.get(url, timeout=60).json()[0]["workers"][0]["pid"])
+    ranks = [first, *first.children()]
+    used = [rank.cpu_times().user + rank.cpu_times().system for rank in ranks]
+    held = ", ".join(f"{pss(rank.pid) / 1e6:.0f}" for rank in ranks)
+    requests.put(f"{url}?min_worker=0&max_worker=0&synchronous=true", timeout=60).raise_for_status()
+    shown = ", ".join(f"{each:.2f}" for each in used)
+    load = os.getloadavg()[0]
+    print(
+        f"{model:<15} serves after {wall_s:.2f} s, processor time {sum(used):.2f} s ({shown}), "
+        f"PSS {held} MB; load {load:.1f}",
+        flush=True,
+    )
+
+
+def _save_llama(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - takes seconds
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=50,
+        max_position_embeddings=32,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 @contextmanager

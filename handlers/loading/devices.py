@@ -12,7 +12,9 @@ import importlib.util
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Mapping
+from glob import glob
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,10 @@ from torchere.handlers.loading import xla
 logger = logging.getLogger(__name__)
 
 _WITH_MODULE = ("cuda", "xpu", "mps", "hpu")
+_BUILDS = ("cuda", "hip", "xpu")  # in `torch.version`: what this torch was built for
+_PLUGINS = ("torch_xla", "habana_frameworks")
+# Of NVIDIA's driver, Windows' subsystem for Linux, Jetson, ROCm and Intel's GPUs.
+_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvmap", "/dev/kfd", "/dev/dri/renderD*")
 # Up to this size CUDA copies from pageable memory without waiting (API synchronization behavior).
 _PAGEABLE_BYTES = 65_536
 
@@ -82,6 +88,15 @@ def _of_kind(kind: str, gpu_id: int | str | None, config: Mapping[str, Any]) -> 
         logger.warning("deviceType: %s is to be used, and torch has none here: the CPU does it", kind)
         return CPU
     return DeviceChoice(kind, torch.device(kind if kind == "mps" else f"{kind}:{gpu_id or 0}"))
+
+
+def sees_only_cpu() -> bool:
+    """Return whether torch finds no other device here. Asks no driver, so the process may fork afterwards."""
+    if any(importlib.util.find_spec(plugin) for plugin in _PLUGINS):
+        return False
+    if not any(getattr(torch.version, build, None) for build in _BUILDS):
+        return True
+    return sys.platform == "linux" and not any(map(glob, _DEVICE_FILES))
 
 
 def _has_xla() -> bool:

@@ -35,7 +35,8 @@ from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.machines import Refused, Welcome, dial
 from torchere.serving.workers.messages import LoadError, RankLost, encode_frame, spec_of
 from torchere.serving.workers.process import settle_in, stand_in
-from torchere.serving.workers.ranks import ENDING_S, serve_rank
+from torchere.serving.workers.rank import prepare_to_fork, serve_rank
+from torchere.serving.workers.ranks import ENDING_S
 from torchere.serving.workers.sandbox import enter, sandbox_of
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class Member:
                 connections[0].sendall(encode_frame(LoadError(detail, False)))
                 connections[0].recv(1)  # the leader reads it, and ends the group
             return
+        prepare_to_fork(spec)
         ranks: dict[int, socket.socket] = {}
         try:
             for local, connection in enumerate(connections):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +29,7 @@ from torchere.archiver.models.spread.trial import in_ranks
 from torchere.archiver.models.spread.weights import held_bytes
 from torchere.archiver.split import Split
 from torchere.handlers.archive_import import archive_at
-from torchere.handlers.loading.parallel import load_part
+from torchere.handlers.loading.parallel import import_libraries, load_part
 
 CPU = torch.device("cpu")
 MB = 1_000_000
@@ -409,3 +411,42 @@ def test_weights_in_the_archive_and_in_s3_are_refused(folder: Path) -> None:
         ModelRefused, match=r"the archive has the weights w\.pth, and parallel.weights names s3:"
     ):
         load_part(archive_at(str(folder)), "wide.py", str(folder / "w.pth"), split, CPU)
+
+
+# What a process that forks must not have called: CUDA and its like are of no use in the children then.
+IMPORTS = """
+import sys, threading
+import torch
+
+asked = []
+questions = ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init")
+for module in (torch.cuda, torch.xpu, torch.accelerator):
+    for name in questions:
+        if hasattr(module, name):
+            setattr(module, name, lambda *args, name=f"{module.__name__}.{name}": asked.append(name) or False)
+from torchere.handlers.loading.parallel import import_libraries
+
+assert "transformers" not in sys.modules
+assert import_libraries(sys.argv[1], {}, {"parallel": {"tensor": 2}}, may_ask_driver=False)
+assert "transformers" in sys.modules
+assert (asked, threading.active_count()) == ([], 1)
+"""
+
+
+def test_on_a_machine_with_gpus_no_library_asks_for_them_before_the_ranks_are_forked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (tmp_path / "model.safetensors").touch()
+    command = [sys.executable, "-c", IMPORTS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [({}, {}), ({"modelFile": "net.py"}, {"parallel": {"tensor": 2}}), ({}, {"parallel": {"tensor": 0}})],
+)
+def test_only_a_folder_for_transformers_makes_ranks_import_it(
+    tmp_path: Path, model: dict[str, Any], config: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert not import_libraries(str(tmp_path), model, config, may_ask_driver=True)

@@ -1,50 +1,29 @@
 """Reads weights without a model: torch.save files, safetensors, Lightning and distributed checkpoints.
 
 Every format becomes one flat dict of tensors. Pickles are read by torch's weights-only unpickler, unless the
-caller says that the file is to be trusted. Folders of torch.distributed.checkpoint are read in one process:
-torch's own reader unpickles `.metadata` without restriction, so here only the record types of that format
-can be made from it, and only tensors are read; other values (steps, learning rates) are left out.
+caller says that the file is to be trusted. `distributed.py` reads folders of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
-import math
 import pickle
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.names import WRAPPERS, is_distributed_checkpoint, some
 from torchere.archiver.models.load.safetensors import read_safetensors
 from torchere.archiver.models.load.weight_only import register_torchao
 from torchere.archiver.models.steps import refusing
-from torchere.archiver.scan.pickles import is_plain
 from torchere.archiver.scan.weights import PICKLE, SAFETENSORS, TORCH_SAVE, classify_file
 
-# Keys under which training scripts save a state dict, in the order in which they are tried: weights before
-# their running average, which a script may have saved beside them.
-_WRAPPERS = (
-    "state_dict",
-    "model_state_dict",
-    "model",
-    "module",
-    "model_state",
-    "net",
-    "network",
-    "params",
-    "weights",
-)
 _EXPECTED = "expected names and tensors: torch.save(model.state_dict(), ...)"
 _DEEPEST = 3  # levels of dicts that are searched for state dicts
 _LIGHTNING_KEY = "pytorch-lightning_version"
@@ -101,6 +80,8 @@ def _read(path: Path, allow_pickle: bool) -> Weights:
             return Weights("DeepSpeed ZeRO checkpoint", {"": _read_zero(path, allow_pickle)})
         if not is_distributed_checkpoint(path):
             raise ModelRefused(f"{path}: {_about_folder(path)}")
+        from torchere.archiver.models.load.distributed import read_distributed  # noqa: PLC0415 - half a second
+
         return Weights("distributed checkpoint", {"": read_distributed(path)})
     kind = classify_file(path).kind
     if kind == SAFETENSORS:
@@ -172,7 +153,7 @@ def _states_in(found: Mapping[Any, Any], path: str = "", depth: int = 0) -> Iter
         yield path, cast(StateDict, found)  # not a copy, which would lose the versions torch keeps with it
     if depth == _DEEPEST:
         return
-    known = [key for key in _WRAPPERS if key in found]
+    known = [key for key in WRAPPERS if key in found]
     for key in (*known, *(key for key in found if isinstance(key, str) and key not in known)):
         if isinstance(found[key], Mapping):
             yield from _states_in(found[key], f"{path}.{key}" if path else key, depth + 1)
@@ -193,34 +174,6 @@ def _hyper_parameters(found: Mapping[str, Any]) -> HyperParameters | None:
     if not isinstance(values, Mapping) or not values:
         return None
     return HyperParameters(dict(values), name if isinstance(name, str) and name != "kwargs" else None)
-
-
-def some(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names in one line, with the number of the others."""
-    shown = ", ".join(names[:most]) or "none"
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-INDEX_NAME = ".metadata"
-_AGAIN = "copy the whole folder again, or save the checkpoint again"
-MAX_INDEX_BYTES = 2**30
-_RECORDS: dict[str, tuple[str, ...]] = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "BytesStorageMetadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "pathlib": ("PosixPath", "PurePosixPath", "Path", "PurePath"),
-    "pathlib._local": ("PosixPath", "PurePosixPath"),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-}
 
 
 _ZERO_SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside the checkpoint
@@ -250,164 +203,3 @@ def _read_zero(path: Path, allow_pickle: bool) -> StateDict:
         script: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
         found = script.get_fp32_state_dict_from_zero_checkpoint(str(folder), step)
     return {name: tensor.detach().clone() for name, tensor in found.items()}
-
-
-def is_distributed_checkpoint(path: Path) -> bool:
-    """Return whether the folder is a distributed checkpoint: it has a `.metadata`."""
-    return (path / INDEX_NAME).is_file()
-
-
-def read_distributed(path: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of the checkpoint, merged from their shards, by their flat names.
-
-    Raises:
-        ModelRefused: its index is not a valid one, or a shard is missing or damaged.
-    """
-    with damage_is_refused(path):
-        reader = _Reader(path)
-        found = _tensors_in(reader.read_metadata(), path)
-        state = {
-            name: torch.empty(tuple(item.size), dtype=item.properties.dtype) for name, item in found.items()
-        }
-        load(dict(state), storage_reader=reader, no_dist=True)
-    return state
-
-
-def read_parts(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Read a checkpoint into tensors, by their names; of a distributed tensor, only the part of this rank.
-
-    The checkpoint may have been saved by another number of ranks, and under one key (`model`, for example).
-
-    Raises:
-        ModelRefused: a name or a shape is another one; or as `read_distributed`.
-    """
-    with damage_is_refused(path):
-        reader = _Reader(path)
-        there = _tensors_in(reader.read_metadata(), path)
-        found = names_there(list(state), there, path)
-        wanted = {found[name]: tensor for name, tensor in state.items()}
-        for name, tensor in wanted.items():
-            size = tuple(there[name].size)
-            if size != tuple(tensor.shape):
-                raise ModelRefused(
-                    f"{path}: {name} has the shape {size}, and the model's {tuple(tensor.shape)}"
-                )
-        load(wanted, storage_reader=reader, no_dist=True)
-
-
-def names_there(names: Sequence[str], there: Collection[str], path: Path | str) -> dict[str, str]:
-    """Return the name that each has in a checkpoint, where all may lie under one key (`model`, for example).
-
-    Raises:
-        ModelRefused: the checkpoint lacks some of them; the text calls it `path`.
-    """
-    for key in ("", *_WRAPPERS):
-        found = {name: f"{key}.{name}" if key else name for name in names}
-        if all(name in there for name in found.values()):
-            return found
-    missing = [name for name in names if name not in there]
-    raise ModelRefused(f"{path}: the checkpoint has no {some(missing)}; it has {some(sorted(there))}")
-
-
-@contextmanager
-def damage_is_refused(where: Path | str) -> Iterator[None]:
-    """Turn the errors of torch's readers in the block into one ModelRefused that names the checkpoint."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a missing process group
-            yield
-    except ModelRefused:
-        raise
-    # The errors for a damaged shard differ by torch version; CheckpointException derives from BaseException.
-    except (
-        CheckpointException,
-        pickle.UnpicklingError,
-        OSError,
-        RuntimeError,
-        ValueError,
-        AttributeError,
-        LookupError,
-        TypeError,
-    ) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise ModelRefused(f"{where}: damaged distributed checkpoint: {first[:200]}; {_AGAIN}") from error
-
-
-def tensors_in(index: metadata.Metadata) -> dict[str, metadata.TensorStorageMetadata]:
-    """Return the tensors of an index by name; other values (steps, learning rates) are left out."""
-    return {
-        name: item
-        for name, item in index.state_dict_metadata.items()
-        if isinstance(item, metadata.TensorStorageMetadata)
-    }
-
-
-def _tensors_in(index: metadata.Metadata, path: Path) -> dict[str, metadata.TensorStorageMetadata]:
-    """Return the tensors of an index by name; refuse one that has more bytes than the shards."""
-    found = tensors_in(index)
-    wanted_bytes = sum(math.prod(item.size) * item.properties.dtype.itemsize for item in found.values())
-    shards = [file for file in path.rglob("*") if file.is_file() and file.name != INDEX_NAME]
-    there_bytes = sum(file.stat().st_size for file in shards)
-    if wanted_bytes > there_bytes:
-        raise ModelRefused(
-            f"{path}: its index speaks of {wanted_bytes} bytes, and its files have {there_bytes}; {_AGAIN}"
-        )
-    return found
-
-
-class _Reader(filesystem.FileSystemReader):
-    """torch's reader of such folders, with a restricted reader of the index."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Read the index; only its own record types can be made."""
-        file = Path(str(self.path), INDEX_NAME)
-        if file.stat().st_size > MAX_INDEX_BYTES:
-            raise ModelRefused(f"{file}: larger than {MAX_INDEX_BYTES} bytes; {_AGAIN}")
-        found = read_index(file.read_bytes(), file)
-        found.storage_meta = found.storage_meta or metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
-
-
-def read_index(content: bytes, file: Path | str) -> metadata.Metadata:
-    """Return the index of a checkpoint, which is a pickle; only the record types of that format can be made.
-
-    Args:
-        content: that of the file `.metadata`.
-        file: its name in errors.
-
-    Raises:
-        ModelRefused: it is damaged, imports anything else, or names files outside of its folder.
-    """
-    try:
-        found = _IndexUnpickler(io.BytesIO(content)).load()
-    except ModelRefused as error:
-        raise ModelRefused(f"{file}: {error}") from error
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        TypeError,
-        IndexError,
-        KeyError,
-        AttributeError,
-    ) as error:
-        raise ModelRefused(f"{file}: damaged index of a distributed checkpoint: {error}; {_AGAIN}") from error
-    if not isinstance(found, metadata.Metadata):
-        raise ModelRefused(f"{file}: it holds a {type(found).__name__}; expected the index of a checkpoint")
-    for name, item in found.storage_data.items():
-        parts = Path(str(getattr(item, "relative_path", ".."))).parts
-        if ".." in parts or Path(*parts).is_absolute():
-            raise ModelRefused(f"{file}: {ascii(name)[:80]} is said to lie outside of the folder")
-    return found
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler that makes only the records of a checkpoint's index."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _RECORDS.get(module, ()) or (is_plain(f"{module}.{name}") and "." not in name):
-            return super().find_class(module, name)
-        raise ModelRefused(
-            f"its index imports {module}.{name}, and reading it could run any code; do not use it"
-        )

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.checkpoint import StateDict, Weights, some
+from torchere.archiver.models.load.checkpoint import StateDict, Weights
+from torchere.archiver.models.load.names import some
 from torchere.archiver.models.load.weight_only import torchao_weights
 
 # torch.compile wraps modules, at any depth, and saves their weights under this name.

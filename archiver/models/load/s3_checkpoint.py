@@ -22,14 +22,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.checkpoint import (
-    INDEX_NAME,
+from torchere.archiver.models.load.distributed import (
     MAX_INDEX_BYTES,
     damage_is_refused,
-    names_there,
     read_index,
     tensors_in,
 )
+from torchere.archiver.models.load.names import INDEX_NAME, names_there
 from torchere.archiver.models.load.s3 import Objects, Piece
 from torchere.archiver.models.load.s3_safetensors import Box, S3Weights, bytes_of
 

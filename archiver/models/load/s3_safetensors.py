@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.checkpoint import names_there, some
+from torchere.archiver.models.load.names import names_there, some
 from torchere.archiver.models.load.s3 import Objects, Piece
 
 INDEX_NAME = "model.safetensors.index.json"

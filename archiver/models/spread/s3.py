@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.checkpoint import INDEX_NAME
+from torchere.archiver.models.load.names import INDEX_NAME
 from torchere.archiver.models.load.s3 import ObjectMissing, Objects
 from torchere.archiver.models.load.s3_checkpoint import CheckpointInS3
 from torchere.archiver.models.load.s3_safetensors import INDEX_NAME as SAFETENSORS_INDEX

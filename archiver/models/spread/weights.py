@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from torchere.archiver.models.load.checkpoint import read_parts
 from torchere.archiver.models.load.safetensors import read_safetensors
 from torchere.archiver.models.spread.tensor import Part
 
@@ -212,8 +211,11 @@ def fill_from_shards(
         ModelRefused: the checkpoint is damaged, or that of another model.
     """
     fill(model, _Unread(model), parts, device)
-    # The reader knows of a distributed tensor which part of the file it is.
-    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415  # takes a second
+    # The reader knows of a distributed tensor which part of the file it is. Other ranks do without these
+    # imports, which take half a second.
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415
+
+    from torchere.archiver.models.load.distributed import read_parts  # noqa: PLC0415
 
     state = {
         name: DTensor.from_local(tensor, mesh, [Shard(parts[name].dimension)], run_check=False)

@@ -4,14 +4,17 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from torchere.handlers.loading import devices
 from torchere.handlers.loading.devices import (
     choose_device,
     gpu_is_usable,
     own_stream,
+    sees_only_cpu,
     to_device,
     whole_on_device,
     without_gradients,
@@ -34,6 +37,21 @@ def test_a_gpu_that_is_not_there_falls_back_to_the_cpu_and_says_so(
     assert caplog.text == ""
     assert choose_device(gpu_id).map_location == "cpu"
     assert "GPU 3 is to be used, and torch can't" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("build", "files", "only_cpu"), [(None, True, True), ("12.6", False, True), ("12.6", True, False)]
+)
+def test_only_a_torch_for_gpus_beside_a_driver_sees_more_than_the_cpu(
+    build: str | None, files: bool, only_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, name, None, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(devices, "_DEVICE_FILES", (str(tmp_path / "nvidia*"),))
+    if files:
+        (tmp_path / "nvidia0").touch()
+    assert sees_only_cpu() is only_cpu
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch, capability: dict[int, tuple[int, int]]) -> None:

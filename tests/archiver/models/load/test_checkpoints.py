@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.checkpoint import read_parts, read_weights
+from torchere.archiver.models.load.checkpoint import read_weights
+from torchere.archiver.models.load.distributed import read_parts
 from torchere.archiver.models.load.fitting import load_into, unwrapped
 from torchere.archiver.models.load.source import read_source
 
