@@ -178,9 +178,15 @@ class RankLost(msgspec.Struct, frozen=True, array_like=True, tag=17):
     is_cut_off: bool = False  # its machine does not answer, or has not come
 
 
+class RankPids(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """Control, to the server: the process ids of the ranks from 1 on that rank 0 has forked."""
+
+    pids: tuple[int, ...]
+
+
 ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
 DataToWorker: TypeAlias = Run
-ControlFromWorker: TypeAlias = Loaded | LoadError | Serving | Pong | RankLost
+ControlFromWorker: TypeAlias = Loaded | LoadError | Serving | Pong | RankLost | RankPids
 ToRank: TypeAlias = Join | WarmUp | Ping | LogLevel | Run
 FromRank: TypeAlias = Loaded | LoadError | Pong | RankDone | RankLost
 DataFromWorker: TypeAlias = Partial | Done

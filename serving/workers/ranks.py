@@ -52,6 +52,7 @@ from torchere.serving.workers.messages import (
     Pong,
     RankDone,
     RankLost,
+    RankPids,
     WarmUp,
     encode_frame,
     encode_run,
@@ -126,6 +127,7 @@ class GroupHost:
         prepare_to_fork(spec)
         for number in range(1, spec.ranks):
             self._fork(number, on_gpu)
+        send(RankPids(tuple(rank.pid for rank in self._ranks)))
         self._host_of_store = spec.rendezvous.host if spec.rendezvous else LOOPBACK
         machines = self._meet()
         # After the forks: the other ranks must not have the store.

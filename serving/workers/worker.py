@@ -453,19 +453,16 @@ class Worker:
         return max(0.0, settings.now() - self._ready_s - silent_s)
 
     def _log(self, level: int, words: str, **extra: str) -> None:
-        spec = self._settings.spec
-        names = self.first_id, spec.model_name, spec.model_version
-        logger.log(level, "worker %d of model %s version %s %s", *names, words, extra=extra)
+        spec, text = self._settings.spec, "worker %d of model %s version %s %s"
+        logger.log(level, text, self.first_id, spec.model_name, spec.model_version, words, extra=extra)
 
     def _answer_lost(self, loss: Loss) -> None:
         self._heartbeat.stop()
         self._exclusive = None
         self._emptied.set()
         if self._process is not self._retired:
-            out_of_memory = loss.kind is LossKind.OUT_OF_MEMORY
-            self._process.take_apart(
-                ExecutorDied(loss.cause, crashed=loss.crashed, out_of_memory=out_of_memory)
-            )
+            is_oom = loss.kind is LossKind.OUT_OF_MEMORY
+            self._process.take_apart(ExecutorDied(loss.cause, crashed=loss.crashed, out_of_memory=is_oom))
 
     async def retire(self) -> None:
         """Finish the runs inside, then stop."""
@@ -477,7 +474,10 @@ class Worker:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             emptied.cancel()
         if self._process.lost.done():
-            self._answer_lost(self._process.lost.result())
+            loss = self._process.lost.result()
+            if self._process.inside:  # else it is known
+                self._log(logging.ERROR, f"was lost while it drained: {loss.cause}", cause=loss.kind.value)
+            self._answer_lost(loss)
         await self.close()
 
     async def close(self) -> None:

@@ -19,9 +19,10 @@ from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.workers import messages
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameSocket
+from torchere.serving.workers.group import MAX_CAUSE_CHARACTERS, Group
 from torchere.serving.workers.lanes import LaneSocket, load_of_lane, requests_of
 from torchere.serving.workers.launch import Launched, Launcher, open_lanes
-from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_rank, loss_of_slow_load
+from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_slow_load
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
 
@@ -29,7 +30,6 @@ logger = logging.getLogger("torchere.worker")
 
 ENDING_GRACE_S = 2.0  # time to end by itself after its sockets are closed
 LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
-MAX_CAUSE_CHARACTERS = 300  # of the cause that a worker gives for its end
 KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
 LOOK_AGAIN_S = 1.0  # grace after a blocked event loop, before a lane counts as silent
 
@@ -72,6 +72,7 @@ class WorkerProcess:
         oom: OomWatch,
     ) -> None:
         self._spec = spec
+        self._group = Group(spec, oom)
         self._launcher = launcher
         self._executor_id = executor_id  # of its first lane, for its log lines
         self._response_timeout_s = response_timeout_s
@@ -193,9 +194,8 @@ class WorkerProcess:
         except asyncio.TimeoutError:
             if beside:
                 raise
-            loss = loss_of_slow_load(timeout_s)
-            await self._kill_and_reap(loss)
-            raise self._load_failed(loss.cause) from None
+            await self._kill_and_reap(loss_of_slow_load(timeout_s))
+            raise self._load_failed(self.lost.result().cause) from None
         except BaseException:
             if not beside:
                 await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
@@ -315,10 +315,8 @@ class WorkerProcess:
             return
         if isinstance(message, messages.Pong):
             self._events.pong()
-        elif isinstance(message, messages.RankLost):
-            code, cause = message.exit_code, message.cause[:MAX_CAUSE_CHARACTERS]
-            killed_for_memory = code == -signal.SIGKILL and self._oom.claim()
-            self.kill(loss_of_rank(message.rank, code, cause, killed_for_memory, message.is_cut_off))
+        elif isinstance(message, messages.RankLost | messages.RankPids):
+            self._group.hear(message, self.kill)
         elif isinstance(message, messages.Serving):
             if self.serving < len(self._lanes):
                 self.serving += 1
@@ -413,7 +411,7 @@ class WorkerProcess:
 
     def kill(self, loss: Loss) -> None:
         """Kill the process; `lost` completes when it has ended."""
-        self._killed = self._killed or loss
+        self._killed = self._killed or self._group.of_silence(loss, self.pid)
         if self._launched is not None:
             self._launched.kill(loss)
 
@@ -460,7 +458,7 @@ class WorkerProcess:
         except asyncio.TimeoutError:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
-        loss = self._killed or self._launched.loss(code, self._oom)
+        loss = self._killed or self._group.of_first(self._launched.loss(code, self._oom))
         if self._end_cause:  # the error is in its log
             loss = loss_of_end(self._end_cause)
         await self._read_out()

@@ -167,6 +167,6 @@ def test_a_rank_of_the_other_machine_that_is_killed_is_named(group: Group, rank:
 def test_the_leader_comes_back_with_the_same_machines(group: Group) -> None:
     described = group.call("GET", "/models/adding", api="management").json()[0]
     os.kill(described["workers"][0]["pid"], signal.SIGKILL)
-    until(lambda: group.last_cause.startswith("killed by signal 9"), group.last_cause)
+    until(lambda: group.last_cause == "rank 0: killed by signal 9 (SIGKILL)", group.last_cause)
     until(lambda: group.is_ready, "does not come back")
     assert group.predict().body == b"168"

@@ -243,7 +243,7 @@ def test_a_rank_that_is_killed_while_idle_ends_the_group_and_is_no_evidence(make
             os.kill(pids[rank], signal.SIGKILL)
             await until(lambda: pool.in_service and pool.statuses()[0].pid != pids[0])
             assert losses == ["signal"]
-            assert cause_of(pool).startswith("rank" if rank else "killed by signal 9")
+            assert cause_of(pool) == f"rank {rank}: killed by signal 9 (SIGKILL)"
         await ended(pids)
 
     asyncio.run(main())
@@ -292,7 +292,7 @@ def test_a_rank_that_is_killed_while_it_loads_is_started_again_with_the_others(m
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_that_is_killed_while_its_worker_drains_ends_the_drain(
-    make_group, make_sink, make_request, rank
+    make_group, make_sink, make_request, caplog, rank
 ) -> None:
     async def main() -> None:
         spec = make_group()
@@ -308,6 +308,7 @@ def test_a_rank_that_is_killed_while_its_worker_drains_ends_the_drain(
         await ended(pids)
 
     asyncio.run(main())
+    assert f"was lost while it drained: rank {rank}: killed by signal 9 (SIGKILL)" in caplog.text
 
 
 def test_a_rank_that_is_stopped_while_idle_is_missed_and_named(make_group, caplog) -> None:
