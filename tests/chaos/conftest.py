@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranked_model import pack_ranked
 from servers import pack, start_server, store
 
 __all__ = ["pack", "start_server", "store"]
@@ -191,15 +192,18 @@ class Breaking:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def archive(self, model: str, **config: object) -> str:
-        """Pack a model; `config` goes into its model-config.yaml."""
+    def archive(self, model: str, *, ranked: bool = False, **config: object) -> str:
+        """Pack a model; `config` goes into its model-config.yaml. `ranked`: that of `ranked_model.py`."""
+        if ranked:
+            return pack_ranked(self._pack, model, self.folder(model), **config)
         settings = {"folder": str(self.folder(model)), "responseTimeout": 1, "startupTimeout": 15, **config}
         files = {"h.py": BREAKING, "c.yaml": json.dumps(settings)}
         return str(self._pack(model, files, handler="h.py", configFile="c.yaml"))
 
-    def register(self, model: str, workers: int = 1, **config: object) -> Any:
+    def register(self, model: str, workers: int = 1, **config: Any) -> Any:
         """Pack and register a model, and wait until it is loaded."""
-        config.setdefault("isolation", self.isolation)
+        if not config.get("ranked"):
+            config.setdefault("isolation", self.isolation)
         return self.server.register(self.archive(model, **config), initial_workers=workers)
 
     def unregister(self, model: str) -> Any:

@@ -1,7 +1,8 @@
 """Random workers are killed from outside at random moments while clients predict: the ledger must agree.
 
 No request is lost, none is run or answered twice, and none is quarantined, although the same few contents are
-running at every kill. `TORCHERE_KILLS=1000 pytest tests/chaos/test_kills.py -s` runs the long version.
+running at every kill. Every second kill is of a rank of a group of four.
+`TORCHERE_KILLS=1000 pytest tests/chaos/test_kills.py -s` runs the long version.
 """
 
 import os
@@ -14,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from ranked_model import RANKS, pack_ranked
 
-KILLS = int(os.environ.get("TORCHERE_KILLS", "40"))
+KILLS = int(os.environ.get("TORCHERE_KILLS", "60"))
 PAUSE_S = 0.4  # at most, between two kills
 CLIENTS = 3  # of each model
 CONTENTS = 4
@@ -41,7 +44,8 @@ MODELS: dict[str, dict[str, object]] = {
     "processes": {"isolation": "process", "batchSize": 2, "maxBatchDelay": 2},
     "lanes": {"isolation": "thread", "responseTimeout": 1},
 }
-WORKERS = {"processes": 3, "lanes": 2}
+GROUPS = "ranks"  # of 2 x 2 processes
+WORKERS = {"processes": 3, "lanes": 2, GROUPS: 2}
 
 
 class Client(threading.Thread):
@@ -58,9 +62,10 @@ class Client(threading.Thread):
         while not self._over.is_set():
             number = f"{self.name}-{len(self.outcomes)}"
             content = str(len(self.outcomes) % CONTENTS)
+            body = f"echo {content}" if self._model == GROUPS else content
             path = f"/predictions/{self._model}"
             self.outcomes[number] = (0, "no answer")
-            reply = self._server.call("POST", path, content.encode(), headers={"x-number": number})
+            reply = self._server.call("POST", path, body.encode(), headers={"x-number": number})
             text = reply.body.decode()
             assert reply.status != 200 or text == content
             self.outcomes[number] = (reply.status, text)
@@ -74,22 +79,29 @@ def workers_of(server: Any, model: str) -> list[dict[str, Any]]:
     return workers
 
 
-def kill_at_random(server: Any, chance: random.Random) -> set[int]:
-    """Kill workers that are in service, each once; return their process ids."""
-    killed: set[int] = set()
-    while len(killed) < KILLS:
+def kill_at_random(server: Any, chance: random.Random) -> tuple[set[int], Counter[str]]:
+    """Kill workers that are in service, each once; of a group, any of its ranks.
+
+    Return the process ids of the workers, and the number of kills by model.
+    """
+    struck: set[int] = set()
+    kills: Counter[str] = Counter()
+    while len(struck) < KILLS:
         time.sleep(chance.random() * PAUSE_S)
+        models = [GROUPS] if len(struck) % 2 else [model for model in WORKERS if model != GROUPS]
         ready = {
-            worker["pid"]
-            for model in MODELS
+            (model, worker["pid"])
+            for model in models
             for worker in workers_of(server, model)
-            if worker["status"] == "READY"
+            if worker["status"] == "READY" and worker["pid"] not in struck
         }
-        if alive := sorted(ready - killed):
-            pid = chance.choice(alive)
-            os.kill(pid, signal.SIGKILL)
-            killed.add(pid)
-    return killed
+        if ready:
+            model, pid = chance.choice(sorted(ready))
+            ranks = [child.pid for child in psutil.Process(pid).children()] if model == GROUPS else []
+            os.kill(chance.choice([pid, *ranks]), signal.SIGKILL)
+            struck.add(pid)
+            kills[model] += 1
+    return struck, kills
 
 
 def losses_of(server: Any, model: str) -> list[int]:
@@ -102,7 +114,10 @@ def losses_of(server: Any, model: str) -> list[int]:
 
 
 def check_runs(book: Path, outcomes: dict[str, tuple[int, str]]) -> Counter[int]:
-    """Compare the handlers' book with the clients': one run for each answer, and never two."""
+    """Compare the book of the handlers, or of those of one rank, with that of the clients.
+
+    There is one run for each answer, and never two.
+    """
     runs = Counter(book.read_text().split())
     assert set(runs.values()) == {1}, "run twice: " + ", ".join(k for k, n in runs.items() if n > 1)
     statuses = Counter(status for status, _ in outcomes.values())
@@ -122,36 +137,42 @@ def test_kills_from_outside_lose_no_request_run_none_twice_and_convict_none(
     start_server: Callable[..., Any], pack: Any, store: Path, wait_until: Any
 ) -> None:
     server = start_server("--disable-token-auth", "--enable-model-api")
-    for model, settings in MODELS.items():
-        folder = store.parent / f"kills-{model}"
+    folders = {model: store.parent / f"kills-{model}" for model in WORKERS}
+    for model, folder in folders.items():
         folder.mkdir()
-        lines = "\n".join(f"{key}: {value}" for key, value in {**settings, "folder": folder}.items())
-        pack(model, {"h.py": HANDLER, "c.yaml": lines}, handler="h.py", configFile="c.yaml")
+        if model == GROUPS:
+            pack_ranked(pack, model, folder)
+        else:
+            settings = {**MODELS[model], "folder": folder}
+            lines = "\n".join(f"{key}: {value}" for key, value in settings.items())
+            pack(model, {"h.py": HANDLER, "c.yaml": lines}, handler="h.py", configFile="c.yaml")
         assert server.register(f"{model}.mar", initial_workers=WORKERS[model]).status == 200
     over = threading.Event()
     clients = {
-        model: [Client(server, model, f"{model}-{at}", over) for at in range(CLIENTS)] for model in MODELS
+        model: [Client(server, model, f"{model}-{at}", over) for at in range(CLIENTS)] for model in WORKERS
     }
     for client in [each for row in clients.values() for each in row]:
         client.start()
-    killed = kill_at_random(server, random.Random(7))
+    struck, kills = kill_at_random(server, random.Random(7))
     over.set()
     for client in [each for row in clients.values() for each in row]:
         client.join()
-    for model in MODELS:
+    for model in WORKERS:
         wait_until(
             lambda model=model: all(
-                worker["status"] == "READY" and worker["pid"] not in killed
+                worker["status"] == "READY" and worker["pid"] not in struck
                 for worker in workers_of(server, model)
             ),
             f"all workers of {model} in service",
         )
-    assert sum(losses_of(server, "processes")) + max(losses_of(server, "lanes"), default=0) == KILLS
+        losses = losses_of(server, model)
+        assert (max(losses, default=0) if model == "lanes" else sum(losses)) == kills[model], model
     sent = 0
-    for model in MODELS:
+    for model, folder in folders.items():
         outcomes = {number: end for client in clients[model] for number, end in client.outcomes.items()}
-        statuses = check_runs(store.parent / f"kills-{model}" / "runs", outcomes)
+        books = [f"runs-{rank}" for rank in range(RANKS)] if model == GROUPS else ["runs"]
+        statuses = [check_runs(folder / book, outcomes) for book in books]
         sent += len(outcomes)
-        print(f"{KILLS} kills, {model}: {dict(statuses)}")
+        print(f"{kills[model]} kills of {model}: {dict(statuses[0])}")
     assert server.stop() == 0
     assert f"{sent} predictions accepted, {sent} answered" in server.log()

@@ -6,10 +6,14 @@ The faults are real: signals, native crashes, an interpreter that never comes ba
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
+from ranked_model import RANKS, ranks_of, until_born
 
 CRASHES = {
     "kill": "killed by signal 9 (SIGKILL)",
@@ -65,13 +69,96 @@ def model(plant: Any, isolation: str, request: pytest.FixtureRequest) -> Iterato
     assert plant.unregister(name).status in (200, 404)
 
 
-def comes_back(plant: Any, model: str, cause: str) -> None:
+def comes_back(plant: Any, model: str, cause: str, losses: int = 1) -> None:
     """The model is ready again, says why it was not, and means it."""
     plant.until_ready(model)
-    assert plant.ledger.predict(model, "echo again") == (200, "again")
+    assert plant.ledger.predict(model, "echo 7") == (200, "7")
     assert cause in plant.describe(model)["torchere"]["failure"]
     (loss,) = plant.describe(model)["torchere"]["losses"]
-    assert (loss["count"], cause in loss["lastCause"]) == (1, True)
+    assert (loss["count"], cause in loss["lastCause"]) == (losses, True), loss
+
+
+# Groups of 2 x 2 ranks, one group for each rank that is lost: they are lost and come back side by side.
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+GROUP_TIMEOUT_S, GROUP_STARTUP_S = 2, 6
+HEARTBEAT_S = 13  # until an idle worker is given up
+REACTION_S = 2.0  # of the server to a loss: until it starts another group
+KILLED, STOPPED = "rank {rank}: killed by signal 9 (SIGKILL)", "rank {rank} is stopped by a signal"
+IN_A_BATCH = {"kill": KILLED, "stop": f"no answer within response_timeout={GROUP_TIMEOUT_S} s: {STOPPED}"}
+
+
+class Groups:
+    """The groups, and the processes of each by rank."""
+
+    def __init__(self, plant: Any) -> None:
+        self.plant = plant
+        self.models = [f"rank-{rank}" for rank in range(RANKS)]
+        self.processes: list[list[psutil.Process]] = []
+        self.losses = 0  # of each group
+
+    def register(self) -> None:
+        """Load all groups at the same time."""
+        limits = {"responseTimeout": GROUP_TIMEOUT_S, "startupTimeout": GROUP_STARTUP_S, "ranked": True}
+        began_s, self.losses = time.monotonic(), 0
+        with ThreadPoolExecutor(RANKS) as threads:
+            loads = threads.map(lambda model: self.plant.register(model, **limits), self.models)
+            assert [load.status for load in loads] == [200] * RANKS
+        self.until_born(began_s)
+
+    def until_born(self, after_s: float) -> float:
+        """Wait until each group was started after that time; return the seconds that the last one took."""
+        folders = [self.plant.folder(model) for model in self.models]
+        self.processes = [list(map(psutil.Process, until_born(folder, after_s))) for folder in folders]
+        return max(born_s for folder in folders for _, born_s in ranks_of(folder)) - after_s
+
+    def hold(self) -> list[tuple[threading.Thread, list[tuple[int, str]]]]:
+        """Send each group a request that waits in the rank that will be lost; return threads and outcomes."""
+        asked = [
+            self.plant.ledger.in_background(model, f"held {rank}") for rank, model in enumerate(self.models)
+        ]
+        for model in self.models:
+            self.plant.until_sign(model, "busy")
+            (self.plant.folder(model) / "busy").unlink()
+        return asked
+
+    def lose(self, fault: str) -> float:
+        """Send the signal of a fault to rank R of group R, for each; return the time."""
+        now_s = time.monotonic()
+        for rank, processes in enumerate(self.processes):
+            processes[rank].send_signal(SIGNALS[fault])
+        return now_s
+
+    def come_back(self, since_s: float, within_s: float, cause: str, losses: int = 1) -> None:
+        """Check that each group was started again within a time, and says why.
+
+        Args:
+            since_s: when the ranks were lost.
+            within_s: seconds from then to the start of the other group.
+            cause: with `{rank}` for the number.
+            losses: of each group since the last call.
+        """
+        before = self.processes
+        assert self.until_born(since_s) < within_s
+        self.losses += losses
+        for rank, model in enumerate(self.models):
+            comes_back(self.plant, model, cause.format(rank=rank), self.losses)
+        assert not any(is_alive(each) for processes in before for each in processes)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def groups(plant: Any) -> Iterator[Groups]:
+    groups = Groups(plant)
+    groups.register()
+    yield groups
+    for model in groups.models:
+        plant.unregister(model)
 
 
 @pytest.mark.parametrize("fault", CRASHES)
@@ -164,8 +251,11 @@ def test_a_crash_while_idle_costs_no_request(plant: Any, model: str, fault: str)
     comes_back(plant, model, CRASHES[fault])
 
 
-def test_a_hang_while_idle_is_found_out_before_any_client_waits_for_it(plant: Any, isolation: str) -> None:
+def test_a_hang_while_idle_is_found_out_before_any_client_waits_for_it(
+    plant: Any, isolation: str, groups: Groups
+) -> None:
     plant.isolation = isolation
+    stopped_s = groups.lose("stop")
     faults = {"stopped": "stop", "in-c": "sleep_in_c", "stopped-outside": ""}
     models = {f"idle-{isolation}-{name}": fault for name, fault in faults.items()}
     for model, fault in models.items():
@@ -181,6 +271,9 @@ def test_a_hang_while_idle_is_found_out_before_any_client_waits_for_it(plant: An
     for model in models:
         comes_back(plant, model, "no sign of life")
         assert plant.unregister(model).status == 200
+    groups.come_back(
+        stopped_s, HEARTBEAT_S + REACTION_S, f"hung: idle, and no sign of life for 10 s: {STOPPED}"
+    )
 
 
 def test_a_worker_that_is_stopped_and_goes_on_is_the_same_worker(plant: Any, model: str) -> None:
@@ -217,3 +310,56 @@ def test_kills_from_outside_make_no_request_guilty(plant: Any, model: str) -> No
         plant.until_ready(model)
         assert plant.ledger.predict(model, "echo same") == (200, "same")
     assert "quarantinedRequests" not in plant.describe(model)["torchere"]
+
+
+def test_a_rank_that_is_killed_while_idle_costs_no_request(groups: Groups) -> None:
+    groups.come_back(groups.lose("kill"), REACTION_S, KILLED)
+
+
+@pytest.mark.parametrize("fault", SIGNALS)
+def test_a_rank_that_is_lost_in_a_batch_costs_that_batch(groups: Groups, fault: str) -> None:
+    held = groups.hold()
+    since_s = groups.lose(fault)
+    for thread, outcome in held:
+        thread.join()
+        assert [status for status, _ in outcome] == [500 if fault == "kill" else 504]
+    patience_s = 0 if fault == "kill" else GROUP_TIMEOUT_S
+    groups.come_back(since_s, REACTION_S + patience_s, IN_A_BATCH[fault])
+
+
+@pytest.mark.parametrize(
+    ("fault", "patience_s", "cause"),
+    [
+        ("kill", 1, f"{KILLED} while it was loading"),  # after a second loss the server waits for a second
+        ("stop", GROUP_STARTUP_S, f"not loaded within startup_timeout={GROUP_STARTUP_S} s: {STOPPED}"),
+    ],
+)
+def test_a_rank_that_is_lost_while_its_group_loads_is_replaced_with_the_others(
+    plant: Any, groups: Groups, fault: str, patience_s: float, cause: str
+) -> None:
+    for model in groups.models:
+        plant.order(model, "slow")
+    groups.until_born(groups.lose("kill"))
+    since_s = groups.lose(fault)
+    for model in groups.models:
+        (plant.folder(model) / "slow").unlink()
+    groups.come_back(since_s, REACTION_S + patience_s, cause, losses=2)
+
+
+@pytest.mark.parametrize("fault", SIGNALS)
+def test_a_rank_that_is_lost_while_its_group_drains_ends_the_drain(
+    plant: Any, groups: Groups, fault: str
+) -> None:
+    held = groups.hold()
+    with ThreadPoolExecutor(RANKS) as threads:
+        leaving = threads.map(plant.unregister, groups.models)
+        for model in groups.models:
+            plant.until_gone(model)
+        groups.lose(fault)
+        assert [left.status for left in leaving] == [200] * RANKS
+    for rank, (thread, outcome) in enumerate(held):
+        thread.join()
+        assert [status for status, _ in outcome] == [500 if fault == "kill" else 504]
+        assert plant.server.logs(f"was lost: {IN_A_BATCH[fault].format(rank=rank)}")
+    assert not any(is_alive(each) for processes in groups.processes for each in processes)
+    groups.register()
