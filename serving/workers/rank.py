@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -113,7 +114,8 @@ def serve_rank(
     """
     die_with_parent()
     if os.getppid() == parent:  # else it has ended meanwhile
-        _RankMain(spec, local, connection, gpu_id).serve()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):  # rank 0 is gone
+            _RankMain(spec, local, connection, gpu_id).serve()
 
 
 def _drop(index: int, part: object) -> None:

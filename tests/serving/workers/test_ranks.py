@@ -2,9 +2,13 @@
 
 import asyncio
 import os
+import select
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,6 +17,7 @@ from pools import fork_launcher, new_pool, pool_in_service, until
 
 from torchere.serving.errors import ExecutorDied, HandlerFailed, LoadFailed
 from torchere.serving.workers import loss as restart
+from torchere.serving.workers.messages import Ping, encode_frame
 
 # Every rank adds its number plus one, so that three ranks add 6.
 HANDLER = """
@@ -351,3 +356,25 @@ def test_a_rank_that_does_not_load_fails_the_load_with_its_number(make_group) ->
         assert "rank 2: handler handler.py raised ValueError: rank has no weights" in error.value.detail
 
     asyncio.run(main())
+
+
+RANK = """
+import os, socket, sys
+from torchere.serving.workers.executor import LoadSpec
+from torchere.serving.workers.rank import serve_rank
+
+spec = LoadSpec("demo", "1.0", ".", "handler.py", ranks=2)
+serve_rank(os.getppid(), spec, 1, socket.socket(fileno=int(sys.argv[1])), None)
+"""
+
+
+def test_a_rank_whose_rank_0_is_gone_ends_without_a_traceback(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", RANK, str(theirs.fileno())]
+    rank = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, cwd=tmp_path)
+    theirs.close()
+    ours.sendall(encode_frame(Ping()))
+    assert select.select([ours], [], [], 60)[0]
+    ours.close()  # with its answer unread: the rank's end is reset
+    assert rank.communicate(timeout=60) == (None, b"")
+    assert rank.returncode == 0
