@@ -23,6 +23,7 @@ from typing import Any
 from torchere.archiver.signature import ANY, Signature, TensorSpec
 from torchere.handlers.archive_import import ArchiveModules, archive_at, archive_of
 from torchere.handlers.context import Context
+from torchere.handlers.cpp import cpp_handler_name
 from torchere.handlers.errors import HandlerLoadError
 from torchere.handlers.ts_compat import alias as ts_alias
 
@@ -173,7 +174,10 @@ CPP_HANDLERS = dict.fromkeys(
     ("BaseHandler", "TorchScriptHandler"), "torchere.handlers.densenet:TorchScriptHandler"
 )
 """The same for archives of TorchServe's C++ backend, `runtime: LSP`."""
-CPP_ADVICE = "handlers in C++ can't be loaded; name TorchScriptHandler, or one in Python"
+CPP_ADVICE = (
+    "expected a class in a shared library, such as libmy_handler:MyHandler in libmy_handler.so, or "
+    "TorchScriptHandler"
+)
 
 UNEVEN_HANDLERS = frozenset({"text_embedding", "voice_activity"})
 """Those among them whose time depends on what is sent: quick requests say nothing of the next one."""
@@ -197,17 +201,24 @@ _MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")  # also names that no statement c
 
 
 def load_entry_point(
-    handler: str, context: Context, *, envelope: str | None = None, installed: bool = False
+    handler: str,
+    context: Context,
+    *,
+    envelope: str | None = None,
+    installed: bool = False,
+    runtime: str = "python",
 ) -> EntryPoint:
     """Import, construct and initialise the handler of an archive.
 
     Args:
-        handler: as in the manifest: `file.py`, `file`, `file:function`, or a built-in name.
+        handler: as in the manifest: `file.py`, `file`, `file:function`, or a built-in name; for the runtime
+            LSP also `library:Class`.
         context: its `model_dir` is where the archive is unpacked.
         envelope: name of a request envelope (`ENVELOPES`), None for none. A handler whose class sets
             `reads_envelopes = True` reads these formats itself, and gets requests as they are.
         installed: the name comes from the operator, not from an archive, so it may also mean a module that is
             installed (`package.module:function`), or a file anywhere (`/folder/file.py:function`).
+        runtime: as in the manifest: LSP for handlers in C++.
 
     Raises:
         HandlerLoadError: there is no such handler, its file can't be imported, or it is not a handler. The
@@ -215,11 +226,23 @@ def load_entry_point(
             there is one.
         Exception: raised by the handler's own initialisation.
     """
-    entry_point = _operators_own(handler, context) if installed else None
+    entry_point = _operators_own(handler, context) if installed else _in_cpp(handler, runtime, context)
     entry_point = entry_point or _named(handler, context, installed)
     if envelope and not getattr(entry_point.instance, "reads_envelopes", False):
         return EntryPoint(_envelope(envelope)(entry_point).handle, entry_point.instance, enveloped=True)
     return entry_point
+
+
+def _in_cpp(handler: str, runtime: str, context: Context) -> EntryPoint | None:
+    """Return the handler that is a class in a shared library; None for other handlers."""
+    name = cpp_handler_name(handler, runtime)
+    if name is None:
+        return None
+    from torchere.handlers.cpp.handler import CppHandler  # noqa: PLC0415  # it imports torch
+
+    instance = CppHandler(name)
+    instance.initialize(context)
+    return EntryPoint(instance.handle, instance)
 
 
 def class_of(handler: str, model_dir: str) -> type | None:

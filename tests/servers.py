@@ -182,12 +182,12 @@ def open_server(start_server: Callable[..., RunningServer]) -> RunningServer:
 def pack(store: Path) -> Callable[..., str]:
     """Writes an archive into the store: files by name, and manifest members."""
 
-    def packer(name: str, files: dict[str, str | bytes], **model: str) -> str:
+    def packer(name: str, files: dict[str, str | bytes], *, runtime: str = "python", **model: str) -> str:
         described = {"modelName": name, "modelVersion": "1.0", **model}
         with zipfile.ZipFile(store / f"{name}.mar", "w") as archive:
             for file, content in files.items():
                 archive.writestr(file, content)
-            archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": described}))
+            archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": runtime, "model": described}))
         return f"{name}.mar"
 
     return packer

@@ -120,7 +120,12 @@ class ModelLoader:
         service = Service(
             model_name, model_dir, manifest, None, gpu_id, batch_size, limit_max_image_pixels, metrics_cache
         )
-        service._entry_point = load_entry_point(handler, service.context, envelope=envelope)
+        service._entry_point = load_entry_point(
+            handler,
+            service.context,
+            envelope=envelope,
+            runtime=str((manifest or {}).get("runtime") or "python"),
+        )
         return service
 
 

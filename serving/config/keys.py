@@ -179,7 +179,7 @@ _WITHOUT_EFFECT = (
     _advice("cpu_launcher_args", _NO_LAUNCHER),
     _advice("initial_worker_port", "workers use no TCP ports; remove it"),
     _advice("initial_distribution_port", "the ranks of a worker meet at a free port; remove it"),
-    _advice("cpp_log_config", "there is no C++ backend; remove it"),
+    _advice("cpp_log_config", "handlers in C++ log as others do; remove it"),
     _file_only(_advice("vmargs", _NO_JVM)),
     _file_only(_advice("plugins_path", "Java plug-ins can't be loaded; remove it")),
 )

@@ -16,6 +16,7 @@ from torchere.archiver.split import SECTION, Split
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled.package import holds_gil
+from torchere.handlers.cpp import cpp_handler_name
 from torchere.handlers.resolve import CPP_ADVICE, CPP_HANDLERS
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
@@ -118,8 +119,9 @@ class Loader:
                 "nor by default_service_handler."
             )
         runtime = check_runtime(runtime or archive.manifest.get("runtime") or "python")
-        if runtime == "LSP" and handler not in CPP_HANDLERS:
-            logger.warning("%s: runtime LSP: %s", key, CPP_ADVICE)
+        in_cpp = cpp_handler_name(handler, runtime) is not None
+        if runtime == "LSP" and handler not in CPP_HANDLERS and not in_cpp:
+            logger.warning("%s: the handler of runtime LSP is %s; %s", key, handler, CPP_ADVICE)
         config = archive.config
         gpus = self.gpus_of(config.device_type)
         if not gpus and (config.device_type in _COUNTED or (config.device_ids and not config.device_type)):
@@ -133,7 +135,9 @@ class Loader:
             archive=archive,
             handler=handler,
             runtime=runtime,
-            isolation=_isolation(key, archive, settings, handler, self._may_share_process),
+            isolation="process"
+            if in_cpp
+            else _isolation(key, archive, settings, handler, self._may_share_process),
             loaded_at_startup=loaded_at_startup,
         )
         return self._assemble(key, origin, settings)
@@ -234,6 +238,7 @@ class Loader:
             archive_dir=str(origin.archive.directory),
             handler=origin.handler,
             declared_metrics=self._observer.declared_metrics,
+            runtime=origin.runtime,
             handler_installed=origin.handler == self._server.default_handler,
             manifest=origin.archive.manifest,
             model_config=origin.archive.config.raw,

@@ -117,6 +117,7 @@ class LoadSpec:
     gpu_ids: tuple[int, ...] = ()  # executors take them in turn; empty: CPU
     max_response_bytes: int = 6_553_500
     declared_metrics: tuple[MetricDeclaration, ...] = ()  # initially known to `context.metrics.get_metric`
+    runtime: str = "python"
     handler_installed: bool = False  # the operator chose `handler`: it may be an installed module
     pinned: bool = False  # batches are sent to an executor by its id (state lives in the handler)
     shares_weights: bool = False  # executors are lanes of one process, over one copy of the weights

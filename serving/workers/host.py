@@ -103,6 +103,7 @@ class HandlerHost:
         )
         self._entry_point: EntryPoint | None = None
         self._borrows = False  # the handler takes tensors as views of the request's memory
+        self._decodes = spec.decode_input
         self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
         self._context.encoder = self._encoder
         self._gpu_id = gpu_id
@@ -128,7 +129,11 @@ class HandlerHost:
             if self._gpu_id is not None and not self._is_alone:
                 own_stream(self._gpu_id, kind_of(spec.model_config))
             self._entry_point = load_entry_point(
-                spec.handler, self._context, envelope=spec.envelope, installed=spec.handler_installed
+                spec.handler,
+                self._context,
+                envelope=spec.envelope,
+                installed=spec.handler_installed,
+                runtime=spec.runtime,
             )
         except HandlerLoadError as err:
             logger.error("loading %s failed: %s", spec.model_name, err)
@@ -138,6 +143,7 @@ class HandlerHost:
             raise self._load_failed(f"handler {spec.handler} raised {line_of(err)}", err) from err
         self._encoder.labels = getattr(self._entry_point.instance, "mapping", None)
         self._borrows = getattr(self._entry_point.instance, "borrows_tensors", False) is True
+        self._decodes = spec.decode_input and not getattr(self._entry_point.instance, "takes_bytes", False)
 
     def warm_up(self) -> None:
         """Run the handler's own example rows, if it has any, until lazy initialisation is done.
@@ -206,7 +212,7 @@ class HandlerHost:
     ) -> BatchReport:
         # The requests of a batch that fails as a whole run again one by one, so they must stay unchanged.
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
-        rows = [row_of(request, self._spec.decode_input, lent) for request in requests]
+        rows = [row_of(request, self._decodes, lent) for request in requests]
         refusals = [row if isinstance(row, InvalidRequest) else None for row in rows]
         if any(refusals):
             return self._run_some(requests, refusals, send_partial, now_s)
@@ -238,7 +244,7 @@ class HandlerHost:
         """Run one request beside others, on `loop`, with its own copy of the context; this does not raise."""
         now_s = time.monotonic()
         (refusal,) = _left_out([request], (), now_s)
-        row = row_of(request, self._spec.decode_input, "own")
+        row = row_of(request, self._decodes, "own")
         if refusal is not None or isinstance(row, InvalidRequest):
             return BatchReport([refusal or row], began_s=now_s)  # type: ignore[list-item]  # one of them is it
         context = copy.deepcopy(self._context)

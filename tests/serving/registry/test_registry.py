@@ -66,7 +66,7 @@ def test_the_runtime_of_the_cpp_backend_is_warned_of(
     async def main() -> None:
         async with registry_of(tmp_path) as registry:
             await registry.register(Wanted("m.mar", Asked(), runtime="LSP"))
-            assert "m:1.0: runtime LSP: handlers in C++ can't be loaded" in caplog.text
+            assert "m:1.0: the handler of runtime LSP is h.py; expected a class in a shared" in caplog.text
 
     asyncio.run(main())
 
