@@ -76,17 +76,24 @@ class Archive:
         Raises:
             ArchiveError: It is missing, larger, damaged or not UTF-8.
         """
+        try:
+            return self.read_bytes(name, max_bytes).decode()
+        except UnicodeDecodeError as error:
+            raise ArchiveError(self.path, "the text is not UTF-8", "save it as UTF-8", entry=name) from error
+
+    def read_bytes(self, name: str, max_bytes: int) -> bytes:
+        """Read a file of at most `max_bytes`, verified by its digest.
+
+        Raises:
+            ArchiveError: It is missing, larger or damaged.
+        """
         entry = self.entry(name)
         if entry.size > max_bytes:
             reason = f"{entry.size} bytes, more than the {max_bytes} allowed"
             raise ArchiveError(self.path, reason, "make the file smaller", entry=name)
         with _one_error(self.path):
             walk = self.container.walk(lambda other: other is entry)
-            data = b"".join(chunk for _, chunks in walk for chunk in self._verified(entry, chunks))
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise ArchiveError(self.path, "the text is not UTF-8", "save it as UTF-8", entry=name) from error
+            return b"".join(chunk for _, chunks in walk for chunk in self._verified(entry, chunks))
 
     def extract(self, target: str | Path) -> Path:
         """Unpack everything into `target`, a new directory, and return it.

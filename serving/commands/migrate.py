@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive
+from torchere.handlers.cpp import CppHandlerName, cpp_handler_name, problem_of
 from torchere.handlers.resolve import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLERS
 from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.serving.commands.handler_imports import missing_imports, not_installed
@@ -33,6 +35,7 @@ from torchere.serving.store.package import is_archive
 from torchere.serving.store.url_rules import is_remote
 
 MAX_SOURCE_BYTES = 4 * 2**20
+MAX_LIBRARY_BYTES = 2**30
 _VERDICTS: tuple[Verdict, ...] = ("same", "differs", "unsupported")
 
 
@@ -271,7 +274,8 @@ def _identity(archive: Archive) -> str:
 
 def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
     manifest = archive.manifest
-    if manifest.runtime == "LSP":
+    in_cpp = cpp_handler_name(manifest.handler or "", manifest.runtime)
+    if manifest.runtime == "LSP" and in_cpp is None:
         is_known = manifest.handler in CPP_HANDLERS
         yield (
             "runtime",
@@ -279,7 +283,7 @@ def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
         )
     yield from _unusable_names(archive)
     handler = manifest.handler or settings.default_handler
-    found = _handler(archive, handler, settings.default_handler)
+    found = _in_cpp(archive, in_cpp) if in_cpp else _handler(archive, handler, settings.default_handler)
     yield found
     if found[1] == "same":
         yield from _entry_point(archive, str(handler))
@@ -300,6 +304,15 @@ def _unusable_names(archive: Archive) -> Iterator[_Found]:
             check_model_name(manifest.model_name)
     except (InvalidArchive, InvalidRequest) as err:
         yield "name", "unsupported", err.message
+
+
+def _in_cpp(archive: Archive, name: CppHandlerName) -> _Found:
+    if name.file not in {entry.name for entry in archive.entries}:
+        return "handler", "unsupported", f"{name.file} is not in the archive: pack it again"
+    library = archive.read_bytes(name.file, MAX_LIBRARY_BYTES)
+    if problem := problem_of(library, name, importlib.metadata.version("torch")):
+        return "handler", "differs", problem
+    return "handler", "same", f"{name.class_name} in {name.file}, compiled for torchere"
 
 
 def _handler(archive: Archive, handler: str | None, default: str | None) -> _Found:

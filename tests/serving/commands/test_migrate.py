@@ -1,5 +1,6 @@
 """The migration check: one verdict for each thing a TorchServe deployment holds, and nothing of it is run."""
 
+import importlib.metadata
 import json
 import zipfile
 from pathlib import Path
@@ -203,6 +204,29 @@ def test_what_cannot_be_used_at_all_is_unsupported(tmp_path: Path) -> None:
         ("old.mar", "h.py"),
         ("yaml.mar", "c.yaml"),
     }
+
+
+STAMP = b"torchere handler, interface 1, torch %b\0" % importlib.metadata.version("torch").encode()
+
+
+@pytest.mark.parametrize(
+    ("library", "verdict", "said"),
+    [
+        (b"\0allocatorMine\0deleterMine\0", "differs", "compile it again: g++ -shared -fPIC HANDLER.cc"),
+        (STAMP + b"\0allocatorMine\0deleterMine\0", "same", "Mine in libmine.so, compiled for torchere"),
+        (STAMP, "differs", "exports no allocatorMine()"),
+        (None, "unsupported", "libmine.so is not in the archive"),
+    ],
+)
+def test_a_handler_in_cpp_has_to_be_compiled_for_torchere(
+    tmp_path: Path, library: bytes | None, verdict: str, said: str
+) -> None:
+    files = {"libmine.so": library.decode("latin-1")} if library is not None else {}
+    pack(tmp_path / "m.mar", files, runtime="LSP", handler="libmine:Mine")
+    report = of_store(tmp_path)
+    assert verdicts(report)["handler"] == verdict
+    assert said in report.as_text()
+    assert "runtime" not in verdicts(report)
 
 
 def test_requirements_are_installed_only_when_asked_for(tmp_path: Path) -> None:
