@@ -48,7 +48,8 @@ unit: install  ## run the tests that start no server and no process, under a min
 
 test: install  ## run the tests, JOBS files at a time
 	@# Each process gets one thread: with more, the threads of torch in two tests wait for each other.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	@# Bytecode is kept, whatever the environment says: each of the servers would compile the product again.
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 fuzz: install  ## fuzz each parser for SECONDS, or those in TARGETS only; findings go to tests/fuzz/found
 	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt -e '.[fuzz]' $(PIP_ARGS)
