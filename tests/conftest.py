@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -126,6 +127,21 @@ def end_process(
 
 
 subprocess.Popen.__exit__ = end_process  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect the tests without garbage collection, which takes half of the time.
+
+    All objects of now are left out of later collections as well: they live as long as the process, and a
+    full collection of them takes 0.3 s.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
