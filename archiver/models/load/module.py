@@ -149,13 +149,16 @@ def _classes_in(path: Path) -> list[type[torch.nn.Module]]:
 def _importable(folder: Path, *, first: bool) -> Iterator[None]:
     """Make modules in the folder importable; with `first`, before installed ones of the same name.
 
-    A console script has no folder of the user's on its path.
+    A console script has no folder of the user's on its path. Their bytecode is not kept: a file that is
+    changed within a second, and as long as before, would be taken for the old one.
     """
     sys.path.insert(0 if first else len(sys.path), str(folder))
     importlib.invalidate_caches()
+    kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
     finally:
+        sys.dont_write_bytecode = kept
         with suppress(ValueError):  # the model's own code may have removed it
             sys.path.remove(str(folder))
 

@@ -54,6 +54,19 @@ def test_none_among_the_results_is_no_output(
     assert serve(archive, [{"body": [1.0, 2.0]}]) == [[2.0, 4.0]]
 
 
+def test_a_class_that_is_changed_at_once_is_not_the_old_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    found = []
+    for factor in (2, 3):  # files of one length, and of one second or nearly
+        module = read_source(None, written(tmp_path / "net.py", result=f"x * {factor}"), None, False).module
+        assert module is not None
+        found.append(module(torch.ones(1)).item())
+    assert found == [2, 3]
+    assert not (tmp_path / "__pycache__").exists()
+
+
 def test_a_configuration_and_a_second_name_beside_the_model_do_not_matter(
     pack: Pack, serve: Serve, tmp_path: Path, example: Path
 ) -> None:
