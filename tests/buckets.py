@@ -26,7 +26,7 @@ class Asked:
     method: str
     target: str  # path and query as sent
     key: str  # "bucket/key"
-    first: int | None = None  # of the range; None: there is none
+    first: int | None = None  # the first byte of the range; None: the request has no range
     last: int | None = None
 
     @property
@@ -37,7 +37,7 @@ class Asked:
 
 @dataclass
 class Buckets:
-    """The content of the stand-in, and what was asked of it."""
+    """The objects of the stand-in for S3, and the requests that it has had."""
 
     url: str = ""
     objects: dict[str, bytes] = field(default_factory=dict)  # by "bucket/key"

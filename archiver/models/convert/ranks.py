@@ -20,8 +20,6 @@ from torchere.archiver.request import KEEP, BuildOptions
 from torchere.archiver.split import SECTION, Split
 
 _PARALLEL = re.compile(rf"""["']?{SECTION}["']?:""")
-
-
 # The section with its block; other programs may have one of this name.
 _SECTION = re.compile(rf"""^["']?{SECTION}["']?:(.*(?:\n[ \t]+.*)*)""", re.MULTILINE)
 _IS_OURS = re.compile(r"""[{\s,"'](?:tensor|pipeline)["']?\s*:""")

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 16  # requests; S3 gives each some 90 MB/s
 PART_BYTES = 8 << 20  # of one request, as AWS advises; smaller ones wait longer for answers than for bytes
 _STEP_BYTES = 1 << 18  # read at once: botocore has a copy of them
-_ATTEMPTS = 5  # for a part whose body breaks off; what comes before that is retried by botocore
+_ATTEMPTS = 5  # for a response whose body breaks off; botocore retries a request without a response
 _PAUSE_S = 0.2  # before the second attempt; twice as long before the next
 _EVERY_S = 10.0  # between two lines about the progress
 
@@ -201,7 +201,7 @@ class Objects:
         return answer["Body"]
 
     def _take(self, body: Any, left: list[memoryview]) -> None:
-        """Read a body into `left`, and take out of that what was read."""
+        """Read the body of a response into the buffers `left`, and drop the filled ones from the list."""
         while left:
             try:
                 chunk = body.read(min(_STEP_BYTES, len(left[0])))
