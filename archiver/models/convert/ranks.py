@@ -19,7 +19,6 @@ from torchere.archiver.models.steps import Say, step
 from torchere.archiver.request import KEEP, BuildOptions
 from torchere.archiver.split import SECTION, Split
 
-_PARALLEL = re.compile(rf"""["']?{SECTION}["']?:""")
 # The section with its block; other programs may have one of this name.
 _SECTION = re.compile(rf"""^["']?{SECTION}["']?:(.*(?:\n[ \t]+.*)*)""", re.MULTILINE)
 _IS_OURS = re.compile(r"""[{\s,"'](?:tensor|pipeline)["']?\s*:""")
@@ -82,7 +81,7 @@ def with_ranks(
 def _config_with(config: Path | None, split: Split, work: Path) -> Path:
     """Write a copy of the configuration that has the section `parallel`."""
     text = config_text(config)
-    if any(_PARALLEL.match(line) for line in text.splitlines()):
+    if _SECTION.search(text):
         raise ModelRefused(
             f"{config} has a section {SECTION}; take it out, and --parallel writes the one that was tried"
         )

@@ -50,7 +50,7 @@ class _Stopped(Exception):
 
 
 class _BrokenOff(Exception):
-    """The bytes of an answer ended early."""
+    """The body of a response ended early."""
 
 
 class Objects:
@@ -181,7 +181,7 @@ class Objects:
                 time.sleep(_PAUSE_S * 2**attempt)
 
     def _body(self, name: str, start: int, end: int) -> Any:
-        """Ask for bytes of an object; return the body of the answer."""
+        """Request bytes of an object; return the body of the response."""
         etag = self._version(name).etag
         try:
             answer = self._client.get_object(
