@@ -141,9 +141,11 @@ class FromS3:
         """Read this weight and the next ones. All ranks of the group come here with the same names."""
         names = list(self._wanted)
         batch: dict[str, Box] = {}
+        batch_bytes = 0
         for name in names[names.index(first) :]:
             batch[name] = self._box(name, "cpu")
-            if sum(box.tensor.nbytes for box in batch.values()) >= _BATCH_BYTES:
+            batch_bytes += batch[name].tensor.nbytes
+            if batch_bytes >= _BATCH_BYTES:
                 break
         self._source.read(
             (self._wanted[name].stored, box) for name, box in batch.items() if box.tensor.numel()
