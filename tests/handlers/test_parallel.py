@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -87,17 +86,14 @@ def whole_answer(folder: Path) -> list[float]:
 
 
 class Peak:
-    """The largest PSS of this process in the block, above that at its begin.
+    """The largest resident size of this process in the block, above that at its begin.
 
-    `measure`: "uss" leaves out what others share, of which PSS counts more when one of them writes to it.
+    Unlike PSS and USS it does not grow when a rank writes to a page that it shared with the others.
     """
-
-    def __init__(self, measure: str = "pss") -> None:
-        self._measure = measure
 
     def __enter__(self) -> Peak:
         self._process, self._ended = psutil.Process(), threading.Event()
-        self._before = self._pss()
+        self._before = self._resident()
         self.bytes = 0
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -113,10 +109,10 @@ class Peak:
             self._look()
 
     def _look(self) -> None:
-        self.bytes = max(self.bytes, self._pss() - self._before)
+        self.bytes = max(self.bytes, self._resident() - self._before)
 
-    def _pss(self) -> int:
-        return int(getattr(self._process.memory_full_info(), self._measure))
+    def _resident(self) -> int:
+        return int(self._process.memory_info().rss)
 
 
 @pytest.mark.parametrize("weights", ["w.safetensors", "w.pth"])
@@ -137,8 +133,8 @@ def test_a_rank_reads_its_own_part_and_never_holds_more(folder: Path, split: Spl
     assert size > 100 * MB
     for peak_bytes, difference in in_ranks(split.ranks, work):
         assert difference <= 1e-4
-        # A half or a quarter is its share; the rest is noise: fewer that share a page count more of it each.
-        assert peak_bytes <= (0.7 if split.ranks == 2 else 0.5) * size
+        # A half or a quarter is its share; the rest is code that runs for the first time.
+        assert peak_bytes <= (0.65 if split.ranks == 2 else 0.4) * size
 
 
 def test_a_small_file_that_is_read_and_not_mapped_keeps_its_weights(tmp_path: Path) -> None:
@@ -245,8 +241,7 @@ def test_a_rank_downloads_its_own_part_once_and_nothing_else(
     def work(_rank: int) -> tuple[int, int, float]:
         join(split, CPU)
         Objects("s3://models/w.safetensors").size("")  # botocore takes 33 MB
-        gc.collect()  # makes pages that the ranks shared their own
-        with Peak("uss") as peak:  # nothing is mapped, and the store's threads run in the parent
+        with Peak() as peak:
             model = loaded_from_s3(folder, f"s3://models/{weights}", split, client)
         with torch.inference_mode():
             return peak.bytes, held_bytes(model), (model(row()) - answer).abs().max().item()
@@ -261,7 +256,7 @@ def test_a_rank_downloads_its_own_part_once_and_nothing_else(
         assert max(each.bytes for each in ranges) <= 8 << 20
         assert len(ranges) < 300
         buffers = 32 * MB if weights == "by-columns" else 0  # of whole rows, which are put together
-        assert peak_bytes <= (0.7 if split.ranks == 2 else 0.5) * size + buffers
+        assert peak_bytes <= (0.65 if split.ranks == 2 else 0.4) * size + buffers
 
 
 MIXED = """
