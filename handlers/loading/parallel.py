@@ -12,6 +12,7 @@ import torch
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.names import is_distributed_checkpoint
 from torchere.archiver.models.spread import spread
+from torchere.archiver.models.spread.s3 import FromS3, open_weights
 from torchere.archiver.models.spread.weights import Safetensors, StateDict, Weights, without_weights
 from torchere.archiver.split import SECTION, Split
 from torchere.handlers.archive_import import ArchiveModules
@@ -95,9 +96,6 @@ def _load_from_s3(
             f"way, and {SECTION}.weights ({split.weights}) needs one that does neither; put the weights into "
             "the archive"
         )
-    # Its reader of torch's checkpoints takes half a second to import.
-    from torchere.archiver.models.spread.s3 import FromS3, open_weights  # noqa: PLC0415
-
     source = open_weights(split.weights)
     with contextlib.closing(source.objects):
         return spread(in_eval_mode(skeleton), split, device, FromS3(source, skeleton))

@@ -14,7 +14,6 @@ import msgspec
 from torchere.handlers.metric_types import MetricDeclaration, MetricSample
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferResponse
-from torchere.serving.workers.rendezvous import Rendezvous
 from torchere.serving.workers.sandbox import Sandbox
 
 Executor = TypeVar("Executor")
@@ -94,6 +93,24 @@ class BatchReport(msgspec.Struct, frozen=True):
         preprocess, inference, postprocess = self.stages_s
         rest = self.handler_s - preprocess - inference - postprocess
         return preprocess, inference, postprocess, rest if rest > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the machines of a rank group meet, and how many there are (`machines.py`); plain data only."""
+
+    host: str  # the leader listens here
+    port: int
+    least: int  # machines, the leader included
+    most: int
+    join_s: float  # the leader waits for the least number for so long
+    last_call_s: float  # and then for further ones
+    run_id: str = ""  # `TORCHELASTIC_RUN_ID`; "": made from the model's name
+    secret: bytes = field(default=b"", repr=False)
+    archive: str = ""  # its name in the model store of each machine
+    url: str = ""  # where it was registered from
+    fingerprint: str = ""  # `StoredArchive.fingerprint`
+    is_patient: bool = False  # a first load is tried again until the machines have come
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch names it in no `__all__`
 
 from torchere.serving import __version__
+from torchere.serving.workers.executor import Rendezvous
 from torchere.serving.workers.frames import HEADER
 from torchere.serving.workers.messages import Load
-from torchere.serving.workers.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from torchere.serving.config.server_settings import Address, ModelSettings, RendezvousSettings
 from torchere.serving.errors import ServingError
 from torchere.serving.store.package import StoredArchive
+from torchere.serving.workers.executor import Rendezvous
 
 LEAST_SECRET_BYTES = 16
 _OF_START = 0.8  # of the start-up time-out: the rest is for the load
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the machines of a rank group meet, and how many there are (`machines.py`); plain data only."""
-
-    host: str  # the leader listens here
-    port: int
-    least: int  # machines, the leader included
-    most: int
-    join_s: float  # the leader waits for the least number for so long
-    last_call_s: float  # and then for further ones
-    run_id: str = ""  # `TORCHELASTIC_RUN_ID`; "": made from the model's name
-    secret: bytes = field(default=b"", repr=False)
-    archive: str = ""  # its name in the model store of each machine
-    url: str = ""  # where it was registered from
-    fingerprint: str = ""  # `StoredArchive.fingerprint`
-    is_patient: bool = False  # a first load is tried again until the machines have come
 
 
 def rendezvous_of(

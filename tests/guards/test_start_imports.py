@@ -30,6 +30,12 @@ SERVER = {
     "psutil",
     "PIL",
 }
+NOT_OF_WORKERS = {  # of all: those that need them import them
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torchere.serving.store.package",
+    "yaml",
+}
 OURS_OF_SERVER = {
     "torchere.serving.registry.registry",
     "torchere.serving.frontend.rest.app",
@@ -82,6 +88,12 @@ def test_a_server_begins_to_serve_without_the_framework() -> None:
 def test_a_server_begins_to_serve_without_torch() -> None:
     every = "torchere.serving.server, torchere.serving.frontend.rest.routes, torchere.serving.commands.serve"
     assert imported_by(f"import {every}", {"torch"}) == set()
+
+
+def test_a_fork_server_imports_what_each_worker_needs() -> None:
+    unwanted = FRAMEWORK | COMPILERS | EXTRAS | TOOLS | NOT_OF_WORKERS
+    found = imported_by("import torchere.serving.workers.fork_server", unwanted)
+    assert found - imported_by("import torch", unwanted) == set()
 
 
 def test_the_ports_are_made_without_the_framework() -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.names import INDEX_NAME
 from torchere.archiver.models.load.s3 import ObjectMissing, Objects
-from torchere.archiver.models.load.s3_checkpoint import CheckpointInS3
 from torchere.archiver.models.load.s3_safetensors import INDEX_NAME as SAFETENSORS_INDEX
 from torchere.archiver.models.load.s3_safetensors import Box, S3Weights, SafetensorsInS3, files_of_index
 from torchere.archiver.models.spread.tensor import Part
@@ -44,6 +43,8 @@ def open_weights(url: str) -> S3Weights:
     try:
         if url.endswith(".safetensors"):
             return SafetensorsInS3(objects, [""])
+        from torchere.archiver.models.load.s3_checkpoint import CheckpointInS3  # noqa: PLC0415 - half a second
+
         try:
             return CheckpointInS3(objects)
         except ObjectMissing as error:

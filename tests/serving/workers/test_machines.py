@@ -27,11 +27,10 @@ from torchere.serving.store.package import store_of
 from torchere.serving.workers import loss as restart
 from torchere.serving.workers import machines
 from torchere.serving.workers import worker as restart_limit
-from torchere.serving.workers.executor import LoadSpec
+from torchere.serving.workers.executor import LoadSpec, Rendezvous
 from torchere.serving.workers.heartbeat import HeartbeatSettings
 from torchere.serving.workers.machines import Challenge, Hello, Machine, MachinesMissing, Refused, dial, meet
 from torchere.serving.workers.messages import Load
-from torchere.serving.workers.rendezvous import Rendezvous
 
 SECRET = b"of the machines only"
 LOAD = Load(LoadSpec("net", "1.0", "", "handler.py"), ())
