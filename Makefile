@@ -4,10 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 SECONDS ?= 60
+AGAIN  := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools demo serve examples unit test fuzz check image docs format bench wheel clean
+.PHONY: help install tools demo serve examples unit test again fuzz check image docs format bench wheel clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -50,6 +51,11 @@ test: install  ## run the tests, JOBS files at a time
 	@# Each process gets one thread: with more, the threads of torch in two tests wait for each other.
 	@# Bytecode is kept, whatever the environment says: each of the servers would compile the product again.
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+again: install  ## run the tests that failed once more, one after another; more than 10 are no accident
+	@failed=$$($(AGAIN) --collect-only -q | grep -c ::); test "$$failed" -le 10 || \
+	  { echo "$$failed tests failed, at most 10 are tried again"; exit 1; }
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(AGAIN)
 
 fuzz: install  ## fuzz each parser for SECONDS, or those in TARGETS only; findings go to tests/fuzz/found
 	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt -e '.[fuzz]' $(PIP_ARGS)
