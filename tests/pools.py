@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import itertools
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -94,10 +95,13 @@ async def pool_in_service(spec: LoadSpec, count: int = 1, **changes: Any) -> Asy
 
 
 async def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
-    """Wait until a condition holds; raise `TimeoutError` after `limit_s` seconds."""
+    """Wait until a condition holds, and return before anything else runs.
 
-    async def wait() -> None:
-        while not condition():
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(wait(), limit_s)
+    Raises:
+        TimeoutError: it does not within `limit_s` seconds.
+    """
+    late_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > late_s:
+            raise TimeoutError(f"a condition did not hold within {limit_s} s")
+        await asyncio.sleep(0.005)

@@ -80,9 +80,9 @@ def comes_back(plant: Any, model: str, cause: str, losses: int = 1) -> None:
 
 # Groups of 2 x 2 ranks, one group for each rank that is lost: they are lost and come back side by side.
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-GROUP_TIMEOUT_S, GROUP_STARTUP_S = 2, 6
+GROUP_TIMEOUT_S, GROUP_STARTUP_S = 2, 8
 HEARTBEAT_S = 13  # until an idle worker is given up
-REACTION_S = 2.0  # of the server to a loss: until it starts another group
+REACTION_S = 9.0  # of a busy machine to a loss, until another group starts; a heartbeat would take longer
 KILLED, STOPPED = "rank {rank}: killed by signal 9 (SIGKILL)", "rank {rank} is stopped by a signal"
 IN_A_BATCH = {"kill": KILLED, "stop": f"no answer within response_timeout={GROUP_TIMEOUT_S} s: {STOPPED}"}
 

@@ -134,7 +134,7 @@ def test_a_rank_reads_its_own_part_and_never_holds_more(folder: Path, split: Spl
     for peak_bytes, difference in in_ranks(split.ranks, work):
         assert difference <= 1e-4
         # A half or a quarter is its share; the rest is code that runs for the first time.
-        assert peak_bytes <= (0.65 if split.ranks == 2 else 0.4) * size
+        assert peak_bytes <= (0.7 if split.ranks == 2 else 0.5) * size
 
 
 def test_a_small_file_that_is_read_and_not_mapped_keeps_its_weights(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_rank_downloads_its_own_part_once_and_nothing_else(
         assert max(each.bytes for each in ranges) <= 8 << 20
         assert len(ranges) < 300
         buffers = 32 * MB if weights == "by-columns" else 0  # of whole rows, which are put together
-        assert peak_bytes <= (0.65 if split.ranks == 2 else 0.4) * size + buffers
+        assert peak_bytes <= (0.7 if split.ranks == 2 else 0.5) * size + buffers
 
 
 MIXED = """
