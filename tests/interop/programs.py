@@ -64,7 +64,7 @@ def make(name: str) -> None:
     print(f"==> {folder}", flush=True)
     if not program.beside:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
     for step in program.steps:
         target = ["--target", str(folder)] if program.beside else []
         command = [*pip, *target] if program.beside else [str(folder / "bin" / "python"), *pip[1:]]
