@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import Named
-from torchere.archiver.models.inputs.sizes import FreeSize, resized
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, resized
 from torchere.archiver.models.probe.row_independence import Trial
 from torchere.archiver.models.steps import Say
 
@@ -70,16 +71,32 @@ def differing_dimensions(base: Named, other: Named, free: FreeSize, size: int) -
 
 
 def _places(trial: Trial, free: FreeSize, size: int) -> Places:
-    given = resized(trial.example, free, size)
-    try:
-        other = trial.answers(given)
-    except ModelRefused:
-        # The example's whole numbers may count to its own size, as edges between its nodes do; 0 is in each.
-        zeros = tuple(one if one.is_floating_point() else torch.zeros_like(one) for one in given)
-        if all(zero is one for zero, one in zip(zeros, given, strict=True)):
-            raise
-        other = trial.answers(zeros)
+    *first, last = _contents(resized(trial.example, free, size), free.size_in(trial.example), size)
+    for given in first:
+        with contextlib.suppress(ModelRefused):
+            other = trial.answers(given)
+            break
+    else:
+        other = trial.answers(last)
     return differing_dimensions(trial.base, other, free, size)
+
+
+def _contents(given: Tensors, now: int, size: int) -> Iterator[Tensors]:
+    """Yield the inputs with other whole numbers that may be right for their size, the likeliest first.
+
+    The example's numbers may count to its own size, as edges between its nodes do. A number that a smaller
+    size lacks can end the process, where a model is compiled: so the largest is brought within it first.
+    """
+
+    def counts(tensor: torch.Tensor) -> bool:
+        whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+        return whole and tensor.numel() > 0 and 1 < tensor.max().item() < now
+
+    if any(counts(tensor) for tensor in given) and size < now:
+        yield tuple(tensor.clamp(max=size - 1) if counts(tensor) else tensor for tensor in given)
+    yield given
+    if not all(tensor.is_floating_point() for tensor in given):
+        yield tuple(tensor if tensor.is_floating_point() else torch.zeros_like(tensor) for tensor in given)
 
 
 def _advice(trial: Trial, free: FreeSize, option: str) -> str:

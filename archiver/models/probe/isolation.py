@@ -37,6 +37,7 @@ Arguments: takes the inputs of each run before it begins; takes lines for the us
 _FIRST_S = 60.0  # limit of the first run; a longer one is repeated in this process
 _LEAST_S, _TIMES = 60.0, 30  # limit of each further run: the larger of this and so many times the first one
 _SHARE = 0.9  # of the available memory, which the child may take
+_CPP_CAUSE = "what():"  # of the lines that C++ writes when an exception ends the process
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MEMORY = Path("/proc/meminfo")
 _OWN_MEMORY = Path("/proc/self/status")
@@ -154,7 +155,8 @@ def _how(status: int, errors: IO[bytes]) -> str:
     errors.seek(0)
     lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"{how}: {lines[-1].strip()[:200]}" if lines else how
+    causes = [line for line in lines if line.strip().startswith(_CPP_CAUSE)]  # above a long stack
+    return f"{how}: {(causes or lines)[-1].strip().removeprefix(_CPP_CAUSE).strip()[:200]}" if lines else how
 
 
 def _repeat(errors: IO[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,15 @@ def test_sizes_below_what_the_example_counts_to_are_tried_with_zeros() -> None:
     sizes = [parse_free_size(text, ["nodes", "edges"], example) for text in ("nodes.0=1:50", "edges.1=1:80")]
     made = signature_of(neighbours, example, ["nodes", "edges"], sizes, probe_batch=False)
     assert [spec.shape for spec in (*made.inputs, *made.outputs)] == [(-1, 3), (2, -1), (-1, 3)]
+
+
+def test_a_compiled_model_that_ends_its_process_on_a_wrong_number_is_not_given_one() -> None:
+    def neighbours(nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        if edges.max() >= len(nodes):
+            os.abort()
+        return torch.zeros_like(nodes).index_add(0, edges[1], nodes[edges[0]])
+
+    example = (torch.rand(6, 3), torch.tensor([[0, 5, 2, 3], [1, 2, 5, 4]]))
+    sizes = [parse_free_size(text, ["nodes", "edges"], example) for text in ("nodes.0=1:50", "edges.1=1:80")]
+    made = signature_of(neighbours, example, ["nodes", "edges"], sizes, probe_batch=False)
+    assert [spec.shape for spec in made.outputs] == [(-1, 3)]

@@ -35,6 +35,12 @@ def abort() -> None:
     os.abort()
 
 
+def terminate() -> None:
+    lines = ["terminate called after throwing", "  what():  index out of bounds", "frame #1: abort"]
+    os.write(2, "\n".join(lines).encode())
+    os.abort()
+
+
 def failing(at: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a model of rows that calls `at` for any other batch than 1."""
 
@@ -55,6 +61,7 @@ def batch(low: int = 1, high: int = 8) -> FreeSize:
     [
         (segfault, "SIGSEGV"),
         (abort, r"SIGABRT: free\(\): invalid pointer"),
+        (terminate, r"SIGABRT: index out of bounds\)"),
         (lambda: os._exit(3), "exit code 3"),
         (lambda: sys.exit(4), "exit code 4"),
     ],
