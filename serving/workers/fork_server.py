@@ -46,6 +46,7 @@ class ForkServer:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         gc.freeze()  # garbage collection in a worker must not copy the shared pages
+        gc.enable()
         while True:
             self._selector.select()
             self._report_ended()
@@ -119,12 +120,12 @@ class ForkServer:
 
 
 def main() -> None:
-    """Run the fork server; the only argument is the number of the inherited control socket."""
+    """Run the fork server; the only argument is the number of the inherited control socket.
+
+    The caller has disabled garbage collection before it imports this module.
+    """
     die_with_parent()
     keep_freed_memory(os.environ)  # for the workers
     os.environ.pop("PYTHONSAFEPATH", None)  # a handler's processes must not inherit it
     ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
 
-
-if __name__ == "__main__":
-    main()
