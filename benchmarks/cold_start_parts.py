@@ -43,7 +43,16 @@ from torchere.serving.workers import preparation
 preparation.fork_server_ahead = lambda settings: contextlib.nullcontext()
 """
 TORCH_FIRST = "import torch"  # as servers did that ran models themselves
-VARIANTS = {"as it is": "", "fork server when needed": NOT_AHEAD, "torch in the server": TORCH_FIRST}
+COLLECTING = """
+from torchere.serving.workers import fork_client
+fork_client._START = fork_client._START.replace("gc.disable()", "gc.enable()")
+"""
+VARIANTS = {
+    "as it is": "",
+    "collecting garbage": COLLECTING,
+    "fork server when needed": NOT_AHEAD,
+    "torch in the server": TORCH_FIRST,
+}
 MAIN = "\nimport sys\nfrom torchere.serving.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
 BARE = "import sys, torch; m = torch.jit.load(sys.argv[1]).eval(); print('ready', flush=True)"
 

@@ -340,6 +340,7 @@ class _Compilation:
                 job.sizes,
                 probe_batch=target == TORCHSCRIPT,
                 say=self.say,
+                scales_by_batch=method == "int8-dynamic",
             )
         if self.options.verify and target != TORCHSCRIPT:
             limit = max_drift_of(None if method == FP32 else method)

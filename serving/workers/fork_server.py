@@ -128,4 +128,3 @@ def main() -> None:
     keep_freed_memory(os.environ)  # for the workers
     os.environ.pop("PYTHONSAFEPATH", None)  # a handler's processes must not inherit it
     ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
-

@@ -44,6 +44,7 @@ def signature_of(
     probe_batch: bool,
     say: Say = silent,
     variations: Sequence[Variation] = VARIATIONS,
+    scales_by_batch: bool = False,
 ) -> Signature:
     """Return the signature of the packed model; every free size in it was tried, in a child process.
 
@@ -55,6 +56,8 @@ def signature_of(
         probe_batch: when `sizes` has no batch, try whether the model takes another one.
         say: takes a line when that fails, and when the model is random.
         variations: functions that make the other rows of a batch.
+        scales_by_batch: int8 whose scales are measured over all rows of a batch. It is recognised by its
+            operators, but for machine code, which hides them.
 
     Raises:
         ModelRefused: the model fails, or mixes rows that would come from different clients.
@@ -65,7 +68,8 @@ def signature_of(
 
     def tried(looks_for_batch: bool) -> Signature:
         def work(tell: Say, say: Say) -> str:
-            trial = Trial(run, example, tell=tell, variations=variations)
+            precision = SHARED if scales_by_batch else None
+            trial = Trial(run, example, tell=tell, variations=variations, precision=precision)
             return _tried(trial, names, sizes, looks_for_batch, say).to_json()
 
         return parse(isolated(work, say))

@@ -257,6 +257,17 @@ def test_a_batch_of_one_size_has_its_rows_tried_by_others_in_their_place() -> No
         signature_of(FLOATS["mean of the batch"], rows, ["x"], fixed, probe_batch=False)
 
 
+def test_machine_code_whose_scales_are_those_of_the_batch_is_batched_when_this_is_known() -> None:
+    def coded(x: torch.Tensor) -> torch.Tensor:
+        values = x.numpy()  # from here on torch sees no operators
+        scale = abs(values).max() / 31
+        return torch.from_numpy((values / scale).round() * scale)
+
+    rows = torch.randn(2, 8)
+    assert not signature_of(coded, (rows,), ["x"], [], probe_batch=True).batched
+    assert signature_of(coded, (rows,), ["x"], [], probe_batch=True, scales_by_batch=True).batched
+
+
 def test_a_model_that_does_not_run_on_another_batch_is_not_batched() -> None:
     assert not is_batched(lambda x: LINEAR(x.reshape(2, 8)), torch.randn(2, 8))
 
