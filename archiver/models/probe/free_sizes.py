@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -71,14 +70,16 @@ def differing_dimensions(base: Named, other: Named, free: FreeSize, size: int) -
 
 
 def _places(trial: Trial, free: FreeSize, size: int) -> Places:
-    *first, last = _contents(resized(trial.example, free, size), free.size_in(trial.example), size)
-    for given in first:
-        with contextlib.suppress(ModelRefused):
+    refusal = None
+    for given in _contents(resized(trial.example, free, size), free.size_in(trial.example), size):
+        try:
             other = trial.answers(given)
-            break
-    else:
-        other = trial.answers(last)
-    return differing_dimensions(trial.base, other, free, size)
+        except ModelRefused as reason:
+            refusal = reason
+        else:
+            return differing_dimensions(trial.base, other, free, size)
+    assert refusal is not None  # there is one content at least
+    raise refusal
 
 
 def _contents(given: Tensors, now: int, size: int) -> Iterator[Tensors]:

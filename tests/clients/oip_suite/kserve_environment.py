@@ -19,7 +19,8 @@ def python() -> Path:
     if not list(FOLDER.glob(_PROOF)):
         try:
             _run(sys.executable, "-m", "venv", str(FOLDER))
-            _run(str(FOLDER / "bin" / "pip"), "install", "-q", "--no-compile", PACKAGE)
+            pip = [str(FOLDER / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
+            _run(*pip, "--no-compile", PACKAGE)
         except (subprocess.SubprocessError, OSError) as err:
             words = str(getattr(err, "stderr", "") or err).strip().splitlines()[-1:]
             pytest.skip(f"{PACKAGE} can't be installed here: {words}")
