@@ -118,8 +118,10 @@ an engine, of `optimize_for_inference`, of a candidate of `auto`, in the report 
 freshly loaded for it and meets a batch of one first, as in a server: an int8 layer of oneDNN prepares its
 weights for the shape of its first run, and took ten times as long for a picture of another size
 (EfficientNet-Lite0: 62 ms instead of 6.2; [decision 27](decisions/0027-forms-of-a-model-on-one-clock.md)).
-Times are the mean over up to three sizes of the samples, and where sizes may vary (`--dynamic`) and all
-samples have one, over that and another one: an engine that is fast in its first size alone is not chosen.
+In its turn it runs three times, and the first run, which brings its weights back to the caches, does not
+count; where a run takes 50 ms or more, a turn is one run. Times are the mean over up to three sizes of the
+samples, and where sizes may vary (`--dynamic`) and all samples have one, over that and another one: an
+engine that is fast in its first size alone is not chosen.
 
 A quantised model is timed beside the form in fp32 that would be packed instead: TorchScript, optimised for
 inference where that gains; an exported program for `--format export`; for `aoti` TorchScript, too, and the
@@ -160,7 +162,7 @@ def markdown(
         f"Measured {machine.date} on {machine.cpu} {words}, {machine.cores} cores, PyTorch {machine.torch}, "
         f"torchere {machine.torchere} (commit {machine.commit}); load average before the run "
         f"{machine.load_before:g}{quiet}. "
-        "One thread, the forms of a model in turns; the tenth percentile of processor time.\n"
+        "One thread, the forms of a model in turns, see above; the tenth percentile of processor time.\n"
     )
     parts = [
         _HEAD,

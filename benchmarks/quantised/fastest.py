@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -74,15 +74,10 @@ def forms_of(model: LoadedModel, ready: Ready, script: torch.jit.ScriptModule, m
             except ModelRefused as refusal:
                 print(f"; {COMPILED}, {one}: {refusal}", end="")
         times = _timed(list(made.values()), ready)
-        found = [
+        return [
             Form(name, int8, ms, _drift(ready, made[name, int8]))
             for (name, int8), ms in zip(made, times, strict=True)
         ]
-        # Once more without the others, whose weights push theirs out of the processor's caches.
-        best = [fastest(found, int8) for int8 in (False, True)]
-        alone = _timed([made[one.name, one.int8] for one in best], ready)
-        again = dict(zip(best, alone, strict=True))
-        return [replace(one, ms=again.get(one, one.ms)) for one in found]
 
 
 def _timed(models: list[Model], ready: Ready) -> list[dict[int, float]]:

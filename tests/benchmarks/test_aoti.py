@@ -8,8 +8,6 @@ from quantised.compiled import Pair
 from quantised.compiled_document import executors, optimized_table, slower, table, verdict
 from quantised.scaling import Scaling, _run
 
-from torchere.archiver.models.measure.cost import processor_ms
-
 PAIR = Pair(
     "net",
     "oneDNN",
@@ -55,12 +53,3 @@ def test_a_round_that_is_over_before_it_begins_counts_no_runs() -> None:
     count = _run(calls.append, (torch.zeros(1),), 0.0, time.monotonic() - 1.0)
 
     assert (count, len(calls)) == (0, 1)  # one to warm up
-
-
-def test_the_quick_end_of_the_runs_leaves_out_the_slow_ones() -> None:
-    order: list[str] = []
-
-    times = processor_ms([lambda: order.append("one"), lambda: order.append("other")], [], 0.0)
-
-    assert len(times) == 2
-    assert order[-4:] == ["one", "other"] * 2

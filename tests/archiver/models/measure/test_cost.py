@@ -55,11 +55,48 @@ def test_models_run_in_turns_and_at_least_five_times(processor: Processor) -> No
 
     processor_ms(models, (torch.zeros(1),), 0.0)
 
-    assert order[-10:] == ["one", "other"] * 5
+    assert order[-30:] == [*["one"] * 3, *["other"] * 3] * 5
+
+
+class Caches:
+    """The data of the model that ran last: another one takes ten times as long for its first run."""
+
+    def __init__(self, processor: Processor) -> None:
+        self.holds: object = None
+        self._processor = processor
+
+    def runs(self, seconds: float) -> Callable[[torch.Tensor], None]:
+        def model(_x: torch.Tensor) -> None:
+            self._processor.spent_s += seconds * (1 if self.holds is model else 10)
+            self.holds = model
+
+        return model
+
+
+def test_weights_that_other_models_pushed_out_of_the_caches_are_back_before_a_run_counts(
+    processor: Processor,
+) -> None:
+    caches = Caches(processor)
+
+    times = processor_ms([caches.runs(0.003), caches.runs(0.001)], (torch.zeros(1),), 0.0)
+
+    assert times == pytest.approx([3.0, 1.0])
+
+
+def test_every_long_run_counts(processor: Processor) -> None:
+    runs = 0
+
+    def model(_x: torch.Tensor) -> None:
+        nonlocal runs
+        runs += 1
+        processor.spent_s += 0.2
+
+    assert processor_ms([model], (torch.zeros(1),), 0.0) == pytest.approx([200.0])
+    assert runs == 3 + 5  # to warm up, and five rounds
 
 
 def test_slow_runs_do_not_count(processor: Processor) -> None:
-    runs = iter([0.9, *[0.002] * 7])
+    runs = iter([0.9, *[0.002] * 17])
 
     def model(_x: torch.Tensor) -> None:
         processor.spent_s += next(runs)
