@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# Before the venv, which would keep this Python when another one is tried.
 	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; sys.version_info >= (3, 10) or \
 	  sys.exit("$(PYTHON) is Python " + v + ", expected 3.10 or newer; name one, as in make demo PYTHON=python3.11")'
-	@echo "==> creating $(VENV) and installing pinned packages (about a minute)"
+	@echo "==> creating $(VENV) and installing pinned packages, 2 GB (one to four minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar off -q --no-compile -c constraints.txt -e '.[dev,demo]' $(PIP_ARGS)
 	@# On all cores, where pip takes one. Some packages hold a file for another Python.

@@ -11,11 +11,14 @@ from typing import Any, NoReturn
 
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
+_LONG_USAGE = 6  # lines: a longer one hides the message behind it
+
 
 class Parser(argparse.ArgumentParser):
     """Suggests the nearest option, command or choice; shows the usage of the command that was given.
 
-    `hints` has the advice for options that other programs have and this one has not, by their names.
+    `hints` has the advice for options and commands that other programs have and this one has not, by their
+    names.
     """
 
     hints: Mapping[str, str] = {}
@@ -37,10 +40,15 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the message to standard error, and exit with status 2."""
+        """Print the usage, shortened if long, and the message to standard error; exit with status 2."""
         if choice := _CHOICE.search(message):
-            message += _suggestion(choice.group(1), re.findall(r"[\w.-]+", choice.group(2)))
-        super().error(message)
+            hint = self.hints.get(choice.group(1))
+            known = re.findall(r"[\w.-]+", choice.group(2))
+            message += f"; {hint}" if hint else _suggestion(choice.group(1), known)
+        usage = self.format_usage()
+        if usage.count("\n") > _LONG_USAGE:
+            usage = f"usage: {self.prog} ... ({self.prog} --help lists what it takes)\n"
+        self.exit(2, f"{usage}{self.prog}: error: {message}\n")
 
     def _command(self, words: Sequence[str]) -> argparse.ArgumentParser:
         """Return the parser of the innermost command among the words."""

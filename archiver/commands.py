@@ -82,8 +82,10 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
 
 def packed_line(path: Path) -> str:
     """Return the line that tells the path and the size of a new archive."""
-    size = f" ({path.stat().st_size / 1e6:.1f} MB)" if path.is_file() else ""
-    return f"packed: {path}{size}"
+    if not path.is_file():
+        return f"packed: {path}"
+    size = path.stat().st_size
+    return f"packed: {path} ({size / 1e6:.1f} MB)" if size >= 1e6 else f"packed: {path} ({size / 1e3:.0f} kB)"
 
 
 def _refuse_unservable(built: Built) -> None:

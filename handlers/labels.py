@@ -16,14 +16,14 @@ def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
     The older form `{"object_type_names": ["a", "b"]}` is accepted too.
 
     Returns:
-        Index (as a string) to name; None, with a warning in the log, when there is no such file.
+        Index (as a string) to name; None, with a line in the log, when there is no such file.
 
     Raises:
         ValueError: the file is not JSON, or not of one of these forms.
     """
     file = Path(mapping_file_path)
     if not file.is_file():
-        logger.warning("%s is missing. Inference output will not include class name.", file)
+        logger.info("%s is missing. Inference output will not include class name.", file)
         return None
     try:
         mapping = json.loads(file.read_text(encoding="utf-8"))

@@ -49,6 +49,10 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
 )
 
 
+_ENDS = "end torchere serve by Ctrl+C or SIGTERM; torchserve --stop ends what torchserve --start began"
+_HINTS = {"start": "torchere serve starts a server", "stop": _ENDS, "--stop": _ENDS}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `torchere`; return the exit status: 0, or 1 if the command was rejected or failed.
 
@@ -137,8 +141,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         "torchere serve --model-store store --models net=net.mar",
     )
     parser.add_argument("--version", action="version", version=f"torchere {__version__}")
+    parser.hints = _HINTS
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     given = next((word for word in arguments if not word.startswith("-")), None)
+    if given is None and not {"-h", "--help", "--version"} & set(arguments):
+        hint = next((f"; {_HINTS[word]}" for word in arguments if word in _HINTS), "")
+        known = ", ".join(name for name, _, _ in _COMMANDS)
+        parser.error(f"no command was given; expected one of {known}{hint}")
     for name, text, fill in _COMMANDS:
         command = commands.add_parser(name, help=text)
         if name == given:

@@ -61,7 +61,11 @@ def values_of(row: dict[str, Any]) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError):
         tensor = torch.empty(0)
     if tensor.shape != (WIDTH,):
-        raise PredictionException(f'expected JSON as {{"values": [...]}} with {WIDTH} numbers', 400)
+        hint = "send it as Content-Type: application/json"  # without, a body is bytes or a form
+        found = f"{body!r:.80}" if isinstance(body, dict) else f"no JSON: {hint}"
+        raise PredictionException(
+            f'expected JSON as {{"values": [...]}} with {WIDTH} numbers, found {found}', 400
+        )
     return tensor
 '''
 
@@ -88,7 +92,7 @@ if __name__ == "__main__":
 '''
 
 TEST = '''\
-"""Tests of the handler NAME, without a server."""
+"""Tests of the handler NAME, without a server; change them with the class and the sizes of the model."""
 
 from __future__ import annotations
 
@@ -135,9 +139,20 @@ def test_each_request_of_a_batch_gets_its_answer(handler: CLASS, context: Any) -
     assert all(answer["score"] > 0.9 for answer in answers)
 
 
-@pytest.mark.parametrize("body", [None, b"text", {}, {"values": [1, 2]}, {"values": "1234"}])
-def test_a_request_without_four_numbers_is_refused(handler: CLASS, context: Any, body: Any) -> None:
-    with pytest.raises(PredictionException, match="expected JSON") as refused:
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (None, "no JSON: send it as Content-Type"),
+        (b"text", "no JSON: send it as Content-Type"),
+        ({}, "found {}"),
+        ({"values": [1, 2]}, "found .*1, 2"),
+        ({"values": "1234"}, "found .*'1234'"),
+    ],
+)
+def test_a_request_without_four_numbers_is_refused(
+    handler: CLASS, context: Any, body: Any, found: str
+) -> None:
+    with pytest.raises(PredictionException, match="expected JSON.*" + found) as refused:
         handler.handle([{"body": body}], context)
     assert refused.value.error_code == 400
 '''

@@ -29,6 +29,7 @@ _LOOK_S = 0.05  # poll interval: the server may not be a child process, for whic
 ALREADY_RUNNING = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
 ORPHAN = "Removing orphan pid file."
 NOT_RUNNING = "TorchServe is not currently running."
+STOPPING = "Stopping TorchServe (process {}, started in {})."
 STOPPED = "TorchServe has stopped."
 ALREADY_STOPPED = "TorchServe already stopped."
 TOO_LONG = "Stopping TorchServe took too long."
@@ -158,7 +159,10 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
 def _terminate(pid: int, wait_s: float) -> str:
     try:
         process = psutil.Process(pid)
+        folder = process.cwd()
         process.terminate()
+        # Others may have started it. To standard error: scripts compare TorchServe's line.
+        print(STOPPING.format(pid, folder), file=sys.stderr)
     except psutil.NoSuchProcess:
         return ALREADY_STOPPED
     return STOPPED if not wait_s or _ends(process, wait_s) else TOO_LONG

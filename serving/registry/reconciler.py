@@ -62,7 +62,7 @@ class Reconciler:
 
     async def _load(self, version: Version) -> None:
         version.enter(VersionState.LOADING)
-        logger.info("loading %s with %d executors", version.key, version.target, extra=AT_START)
+        logger.info("loading %s; executors: %d", version.key, version.target, extra=AT_START)
         given_up = not await self._bring_up(version)
         if version.failure is not None:
             await self._fail(version, version.failure)

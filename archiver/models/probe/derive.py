@@ -31,7 +31,7 @@ _ANY_BATCH = (1, LARGEST)
 _NOT_BATCHED = "not batched, requests go through the model one by one"
 _NO_BATCH = "the first dimensions are free and no batch, requests go through the model one by one"
 _ONE_BY_ONE = "leave --dynamic-batch out to have requests go through it one by one"
-_LIKE_REQUESTS = "give an --example with the shapes and datatypes that the model takes; in JSON, write 1.0"
+_LIKE_REQUESTS = "give an --example with the shapes and datatypes that the model takes"
 _Places = list[tuple[int, int]]  # (output, dimension)
 
 
@@ -115,7 +115,9 @@ def _ready(trial: Trial, is_asked: bool, say: Say) -> tuple[Trial, bool]:
     try:
         base = trial.answers(trial.example)
     except ModelRefused as reason:
-        raise ModelRefused(f"{reason}; {_LIKE_REQUESTS}") from reason
+        is_whole = any(not tensor.is_floating_point() for tensor in trial.example)
+        hint = f"{_LIKE_REQUESTS}; in JSON, write 1.0 for a float" if is_whole else _LIKE_REQUESTS
+        raise ModelRefused(f"{reason}; {hint}") from reason
     try:
         random = is_random(trial.run, trial.example, base)
     except ModelRefused as reason:

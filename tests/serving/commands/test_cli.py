@@ -160,6 +160,9 @@ def test_arguments_of_no_command_have_status_2(arguments: list[str]) -> None:
         ),
         (["serve", "x.pt", "--workers=2"], "write default_workers_per_model=2"),
         (["archive", "--model-name", "m", "--format", "exprt"], "did you mean export?"),
+        (["stop"], "Ctrl.C or SIGTERM; torchserve --stop ends what torchserve --start began"),
+        (["--stop"], "Ctrl.C or SIGTERM"),
+        ([], "no command was given; expected one of serve, join, new, archive,"),
     ],
 )
 def test_a_misspelt_name_has_a_suggestion(
@@ -168,6 +171,14 @@ def test_a_misspelt_name_has_a_suggestion(
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert re.search(said.replace("?", r"\?"), capsys.readouterr().err, re.DOTALL)
+
+
+def test_a_long_usage_does_not_hide_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["archive", "--model-name", "m", "--nonsense"])
+    usage, said = capsys.readouterr().err.splitlines()
+    assert usage == "usage: torchere archive ... (torchere archive --help lists what it takes)"
+    assert said == "torchere archive: error: unrecognized arguments: --nonsense"
 
 
 @pytest.mark.parametrize("flag", ["--handler", "--model-file"])
@@ -188,7 +199,7 @@ def test_python_that_does_not_compile_is_not_packed(flag: str, capsys: pytest.Ca
 def test_an_archive_that_was_packed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("h.py").write_text("")
     assert cli.main(["archive", "--model-name", "m", "--handler", "h.py"]) == 0
-    assert "packed: m.mar (0.0 MB)\n" in capsys.readouterr().err
+    assert re.search(r"^packed: m\.mar \(\d+ kB\)$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_the_module_runs_as_the_command() -> None:

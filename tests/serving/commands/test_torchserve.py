@@ -106,13 +106,16 @@ def test_stopping_nothing_says_so(pid_file: Path) -> None:
     assert said == ["TorchServe is not currently running."]
 
 
-def test_stopping_ends_the_server_and_leaves_keys_of_another_one(pid_file: Path, spawn: Spawn) -> None:
+def test_stopping_ends_the_server_and_leaves_keys_of_another_one(
+    pid_file: Path, spawn: Spawn, capsys: pytest.CaptureFixture[str]
+) -> None:
     process = spawn()
     keys = pid_file.with_name("key_file.json")  # in the current folder, which need not be the server's
     keys.write_text("{}")
     said: list[str] = []
     assert launcher.stop(pid_file, say=said.append) == 0
     assert said == ["TorchServe has stopped."]
+    assert f"(process {process.pid}, started in {Path.cwd()})" in capsys.readouterr().err
     assert process.wait() == -15
     assert not pid_file.exists()
     assert keys.read_text() == "{}"
