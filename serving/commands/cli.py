@@ -135,13 +135,14 @@ def _stop(options: argparse.Namespace) -> int:
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of `torchere`; only the command in `arguments` has all its arguments."""
+    own = Parser(prog="torchere")
+    own.hints = _HINTS
     parser = described(
-        Parser(prog="torchere"),
+        own,
         "Pack PyTorch models into archives and serve them over REST and gRPC.",
         "torchere serve --model-store store --models net=net.mar",
     )
     parser.add_argument("--version", action="version", version=f"torchere {__version__}")
-    parser.hints = _HINTS
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     given = next((word for word in arguments if not word.startswith("-")), None)
     if given is None and not {"-h", "--help", "--version"} & set(arguments):
