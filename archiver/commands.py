@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ModelRefused, naming_files_of
+from torchere.archiver.folder_texts import add_texts, check_texts
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.model_flags import add_build_arguments, convert_options
 from torchere.archiver.reader import Archive, open_archive
@@ -61,12 +62,14 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
     request.check()
     check_target(request)
     check_inputs(request)
+    check_texts(request, options.serialized_file)
     from torchere.archiver.models.build import build  # noqa: PLC0415  # torch
 
     with tempfile.TemporaryDirectory(prefix="torchere-") as folder:
         built = build(options, Path(folder), say)
         if request.handler == DEFAULT_HANDLER:
             _refuse_unservable(built)
+        add_texts(request, options.serialized_file, built.beside)
         packed = dataclasses.replace(
             request,
             serialized_file=built.serialized_file,

@@ -292,11 +292,13 @@ def _positive(text: str) -> int:
 
 
 def wants_model(namespace: argparse.Namespace) -> bool:
-    """Return whether torch is needed: a flag requires it, or no handler is named.
+    """Return whether torch is needed: a flag requires it, or no handler is named, or the model is a folder.
 
-    Without a handler, the signature has to be derived from the model.
+    Without a handler, the signature has to be derived from the model; no server loads a folder as it is.
     """
-    return namespace.handler is None or any(getattr(namespace, name, None) for name in _ASK_FOR_TORCH)
+    if namespace.handler is None or any(getattr(namespace, name, None) for name in _ASK_FOR_TORCH):
+        return True
+    return bool(namespace.serialized_file) and Path(namespace.serialized_file).is_dir()
 
 
 def build_options(namespace: argparse.Namespace) -> BuildOptions:

@@ -89,6 +89,7 @@ BUILT_IN_HANDLERS = (
     "image_classifier",
     "image_segmenter",
     "object_detector",
+    "sequence_classifier",
     "tensor",  # any model with a signature.json
     "text_classifier",
     "text_embedding",

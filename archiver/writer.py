@@ -90,7 +90,7 @@ def gather(request: ArchiveRequest) -> list[Input]:
     chosen: dict[str, Input] = {}
     made = list(_below(Path(request.made), request.target)) if request.made else []
     left_out = request.leave_out | {item.name for item in made}
-    extra = (item for item in _extra_files(request) if item.name not in left_out)
+    extra = (item for item in extra_files(request) if item.name not in left_out)
     for item in (*_named_files(request), *made, *extra):
         if _is_output(item.path, request.target):
             continue
@@ -120,7 +120,8 @@ def _named_files(request: ArchiveRequest) -> Iterator[Input]:
         yield Input(path.name, path)
 
 
-def _extra_files(request: ArchiveRequest) -> Iterator[Input]:
+def extra_files(request: ArchiveRequest) -> Iterator[Input]:
+    """Yield the extra files under their names in the archive; raise FileNotFoundError if one is missing."""
     for given in request.extra_files:
         pattern = str(given).strip()
         if os.path.exists(pattern):

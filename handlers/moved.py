@@ -66,7 +66,7 @@ NEW_PATHS = {
     "text_classifier": "text",
     "text_embedding": "text.embedding",
     "text_streamer": "text.streamer",
-    "text_tokens": "text.embedding",
+    "text_tokens": "text.tokens",
     "timer": "metrics",
     "torchscript": "loading.torchscript",
     "torchscript_mapped": "loading.torchscript",

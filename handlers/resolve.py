@@ -75,8 +75,10 @@ class EntryPoint:
 
 
 def _is_inherited_from_us(handler_class: type, method: str) -> bool:
+    """Return whether a class of an archive has the method of a built-in handler."""
     owner = next((base for base in handler_class.__mro__ if method in vars(base)), handler_class)
-    return owner is not handler_class and owner.__module__.startswith("torchere.handlers.")
+    ours = "torchere.handlers."
+    return owner.__module__.startswith(ours) and not handler_class.__module__.startswith(ours)
 
 
 def entry_of(module: ModuleType, function: str, context: Context) -> EntryPoint:
@@ -163,6 +165,7 @@ BUILT_IN_HANDLERS = {
     "image_classifier": "torchere.handlers.vision.tasks:ImageClassifier",
     "image_segmenter": "torchere.handlers.vision.tasks:ImageSegmenter",
     "object_detector": "torchere.handlers.vision.tasks:ObjectDetector",
+    "sequence_classifier": "torchere.handlers.text.sequence:SequenceClassifier",
     "tensor": "torchere.handlers.tensor_handler:TensorHandler",
     "text_classifier": "torchere.handlers.text:TextClassifier",
     "text_embedding": "torchere.handlers.text.embedding:TextEmbedding",
@@ -179,7 +182,7 @@ CPP_ADVICE = (
     "TorchScriptHandler"
 )
 
-UNEVEN_HANDLERS = frozenset({"text_embedding", "voice_activity"})
+UNEVEN_HANDLERS = frozenset({"sequence_classifier", "text_embedding", "voice_activity"})
 """Those among them whose time depends on what is sent: quick requests say nothing of the next one."""
 
 ENVELOPES = {
@@ -426,6 +429,10 @@ def _envelope(name: str) -> Any:
 
 
 _OF_HANDLERS = {
+    "sequence_classifier": Signature(
+        (TensorSpec("text", "BYTES", (ANY,)),),
+        (TensorSpec("scores", "FP32", (ANY, ANY)),),
+    ),
     "text_embedding": Signature(
         (TensorSpec("text", "BYTES", (ANY,)),),
         (TensorSpec("embedding", "FP32", (ANY, ANY)),),

@@ -37,8 +37,13 @@ FINISHING = "TorchServe (process {}) is finishing its requests; waiting for its 
 
 
 def pid_file(environ: Mapping[str, str]) -> Path:
-    """Return the path of this machine's pid file: `$TMPDIR/.model_server.pid`."""
-    return Path(environ.get("TMPDIR") or tempfile.gettempdir()) / ".model_server.pid"
+    """Return the path of the pid file of a server with this environment: `$TMPDIR/.model_server.pid`.
+
+    The defaults are those of `tempfile.gettempdir`, which reads the environment of this process alone.
+    """
+    named = next((environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)), None)
+    default = "/tmp" if Path("/tmp").is_dir() else tempfile.gettempdir()
+    return Path(named or default) / ".model_server.pid"
 
 
 def server_command(arguments: Sequence[str]) -> list[str]:

@@ -49,8 +49,8 @@ def test_a_handler_that_is_no_file_and_not_built_in_is_told_what_there_is(reques
     assert told(request_for(handler="/x/image_clasifier")) == (
         "--handler /x/image_clasifier: there is no file /x/image_clasifier.py, and no built-in handler of "
         "that name; expected one of base_handler, densenet_handler, image_classifier, image_segmenter, "
-        "object_detector, tensor, text_classifier, text_embedding, voice_activity, or a Python file: check "
-        "the spelling or the path"
+        "object_detector, sequence_classifier, tensor, text_classifier, text_embedding, voice_activity, or a "
+        "Python file: check the spelling or the path"
     )
     assert told(request_for(handler="/x/libh:Handler", runtime="LSP")).endswith(
         "; give the path of a shared library"

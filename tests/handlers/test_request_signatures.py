@@ -7,7 +7,8 @@ OF_MODEL = Signature((TensorSpec("ids", "INT64", (-1, -1)),), (TensorSpec("outpu
 
 
 def test_handlers_of_texts_and_sounds_say_what_clients_send_instead_of_the_models_tensors() -> None:
-    for handler, name in (("text_embedding", "text"), ("voice_activity", "audio")):
+    names = (("sequence_classifier", "text"), ("text_embedding", "text"), ("voice_activity", "audio"))
+    for handler, name in names:
         signature = request_signature(handler, OF_MODEL)
         assert signature is not None
         signature.check()

@@ -112,6 +112,11 @@ def test_texts_of_all_requests_are_embedded_as_if_each_were_alone(make: Any) -> 
     assert answers == [unit(4.5, 1), [unit(6, 1), unit(3, 1), unit(4, 1)], unit(2, 1)]
 
 
+def test_an_embedding_of_a_pair_is_refused(make: Any) -> None:
+    (refused,) = make()({"body": {"text": "cats", "text_pair": "dogs"}})
+    assert refused["message"].startswith("The request has 'text_pair'; expected 'text' alone")
+
+
 def test_a_list_of_one_text_is_answered_with_a_list_of_one_embedding(make: Any) -> None:
     assert make()({"body": {"text": ["dogs"]}}) == [[unit(6, 1)]]
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchere.handlers.text.embedding import TextTokens
+from torchere.archiver.signature import Limit
+from torchere.handlers.text.tokens import TextTokens
 
 
 @pytest.fixture
@@ -17,7 +18,9 @@ def file(tmp_path: Path) -> Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
     )
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(pad_id=9, length=128)
@@ -41,6 +44,25 @@ def test_texts_are_padded_to_the_longest_of_them(file: Path) -> None:
     assert padded["ids"].tolist() == [[1, 3, 2, 9], [1, 5, 4, 2]]
     assert padded["mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert padded["types"].tolist() == [[0] * 4] * 2
+
+
+def test_a_pair_is_one_row_whose_second_text_has_another_type(file: Path) -> None:
+    pair = TextTokens(file, 8).of("cats", "dogs sleep")
+    assert pair.ids == [1, 3, 2, 5, 4, 2]
+    assert pair.types == [0, 0, 0, 1, 1, 1]
+    assert len(TextTokens(file, None).of("cats sleep", "dogs sleep").ids) == 5
+
+
+def test_texts_have_a_length_that_the_model_takes(file: Path) -> None:
+    """A file without truncation, as `save_pretrained` writes it, says nothing of the model's positions."""
+    long, short = "cats dogs cats dogs cats", "cats"
+    tokens = TextTokens(file, 64, Limit(1, 2, 4))
+    assert tokens.of(long).ids == [1, 3, 5, 2]
+    assert TextTokens(file, 3, Limit(1, 2, 4)).max_tokens == 3
+    fixed = TextTokens(file, 64, Limit(1, 6, 6))
+    assert fixed.padded([fixed.of(short)])["ids"].tolist() == [[1, 3, 2, 9, 9, 9]]
+    even = TextTokens(file, 64, Limit(1, 2, 8, 2))
+    assert even.padded([even.of(short)])["mask"].tolist() == [[1, 1, 1, 0]]
 
 
 def test_a_missing_or_broken_file_says_what_to_do(file: Path) -> None:

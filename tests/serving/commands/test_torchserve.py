@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,6 +135,24 @@ def test_a_server_whose_pid_file_was_cleaned_up_is_found(
     assert launcher.stop(pid_file, say=said.append) == 0
     assert said == [launcher.ALREADY_RUNNING, launcher.NOT_RUNNING, launcher.STOPPED]
     assert process.wait() == -15
+
+
+def test_a_server_of_the_default_folder_is_no_server_of_another_one(
+    spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers on one machine have a TMPDIR each; the first one may have been started without."""
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    process = spawn()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "other"))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what a look before has cached
+    (tmp_path / "other").mkdir()
+    mine = launcher.pid_file(os.environ)
+    said: list[str] = []
+    assert launcher.may_start(mine, said.append)
+    assert launcher.stop(mine, say=said.append) == 0
+    assert said == [launcher.NOT_RUNNING]
+    assert process.poll() is None
 
 
 FINISHES_LATER = """
