@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,6 +103,8 @@ def check_migration(
 
 
 def _snapshot(folder: Path, store: Path | None, environ: Mapping[str, str]) -> Sequence[MigrationFinding]:
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder}: no such folder; --snapshots names the folder of snapshots")
     newest = newest_snapshot(folder)
     if newest is None:
         return [MigrationFinding(str(folder), "snapshots", "same", "there are none; nothing is restored")]
@@ -427,7 +430,7 @@ def _source(archive: Archive, name: str, brings_packages: bool) -> Iterator[_Fou
         yield name, "differs", f"not looked into: {err.reason}"
         return
     except (SyntaxError, ValueError, RecursionError) as err:
-        yield name, "unsupported", f"is no Python of this version: {_why(err)}"
+        yield name, "unsupported", f"does not compile with Python {platform.python_version()}: {_why(err)}"
         return
     for sentence in missing:
         yield name, "unsupported", sentence

@@ -152,7 +152,7 @@ def _log_as_asked(plan: Plan, options: argparse.Namespace, wanted: str) -> None:
         log_files.add_log_files(plan.log_directory)
     if wanted == "torchserve":
         _log_start_block(plan)
-    _log_account(plan, options)
+    _log_account(plan, options, names_file=wanted != "torchserve")
 
 
 def _log_start_block(plan: Plan) -> None:
@@ -162,13 +162,18 @@ def _log_start_block(plan: Plan) -> None:
         logger.info("%s", line)
 
 
-def _log_account(plan: Plan, options: argparse.Namespace) -> None:
+def _log_account(plan: Plan, options: argparse.Namespace, names_file: bool) -> None:
     origin = plan.config_file or "no configuration file"
-    logger.info("Config file: %s", origin, extra=AT_START)
+    if names_file:  # the start block has it, too
+        logger.info("Config file: %s", origin, extra=AT_START)
     for finding in plan.configuration.of_level("warning"):
         logger.warning("%s, %s", origin, finding)
     if plan.settings.snapshot_models:
         count = len(plan.settings.snapshot_models)
         logger.warning("%s: restoring its snapshot of %d models; start without it by --ncs", origin, count)
     if options.log_config:
-        logger.warning("--log-config has no effect: torchere serve has --log-level and --log-format")
+        logger.warning(
+            "--log-config has no effect: log4j2 files are not read; PUT /log-level changes levels, and "
+            "%s=json|text|torchserve the format",
+            LOG_FORMAT_VARIABLE,
+        )

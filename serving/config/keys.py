@@ -55,6 +55,7 @@ _PORT = kinds.whole(0, kinds.MAX_PORT)
 _AGE = kinds.whole(1)
 _NO_NETTY = "there is no Netty here; event loops need no tuning"
 _NO_JVM = "there is no JVM here; remove it"
+_NO_LOG4J = "there is no JVM here, and log4j2 files are not read: PUT /log-level changes levels; remove it"
 NO_KEYSTORES = (
     "Java key stores are not read; convert one once with `openssl pkcs12 -in FILE -nodes` (of type JKS, "
     "after `keytool -importkeystore -srckeystore FILE -destkeystore NEW -deststoretype PKCS12`)"
@@ -170,7 +171,7 @@ _WITHOUT_EFFECT = (
     _file_only(_advice("use_native_io", _NO_NETTY, "true")),
     _file_only(_advice("io_ratio", _NO_NETTY)),
     _advice("prefer_direct_buffer", _NO_JVM, "false"),
-    _advice("async_logging", "log lines go to stdout; remove it", "false"),
+    _advice("async_logging", "no request waits for its log lines; remove it", "false"),
     _advice("model_server_home", "nothing is read from an installation folder; remove it"),
     _advice("keystore", _NO_KEYSTORE),
     _advice("keystore_pass", _NO_KEYSTORE, secret=True),
@@ -180,7 +181,7 @@ _WITHOUT_EFFECT = (
     _advice("initial_worker_port", "workers use no TCP ports; remove it"),
     _advice("initial_distribution_port", "the ranks of a worker meet at a free port; remove it"),
     _advice("cpp_log_config", "handlers in C++ log as others do; remove it"),
-    _file_only(_advice("vmargs", _NO_JVM)),
+    _file_only(_advice("vmargs", _NO_LOG4J)),
     _file_only(_advice("plugins_path", "Java plug-ins can't be loaded; remove it")),
 )
 

@@ -15,6 +15,7 @@ _COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTi
 _SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
 _MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "parallelLevel", "runtimeType", OURS))
 _MOST_NAMED = 5  # unknown members named in a message
+_NEAR = 20  # characters shown on both sides of a place that is no JSON
 
 _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
 
@@ -32,7 +33,11 @@ def _shown(value: object) -> str:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_without_twins)
-    except (json.JSONDecodeError, RecursionError) as err:
+    except json.JSONDecodeError as err:
+        # Not by its line: lines that end with a backslash are joined by now.
+        near = text[max(0, err.pos - _NEAR) : err.pos + _NEAR]
+        raise ValueError(f"not JSON: {err.msg} at character {err.pos}, in {near!r}") from err
+    except RecursionError as err:
         raise ValueError(f"not JSON: {err}") from err
     return _object(value, "the value")
 

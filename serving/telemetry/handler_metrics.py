@@ -215,5 +215,8 @@ def _label_values(labels: Sequence[str], dimensions: Dimensions) -> tuple[str, .
     if given.keys() == set(labels):
         return tuple(given[label] for label in labels)
     if len(given) != len(labels):
-        raise ValueError(f"it has the dimensions {list(given)}, expected {list(labels)}")
+        raise ValueError(
+            f"it has the dimensions {list(given)}, expected {list(labels)}; make them the same in the file "
+            "that metrics_config names"
+        )
     return tuple(given.values())

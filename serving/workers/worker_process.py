@@ -351,8 +351,8 @@ class WorkerProcess:
             return
         timeout_s = self._response_timeout_s
         logger.error(
-            "Backend worker did not respond in given time: a lane of model %s version %s gave no answer "
-            "within response_timeout=%g s",
+            "Backend worker did not respond in given time: model %s version %s gave no answer within its "
+            "responseTimeout of %g s",
             self._spec.model_name,
             self._spec.model_version,
             timeout_s,

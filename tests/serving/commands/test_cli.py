@@ -468,9 +468,11 @@ def test_serve_logs_each_warning_once(
     flags = ["--ts-config", "c.properties", "--model-store", str(store), "--log-config", "log4j2.xml"]
     assert cli.main(["serve", *flags]) == 0
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "c.properties, line 1: vmargs: has no effect: there is no JVM here; remove it",
+        "c.properties, line 1: vmargs: has no effect: there is no JVM here, and log4j2 files are not "
+        "read: PUT /log-level changes levels; remove it",
         "c.properties, line 2: job_queue_sise: unknown key, not used; did you mean job_queue_size?",
-        "--log-config has no effect: torchere serve has --log-level and --log-format",
+        "--log-config has no effect: log4j2 files are not read; PUT /log-level changes levels, and "
+        "TORCHERE_LOG_FORMAT=json|text|torchserve the format",
     ]
 
 

@@ -182,9 +182,14 @@ def test_a_name_that_registering_refuses_is_unsupported(
     assert said in report.as_text()
 
 
+def test_a_folder_of_snapshots_that_is_not_there_is_no_clean_report(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="nosuch: no such folder"):
+        check_migration(None, None, tmp_path / "nosuch", {})
+
+
 def test_python_that_does_not_parse_is_told_by_line(tmp_path: Path) -> None:
     pack(tmp_path / "m.mar", {"h.py": "x = 1\nprint 'two'\n"}, handler="h.py")
-    (line,) = [line for line in of_store(tmp_path).as_text().splitlines() if "no Python" in line]
+    (line,) = [line for line in of_store(tmp_path).as_text().splitlines() if "does not compile" in line]
     assert line.endswith(" in line 2")
 
 

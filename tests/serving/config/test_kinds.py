@@ -109,6 +109,7 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ("allowed_hosts=a:80", "found 'a:80', expected comma-separated host names without scheme and port"),
         ("blacklist_env_vars=(", "'(' is not a regular expression"),
         ("models={", "line 1: models: not JSON"),
+        ('models={"a":{"1.0":{"minWorkers":1 "b":2}}}', "delimiter at character 28, in "),
         ('models={"a":{"1.0":{}},"a":{"2.0":{}}}', "models: 'a' is there twice, expected"),
         ("models=[]", "the value is [], expected a JSON object"),
         ('models={"a":{"1.0":3}}', "version 1.0 of model a is 3, expected a JSON object"),
