@@ -99,7 +99,8 @@ class AuditLog:
         omitted, self._omitted = self._omitted, 0
         extra = asdict(call) | ({"omitted": omitted} if omitted else {})
         subject = f" of {call.model}" if call.model else ""
-        message = f"{call.action}{subject}: {call.outcome}"
+        status = "" if call.outcome == "done" else f" ({call.status})"
+        message = f"{call.action}{subject} by {call.identity or call.address}: {call.outcome}{status}"
         # Not `logger.info`: the level of the log, which a call may change, must not switch the audit off.
         record = logger.makeRecord(AUDIT_LOGGER, logging.INFO, __file__, 0, message, (), None, extra=extra)
         logger.handle(record)

@@ -35,12 +35,12 @@ def lines(caplog):
 def test_a_call_is_one_json_object_in_the_file_and_one_record_of_the_log(log, tmp_path, lines):
     log.open(tmp_path / "logs/audit.json")
     log.add(call())
-    log.add(call(model="", action="renew-token", outcome="failed"))
+    log.add(call(model="", action="renew-token", outcome="failed", status=409))
     written = (tmp_path / "logs/audit.json").read_text().splitlines()
     first, second = map(json.loads, written)
     assert {name: first[name] for name in ("logger", "message", "identity", "address", "transport")} == {
         "logger": "AUDIT_LOG",
-        "message": "scale of net: done",
+        "message": "scale of net by ci: done",
         "identity": "ci",
         "address": "10.0.0.7",
         "transport": "rest",
@@ -48,8 +48,8 @@ def test_a_call_is_one_json_object_in_the_file_and_one_record_of_the_log(log, tm
     assert (first["action"], first["model"], first["version"]) == ("scale", "net", "1.0")
     assert (first["outcome"], first["status"]) == ("done", 200)
     assert first["time"].endswith("Z")
-    assert second["message"] == "renew-token: failed"
-    assert [record.getMessage() for record in lines()] == ["scale of net: done", "renew-token: failed"]
+    assert second["message"] == "renew-token by ci: failed (409)"
+    assert [record.getMessage() for record in lines()] == ["scale of net by ci: done", "renew-token by ci: failed (409)"]
 
 
 def test_a_name_can_not_forge_a_line(log, tmp_path):
@@ -85,7 +85,7 @@ def test_refused_calls_are_bounded_and_those_left_out_are_counted(log, lines, mo
     log.add(call("done"))
     assert "omitted" not in vars(lines()[-1])
     log.add(call("refused"))
-    assert lines()[-1].getMessage() == "scale of net: done"
+    assert lines()[-1].getMessage() == "scale of net by ci: done"
     now_s[0] += audit.REFUSED_WITHIN_S
     log.add(call("refused"))
-    assert lines()[-1].getMessage() == "scale of net: refused"
+    assert lines()[-1].getMessage() == "scale of net by ci: refused (200)"
