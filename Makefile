@@ -8,7 +8,7 @@ AGAIN  := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools demo serve examples unit test again fuzz check image docs format bench wheel clean
+.PHONY: help install tools demo serve examples unit coverage test again fuzz check image docs format bench wheel clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -48,6 +48,10 @@ examples: install  ## text embedding, speech and tabular data, packed and served
 
 unit: install  ## run the tests that start no server and no process, under a minute
 	$(BIN)/python -m pytest -m unit
+
+coverage: install  ## run the unit tests, and print what they cover; fails below the floor in pyproject.toml
+	$(BIN)/python -m coverage run -m pytest -q -m unit
+	$(BIN)/python -m coverage report
 
 test: install  ## run the tests, JOBS files at a time
 	@# Each process gets one thread: with more, the threads of torch in two tests wait for each other.
