@@ -77,7 +77,7 @@ class Limit:
     def __str__(self) -> str:
         bounds = f"{self.least} to {self.most}" if self.most else f"at least {self.least}"
         sizes = f"a multiple of {self.multiple}, {bounds}" if self.multiple > 1 else bounds
-        return f"the size of dimension {self.dimension} {sizes}"
+        return f"dimension {self.dimension} to be {sizes}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode
 
@@ -114,11 +114,15 @@ class ServerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """One input or output of a model; a dimension of -1 has any size."""
+    """One input or output of a model; a dimension of -1 has any size within the limits in `parameters`.
+
+    torchere sends limits over REST, as `dimension_1_least`, for inputs that do not take every size or number.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +219,10 @@ def _model(value: Any) -> ModelMetadata:
 
 
 def _tensor(value: Any) -> TensorMetadata:
-    return TensorMetadata(str(value["name"]), str(value["datatype"]), tuple(int(n) for n in value["shape"]))
+    shape = tuple(int(size) for size in value["shape"])
+    return TensorMetadata(
+        str(value["name"]), str(value["datatype"]), shape, dict(value.get("parameters") or {})
+    )
 
 
 def _statistics(value: Any) -> list[dict[str, Any]]:

@@ -57,6 +57,11 @@ class Browser:
         found: str = self._do("GET", f"/element/{self.find(xpath)}/text")
         return found
 
+    def value(self, xpath: str) -> str:
+        """Return what stands in a field."""
+        found: str = self._do("GET", f"/element/{self.find(xpath)}/property/value")
+        return found
+
     def click(self, xpath: str) -> None:
         self._do("POST", f"/element/{self.find(xpath)}/click")
 

@@ -1,4 +1,4 @@
-"""`torchere compare A.mar B.mar --data DIR`: compares two archives on the same inputs; can draw a chart.
+"""`torchere compare A.mar B.mar --data PATH`: compares two archives on the same inputs; can draw a chart.
 
 The models are loaded as by the server, but without a server. Pictures are prepared by the `preprocess` of
 the first archive's handler.
@@ -58,7 +58,7 @@ class Contender:
 
     @property
     def takes(self) -> str:
-        """What the model takes, for a refusal."""
+        """The advice of a refusal: the inputs of the model."""
         if self.signature is None:
             return f"give inputs of the shapes and datatypes that {self.name} takes, a batch each"
         inputs = ", ".join(f"{one.name} {one.datatype}{list(one.shape)}" for one in self.signature.inputs)
@@ -79,9 +79,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         required=True,
-        metavar="DIR",
-        help="folder of inputs, one per file: .json, .pt, .npy, .npz, or an image, which A's handler "
-        "decodes, crops and normalises as in a request",
+        metavar="PATH",
+        help="folder of inputs, one per file, or a single file: .json, .pt, .npy, .npz, or an image, which "
+        "A's handler decodes, crops and normalises as in a request",
     )
     add(
         "--max-drift",
@@ -186,11 +186,11 @@ def contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
         )
 
 
-def read_samples(folder: Path, contender: Contender, other: Contender) -> list[tuple[torch.Tensor, ...]]:
-    """Read every file of the folder as arguments of both models, in the order of the file names.
+def read_samples(data: Path, contender: Contender, other: Contender) -> list[tuple[torch.Tensor, ...]]:
+    """Read a file, or every file of a folder in the order of their names, as arguments of both models.
 
     Raises:
-        ModelRefused: the folder has no files, or a file can't be read, or is not what a signature says.
+        ModelRefused: it is missing or has no files; or a file can't be read, or is not what a signature says.
         OSError: a file can't be read.
     """
     from torchere.archiver.models.inputs.examples import (  # noqa: PLC0415 - imports torch
@@ -199,10 +199,12 @@ def read_samples(folder: Path, contender: Contender, other: Contender) -> list[t
         read_example,
     )
 
-    if not folder.is_dir():
-        raise ModelRefused(f"--data {folder}: no such folder; expected one with inputs, a file each")
+    if not data.exists():
+        raise ModelRefused(
+            f"--data {data}: no such file or folder; expected a folder of inputs, or one input"
+        )
     samples = []
-    for file in files_of(folder):
+    for file in files_of(data):
         example = read_example(file, prepare=contender.prepare)
         wanted = [spec.name for spec in contender.signature.inputs] if contender.signature else None
         samples.append(example.ordered(wanted) if wanted else example.tensors)
@@ -340,10 +342,10 @@ def _legend(report: Report) -> list[str]:
 
 
 def _likeness(report: Report) -> str:
-    found = report.difference
-    top1 = "" if found.top1 is None else f", same first class in {found.top1:.1%} of {found.rows} rows"
-    cosine = "" if found.cosine is None else f", cosine {found.cosine:.4f}"
-    return f"drift {found.drift:.3g}{top1}{cosine}"
+    from torchere.archiver.models.verify.report import likeness  # noqa: PLC0415 - imports torch
+
+    parts = (f"drift {report.difference.drift:.3g}", likeness(report.difference))
+    return ", ".join(part for part in parts if part)
 
 
 def _text(x: float, y: float, text: str, more: str = "") -> str:

@@ -162,7 +162,7 @@ def _body(options: argparse.Namespace) -> tuple[str, bytes]:
 def _arrays(options: argparse.Namespace) -> dict[str, Any]:
     """Return the input arrays in the arguments by input name; "" is the name of an unnamed input."""
     if options.json is not None:
-        value = parsed(options.json)
+        value = parsed(options.json, arrays=True)
         return value if isinstance(value, dict) else {"": value}
     if not options.npy and not options.zeros:
         raise UsageError("--v2 sends arrays; expected --json, --npy or --zeros")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import mimetypes
+import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +102,7 @@ def key_of(options: argparse.Namespace, address: str) -> FoundKey | None:
 
 
 def about_key(found: FoundKey | None) -> str:
-    """Return the advice for a key that was refused: which one was sent, and what to do."""
+    """Return the advice for a key that was refused: which one was sent, and how to send another."""
     if found is None:
         return (
             "no key was sent: run this in the folder of the server's key_file.json, name that file by "
@@ -110,11 +112,26 @@ def about_key(found: FoundKey | None) -> str:
     return f"the key was that of {found.source}{expires}"
 
 
-def parsed(text: str) -> Any:
-    """Return the value of `--json`; raise UsageError if it is malformed."""
+def parsed(text: str, *, arrays: bool = False) -> Any:
+    """Return the value of `--json`.
+
+    Args:
+        text: of the option; a name of a file is a mistake, which the error tells how to mend.
+        arrays: the value is sent as arrays (`--v2`), which `--file` can't give.
+
+    Raises:
+        UsageError: the text is not JSON.
+    """
     try:
         return json.loads(text)
     except ValueError as err:
+        file = text.removeprefix("@")
+        # Unlike Path.is_file, this raises nothing for a text that is too long for a path.
+        if os.path.isfile(file):
+            quoted = shlex.quote(file)
+            meant = f'--json "$(cat {quoted})"' if arrays else f"--file {quoted}"
+            found = f"found the name of a file, expected JSON; did you mean {meant}?"
+            raise UsageError(f"--json {text}: {found}") from err
         raise UsageError(f"--json is no JSON: {err}") from err
 
 

@@ -63,10 +63,18 @@ def condition(version: Version) -> str:
 
 
 def unready_because(version: Version) -> str:
-    """Return the reason why a version is not ready, as text."""
+    """Return the reason why a version is not ready, as text.
+
+    Probes need no key, so of a failure the text says where its cause is told, and not the cause.
+    """
+    told = condition(version)
     if version.state is not VersionState.READY:
-        return f"{version.key} is {condition(version)}"
-    return f"{version.key} has no executor in service ({condition(version)})"
+        text = f"{version.key} is {told}"
+    else:
+        text = f"{version.key} has no executor in service ({told})"
+    if told != VersionState.FAILED.value:
+        return text
+    return f"{text}: GET /models/{version.key.name} on the management port, or the server's log, says why"
 
 
 def living(version: Version) -> int:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchere.archiver.signature import ANY, Signature, TensorSpec
+from torchere.archiver.signature import Signature
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.model_facts import TENSOR_HANDLER, ModelFacts
+from torchere.serving.frontend.smallest_input import plain_value, smallest_shapes
 from torchere.serving.registry.version import Version
 from torchere.serving.types import ModelKey
 
@@ -20,7 +21,7 @@ _MOST_NUMBERS = 32  # in a line to paste
 _MOST_CHARACTERS = 500  # of an example in a line to paste
 _UNKNOWN = "YOUR_REQUEST_FILE"  # where nothing is known of the input
 _PICTURES = ("image_classifier", "image_segmenter", "object_detector")
-_TEXTS = ("text_classifier", "text_embedding")
+_TEXTS = ("sequence_classifier", "text_classifier", "text_embedding")
 _SOUNDS = ("voice_activity",)
 Paint = Callable[[str, str], str]
 
@@ -94,14 +95,20 @@ def _body(facts: ModelFacts) -> list[str]:
     if signature is None:
         example = _example(facts)
         return ["--json", shlex.quote(example)] if example else ["--file", _UNKNOWN]
-    shapes = {spec.name: _shape(spec) for spec in signature.inputs}
-    if sum(map(math.prod, shapes.values())) > _MOST_NUMBERS:
+    return _tensor_body(signature)
+
+
+def _tensor_body(signature: Signature) -> list[str]:
+    inputs = list(zip(signature.inputs, smallest_shapes(signature.inputs), strict=True))
+    if sum(math.prod(shape) for _, shape in inputs) > _MOST_NUMBERS:
+        if any(plain_value(spec) for spec, _ in inputs):  # it takes no zeros
+            return ["--file", _UNKNOWN]
         return [
             word
-            for name, shape in shapes.items()
-            for word in ("--zeros", shlex.quote(f"{name}={'x'.join(map(str, shape))}"))
+            for spec, shape in inputs
+            for word in ("--zeros", shlex.quote(f"{spec.name}={'x'.join(map(str, shape))}"))
         ]
-    values = {spec.name: _nested(_zero(spec), shapes[spec.name]) for spec in signature.inputs}
+    values = {spec.name: _nested(plain_value(spec), shape) for spec, shape in inputs}
     return ["--v2", "--json", shlex.quote(json.dumps(values))]
 
 
@@ -117,12 +124,12 @@ def _curl_body(name: str, facts: ModelFacts) -> tuple[str, list[str]]:
         example = _example(facts)
         return path, ["--json", shlex.quote(example)] if example else ["-T", _UNKNOWN]
     model = f"/v2/models/{name.replace('/', '/versions/')}"
-    shapes = [_shape(spec) for spec in signature.inputs]
+    shapes = smallest_shapes(signature.inputs)
     if sum(map(math.prod, shapes)) > _MOST_NUMBERS:
         return model, []  # what it takes
     inputs = [
         {"name": spec.name, "shape": shape, "datatype": spec.datatype}
-        | {"data": [_zero(spec)] * math.prod(shape)}
+        | {"data": [plain_value(spec)] * math.prod(shape)}
         for spec, shape in zip(signature.inputs, shapes, strict=True)
     ]
     return f"{model}/infer", ["--json", shlex.quote(json.dumps({"inputs": inputs}))]
@@ -148,19 +155,6 @@ def _tensors(facts: ModelFacts) -> Signature | None:
     return facts.signature if facts.handler == TENSOR_HANDLER else None
 
 
-def _shape(spec: TensorSpec) -> list[int]:
-    least = {limit.dimension: -(-limit.least // limit.multiple) * limit.multiple for limit in spec.limits}
-    return [max(1, least.get(place, 1)) if size == ANY else size for place, size in enumerate(spec.shape)]
-
-
-def _zero(spec: TensorSpec) -> object:
-    if spec.datatype == "BYTES":
-        return "text"
-    if spec.datatype == "BOOL":
-        return False
-    return 0.0 if spec.datatype.startswith(("F", "BF")) else 0
-
-
 def _nested(value: object, shape: Sequence[int]) -> object:
     for size in reversed(shape):
         value = [value] * size
@@ -169,7 +163,7 @@ def _nested(value: object, shape: Sequence[int]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class StartedModel:
-    """A model of the start: what it is, and whether it works."""
+    """A model of the start: its name and workers, and whether it works."""
 
     name: str
     workers: str  # how many, and in what

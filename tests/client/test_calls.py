@@ -296,9 +296,11 @@ def test_an_unknown_output_is_a_key_error() -> None:
 
 
 def test_metadata_is_read(call: Caller) -> None:
-    server = Server(ok({"name": "m", "versions": ["1"], "platform": "p", "inputs": [OUTPUT], "outputs": []}))
+    inputs = [OUTPUT, {**OUTPUT, "parameters": {"dimension_1_least": 2}}]
+    server = Server(ok({"name": "m", "versions": ["1"], "platform": "p", "inputs": inputs, "outputs": []}))
     found = call(server, lambda client: client.model_metadata("m"))
     assert (found.name, found.versions, found.inputs[0].shape) == ("m", ("1",), (1, 2))
+    assert [one.parameters for one in found.inputs] == [{}, {"dimension_1_least": 2}]
     server = Server(ok({"name": "torchere", "version": "1", "extensions": ["binary_tensor_data"]}))
     assert call(server, lambda client: client.server_metadata()).extensions == ("binary_tensor_data",)
     with pytest.raises(UnreadableAnswer):

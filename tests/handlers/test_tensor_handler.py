@@ -150,6 +150,8 @@ OCTETS = {"body": {"content-type": "application/octet-stream"}}
         ({"input": [[1, 2, 3]]}, [[2, 4, 6]]),
         ({"inputs": [[1, 2, 3], [4, 5, 6]]}, [[2, 4, 6], [8, 10, 12]]),
         ({"inputs": [{"input": [1, 2, 3]}]}, [[2, 4, 6]]),
+        ({"input": [1, 2, 3], "region": 3}, [2, 4, 6]),
+        ({"inputs": [{"input": [1, 2, 3], "region": 3}], "id": "7"}, [[2, 4, 6]]),
         ({"instances": [[1, 2, 3]]}, {"predictions": [[2, 4, 6]]}),
         (bytearray(b"[1, 2, 3]"), [2, 4, 6]),
         ("[[1, 2, 3]]", [[2, 4, 6]]),
@@ -215,6 +217,7 @@ def test_inputs_may_come_by_name(make_handler: Callable[..., Asked]) -> None:
     wanted = {"sum": [4, 6], "difference": [-2, -2]}
     assert asked.body({"a": [1, 2], "b": [3, 4]}) == wanted
     assert asked.rows({"a": bytearray(b"[1, 2]"), "b": npy(np.array([3, 4], np.int64))}) == [wanted]
+    assert asked.rows({"a": bytearray(b"[1, 2]"), "b": "[3, 4]", "region": bytearray(b"3")}) == [wanted]
     assert asked.body({"inputs": [{"a": [1, 2], "b": [3, 4]}]}) == {"sum": [[4, 6]], "difference": [[-2, -2]]}
     assert asked.body({"instances": [{"a": [1, 2], "b": [3, 4]}]}) == {"predictions": [wanted]}
 

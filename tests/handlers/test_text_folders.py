@@ -41,7 +41,7 @@ def test_a_classifier_of_transformers_is_packed_and_takes_texts(tmp_path: Path, 
     context = make_context(unpacked, model={"serializedFile": serialized}, config={})
     entry_point = load_entry_point("sequence_classifier", context)
     context.begin_batch([RequestProcessor({}, "r0"), RequestProcessor({}, "r1")], None)
-    answers = entry_point([{"body": "good bad"}, {"body": "good " * 40}], context)
+    answers: Any = entry_point([{"body": "good bad"}, {"body": "good " * 40}], context)
     with torch.no_grad():
         ids = torch.tensor([[2, 3]])
         wanted = model(input_ids=ids).logits.softmax(1)[0].tolist()

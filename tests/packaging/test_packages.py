@@ -1,5 +1,6 @@
 """The packaging rewrites folder names, so three things could go wrong unseen: each has its guard."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -28,6 +29,14 @@ def packages() -> list[str]:
 def test_every_subpackage_is_listed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert sorted(listed) == packages()
+
+
+def test_every_extra_is_listed_in_the_documentation() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    _, _, section = (ROOT / "docs/operations.md").read_text().partition("\n## Extras\n")
+    rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(listed) == sorted(extras)
 
 
 def test_no_source_file_is_loaded_under_two_names() -> None:

@@ -66,7 +66,7 @@ class Report:
 
     @property
     def max_channel_drift(self) -> float:
-        """The largest accepted drift of a single channel, apart from what is chance."""
+        """The largest accepted drift of a single channel, with chance allowed for."""
         return _CHANNEL * self.max_drift
 
     @property
@@ -91,8 +91,8 @@ class Report:
         found = self.difference
         sides = [side for side in (self.original, self.fp32, self.packed) if side is not None]
         rows = [["", *(side.name for side in sides), ""]]
-        rows += [_bytes_row("file", [side.size_bytes for side in sides])]
-        rows += [_bytes_row("memory", [side.memory_bytes for side in sides])]
+        rows += _bytes_row("file", [side.size_bytes for side in sides])
+        rows += _bytes_row("memory", [side.memory_bytes for side in sides])
         for size in sorted(set.intersection(*(set(side.latency_ms) for side in sides))):
             rows.append(_time_row(f"batch of {size}", [side.latency_ms[size] for side in sides]))
         wide = max(12, *(len(side.name) for side in sides)) + 2
@@ -104,7 +104,7 @@ class Report:
             lines.append("ratios are to fp32; times are processor time on one thread")
         lines += [
             f"largest difference {found.largest_abs:.3g}, mean {found.mean_abs:.3g}, over {found.rows} rows",
-            _likeness(found),
+            likeness(found),
             found.channel.note if found.channel else "",
             *(one.note for one in found.silenced),
             *self.doubts,
@@ -138,9 +138,12 @@ def _finite(value: Any) -> Any:
     return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _bytes_row(what: str, sizes: list[int | None]) -> list[str]:
+def _bytes_row(what: str, sizes: list[int | None]) -> list[list[str]]:
+    """Return the row of a table; no row if nothing was measured."""
+    if all(size is None for size in sizes):
+        return []
     shown = [_NOTHING if size is None else f"{size / 1e6:.2f} MB" for size in sizes]
-    return [what, *shown, _ratio(sizes[-2], sizes[-1], "smaller", "larger")]
+    return [[what, *shown, _ratio(sizes[-2], sizes[-1], "smaller", "larger")]]
 
 
 def _time_row(what: str, times_ms: list[float]) -> list[str]:
@@ -155,10 +158,14 @@ def _ratio(one: float | None, other: float | None, less: str, more: str) -> str:
     return f"{one / other:.2f} x {less}" if other <= one else f"{other / one:.2f} x {more}"
 
 
-def _likeness(found: Difference) -> str:
+def likeness(found: Difference) -> str:
+    """Return top1 and cosine as text; "" where an output has neither.
+
+    It says "largest value", not "class": outputs [rows, values] may be those of a forecaster or an encoder.
+    """
     parts = []
     if found.top1 is not None:
-        parts.append(f"same first class in {found.top1:.1%} of rows")
+        parts.append(f"largest value at the same place in {found.top1:.1%} of rows")
     if found.cosine is not None:
         parts.append(f"cosine {found.cosine:.4f}")
     return ", ".join(parts)

@@ -127,7 +127,8 @@ class ModelCalls:
 
 
 def _filled(message: Filled, members: dict[str, Any]) -> Filled:
-    # Unknown members are ignored: REST has one more, the misspelt key of TorchServe's server metadata.
+    # Unknown members are ignored: REST has the misspelt key of TorchServe's server metadata, and `parameters`
+    # of a model's inputs, for which the public messages have no field.
     ParseDict(members, message, ignore_unknown_fields=True)
     return message
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.frontend.model_facts import ModelFacts
+from torchere.serving.frontend.smallest_input import smallest_shapes
 from torchere.serving.telemetry.numbers import BatchSize, VersionNumbers
 from torchere.serving.types import ModelKey
 
@@ -39,13 +40,20 @@ def server_metadata() -> Members:
 
 
 def model_metadata(facts: ModelFacts) -> Members:
-    """Return the metadata of a model. Without a signature the lists of tensors are empty."""
+    """Return the metadata of a model. Without a signature the lists of tensors are empty.
+
+    Inputs that do not take every size or number have `parameters`, for which gRPC's messages have no field.
+    """
     signature = facts.signature or Signature((), ())
+    smallest = smallest_shapes(signature.inputs)
     return {
         "name": facts.key.name,
         "versions": list(facts.versions),
         "platform": facts.platform,
-        "inputs": [_tensor(spec) for spec in signature.inputs],
+        "inputs": [
+            _tensor(spec) | _limited(spec, shape)
+            for spec, shape in zip(signature.inputs, smallest, strict=True)
+        ],
         "outputs": [_tensor(spec) for spec in signature.outputs],
     }
 
@@ -116,6 +124,22 @@ def _spent(count: int, seconds: float) -> Members:
 
 def _tensor(spec: TensorSpec) -> Members:
     return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+
+
+def _limited(spec: TensorSpec, smallest: Sequence[int]) -> Members:
+    """Return the member `parameters`: numbers and texts, as the protocol wants them; {} without limits."""
+    found: Members = {}
+    for limit in spec.limits:
+        about = {
+            "least": smallest[limit.dimension],
+            "most": limit.most,
+            "multiple": limit.multiple if limit.multiple > 1 else None,
+            "name": limit.name or None,
+        }
+        found |= {f"dimension_{limit.dimension}_{key}": value for key, value in about.items() if value}
+    if spec.values is not None:
+        found |= {"values_least": spec.values.least, "values_most": spec.values.most}
+    return {"parameters": found} if found else {}
 
 
 def _configured(spec: TensorSpec, batched: bool) -> Members:

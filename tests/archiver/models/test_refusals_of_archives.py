@@ -168,7 +168,7 @@ CASES = (
     Case(
         "compare: no data",
         "compare {script_mar} {script_mar} --data {here}/gone",
-        "no such folder; expected one with inputs",
+        "no such file or folder; expected a folder of inputs, or one input",
         (SAME,),
     ),
     Case("compare: data without files", f"{SAME}/nothing", "expected inputs, one per file", (SAME,)),

@@ -168,6 +168,14 @@ def test_data_that_is_no_input_is_one_line_and_status_2(
     assert "notes.txt" in line
 
 
+def test_the_data_may_be_one_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archives = (str(folder / "one.mar"), str(folder / "close.mar"))
+
+    status = main(["compare", *archives, "--data", str(folder / "data" / "array.npy"), "--json"])
+
+    assert (status, json.loads(capsys.readouterr().out)["samples"]) == (0, 1)
+
+
 @pytest.mark.parametrize("wrong", ["no archive", "no data"])
 def test_what_is_missing_is_one_line_and_status_2(
     wrong: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -181,7 +189,7 @@ def test_what_is_missing_is_one_line_and_status_2(
     said = capsys.readouterr().err
     assert said.startswith("torchere compare: ")
     assert "Errno" not in said
-    assert (f"--data {data}: no such folder" in said) == (wrong == "no data")
+    assert (f"--data {data}: no such file or folder" in said) == (wrong == "no data")
 
 
 def test_a_model_whose_own_code_raises_is_one_line_and_status_2(

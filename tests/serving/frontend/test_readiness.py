@@ -8,6 +8,7 @@ import pytest
 from torchere.serving.frontend.dataplane import DataPlane, condition, living, unready_because
 from torchere.serving.registry.version import VersionState
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.types import ModelKey
 from torchere.serving.workers.executor import ExecutorState
 
 
@@ -51,9 +52,11 @@ def test_describe_and_probes_say_the_same_of_a_version_without_an_executor_in_se
 ) -> None:
     statuses = tuple(SimpleNamespace(state=ExecutorState(each)) for each in executors)
     pool = SimpleNamespace(statuses=lambda: statuses)
-    one: Any = SimpleNamespace(key="m:1", state=state, ready=False, pool=pool)
+    one: Any = SimpleNamespace(key=ModelKey("m", "1"), state=state, ready=False, pool=pool)
     assert condition(one) == told
     assert told in unready_because(one)
+    where = ": GET /models/m on the management port, or the server's log, says why"
+    assert unready_because(one).endswith(where) is (told == "failed")
 
 
 def test_a_version_with_an_executor_in_service_is_ready() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchere.archiver.signature import Limit, Signature, TensorSpec
+from torchere.archiver.signature import Limit, Signature, TensorSpec, Values
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.summary import Caller, StartedModel, started_models, summary
@@ -20,6 +20,16 @@ from torchere.serving.types import ModelKey
 DEFAULT = Address("127.0.0.1", 8080)
 SMALL = Signature((TensorSpec("x", "FP32", (-1, 4)), TensorSpec("flag", "BOOL", (2,))), ())
 LARGE = Signature((TensorSpec("picture", "FP32", (-1, 3, -1, 224), (Limit(2, least=60, multiple=32),)),), ())
+
+
+SHARED = Signature(
+    (
+        TensorSpec("ids", "INT64", (-1, -1), (Limit(1, 3, 8, 2, "length"),), Values(5, 9)),
+        TensorSpec("mask", "INT64", (-1, -1), (Limit(1, 1, 9, 1, "length"),), Values(-3, -1)),
+    ),
+    (),
+)
+LONG = Signature((TensorSpec("ids", "INT64", (-1, 64), values=Values(1, 9)),), ())
 
 
 def facts(
@@ -41,6 +51,8 @@ def caller(command: str | None = "torchere", address: Address = DEFAULT, **setti
     [
         (facts(signature=SMALL), ["--v2", "--json", '{"x": [[0.0, 0.0, 0.0, 0.0]], "flag": [false, false]}']),
         (facts(signature=LARGE), ["--zeros", "picture=1x3x64x224"]),
+        (facts(signature=SHARED), ["--v2", "--json", '{"ids": [[5, 5, 5, 5]], "mask": [[-1, -1, -1, -1]]}']),
+        (facts(signature=LONG), ["--file", "YOUR_REQUEST_FILE"]),  # --zeros would be refused
         (facts("image_classifier"), ["--image", "PICTURE.jpg"]),
         (facts("text_classifier"), ["--text", "A sentence."]),
         (facts("voice_activity"), ["--file", "SOUND.wav"]),

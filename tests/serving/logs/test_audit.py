@@ -49,7 +49,10 @@ def test_a_call_is_one_json_object_in_the_file_and_one_record_of_the_log(log, tm
     assert (first["outcome"], first["status"]) == ("done", 200)
     assert first["time"].endswith("Z")
     assert second["message"] == "renew-token by ci: failed (409)"
-    assert [record.getMessage() for record in lines()] == ["scale of net by ci: done", "renew-token by ci: failed (409)"]
+    assert [record.getMessage() for record in lines()] == [
+        "scale of net by ci: done",
+        "renew-token by ci: failed (409)",
+    ]
 
 
 def test_a_name_can_not_forge_a_line(log, tmp_path):

@@ -164,9 +164,9 @@ def test_a_server_refuses_sizes_outside_of_the_declared_ones(
 
     assert len(answer(4, 1, 8, 64)) == 4
     for sizes, said in [
-        ((5, 1, 8, 8), "expected the size of dimension 0 1 to 4"),
-        ((1, 1, 12, 8), "expected the size of dimension 2 a multiple of 8, at least 8"),
-        ((1, 1, 8, 72), "expected the size of dimension 3 a multiple of 8, 8 to 64"),
+        ((5, 1, 8, 8), "expected dimension 0 to be 1 to 4"),
+        ((1, 1, 12, 8), "expected dimension 2 to be a multiple of 8, at least 8"),
+        ((1, 1, 8, 72), "expected dimension 3 to be a multiple of 8, 8 to 64"),
     ]:
         found = answer(*sizes)
         assert said in str(found), (found, type(found))

@@ -172,6 +172,16 @@ def test_the_table_shows_ratios_and_leaves_out_what_was_not_measured(report: Rep
     assert "4.00 x larger" in replace(report, original=report.packed, packed=report.original).table()
     assert lines[4].split() == ["batch", "of", "8", "24", "ms", "8", "ms", "3.00", "x", "faster"]
     assert lines[-1] == "drift 0.05, at most 0.3 wanted: accepted"
+    unmeasured = replace(report, original=replace(report.original, memory_bytes=None))
+    assert [line.split()[0] for line in unmeasured.table().splitlines()[1:3]] == ["file", "batch"]
+
+
+def test_rows_of_values_are_not_said_to_be_classes(report: Report) -> None:
+    for text in (report.table(), picture(report)):
+        assert "largest value at the same place in 80.0% of rows, cosine 0.9990" in text
+        assert "class" not in text
+    plain = replace(report, difference=Difference(1, 0.0, 0.0, 0.0, None, None))
+    assert "drift 0</text>" in picture(plain)
 
 
 def test_the_picture_has_a_bar_for_each_figure_of_both_and_escapes_names(report: Report) -> None:

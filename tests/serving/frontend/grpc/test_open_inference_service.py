@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import grpc
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
-from torchere.archiver.signature import Signature, TensorSpec
+from torchere.archiver.signature import Limit, Signature, TensorSpec
 from torchere.handlers.tensors import DATATYPES, parse_tensor_type
 from torchere.handlers.tensors.answer import OPEN_INFERENCE, Output, encode_outputs, read_wish
 from torchere.handlers.tensors.codec import tensor_from_bytes
@@ -360,7 +361,7 @@ def test_a_streamed_answer_comes_in_parts_and_an_end_on_request(oip, planes):
 
 def test_metadata_configuration_and_statistics_are_told(oip, planes):
     spec = TensorSpec("x", "FP32", (-1, 4))
-    planes.data.known = facts(Signature((spec,), (spec,)))
+    planes.data.known = facts(Signature((replace(spec, limits=(Limit(0, 1, 64),)),), (spec,)))
     told = oip.ask("ModelMetadata", pb.ModelMetadataRequest(name="echo"))
     assert (told.name, list(told.versions), told.inputs[0].datatype) == ("echo", ["1.0"], "FP32")
     assert list(told.outputs[0].shape) == [-1, 4]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchere.archiver.signature import Signature, TensorSpec
+from torchere.archiver.signature import Limit, Signature, TensorSpec, Values
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.metadata import model_config, model_metadata, model_statistics
 from torchere.serving.telemetry.numbers import VersionNumbers
@@ -31,6 +31,27 @@ def test_metadata_are_those_of_the_signature() -> None:
         "inputs": [{"name": "t", "datatype": "BYTES", "shape": [-1, 1]}],
         "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, 3]}],
     }
+
+
+def test_metadata_have_the_sizes_and_numbers_that_an_input_takes_as_parameters() -> None:
+    limits = (Limit(1, 5, 512, 4, "length"), Limit(0, 1, 64), Limit(2))
+    ids = TensorSpec("ids", "INT64", (-1, -1, -1), limits, Values(0, 99))
+    mask = TensorSpec("mask", "INT64", (-1, -1), (Limit(1, 10, name="length"),))
+    told = model_metadata(replace(FACTS, signature=Signature((ids, mask), (TensorSpec("y", "FP32", (-1,)),))))
+    assert [one["shape"] for one in told["inputs"]] == [[-1, -1, -1], [-1, -1]]
+    assert told["inputs"][0]["parameters"] == {
+        "dimension_1_least": 12,  # a multiple, and in both
+        "dimension_1_most": 512,
+        "dimension_1_multiple": 4,
+        "dimension_1_name": "length",
+        "dimension_0_least": 1,
+        "dimension_0_most": 64,
+        "dimension_2_least": 1,
+        "values_least": 0,
+        "values_most": 99,
+    }
+    assert told["inputs"][1]["parameters"] == {"dimension_1_least": 12, "dimension_1_name": "length"}
+    assert "parameters" not in told["outputs"][0]
 
 
 def test_without_a_signature_nothing_is_known_of_tensors() -> None:

@@ -131,8 +131,8 @@ def test_sizes_outside_of_the_declared_ones_are_refused_with_the_limit() -> None
     signature = Signature((TensorSpec("a", "FP32", (-1, -1), limits),), (TensorSpec("y", "FP32", (-1,)),))
     check_signature(TensorRequest((InputTensor("a", FP32, (4, 64), bytes(1024)),)), signature)
     for shape, text in [
-        ((5, 64), "expected the size of dimension 0 1 to 4"),
-        ((4, 48), "expected the size of dimension 1 a multiple of 32, at least 32"),
+        ((5, 64), "expected dimension 0 to be 1 to 4"),
+        ((4, 48), "expected dimension 1 to be a multiple of 32, at least 32"),
     ]:
         with pytest.raises(InvalidRequest, match=rf"^inputs\[0\]\.shape: found .*, {text}"):
             check_signature(TensorRequest((InputTensor("a", FP32, shape, b""),)), signature)

@@ -1,0 +1,37 @@
+"""The body that the options of `torchere predict` and `torchere bench` give."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.commands.request_options import UsageError, body_of, parsed
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a file in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my request.json").write_text("[1]")
+    return "my request.json"
+
+
+@pytest.mark.parametrize("prefix", ["", "@"])
+def test_a_file_in_the_place_of_json_is_told_its_own_option(file: str, prefix: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        body_of(Namespace(json=prefix + file))
+    assert str(refusal.value) == (
+        f"--json {prefix}{file}: found the name of a file, expected JSON; did you mean "
+        "--file 'my request.json'?"
+    )
+    with pytest.raises(UsageError, match=r"""did you mean --json "\$\(cat 'my request\.json'\)"\?$"""):
+        parsed(prefix + file, arrays=True)
+
+
+@pytest.mark.parametrize("text", ["other.json", "@", "", ".", "{" * 5000, "\0"])
+def test_other_text_in_the_place_of_json_is_said_to_be_none(file: str, text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--json is no JSON: "):
+        parsed(text)
+    assert parsed("[1]") == [1]
