@@ -210,7 +210,7 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         "--samples",
         type=Path,
         metavar="PATH",
-        help="file or folder of examples to calibrate on and verify with",
+        help="file or folder to calibrate on and verify with; its first file is the default of --example",
     )
     add(
         "--max-samples",

@@ -30,17 +30,11 @@ from torchere.archiver.models.convert.ranks import with_ranks
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import NotTraceable
 from torchere.archiver.models.fold.paddings import folded_paddings
-from torchere.archiver.models.inputs.examples import (
-    example_of,
-    files_of,
-    inputs_of,
-    read_example,
-    read_samples,
-    spread,
-)
+from torchere.archiver.models.inputs.examples import files_of, inputs_of, read_samples, spread
 from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of, with_other_sizes
-from torchere.archiver.models.load.source import Source, inputs_up_to, read_source
+from torchere.archiver.models.load.source import Source, read_source
+from torchere.archiver.models.load.source_example import source_with_example
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.id_ranges import with_id_ranges
@@ -77,14 +71,10 @@ from torchere.archiver.request import (
     Built,
     check_examples,
 )
-from torchere.archiver.signature import SIGNATURE_NAME, Signature, TensorSpec
+from torchere.archiver.signature import SIGNATURE_NAME, Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _NOT_QUANTISED = "take another --quantize or --format, or leave --quantize out"
-_UNPREPARED = (
-    "the handler prepares no pictures: they are taken in their own size with values from 0 to 1; if clients "
-    "send other numbers, give --example and --samples as .npy or .pt, or handler.image in model-config.yaml"
-)
 
 
 @fewer_threads_when_busy()
@@ -124,7 +114,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     signed = inputs_of(options.example_signature) if options.example_signature else ()
     if signed:  # clients use these input names; a program has its own
         source = replace(source, names=tuple(spec.name for spec in signed))
-    source, example = _example(source, options, signed, say)
+    source, example = source_with_example(source, options, signed, say)
     options = with_ranks(source, example, options, work, say)
     if options.model_format == KEEP:
         if source.onnx is not None:
@@ -168,29 +158,18 @@ def _checked(options: BuildOptions) -> BuildOptions:
     return replace(options, model_format=wanted)
 
 
-def _example(
-    source: Source, options: BuildOptions, signed: Sequence[TensorSpec], say: Say
-) -> tuple[Source, Tensors | None]:
-    """Return the example, and the source with the inputs that it has."""
-    if options.example is not None:
-        example = read_example(options.example, doubles=source.doubles, prepare=options.prepare)
-        if example.unprepared:
-            say(_UNPREPARED)
-    elif source.example is None and signed:
-        example = example_of(signed)
-    else:
-        if source.folder is not None and source.example is not None:
-            inputs = ", ".join(source.names_of_inputs(len(source.example)))
-            say(
-                f"tried with made-up inputs ({inputs}), since --example is not given: lengths of texts vary, "
-                "and all other sizes but the batch are fixed"
-            )
-        return source, source.example
-    source = source.taking(example.names, len(example.tensors))
-    names = source.signature.inputs if source.signature else None
-    count = inputs_up_to(source.module, example.names, len(example.tensors))
-    wanted = [spec.name for spec in names] if names else source.names_of_inputs(count)
-    return source, example.ordered(wanted)
+def _only_kept(source: Source, options: BuildOptions) -> str:
+    """Return why a model that is packed as it is can't be converted or quantised, with the ways out."""
+    if options.quantize is None:
+        return (
+            f"{source.path}: {source.kind} is packed as it is and can't become {options.model_format}; leave "
+            "it so, or start from the model that it was made from"
+        )
+    other = ", or quantise it with onnxruntime.quantization and give the result" if source.onnx else ""
+    return (
+        f"{source.path}: {source.kind} is packed as it is, and can't be quantised by --quantize "
+        f"{options.quantize}; leave that out, or give the class and the weights that it was made from{other}"
+    )
 
 
 @dataclass(frozen=True)
@@ -364,14 +343,11 @@ class _Compilation:
     def _startable(self, example: Tensors | None) -> tuple[torch.nn.Module, Tensors]:
         wanted = self.options.model_format
         if self.source.module is None:
-            raise ModelRefused(
-                f"{self.source.path}: {self.source.kind} is packed as it is and can't become {wanted}; start "
-                "from the model that it was made from"
-            )
+            raise ModelRefused(_only_kept(self.source, self.options))
         if example is None:
             raise ModelRefused(
                 f"to make {wanted} of it, the model must be run: give --example with inputs (.json, .pt, "
-                ".npy or a picture)"
+                ".npy or a picture), or --samples"
             )
         return self.source.module, example
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.model_flags import packing_defaults
 from torchere.archiver.reader import ArchiveError, open_archive
 from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.scan.weights import ONNX, classify_file
 from torchere.serving import __version__
 from torchere.serving.commands.inputs import prepare_for
 from torchere.serving.commands.serve_options import LaunchRefused, refuse_packing_options
@@ -32,7 +34,9 @@ from torchere.serving.process.allocator import keep_freed_memory
 MAX_CACHE_BYTES = 10 * 2**30
 _FILES = ("model_file", "config_file", "requirements_file", "example", "samples")
 _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_\-.]+")
-_MADE_BY = ("torch", "torchao", "transformers")  # other versions of these make other archives
+# Other versions of these make other archives; onnxruntime tries the batches of ONNX where it is installed.
+_MADE_BY = ("torch", "torchao", "transformers", "onnxruntime", "onnxruntime-gpu")
+_RUNTIME = "onnxruntime"  # of ONNX
 _READ_BYTES = 2**20
 
 
@@ -63,6 +67,7 @@ def serve_model(options: argparse.Namespace, environ: Mapping[str, str]) -> None
         refuse_packing_options(options, f"{model} is an archive already", but=("model_name",))
         archive, name = model.absolute(), options.model_name
     else:
+        _refuse_onnx_without_runtime(model, options)
         name = options.model_name or _name_of(model)
         archive = _packed(model, name, options, environ)
     options.model_store = str(archive.parent)
@@ -77,6 +82,30 @@ def _is_archive(path: Path) -> bool:
         return path.suffix == ".mar" or open_archive(path).has_manifest
     except ArchiveError:
         return False
+
+
+def _refuse_onnx_without_runtime(model: Path, options: argparse.Namespace) -> None:
+    """Raise LaunchRefused for ONNX where no model of it could start.
+
+    A handler of the user's own may run it by another package, and requirements may install onnxruntime.
+    """
+    if importlib.util.find_spec(_RUNTIME) is not None or _own_handler(options) or options.requirements_file:
+        return
+    try:
+        is_onnx = model.is_file() and classify_file(model).kind == ONNX
+    except (ArchiveError, OSError):  # packing reports it
+        return
+    if is_onnx:
+        raise LaunchRefused(
+            f"{model} is ONNX, which needs {_RUNTIME}, and it is not installed; install torchere[onnx]"
+        )
+
+
+def _own_handler(options: argparse.Namespace) -> Path | None:
+    """Return the file of the handler; None without a handler, or where it is built in."""
+    if not options.handler:
+        return None
+    return ArchiveRequest(model_name="", version="", handler=options.handler).handler_file()
 
 
 def _name_of(model: Path) -> str:
@@ -145,10 +174,8 @@ def _files_of(options: argparse.Namespace) -> Iterator[Path]:
     yield from (Path(value) for name in _FILES if (value := getattr(options, name)))
     for pattern in (options.extra_files or "").split(","):
         yield from map(Path, sorted(glob(pattern.strip())))
-    if options.handler:
-        request = ArchiveRequest(model_name="", version="", handler=options.handler)
-        if (file := request.handler_file()) is not None:
-            yield file
+    if (file := _own_handler(options)) is not None:
+        yield file
 
 
 def _files_in(path: Path) -> list[Path]:

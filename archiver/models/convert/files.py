@@ -22,10 +22,12 @@ from torchere.archiver.models.inputs.run import Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.huggingface import files_to_serve
+from torchere.archiver.models.load.model_class import file_to_serve
 from torchere.archiver.models.load.module import take_along
 from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source, aoti_metadata
 from torchere.archiver.models.load.weight_only import INT4_FOR_A_PROCESSOR, has_4_bits, torchao_kinds
 from torchere.archiver.models.probe.derive import signature_of
+from torchere.archiver.models.probe.id_ranges import with_id_ranges
 from torchere.archiver.models.steps import Say, refusing, step
 from torchere.archiver.request import (
     AOTI,
@@ -329,7 +331,9 @@ def _built(source: Source, options: BuildOptions, work: Path) -> Built:
     beside = work / "beside"
     if source.kind == EAGER and options.model_file is not None:
         take_along(options.model_file, beside)
-        return Built(_state_file(source, options, work), options.model_file, options.config_file, beside)
+        module: Any = source.module
+        model_file = file_to_serve(options.model_file, module, work, beside)
+        return Built(_state_file(source, options, work), model_file, options.config_file, beside)
     if source.kind == HUGGING_FACE and options.parallel is not None:
         return Built(None, None, options.config_file, beside, files_to_serve(source.path))
     if source.kind == kinds.AOTINDUCTOR:
@@ -383,7 +387,8 @@ def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say
     if not options.dynamic_sizes:
         sizes += source.sizes
     with step(say, "trying sizes and batches"):
-        return signature_of(run, example, names, sizes, probe_batch=source.program is None, say=say)
+        found = signature_of(run, example, names, sizes, probe_batch=source.program is None, say=say)
+        return with_id_ranges(found, run, example)
 
 
 def _run(source: Source, options: BuildOptions) -> Run:

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import flat
-from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize
+from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors
 from torchere.archiver.models.load.checkpoint import read_weights
+from torchere.archiver.models.load.tokenizer_inputs import OPTIONAL, tokenizer_inputs
 from torchere.archiver.models.steps import refusing
 
 _LENGTH = 8  # tokens of the example that is made when none is given
@@ -43,6 +44,7 @@ class Loaded:
     model: Any
     example: dict[str, torch.Tensor]  # by name, in the order of `forward`; empty: not known
     sizes: tuple[FreeSize, ...] = ()  # those of the example that vary from request to request
+    left_out: tuple[str, ...] = ()  # inputs not in the example, because the tokenizer does not make them
 
     def module(self, names: Sequence[str]) -> torch.nn.Module:
         """Return the model with these inputs, taken by position, which it gets by name, as its users call it.
@@ -72,6 +74,18 @@ class Loaded:
         known = [*self.example] or [name for name in order if name == main]
         return tuple(known[:count]) if len(known) >= count else tuple(order[:count])
 
+    def lengths(self, names: Sequence[str], example: Tensors) -> tuple[FreeSize, ...]:
+        """Return the lengths of texts among these inputs, which differ from text to text."""
+        most = {free.name: free.high for free in self.sizes}
+        found = []
+        for group, members in _LENGTHS.items():
+            places = tuple(
+                (place, 1) for place, name in enumerate(names) if name in members and example[place].dim() > 1
+            )
+            if places and len({example[place].shape[1] for place, _ in places}) == 1:
+                found.append(FreeSize(group, places, 1, most.get(group, LARGEST)))
+        return tuple(found)
+
 
 def load_folder(path: Path, allow_pickle: bool) -> Loaded:
     """Load a Hugging Face model.
@@ -81,8 +95,10 @@ def load_folder(path: Path, allow_pickle: bool) -> Loaded:
             Python, or weights are missing, of another library, or a pickle of more than tensors.
     """
     model = loaded(model_class(path), path, allow_pickle).eval()
-    example = _example_for(model)
-    return Loaded(model, example, _sizes_for(model, example))
+    made = tokenizer_inputs(path)
+    example = _example_for(model, () if made is None else OPTIONAL - made) or _example_for(model)
+    left_out = tuple(name for name in _wanted(model) if example and name not in example)
+    return Loaded(model, example, _sizes_for(model, example), left_out)
 
 
 def model_class(path: Path) -> Any:
@@ -205,12 +221,14 @@ def _main_input(model: Any) -> str:
 # if the model runs on them.
 
 
-def _example_for(model: Any) -> dict[str, torch.Tensor]:
+def _example_for(model: Any, left_out: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return an example for the model, or an empty dict where its inputs are not known."""
-    known = _inputs(model)
-    wanted = [name for name in known if name in _EXAMPLES and _takes(model, name)]
-    example = {name: _EXAMPLES[name](model.config) for name in wanted}
+    example = {name: _EXAMPLES[name](model.config) for name in _wanted(model) if name not in left_out}
     return example if example and _runs(model, example) else {}
+
+
+def _wanted(model: Any) -> list[str]:
+    return [name for name in _inputs(model) if name in _EXAMPLES and _takes(model, name)]
 
 
 def _takes(model: Any, name: str) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.checkpoint import HyperParameters
+from torchere.archiver.models.load.model_class import import_name, modules_in, outermost
 from torchere.archiver.models.steps import refusing
 
 _MADE = "name a function without arguments that makes the model: --factory package.module:function"
@@ -30,30 +31,34 @@ _MOST_NAMES = 20
 _IMPORTED = "install what it imports, or set PYTHONPATH to its folder"
 
 
-def module_from_file(path: Path, given: HyperParameters | None = None) -> torch.nn.Module:
-    """Return an instance of the one `torch.nn.Module` that the file defines.
+def module_from_file(path: Path, given: HyperParameters | None = None) -> tuple[torch.nn.Module, str]:
+    """Return an instance of the model's class, and a line for the user about its choice, or "".
 
+    It is the one `torch.nn.Module` that the file defines, or the one that no other class of the file names.
     It is made without arguments, or with those of `given` that it has parameters for.
 
     The file's folder is importable meanwhile, so that the file can import its neighbours. Only classes that
     the file itself defines count. Not thread-safe.
 
     Raises:
-        ModelRefused: it defines none or several, or raises.
+        ModelRefused: it defines none, or several that no other class names, or raises.
         OSError: there is no such file.
     """
     os.stat(path)
     with _importable(path.resolve().parent, first=True):
         with refusing(f"{path}: importing the model file", _IMPORTED):
             defined = _classes_in(path)
-        if len(defined) != 1:
-            names = ", ".join(item.__name__ for item in defined) or "none"
+        names = [item.__name__ for item in defined]
+        chosen = names if len(names) == 1 else outermost(path.read_bytes(), names)
+        if len(chosen) != 1:
             raise ModelRefused(
-                f"{path} defines these torch.nn.Modules: {names}; expected one, the model; "
-                f"{_advice(path, defined)}"
+                f"{path} defines these torch.nn.Modules: {', '.join(names) or 'none'}; expected one, the "
+                f"model, or one that no other class names; {_advice(path, defined)}"
             )
-        made: torch.nn.Module = _made(defined[0], f"{path}: making {defined[0].__name__}()", given)
-        return made
+        model = defined[names.index(chosen[0])]
+        made: torch.nn.Module = _made(model, f"{path}: making {model.__name__}()", given)
+        told = f"the model is {chosen[0]} of {', '.join(names)}: no other class of {path} names it"
+        return made, told if len(names) > 1 else ""
 
 
 def module_from_factory(name: str, given: HyperParameters | None = None) -> torch.nn.Module:
@@ -130,19 +135,14 @@ def _arguments(maker: Any, given: HyperParameters) -> dict[str, Any]:
 
 
 def _classes_in(path: Path) -> list[type[torch.nn.Module]]:
-    name = f"_torchere_model_{path.stem}"
+    name = import_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ModelRefused(f"{path} is no Python file; expected one with the model's class")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where torch.jit.script looks for the source
     spec.loader.exec_module(module)
-    found = [
-        item
-        for item in vars(module).values()
-        if inspect.isclass(item) and issubclass(item, torch.nn.Module) and item.__module__ == name
-    ]
-    return list(dict.fromkeys(found))  # each class once, even if it has several names
+    return modules_in(path)
 
 
 @contextmanager

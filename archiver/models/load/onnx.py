@@ -1,27 +1,29 @@
 """Reads the inputs and outputs of an ONNX model from its bytes; needs no onnx package, runs nothing.
 
 ONNX is Protocol Buffers. This module knows only the parts of onnx.proto that a signature needs:
-ModelProto.graph, the graph's inputs, outputs and initializers, and of these the names, types, shapes and the
-location of external data.
+ModelProto.graph, the graph's inputs, outputs and initializers, of these the names, types, shapes and the
+location of external data, and the nodes that look an input up in an initializer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchere.archiver.container.entries import problem_with
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.signature import ANY, Signature, TensorSpec
+from torchere.archiver.signature import ANY, Signature, TensorSpec, Values
 
 _MAX_MODEL_BYTES = 2**31  # of one message of Protocol Buffers; larger models keep their weights beside it
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _NEGATIVE = 2**63  # numbers are read unsigned; from this one on they are negative
 _GRAPH = 7  # ModelProto
 _NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # GraphProto
+_OF_SHAPES = ("Shape", "Size")  # operators that read no values: a runtime may leave out those before them
+_Fields = dict[int, list[Any]]  # of one message, by number
 # TensorProto.DataType to the names of the Open Inference Protocol
 _DATATYPES = {
     1: "FP32",
@@ -92,11 +94,14 @@ def read_onnx(path: Path) -> OnnxForm:
     constants = {_text(tensor, 8) for tensor in initializers}
     inputs = [item for item in _messages(graph, _INPUT) if _text(item, 1) not in constants]
     outputs = list(_messages(graph, _OUTPUT))
+    nodes = list(_messages(graph, _NODE))
+    rows = _table_rows(nodes, initializers, {_text(item, 1) for item in outputs})
     signature = Signature(
-        tuple(_spec(path, item) for item in inputs), tuple(_spec(path, item) for item in outputs)
+        tuple(_with_range(_spec(path, item), rows) for item in inputs),
+        tuple(_spec(path, item) for item in outputs),
     )
     first = {_first_name(item) for item in (*inputs, *outputs)}
-    operators = [_text(node, 4) for node in _messages(graph, _NODE)]
+    operators = [_text(node, 4) for node in nodes]
     return OnnxForm(
         signature,
         names_batch=len(first) == 1 and "" not in first,
@@ -106,7 +111,42 @@ def read_onnx(path: Path) -> OnnxForm:
     )
 
 
-def _external_files(path: Path, initializers: list[dict[int, list[Any]]]) -> tuple[Path, ...]:
+def _with_range(spec: TensorSpec, rows: Mapping[str, int]) -> TensorSpec:
+    size = rows.get(spec.name, 0)
+    return dataclasses.replace(spec, values=Values(-size, size - 1)) if size else spec
+
+
+def _table_rows(
+    nodes: Sequence[_Fields], initializers: Sequence[_Fields], outputs: Iterable[str]
+) -> dict[str, int]:
+    """Return the rows of the smallest initializer that each name is looked up in as it is, by Gather.
+
+    Gather fails on other numbers than -rows ... rows - 1 (onnx/docs/Operators.md). Nodes that no output needs
+    do not count, since a runtime may leave them out.
+    """
+    shapes = {_text(tensor, 8): list(_integers(tensor, 1)) for tensor in initializers}
+    found: dict[str, int] = {}
+    needed = set(outputs)
+    for node in reversed(nodes):  # a node comes after those that it reads
+        if needed.isdisjoint(_texts(node, 2)):
+            continue
+        kind, names = _text(node, 4), list(_texts(node, 1))
+        if kind in _OF_SHAPES:
+            continue
+        needed.update(names)
+        if kind == "Gather" and len(names) == 2 and _text(node, 7) in ("", "ai.onnx"):
+            shape, axis = shapes.get(names[0], []), _axis(node)
+            if -len(shape) <= axis < len(shape) and 0 < shape[axis] < _NEGATIVE:
+                found[names[1]] = min(shape[axis], found.get(names[1], shape[axis]))
+    return found
+
+
+def _axis(node: _Fields) -> int:
+    axis = next((_number(one, 3) for one in _messages(node, 5) if _text(one, 1) == "axis"), 0)
+    return axis if axis < _NEGATIVE else axis - 2 * _NEGATIVE
+
+
+def _external_files(path: Path, initializers: list[_Fields]) -> tuple[Path, ...]:
     names = set()
     for tensor in initializers:
         for entry in _messages(tensor, 13):  # external_data: key and value
@@ -123,7 +163,7 @@ def _external_files(path: Path, initializers: list[dict[int, list[Any]]]) -> tup
     return tuple(path.parent / name for name in sorted(names))
 
 
-def _graph(path: Path) -> dict[int, list[Any]]:
+def _graph(path: Path) -> _Fields:
     if path.stat().st_size > _MAX_MODEL_BYTES:
         raise ModelRefused(f"{path}: larger than 2 GiB, which no ONNX model is; keep its weights beside it")
     try:
@@ -137,7 +177,7 @@ def _graph(path: Path) -> dict[int, list[Any]]:
     return graphs[0]
 
 
-def _spec(path: Path, item: dict[int, list[Any]]) -> TensorSpec:
+def _spec(path: Path, item: _Fields) -> TensorSpec:
     name = _text(item, 1)
     kinds = [tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)]
     datatype = _DATATYPES.get(_number(kinds[0], 1)) if kinds else None
@@ -149,46 +189,64 @@ def _spec(path: Path, item: dict[int, list[Any]]) -> TensorSpec:
     return TensorSpec(name, datatype, tuple(_size(dimension) for dimension in _dimensions(item)))
 
 
-def _dimensions(item: dict[int, list[Any]]) -> list[dict[int, list[Any]]]:
+def _dimensions(item: _Fields) -> list[_Fields]:
     kinds = [tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)]
     return [dimension for part in _messages(kinds[0], 2) for dimension in _messages(part, 1)] if kinds else []
 
 
-def _is_shaped(item: dict[int, list[Any]]) -> bool:
+def _is_shaped(item: _Fields) -> bool:
     """Return whether it has a shape, even one without dimensions; without a shape it may have any rank."""
     return any(2 in tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1))
 
 
-def _first_name(item: dict[int, list[Any]]) -> str:
+def _first_name(item: _Fields) -> str:
     """Return the name of the first dimension; empty when it has none."""
     found = _dimensions(item)
     return _text(found[0], 2) if found and 2 in found[0] else ""
 
 
-def _size(dimension: dict[int, list[Any]]) -> int:
+def _size(dimension: _Fields) -> int:
     size = _number(dimension, 1)
     return size if 0 < size < _NEGATIVE else ANY  # some exporters write -1 for a size that is free
 
 
-def _messages(fields: dict[int, list[Any]], number: int) -> Iterator[dict[int, list[Any]]]:
+def _messages(fields: _Fields, number: int) -> Iterator[_Fields]:
     for value in fields.get(number, ()):
         if isinstance(value, memoryview):
             yield _fields(value)
 
 
-def _text(fields: dict[int, list[Any]], number: int) -> str:
+def _text(fields: _Fields, number: int) -> str:
     value = fields.get(number, [b""])[-1]
     return bytes(value).decode("utf-8", "replace") if not isinstance(value, int) else str(value)
 
 
-def _number(fields: dict[int, list[Any]], number: int) -> int:
+def _texts(fields: _Fields, number: int) -> Iterator[str]:
+    for value in fields.get(number, ()):
+        if isinstance(value, memoryview):
+            yield bytes(value).decode("utf-8", "replace")
+
+
+def _integers(fields: _Fields, number: int) -> Iterator[int]:
+    """Yield the numbers of a repeated field, each by itself or packed."""
+    for value in fields.get(number, ()):
+        if isinstance(value, int):
+            yield value
+            continue
+        at = 0
+        while at < len(value):
+            one, at = _varint(value, at)
+            yield one
+
+
+def _number(fields: _Fields, number: int) -> int:
     value = fields.get(number, [0])[-1]
     return value if isinstance(value, int) else 0
 
 
-def _fields(data: memoryview) -> dict[int, list[Any]]:
+def _fields(data: memoryview) -> _Fields:
     """Return the fields of one message by number; messages, texts and packed numbers are left as bytes."""
-    found: dict[int, list[Any]] = {}
+    found: _Fields = {}
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -136,13 +136,14 @@ def _eager(
     given = weights.hyper_parameters if weights else None
     arguments = None if kept else given
     try:
-        module = (
+        module, told = (
             module_from_file(model_file, arguments)
             if model_file
-            else module_from_factory(str(factory), arguments)
+            else (module_from_factory(str(factory), arguments), "")
         )
         is_plain = not torchao_kinds(module)
-        notes = load_into(module, weights, serialized, strict) if weights and serialized else []
+        notes = [told] if told else []
+        notes += load_into(module, weights, serialized, strict) if weights and serialized else []
         if kept and is_plain and (quantised := torchao_kinds(module)):
             raise ModelRefused(
                 f"{serialized}: weights of torchao ({quantised}), which a server can't load into a class "

@@ -115,9 +115,7 @@ def _ready(trial: Trial, is_asked: bool, say: Say) -> tuple[Trial, bool]:
     try:
         base = trial.answers(trial.example)
     except ModelRefused as reason:
-        is_whole = any(not tensor.is_floating_point() for tensor in trial.example)
-        hint = f"{_LIKE_REQUESTS}; in JSON, write 1.0 for a float" if is_whole else _LIKE_REQUESTS
-        raise ModelRefused(f"{reason}; {hint}") from reason
+        raise ModelRefused(f"{reason}; {_other_example(trial)}") from reason
     try:
         random = is_random(trial.run, trial.example, base)
     except ModelRefused as reason:
@@ -131,6 +129,17 @@ def _ready(trial: Trial, is_asked: bool, say: Say) -> tuple[Trial, bool]:
         )
         base = seeded(trial.run, trial.example)
     return replace(trial, base=base, is_random=random), True
+
+
+def _other_example(trial: Trial) -> str:
+    """Return advice on an example that the model fails on: most often it lacks a batch dimension."""
+    rows = tuple(tensor[None] for tensor in trial.example)
+    try:
+        trial.answers(rows)
+    except ModelRefused:
+        is_whole = any(not tensor.is_floating_point() for tensor in trial.example)
+        return f"{_LIKE_REQUESTS}; in JSON, write 1.0 for a float" if is_whole else _LIKE_REQUESTS
+    return f"it runs on {shapes(rows)}: give the example this batch dimension"
 
 
 def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSize, _Places]]) -> Signature:

@@ -105,6 +105,18 @@ def test_a_class_stays_python_and_its_weights_become_a_plain_state_dict(
     check_answers(forms, serve(archive, [{"body": row.tolist()} for row in rows]), rows)
 
 
+@pytest.mark.parametrize("more", [{"model_format": "torchscript"}, {}])
+def test_an_example_without_a_batch_dimension_is_refused_with_the_shape_that_is_wanted(
+    forms: Any, pack: Pack, tmp_path: Path, more: dict[str, str]
+) -> None:
+    np.save(tmp_path / "row.npy", forms.rows[0].numpy())
+    model = {"serialized_file": forms.file("state.weights"), "model_file": forms.file("net_module.py")}
+    with pytest.raises(
+        ModelRefused, match=r"FP32\[8\] failed: .*; it runs on FP32\[1, 8\]: give the example this batch"
+    ):
+        pack(**model, **more, example=tmp_path / "row.npy")
+
+
 def test_a_pickled_module_is_taken_only_if_it_is_trusted(forms: Any, pack: Pack, serve: Serve) -> None:
     given = {
         "serialized_file": forms.file("whole.weights"),

@@ -114,6 +114,19 @@ def test_convert_prepares_the_example_as_the_archives_handler_does(folder: Path)
     assert signature["inputs"][0]["shape"][1:] == [3, 32, 32]
 
 
+def test_the_first_sample_serves_as_the_example_where_none_is_given(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model-file", "net.py", "--handler", "image_classifier", "--config-file", "model-config.yaml")
+    flags = ("--format", "torchscript", "--samples", "photos", "--no-verify")
+
+    assert main(["archive", "--model-name", "net", *given, *flags]) == 0
+
+    assert "the example: photos/0.png, the first of --samples, since" in capsys.readouterr().err
+    signature = json.loads(open_archive(folder / "net.mar").read_text("signature.json"))
+    assert signature["inputs"][0]["shape"] == [-1, 3, 32, 32]
+
+
 def test_a_handler_that_takes_no_pictures_is_told_how_they_are_read(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import shutil
@@ -20,6 +22,11 @@ from torchere.serving.commands.serve_options import LaunchRefused
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 MODEL = "import torch\nimport sizes\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n"
 MODEL += "        super().__init__(sizes.WIDTH, 2)\n"
+ONNX = (  # y = relu(x) for FP32 x of [n, 8]
+    b'\x08\x08\x12\x07by hand::\n\x0c\n\x01x\x12\x01y"\x04Relu'
+    b"Z\x14\n\x01x\x12\x0f\n\r\x08\x01\x12\t\n\x03\x12\x01n\n\x02\x08\x08"
+    b"b\x14\n\x01y\x12\x0f\n\r\x08\x01\x12\t\n\x03\x12\x01n\n\x02\x08\x08B\x04\n\x00\x10\x11"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +123,40 @@ def test_the_status_of_a_refusal_is_that_of_the_command(capfd: pytest.CaptureFix
     torch.jit.script(torch.nn.Linear(3, 2)).save("net.pt")
     assert cli.main(["serve", "net.pt"]) == 2
     assert "give --example" in capfd.readouterr().err
+
+
+@pytest.fixture
+def without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+
+    def spec(name: str, package: str | None = None) -> Any:
+        return None if name == "onnxruntime" else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", spec)
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: version("absent" if "onnxruntime" in name else name)
+    )
+
+
+@pytest.mark.usefixtures("without_onnxruntime")
+def test_onnx_that_no_server_here_can_run_is_refused_before_it_is_packed() -> None:
+    Path("relu.bin").write_bytes(ONNX)
+    said = r"^relu\.bin is ONNX, which needs onnxruntime, and it is not installed; install torchere\[onnx\]$"
+    with pytest.raises(LaunchRefused, match=said):
+        served("relu.bin")
+    assert not Path("cache").exists()
+    assert archive_of(served("relu.bin", "--handler", "handler.py")).is_file()  # runs it in its own way
+    Path("requirements.txt").write_text("onnxruntime\n")
+    assert archive_of(served("relu.bin", "--requirements-file", "requirements.txt")).is_file()
+
+
+def test_onnx_is_packed_anew_once_onnxruntime_is_installed(request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("onnxruntime", reason="has no release for Python 3.10")
+    Path("relu.onnx").write_bytes(ONNX)
+    tried = archive_of(served("relu.onnx", "--handler", "handler.py"))
+    request.getfixturevalue("without_onnxruntime")
+    assert archive_of(served("relu.onnx", "--handler", "handler.py")) != tried
 
 
 @pytest.mark.parametrize("form", ["default", "tgz", "no-archive"])

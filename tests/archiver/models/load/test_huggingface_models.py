@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.source import read_source
+from torchere.archiver.models.load.source_example import source_with_example
+from torchere.archiver.request import BuildOptions
 from torchere.archiver.signature import Values, parse
 
 transformers: Any = pytest.importorskip(
@@ -169,6 +172,110 @@ def test_an_example_chooses_the_inputs_and_fixes_the_length(
     np.save(tmp_path / "z.npy", np.zeros((2, 3), np.int64))
     signature = parse(open_archive(pack(**given, example=tmp_path / "z.npy")).read_text("signature.json"))
     assert [spec.name for spec in signature.inputs] == ["input_ids"]
+
+
+def with_tokenizer(folder: Path, to: Path, **config: Any) -> Path:
+    """A copy of a folder that has this `tokenizer_config.json`, too."""
+    shutil.copytree(folder, to)
+    (to / "tokenizer_config.json").write_text(json.dumps(config))
+    return to
+
+
+IDS_AND_MASK = ["input_ids", "attention_mask"]
+ALL_THREE = [*IDS_AND_MASK, "token_type_ids"]
+OF_TRANSFORMERS_5 = {"backend": "tokenizers"}
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs"),
+    [
+        ({"model_input_names": IDS_AND_MASK}, IDS_AND_MASK),
+        ({"model_input_names": ["input_ids"]}, ["input_ids"]),
+        ({"model_input_names": ALL_THREE, **OF_TRANSFORMERS_5}, ALL_THREE),
+        ({"tokenizer_class": "BertTokenizer", **OF_TRANSFORMERS_5}, ALL_THREE),
+        ({"tokenizer_class": "DistilBertTokenizer", **OF_TRANSFORMERS_5}, IDS_AND_MASK),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, ALL_THREE),  # of transformers 4, with token types
+        ({"tokenizer_class": "OfTheUser", **OF_TRANSFORMERS_5}, ALL_THREE),
+        ({"model_input_names": "input_ids"}, ALL_THREE),
+        ({}, ALL_THREE),
+    ],
+)
+def test_optional_inputs_are_those_that_the_folders_tokenizer_makes(
+    folders: dict[str, Path], tmp_path: Path, config: dict[str, Any], inputs: list[str]
+) -> None:
+    folder = with_tokenizer(folders["pair classifier"], tmp_path / "model", **config)
+    source = read_source(folder, None, None, False)
+    assert list(source.names or ()) == inputs
+    assert [len(free.places) for free in source.sizes] == [len(inputs)]
+
+
+def test_what_a_tokenizer_without_a_class_of_its_own_makes_is_what_the_archive_takes(
+    pack: Pack, serve: Serve, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path / "model"
+    shutil.copytree(folders["pair classifier"], folder)
+    words = tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, "[UNK]")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
+    tokenizer.save_pretrained(folder)
+    inputs = dict(tokenizer("a"))
+    archive = pack(serialized_file=folder, model_format="torchscript")
+    signature = parse(open_archive(archive).read_text("signature.json"))
+    assert {spec.name for spec in signature.inputs} <= set(inputs)
+    (found,) = serve(archive, [{"body": inputs}])
+    with torch.no_grad():
+        wanted = original(folder)(**{name: torch.tensor([value]) for name, value in inputs.items()})
+    torch.testing.assert_close(torch.tensor([found]), wanted.logits, atol=1e-5, rtol=1e-4)
+
+
+def told(**options: Any) -> list[str]:
+    """What is said before the model is built, or refused."""
+    said: list[str] = []
+    source = read_source(options["serialized_file"], None, None, False)
+    source_with_example(source, BuildOptions(**options), (), said.append)
+    return said
+
+
+def test_a_line_says_which_inputs_the_tokenizer_does_not_make(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = with_tokenizer(
+        folders["pair classifier"], tmp_path / "model", model_input_names=["input_ids", "attention_mask"]
+    )
+    assert told(serialized_file=folder)[1:] == [
+        "without token_type_ids, since the folder's tokenizer does not make it; an --example may have it"
+    ]
+    assert len(told(serialized_file=folders["pair classifier"])) == 1
+
+
+def test_a_line_says_how_the_lengths_of_an_example_may_vary(
+    folders: dict[str, Path], tmp_path: Path, pack: Pack
+) -> None:
+    (tmp_path / "x.json").write_text(
+        '{"attention_mask": [[1, 1, 1], [1, 1, 0]], "input_ids": [[1, 2, 3], [4, 5, 0]]}'
+    )
+    given: dict[str, Any] = {
+        "serialized_file": folders["pair classifier"],
+        "model_format": "torchscript",
+        "example": tmp_path / "x.json",
+    }
+    (line,) = told(**given)
+    option = "input_ids,attention_mask.1=1:40"
+    assert line == f"texts have 3 tokens, as in the example; --dynamic {option} lets that vary"
+    assert told(**given, dynamic_sizes=(option,)) == []
+    signature = parse(open_archive(pack(**given, dynamic_sizes=(option,))).read_text("signature.json"))
+    assert [spec.shape for spec in signature.inputs] == [(-1, -1), (-1, -1)]
+
+
+def test_rows_without_a_batch_dimension_are_refused_with_the_shape_that_is_wanted(
+    folders: dict[str, Path], tmp_path: Path, pack: Pack
+) -> None:
+    (tmp_path / "x.json").write_text('{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}')
+    folder = folders["pair classifier"]
+    with pytest.raises(
+        ModelRefused, match=r"it runs on INT64\[1, 3\], INT64\[1, 3\]: give the example this batch dimension"
+    ):
+        pack(serialized_file=folder, model_format="torchscript", example=tmp_path / "x.json")
 
 
 def test_weights_of_torch_save_are_read_like_any_pickle(

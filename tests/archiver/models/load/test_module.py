@@ -39,6 +39,11 @@ def written(file: Path, *, name: str = "Net", layer: str = "torch.nn.Identity()"
     return file
 
 
+def block() -> str:
+    """The source of another class, which adds 1."""
+    return NET.format(name="Block", layer="torch.nn.Identity()", result="x + 1")
+
+
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     torch.save(torch.ones(2, 2), tmp_path / "x.pt")
@@ -111,8 +116,7 @@ def test_a_compiled_model_takes_no_code_along(pack: Pack, tmp_path: Path, exampl
 def test_of_two_models_in_a_file_the_refusal_says_what_works(
     pack: Pack, tmp_path: Path, example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = NET.format(name="Block", layer="torch.nn.Identity()", result="x")
-    model = written(tmp_path / "folder" / "two_models.py", before=block, layer="Block()")
+    model = written(tmp_path / "folder" / "two_models.py", before=block())
     monkeypatch.chdir(tmp_path / "folder")
 
     with pytest.raises(
@@ -122,6 +126,50 @@ def test_of_two_models_in_a_file_the_refusal_says_what_works(
 
     pack(factory="two_models:Net", example=example, model_format="export")
     assert str(tmp_path / "folder") not in sys.path
+
+
+@pytest.mark.parametrize("name", ["with_parts", "with-parts"])
+def test_of_several_classes_the_one_that_no_other_names_is_the_model(
+    pack: Pack, serve: Serve, tmp_path: Path, example: Path, name: str
+) -> None:
+    beside = f"beside_{name.replace('-', '')}"
+    written(tmp_path / f"{beside}.py", name="One", result="x")
+    (tmp_path / f"served_{name}.py").write_text("")
+    model = written(tmp_path / f"{name}.py", before=f"from {beside} import One\n{block()}", layer="Block()")
+    source = read_source(None, model, None, False)
+    assert source.notes == (f"the model is Net of Block, Net: no other class of {model} names it",)
+
+    archive = opened = open_archive(pack(model_file=model, example=example))
+
+    assert opened.manifest.model_file == f"_served_{name}.py"
+    assert {f"{name}.py", f"{beside}.py"} <= {entry.name for entry in archive.entries}
+    assert serve(archive.path, [{"body": [1.0, 2.0]}]) == [[4.0, 6.0]]
+
+
+def test_weights_fill_the_class_that_was_chosen(
+    pack: Pack, serve: Serve, tmp_path: Path, example: Path
+) -> None:
+    model = written(tmp_path / "filled.py", before=block(), layer="torch.nn.Sequential(Block(), Scale())")
+    scale = "class Scale(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    scale += "        self.by = torch.nn.Parameter(torch.zeros(1))\n\n    def forward(self, x):\n"
+    model.write_text(f"import torch\n\n\n{scale}        return x * self.by\n\n\n{model.read_text()}")
+    torch.save({"layer.1.by": torch.full((1,), 5.0)}, tmp_path / "filled.pth")
+    archive = pack(model_file=model, serialized_file=tmp_path / "filled.pth", example=example)
+    assert serve(archive, [{"body": [1.0, 2.0]}]) == [[20.0, 30.0]]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "\n\nclass Other(torch.nn.Module):\n    pass\n",  # two that no class names
+        "\n\ndef whole():\n    return Other()\n\n\nclass Other(torch.nn.Module):\n    pass\n",
+        "\n\nclass Settings:\n    of = Net\n",  # none that no class names
+    ],
+)
+def test_several_classes_that_no_other_names_or_none_are_refused(tmp_path: Path, after: str) -> None:
+    model = written(tmp_path / "unclear.py", before=block(), layer="Block()", after=after)
+    with pytest.raises(ModelRefused, match=r"Modules: Block, Net.*; expected one, the model, or one that no"):
+        read_source(None, model, None, False)
 
 
 def test_a_model_that_is_trained_for_int8_learns_nothing_from_runs_of_the_packer(tmp_path: Path) -> None:

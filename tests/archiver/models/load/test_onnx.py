@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.onnx import read_onnx
 from torchere.archiver.models.probe.derive import tried_signature
 from torchere.archiver.scan.weights import ONNX, classify_file
-from torchere.archiver.signature import Signature, parse
+from torchere.archiver.signature import Signature, Values, parse
 
 NEEDS_RUNTIME = "has no release for Python 3.10"
 
@@ -128,8 +129,18 @@ def test_damaged_ones_are_refused(tmp_path: Path, data: bytes) -> None:
 
 
 def test_it_can_not_become_another_format(onnx_file: Path, pack: Callable[..., Path]) -> None:
-    with pytest.raises(ModelRefused, match="ONNX is packed as it is and can't become torchscript"):
+    with pytest.raises(ModelRefused, match="ONNX is packed as it is and can't become torchscript; leave it"):
         pack(serialized_file=onnx_file, model_format="torchscript")
+
+
+@pytest.mark.parametrize("more", [{}, {"model_format": "export"}])
+def test_it_can_not_be_quantised_and_the_refusal_says_what_works(
+    onnx_file: Path, pack: Callable[..., Path], more: dict[str, str]
+) -> None:
+    with pytest.raises(
+        ModelRefused, match=r"be quantised by --quantize int8-dynamic; .* quantise it with onnxruntime"
+    ):
+        pack(serialized_file=onnx_file, quantize="int8-dynamic", **more)
 
 
 def softmax(first: str, other: str, *, axis: int) -> bytes:
@@ -248,6 +259,76 @@ def unshaped_relu(path: Path, *inputs: int | str) -> Path:
     infos = part(11, taken) + part(12, part(1, "y") + unshaped)
     path.write_bytes(model(part(1, node) + part(2, "relu") + infos))
     return path
+
+
+def node(kind: str, inputs: str, output: str, *more: bytes) -> bytes:
+    names = b"".join(part(1, name) for name in inputs.split())
+    return part(1, names + part(2, output) + part(4, kind) + b"".join(more))
+
+
+def axis(value: int) -> bytes:
+    return part(5, part(1, "axis") + number(3, value % 2**64) + number(20, 2))
+
+
+def table(name: str, rows: int, columns: int, *, packed: bool = False) -> bytes:
+    sizes = part(1, varint(rows) + varint(columns)) if packed else number(1, rows) + number(1, columns)
+    return part(5, sizes + number(2, 1) + part(8, name) + part(9, bytes(4 * rows * columns)))
+
+
+def lookup(path: Path, *parts: bytes) -> Path:
+    """Tables `t` of [7, 4] and `u` of [5, 4], looked up by INT64 `x` of [n, 3] in nodes that make `y`."""
+    tables = table("t", 7, 4) + table("u", 5, 4, packed=True)
+    infos = part(11, tensor_info("x", 7, "n", 3)) + part(12, tensor_info("y", 1, "n", 3, "k"))
+    path.write_bytes(model(part(2, "lookup") + b"".join(parts) + tables + infos))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("parts", "values"),
+    [
+        ([node("Gather", "t x", "y")], Values(-7, 6)),
+        ([node("Gather", "t x", "y", part(7, "ai.onnx"))], Values(-7, 6)),
+        ([node("Gather", "t x", "a"), node("Relu", "a", "y")], Values(-7, 6)),
+        ([node("Gather", "t x", "a"), node("Gather", "u x", "b"), node("Add", "a b", "y")], Values(-5, 4)),
+        ([node("Gather", "t x", "a", axis(-1)), node("Identity", "a", "y")], Values(-4, 3)),
+        ([node("Abs", "x", "a"), node("Gather", "t a", "y")], None),
+        ([node("Identity", "t", "a"), node("Gather", "a x", "y")], None),
+    ],
+    ids=["alone", "domain", "with others", "two tables", "last axis", "computed", "no initializer"],
+)
+def test_an_input_that_is_looked_up_has_the_numbers_that_onnxruntime_takes(
+    tmp_path: Path, parts: list[bytes], values: Values | None
+) -> None:
+    path = lookup(tmp_path / "m.onnx", *parts)
+    assert read_onnx(path).signature.inputs[0].values == values
+    runtime = pytest.importorskip("onnxruntime", reason=NEEDS_RUNTIME)
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    bounds = (values.least, values.most) if values else (-4, 6)
+    for taken in bounds:
+        session.run(None, {"x": np.full((1, 3), taken)})
+    for outside in (bounds[0] - 1, bounds[1] + 1) if values else ():
+        with pytest.raises(
+            runtime.capi.onnxruntime_pybind11_state.InvalidArgument, match="out of data bound"
+        ):
+            session.run(None, {"x": np.array([[0, 0, outside]])})
+
+
+def test_a_gather_of_another_domain_is_another_operator(tmp_path: Path) -> None:
+    path = lookup(tmp_path / "m.onnx", node("Gather", "t x", "y", part(7, "own")))
+    assert read_onnx(path).signature.inputs[0].values is None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [node("Gather", "t x", "a"), node("Shape", "a", "y")],
+        [node("Gather", "t x", "unused"), node("Relu", "unused", "too"), node("Identity", "t", "y")],
+    ],
+    ids=["its shape", "nothing"],
+)
+def test_a_table_that_gives_no_output_its_values_limits_nothing(tmp_path: Path, parts: list[bytes]) -> None:
+    path = lookup(tmp_path / "m.onnx", *parts)
+    assert read_onnx(path).signature.inputs[0].values is None
 
 
 def test_what_has_no_shape_has_the_dimensions_of_a_run(tmp_path: Path) -> None:

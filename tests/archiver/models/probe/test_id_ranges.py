@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -55,3 +56,60 @@ def test_a_model_that_fails_while_it_is_watched_has_no_ranges() -> None:
         raise RuntimeError("not now")
 
     assert ranges(run) == [None, None]
+
+
+def ranges_of_ids(forward: Callable[..., Any], example: torch.Tensor) -> Values | None:
+    spec = TensorSpec("ids", "INT64", (-1, -1))
+    signature = Signature((spec,), (TensorSpec("y", "FP32", (-1, 4)),))
+    return with_id_ranges(signature, forward, (example,)).inputs[0].values
+
+
+TABLE, LONG = torch.rand(9, 4), torch.rand(50, 4)
+
+
+def lookup(ids: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding(ids, TABLE)
+
+
+def within(ids: torch.Tensor) -> torch.Tensor:
+    return lookup(ids.clamp_(0, 8))
+
+
+def hashed(ids: torch.Tensor) -> torch.Tensor:
+    return lookup(ids) if ids.max() < 1000 else lookup(ids % 9)
+
+
+def longer(ids: torch.Tensor) -> torch.Tensor:
+    return lookup(ids) if int(ids.max()) < 9 else torch.nn.functional.embedding(ids, LONG)
+
+
+def from_the_end(ids: torch.Tensor) -> torch.Tensor:
+    return lookup(torch.where(ids < 0, ids + 9, ids, out=ids))
+
+
+def of_the_first(ids: torch.Tensor) -> torch.Tensor:
+    return lookup(ids[:, 0])
+
+
+def of_the_first_in_each_place(ids: torch.Tensor) -> torch.Tensor:
+    return lookup(ids[:, :1].expand(-1, 2))
+
+
+@pytest.mark.parametrize(
+    "forward", [within, hashed, longer, from_the_end, of_the_first, of_the_first_in_each_place]
+)
+@pytest.mark.parametrize("example", [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1], [3]])])
+def test_a_model_that_takes_numbers_outside_of_the_table_has_no_range(
+    forward: Callable[..., Any], example: torch.Tensor
+) -> None:
+    assert ranges_of_ids(lookup, example) == Values(0, 8)
+    assert ranges_of_ids(forward, example) is None
+
+
+def test_a_model_that_ends_its_process_on_a_number_outside_has_a_range() -> None:
+    def crashing(ids: torch.Tensor) -> torch.Tensor:
+        if int(ids.max()) > 8:
+            os._exit(3)
+        return lookup(ids)
+
+    assert ranges_of_ids(crashing, torch.tensor([[1, 2]])) == Values(0, 8)
