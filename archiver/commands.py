@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ModelRefused, naming_files_of
-from torchere.archiver.folder_texts import add_texts, check_texts
+from torchere.archiver.huggingface_texts import add_texts, check_texts
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.model_flags import add_build_arguments, convert_options
 from torchere.archiver.reader import Archive, open_archive

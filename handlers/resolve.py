@@ -165,7 +165,7 @@ BUILT_IN_HANDLERS = {
     "image_classifier": "torchere.handlers.vision.tasks:ImageClassifier",
     "image_segmenter": "torchere.handlers.vision.tasks:ImageSegmenter",
     "object_detector": "torchere.handlers.vision.tasks:ObjectDetector",
-    "sequence_classifier": "torchere.handlers.text.sequence:SequenceClassifier",
+    "sequence_classifier": "torchere.handlers.text.sequence_classifier:SequenceClassifier",
     "tensor": "torchere.handlers.tensor_handler:TensorHandler",
     "text_classifier": "torchere.handlers.text:TextClassifier",
     "text_embedding": "torchere.handlers.text.embedding:TextEmbedding",

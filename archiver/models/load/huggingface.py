@@ -20,13 +20,15 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import flat
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors
 from torchere.archiver.models.load.checkpoint import read_weights
-from torchere.archiver.models.load.tokenizer_inputs import OPTIONAL, tokenizer_inputs
 from torchere.archiver.models.steps import refusing
 
 _LENGTH = 8  # tokens of the example that is made when none is given
 _SECOND_LENGTH = 4  # tokens of its decoder
 _SAMPLES = 16000  # of sound: a second
 _ADAPTER = "adapter_config.json"
+_TOKENIZER = "tokenizer_config.json"
+_MADE = "model_input_names"  # by the tokenizer; a member of its configuration and of its class
+_OPTIONAL = frozenset({"attention_mask", "token_type_ids"})  # a model fills them by itself
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _NOT_SERVED = (".py", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _OF_OTHERS = (".h5", ".msgpack", ".gguf", ".onnx")
@@ -95,8 +97,8 @@ def load_folder(path: Path, allow_pickle: bool) -> Loaded:
             Python, or weights are missing, of another library, or a pickle of more than tensors.
     """
     model = loaded(model_class(path), path, allow_pickle).eval()
-    made = tokenizer_inputs(path)
-    example = _example_for(model, () if made is None else OPTIONAL - made) or _example_for(model)
+    made = _tokenizer_inputs(path)
+    example = _example_for(model, () if made is None else _OPTIONAL - made) or _example_for(model)
     left_out = tuple(name for name in _wanted(model) if example and name not in example)
     return Loaded(model, example, _sizes_for(model, example), left_out)
 
@@ -343,6 +345,21 @@ def _architecture(path: Path) -> str:
     if not isinstance(names, list) or len(names) != 1 or not str(names[0]).isidentifier():
         raise ModelRefused(f"{path}/config.json has the architectures {ascii(names)[:80]}; expected one name")
     return str(names[0])
+
+
+def _tokenizer_inputs(path: Path) -> frozenset[str] | None:
+    """Return the inputs that the tokenizer of the folder makes; None where the folder does not tell.
+
+    They are those in its configuration, or else those of its class. Classes count for configurations of
+    transformers 5 only, which name a `backend`: the defaults of some classes had token types before, and the
+    clients of an older folder may send them. No tokenizer is loaded.
+    """
+    names = _member(path / _TOKENIZER, _MADE)
+    if names is None and _member(path / _TOKENIZER, "backend") is not None:
+        transformers: Any = importlib.import_module("transformers")
+        kind = getattr(transformers, str(_member(path / _TOKENIZER, "tokenizer_class")), None)
+        names = getattr(kind, _MADE, None)
+    return frozenset(map(str, names)) if isinstance(names, list) and names else None
 
 
 def _member(file: Path, name: str) -> Any:

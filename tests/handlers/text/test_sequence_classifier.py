@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from torchere.archiver.signature import Limit, Signature, TensorSpec
-from torchere.handlers.context import RequestProcessor
-from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
 
 tokenizers = pytest.importorskip("tokenizers", reason="install torchere[tokenizers]")
@@ -39,7 +37,7 @@ class Whole(torch.nn.Module):
 
 
 @pytest.fixture
-def make(tmp_path: Path, make_context: Any) -> Callable[..., Any]:
+def make(tmp_path: Path, make_context: Any, answering: Any) -> Callable[..., Any]:
     words = {"[UNK]": 0, "cats": 2, "sleep": 3, "dogs": 4}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -53,15 +51,7 @@ def make(tmp_path: Path, make_context: Any) -> Callable[..., Any]:
         torch.jit.save(torch.jit.script((model or Counts()).eval()), str(tmp_path / "model.pt"))
         config = {"handler": {"sequence_classifier": {"scores": "none", **settings}}}
         context = make_context(tmp_path, model={"serializedFile": "model.pt"}, config=config)
-        entry_point = load_entry_point("sequence_classifier", context)
-
-        def answer(*rows: Any, headers: dict[str, str] | None = None) -> Any:
-            requests = [RequestProcessor(headers or {}, f"r{index}") for index in range(len(rows))]
-            context.begin_batch(requests, None)
-            return entry_point(list(rows), context)
-
-        answer.entry_point = entry_point  # type: ignore[attr-defined]
-        return answer
+        return answering("sequence_classifier", context)
 
     return maker
 

@@ -29,7 +29,8 @@ def check_texts(request: ArchiveRequest, folder: Path | None) -> None:
             "the handler text_classifier looks words up in source_vocab.pt, which a Hugging Face folder does "
             f"not have; expected --handler {_CLASSES}, which takes texts by {TOKENIZER}"
         )
-    if request.handler in _TOKENIZED and TOKENIZER not in {*_names(request), *_files(folder)}:
+    is_there = (folder / TOKENIZER).is_file() or TOKENIZER in _names(request)
+    if request.handler in _TOKENIZED and not is_there:
         raise ModelRefused(
             f"{folder} has no {TOKENIZER}, by which the handler {request.handler} reads texts; "
             "tokenizer.save_pretrained(folder) of transformers writes it"
@@ -52,10 +53,6 @@ def add_texts(request: ArchiveRequest, folder: Path | None, beside: Path) -> Non
 
 def _names(request: ArchiveRequest) -> set[str]:
     return {item.name for item in extra_files(request)}
-
-
-def _files(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if path.is_file()}
 
 
 def _class_names(folder: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.folder_texts import add_texts, check_texts
+from torchere.archiver.huggingface_texts import add_texts, check_texts
 from torchere.archiver.request import ArchiveRequest
 
 
