@@ -43,7 +43,8 @@ class Asked:
     __slots__ = ("_fields", "body", "model")
 
     def __init__(self, message: bytes | memoryview) -> None:
-        fields, raw = decode_request(message)
+        request = decode_request(message)
+        fields, raw = request.fields, request.raw
         tensor = fields.inputs[0]
         if len(raw) != 1 or tensor.datatype != "FP32" or math.prod(tensor.shape) * 4 != len(raw[0]):
             raise ValueError("expected one raw tensor of FP32")

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from torchere.archiver.signature import Signature
+from torchere.handlers.resolve import request_signature
 from torchere.serving.batching.request import Answer, Ledger, Request
 from torchere.serving.batching.stateful import begin_sequence
 from torchere.serving.errors import (
@@ -312,6 +314,15 @@ class DataPlane:
     def signature_text(self, model: str, version: str | None) -> str | None:
         """Return the archive's `MAR-INF/signature.json`, for the OpenAPI document; None without one."""
         return self._registry.find(model, version).origin.archive.signature
+
+    def tensors(self, model: str, version: str | None) -> Signature | None:
+        """Return the tensors that a version takes, the same object for its life; None: they are not known.
+
+        Raises:
+            ModelNotFound, VersionNotFound: it is not registered.
+        """
+        origin = self._registry.find(model, version).origin
+        return request_signature(origin.handler, origin.archive.tensors)
 
     def facts(self, model: str, version: str | None) -> ModelFacts:
         """Return the public facts of a version.

@@ -114,6 +114,9 @@ class Echo:
         if model != "echo":
             raise ModelNotFound.named(model)
 
+    def tensors(self, model: str, version: str | None) -> None:
+        """The model's tensors, which are not known."""
+
     def facts(self, model: str, version: str | None) -> ModelFacts:
         self.check_exists(model, version)
         return ModelFacts(

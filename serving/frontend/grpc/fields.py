@@ -7,7 +7,7 @@ million of them take seconds to decode. So the fields of a long message are coun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -18,15 +18,10 @@ LONG_BYTES = 65_536  # a shorter message has too few fields to matter
 _VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
 _FIXED_BYTES = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
 _MOST_VARINT_BYTES = 10
+_MORE = 0x80  # set in each byte of a varint but the last
 
 
-class Field(NamedTuple):
-    """Tag of a field, and the offsets of its start, its content and its end."""
-
-    tag: int
-    start: int
-    content: int
-    end: int
+Field = tuple[int, int, int, int]  # a field's tag, and the offsets of its start, its content and its end
 
 
 class Fields:
@@ -43,6 +38,7 @@ class Fields:
             DecodeError: the bytes are not valid fields.
             MessageFailed: there are too many.
         """
+        message = self._message
         while at < end:
             self._left -= 1
             if self._left < 0:
@@ -50,11 +46,12 @@ class Fields:
                     StatusCode.RESOURCE_EXHAUSTED,
                     f"SERVER: Received message with more than {MOST_FIELDS} fields",
                 )
-            start = at
-            tag, at = self._number(at)
-            kind, size = tag & 7, 0
+            start, size = at, 0
+            tag, at = (message[at], at + 1) if message[at] < _MORE else self._number(at)
+            kind = tag & 7
             if kind == _SIZED:
-                size, at = self._number(at)
+                is_short = at < end and message[at] < _MORE
+                size, at = (message[at], at + 1) if is_short else self._number(at)
             elif kind == _VARINT:
                 _, at = self._number(at)
             elif kind in _FIXED_BYTES:
@@ -63,7 +60,7 @@ class Fields:
                 raise DecodeError(f"found wire type {kind}")
             if at + size > end:
                 raise DecodeError("a field is longer than its message")
-            yield Field(tag, start, at, at + size)
+            yield tag, start, at, at + size
             at += size
 
     def _number(self, at: int) -> tuple[int, int]:
@@ -71,7 +68,7 @@ class Fields:
         value = 0
         for place, byte in enumerate(self._message[at : at + _MOST_VARINT_BYTES]):
             value |= (byte & 0x7F) << 7 * place
-            if not byte & 0x80:
+            if not byte & _MORE:
                 return value, at + place + 1
         raise DecodeError("a number has no end")
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from functools import lru_cache, partial
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
+import msgspec
+
+from torchere.archiver.signature import Signature
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, Method, PredictionContext
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
 from torchere.serving.frontend.grpc.open_inference_messages import (
+    KNOWN_HEAD_BYTES,
+    KNOWN_HEADS,
+    RawAnswers,
     TensorMessage,
-    TensorReply,
     decode_request,
     encode_response,
     infer_response,
@@ -24,8 +29,11 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelStreamInferResponse,
 )
 from torchere.serving.frontend.grpc.service import Callback, Implementation, WithCodec
-from torchere.serving.frontend.http2.stream import Stream
-from torchere.serving.frontend.open_inference.service import Outcome, TensorService, whole
+from torchere.serving.frontend.http2.header_blocks import Metadata
+from torchere.serving.frontend.http2.messages import Received
+from torchere.serving.frontend.http2.stream import Encoded, Stream
+from torchere.serving.frontend.known import Known
+from torchere.serving.frontend.open_inference.service import BytesAs, Outcome, TensorService, whole
 from torchere.serving.frontend.open_inference.tensor_answer import (
     TensorAnswer,
     as_client_knows,
@@ -34,10 +42,12 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
     read_framed_body,
     read_json,
 )
+from torchere.serving.frontend.open_inference.tensor_request import Pairs, check_length
 from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
+from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.logs.trace_context import trace_headers
-from torchere.serving.types import InferResponse, StreamedResponse
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
 FINAL = "triton_final_response"  # response parameter: whether this part is the last one
 WANTS_FINAL = (
@@ -48,16 +58,37 @@ WANTS_FINAL = (
 Reader: TypeAlias = Callable[[InferResponse], TensorAnswer]
 
 
-class Tensors(NamedTuple):
-    """Dependencies of the inference calls of one service.
+class _KnownRequest(NamedTuple):
+    """What a head was translated to: `asked` lacks the raw tensors, which had these sizes in bytes."""
 
-    `as_torchserve` is set for the service under TorchServe's name. It selects TorchServe's error codes,
-    base64 for BYTES elements in the JSON for an envelope, and JSON for BYTES elements of its response.
+    asked: Asked
+    signature: Signature | None  # that it was checked against
+    sizes: list[int]
+
+
+class Tensors:
+    """What the inference calls of one service share. Used on the event loop of the data plane only.
+
+    A client's requests have few heads, and their translation depends on the bytes of their tensors by the
+    number of these alone. So it is remembered by the head, for as long as the version has the same signature.
+
+    Args:
+        context: of the predictions.
+        service: checks the requests.
+        as_torchserve: set for the service under TorchServe's name. It selects TorchServe's error codes,
+            base64 for BYTES elements in the JSON for an envelope, and JSON for those of its response.
     """
 
-    context: PredictionContext
-    service: TensorService
-    as_torchserve: bool
+    def __init__(self, context: PredictionContext, service: TensorService, *, as_torchserve: bool) -> None:
+        self.context = context
+        self.service = service
+        self.as_torchserve = as_torchserve
+        self.answers = RawAnswers()
+        self._known: Known[bytes, _KnownRequest] = Known(KNOWN_HEADS)
+
+    def decode(self, message: Received) -> TensorMessage:
+        """Decode a message; see `decode_request`."""
+        return decode_request(message, self._known)
 
     def asked(self, request: TensorMessage, call: Call) -> tuple[Asked, Reader]:
         """Translate a message; return the prediction and the reader for its response.
@@ -65,42 +96,78 @@ class Tensors(NamedTuple):
         Raises:
             ServingError: the message is not a valid request, or the model is not registered.
         """
+        known = self._known.get(request.head)
+        if known is not None and self._fits(known, request):
+            check_length("id", request.id)
+            return _of_call(known.asked, request, call), read_framed
         message = request.fields
         if not message.model_name:
             raise InvalidRequest("Parameter model_name is required.")
         model, version = message.model_name, message.model_version or None
         tensors = tensor_request(request)
         facts = self.context.dataplane.facts(model, version)
-        asked = self.service.prepared(
-            facts,
-            tensors,
-            request_id=new_request_id(),
-            headers=_headers(call),
-            deadline_s=call.deadline_s,
-            bytes_as="base64" if self.as_torchserve else "text",
+        bytes_as: BytesAs = "base64" if self.as_torchserve else "text"
+        prepared = self.service.prepared(facts, tensors, request_id="", bytes_as=bytes_as)
+        asked = Asked(model, version, prepared)
+        if self.service.enveloped(facts):
+            return _of_call(asked, request, call, is_whole=True), partial(
+                read_json, quoted=self.as_torchserve
+            )
+        is_kept = 0 < len(request.head) <= KNOWN_HEAD_BYTES and prepared.deadline_s == NO_DEADLINE
+        if is_kept and len(request.raw) == len(prepared.parameters):
+            emptied = tuple([Parameter(one.name, b"", one.content_type) for one in prepared.parameters])
+            bare = Asked(model, version, msgspec.structs.replace(prepared, parameters=emptied))
+            self._known.keep(request.head, _KnownRequest(bare, facts.signature, list(map(len, request.raw))))
+        return _of_call(asked, request, call), read_framed
+
+    def _fits(self, known: _KnownRequest, request: TensorMessage) -> bool:
+        model, version, _ = known.asked
+        signature = self.context.dataplane.tensors(model, version)
+        return signature is known.signature and list(map(len, request.raw)) == known.sizes
+
+
+def _of_call(asked: Asked, message: TensorMessage, call: Call, *, is_whole: bool = False) -> Asked:
+    """Return a prediction with the tensors, the headers and the deadline of a call.
+
+    Raises:
+        InvalidRequest: the priority that the client asks for is invalid.
+    """
+    model, version, prepared = asked
+    parameters = prepared.parameters
+    if message.raw and not is_whole:
+        parameters = tuple(
+            [
+                Parameter(one.name, cast("bytes", raw), one.content_type)
+                for one, raw in zip(parameters, message.raw, strict=True)
+            ]
         )
-        of_envelope = partial(read_json, quoted=self.as_torchserve)
-        return Asked(model, version, asked), of_envelope if self.service.enveloped(facts) else read_framed
+    headers = _headers(call.metadata)
+    deadline_s = min(call.deadline_s, prepared.deadline_s)
+    request = InferRequest(new_request_id(), parameters, headers + prepared.headers, deadline_s)
+    return Asked(model, version, prioritised(request, headers) if headers else request)
 
 
 class _ModelInfer(GrpcPrediction):
     """A unary inference. The response has the form of the request: raw bytes or typed fields."""
 
-    __slots__ = ("_raw", "_read", "_tensors")
+    __slots__ = ("_id", "_raw", "_read", "_tensors")
 
     def __init__(self, tensors: Tensors, method: Method, stream: Stream) -> None:
         GrpcPrediction.__init__(self, tensors.context, method, stream)
         self._tensors = tensors
         self._raw = True
+        self._id = ""
         self._read: Reader = read_framed
 
     def asked(self, message: TensorMessage) -> Asked:
-        self._raw = _is_raw(message)
         asked, self._read = self._tensors.asked(message, self)
+        self._raw, self._id = message.is_raw, message.id
         return asked
 
-    def message_of(self, response: InferResponse) -> TensorReply:
-        return infer_response(self._read(response), raw=self._raw)
+    def message_of(self, response: InferResponse) -> Encoded:
+        if self._raw and self._read is read_framed:
+            return self._tensors.answers.encode(response, self._id)
+        return encode_response(infer_response(self._read(response), raw=self._raw, call_id=self._id))
 
     def reply(self, outcome: Outcome | ServingError) -> None:
         """Answer the client with the outcome of the prediction."""
@@ -128,8 +195,8 @@ class TensorCalls:
         """Return the methods by their names in the .proto file."""
         infer = Callback(partial(_ModelInfer, self._tensors))
         return {
-            "ModelInfer": WithCodec(infer, decode_request, encode_response),
-            "ModelStreamInfer": WithCodec(self.infer_stream, decode_request),
+            "ModelInfer": WithCodec(infer, self._tensors.decode, _as_encoded),
+            "ModelStreamInfer": WithCodec(self.infer_stream, self._tensors.decode),
         }
 
     async def infer_stream(
@@ -157,7 +224,7 @@ class TensorCalls:
         is_stream = isinstance(outcome, StreamedResponse)
         last: TensorAnswer | None = None
         async for last in _answers(outcome, read):
-            part = infer_response(last, raw=_is_raw(asked)).whole()
+            part = infer_response(last, raw=asked.is_raw, call_id=asked.id).whole()
             part.parameters[FINAL].bool_param = not is_stream
             yield part
         parameters = asked.fields.parameters
@@ -183,15 +250,15 @@ def _empty_end(message: ModelInferRequest, last: TensorAnswer | None) -> ModelIn
     return response
 
 
-def _headers(call: Call) -> tuple[tuple[str, str], ...]:
+@lru_cache(maxsize=KNOWN_HEADS)  # the metadata of calls with equal headers is one object
+def _headers(metadata: Metadata) -> Pairs:
     """Return request headers from the metadata: the trace context for handlers, and the priority."""
-    priority = [(name, str(value)) for name, value in call.metadata if name == PRIORITY_HEADER]
-    return (*trace_headers(call.metadata), *priority)
+    priority = [(name, str(value)) for name, value in metadata if name == PRIORITY_HEADER]
+    return (*trace_headers(metadata), *priority)
 
 
-def _is_raw(request: TensorMessage) -> bool:
-    # A request without inputs does not show which form the client reads; most clients read raw bytes.
-    return bool(request.raw) or not request.fields.inputs
+def _as_encoded(message: Encoded) -> Encoded:
+    return message
 
 
 Request = TypeVar("Request")

@@ -9,10 +9,11 @@ cut out before it decodes the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from torchere.handlers.tensors import BYTES, Datatype, TensorError, check_shape, datatype_named, shown
 from torchere.handlers.tensors.answer import WantedOutput
@@ -27,7 +28,15 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
 )
 from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.stream import JOINED_BYTES, Encoded
-from torchere.serving.frontend.open_inference.tensor_answer import OutputTensor, TensorAnswer
+from torchere.serving.frontend.known import Known
+from torchere.serving.frontend.open_inference.tensor_answer import (
+    FIRST_ERROR_STATUS,
+    OutputTensor,
+    TensorAnswer,
+    frame_head,
+    read_framed_body,
+    refused_by_handler,
+)
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
     ParameterValue,
@@ -35,8 +44,12 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     input_tensor,
     refuse_shared_memory,
 )
+from torchere.serving.types import InferResponse
 
 MAX_CLASSES = 2**31 - 1
+# Clients repeat the heads of their requests, and models those of their answers.
+KNOWN_HEADS = 256
+KNOWN_HEAD_BYTES = 2048  # of one that is remembered
 # Which field of InferTensorContents holds a datatype; FP16 and BF16 have none.
 _FIELDS = {
     "BOOL": "bool_contents",
@@ -60,7 +73,7 @@ def tensor_request(request: TensorMessage) -> TensorRequest:
     Raises:
         InvalidRequest: a field is invalid; the text names it.
     """
-    message, raw = request
+    message, raw = request.fields, request.raw
     if raw and len(raw) != len(message.inputs):
         raise InvalidRequest(
             f"raw_input_contents: found {len(raw)}, expected one for each of {len(message.inputs)}"
@@ -81,18 +94,19 @@ def tensor_request(request: TensorMessage) -> TensorRequest:
     )
 
 
-def infer_response(answer: TensorAnswer, *, raw: bool) -> TensorReply:
+def infer_response(answer: TensorAnswer, *, raw: bool, call_id: str = "") -> TensorReply:
     """Translate the answer of a model to a response message.
 
     Args:
         answer: the answer of the model.
         raw: send the outputs as raw bytes; else in typed fields, unless an output's datatype has none.
+        call_id: the id that the client gave its request, unless the answer has it.
 
     Raises:
         HandlerFailed: the handler wrote a BYTES output with an invalid layout.
     """
     response = ModelInferResponse(
-        model_name=answer.model_name, model_version=answer.model_version, id=answer.id
+        model_name=answer.model_name, model_version=answer.model_version, id=answer.id or call_id
     )
     raw = raw or any(output.datatype.name not in _FIELDS for output in answer.outputs)
     contents: list[Raw] = []
@@ -202,17 +216,52 @@ def _fill(contents: InferTensorContents, output: OutputTensor) -> None:
 Raw = bytes | memoryview
 
 MOST_TENSORS = 256  # cut out of one message; with more of them the library needs less memory
-# Tags of `raw_input_contents` and `raw_output_contents`: field number and wire type 2 (length-delimited).
-_INPUT_TAG = 7 << 3 | 2
-_OUTPUT_TAG = 6 << 3 | 2
+MOST_CUT_FIELDS = 1024  # of a short message; the library is faster at more of them
+# Tags: field number and wire type 2 (length-delimited).
+_ID_TAG = 3 << 3 | 2  # of `id`, in requests and in responses
+_INPUT_TAG = 7 << 3 | 2  # of `raw_input_contents`
+_OUTPUT_TAG = 6 << 3 | 2  # of `raw_output_contents`
 _TENSOR_TAGS = (5 << 3 | 2, 6 << 3 | 2)  # of `inputs` and `outputs` of a request
 
 
-class TensorMessage(NamedTuple):
-    """A request with its raw tensors held separately: `fields` may lack them."""
+class TensorMessage:
+    """A request with its raw tensors and its id held apart from the rest, its head.
 
-    fields: ModelInferRequest
-    raw: Sequence[Raw]
+    `head` is empty if nothing was cut out; `fields` may lack the tensors.
+    """
+
+    __slots__ = ("_fields", "head", "id", "raw")
+
+    def __init__(self, head: bytes, call_id: str, raw: Sequence[Raw]) -> None:
+        self.head = head
+        self.id = call_id
+        self.raw = raw
+        self._fields: ModelInferRequest | None = None
+
+    @classmethod
+    def of_library(cls, message: Received) -> TensorMessage:
+        """Return a message that the library decoded whole.
+
+        Raises:
+            DecodeError: it is not a valid request.
+        """
+        fields = ModelInferRequest.FromString(bytes(message))
+        whole = cls(b"", fields.id, fields.raw_input_contents)
+        whole._fields = fields
+        return whole
+
+    @property
+    def fields(self) -> ModelInferRequest:
+        """The decoded head, with the id."""
+        if self._fields is None:
+            self._fields = ModelInferRequest.FromString(self.head)
+            self._fields.id = self.id
+        return self._fields
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the client reads raw outputs: the form of its inputs; without any, that of most clients."""
+        return bool(self.raw) or not self.fields.inputs
 
 
 class TensorReply(NamedTuple):
@@ -227,51 +276,118 @@ class TensorReply(NamedTuple):
         return self.fields
 
 
-def decode_request(message: Received) -> TensorMessage:
-    """Decode a request. The raw tensors of a long message are views of `message`.
+def decode_request(message: Received, known: Container[bytes] = ()) -> TensorMessage:
+    """Decode a request. The raw tensors are slices of `message`: views, if that is a view or long.
+
+    Args:
+        message: the bytes received.
+        known: the heads that need not be decoded, because they were before.
 
     Raises:
         DecodeError: the message is not a valid request.
         MessageFailed: it has too many fields.
     """
-    if len(message) >= LONG_BYTES:
-        rest, tensors = _cut(message)
-        if len(tensors) <= MOST_TENSORS:
-            return TensorMessage(ModelInferRequest.FromString(rest), tensors)
-    fields = ModelInferRequest.FromString(bytes(message))
-    return TensorMessage(fields, fields.raw_input_contents)
+    cut = _cut(message)
+    if cut is None:
+        return TensorMessage.of_library(message)
+    if cut.head not in known:
+        _ = cut.fields  # so that it fails here
+    return cut
 
 
 def encode_response(reply: TensorReply) -> Encoded:
     """Encode a response; a long one as a list of parts."""
-    if sum(map(len, reply.raw)) < JOINED_BYTES:
-        return reply.whole().SerializeToString()
+    frames = [_field_head(_OUTPUT_TAG, len(tensor)) for tensor in reply.raw]
     parts: list[Raw] = [reply.fields.SerializeToString()]
-    for tensor in reply.raw:
-        parts += (bytes((_OUTPUT_TAG,)) + _written(len(tensor)), tensor)
-    return parts
+    for frame, tensor in zip(frames, reply.raw, strict=True):
+        parts += (frame, tensor)
+    return b"".join(parts) if sum(map(len, reply.raw)) < JOINED_BYTES else parts
 
 
-def _cut(message: Received) -> tuple[bytes, list[Raw]]:
-    """Return a message without its raw tensors, and the tensors.
+class RawAnswers:
+    """Encodes responses of raw tensors from what workers send, and remembers the heads of these.
+
+    Used on one event loop.
+    """
+
+    def __init__(self) -> None:
+        # The encoded message up to its first tensor; and for each tensor its size, and the bytes before it.
+        self._known: Known[bytes, tuple[bytes, list[tuple[int, bytes]], int]] = Known(KNOWN_HEADS)
+
+    def encode(self, response: InferResponse, call_id: str) -> Encoded:
+        """Encode the framed body of a response, with the id of the call.
+
+        Raises:
+            ServingError: the response has an error status, or its body is not framed.
+        """
+        if response.status >= FIRST_ERROR_STATUS:
+            raise refused_by_handler(response)
+        body = response.body
+        head, start = frame_head(body)
+        prefix, tensors, size = self._known.get(head) or self._translated(head, body)
+        if size != len(body) - start:
+            return encode_response(infer_response(read_framed_body(body), raw=True, call_id=call_id))
+        parts: list[Raw] = [prefix]
+        if call_id:
+            encoded = call_id.encode()
+            parts += (_field_head(_ID_TAG, len(encoded)), encoded)
+        for length, before in tensors:
+            parts += (before, body[start : start + length])
+            start += length
+        return b"".join(parts) if size < JOINED_BYTES else parts
+
+    def _translated(self, head: bytes, body: Raw) -> tuple[bytes, list[tuple[int, bytes]], int]:
+        fields, raw = infer_response(read_framed_body(body), raw=True)
+        sizes = [len(tensor) for tensor in raw]
+        tensors = [(size, _field_head(_OUTPUT_TAG, size)) for size in sizes]
+        found = fields.SerializeToString(), tensors, sum(sizes)
+        if len(head) <= KNOWN_HEAD_BYTES:
+            self._known.keep(head, found)
+        return found
+
+
+def _cut(message: Received) -> TensorMessage | None:
+    """Cut the raw tensors and the id out of a message; None: it has too many of them, or of fields.
 
     Raises:
         DecodeError: the message has invalid fields.
-        MessageFailed: it has too many fields.
+        MessageFailed: a long message has too many.
     """
-    view, end, fields = memoryview(message), len(message), Fields(message)
-    kept: list[memoryview] = []
+    end = len(message)
+    is_long = end >= LONG_BYTES
+    view: Received = memoryview(message) if is_long else message
+    fields = Fields(message)
+    kept: list[Raw] = []
     tensors: list[Raw] = []
-    kept_from = 0
-    for field in fields.between(0, end):
-        if field.tag == _INPUT_TAG:
-            kept.append(view[kept_from : field.start])
-            tensors.append(view[field.content : field.end])
-            kept_from = field.end
-        elif field.tag in _TENSOR_TAGS:
-            for _ in fields.between(field.content, field.end):
-                pass  # count the fields of the tensors, such as their parameters, too
-    return b"".join((*kept, view[kept_from:])), tensors
+    call_id = b""
+    kept_from = count = 0
+    for tag, start, content, after in fields.between(0, end):
+        count += 1
+        if tag == _INPUT_TAG:
+            tensors.append(view[content:after])
+        elif tag == _ID_TAG:
+            call_id = bytes(view[content:after])
+        else:
+            if is_long and tag in _TENSOR_TAGS:
+                for _ in fields.between(content, after):
+                    pass  # count the fields of the tensors, such as their parameters, too
+            elif not is_long and count > MOST_CUT_FIELDS:
+                return None
+            continue
+        kept.append(view[kept_from:start])
+        kept_from = after
+    if len(tensors) > MOST_TENSORS:
+        return None
+    try:
+        said = str(call_id, "utf-8")
+    except UnicodeDecodeError as err:
+        raise DecodeError(f"id: {err}") from err
+    return TensorMessage(b"".join((*kept, view[kept_from:])), said, tensors)
+
+
+def _field_head(tag: int, length: int) -> bytes:
+    """Encode what precedes the bytes of a field."""
+    return bytes((tag,)) + _written(length)
 
 
 def _written(number: int) -> bytes:

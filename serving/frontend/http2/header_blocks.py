@@ -17,6 +17,7 @@ from hpack.table import HeaderTable
 
 from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
 from torchere.serving.frontend.http2.messages import StatusCode
+from torchere.serving.frontend.known import Known
 
 MAX_HEADER_LIST_BYTES = 16_384  # as counted by RFC 7541, 4.1; gRPC's own servers accept as much
 READ_HEADER_LIST_BYTES = 2 * MAX_HEADER_LIST_BYTES  # a list over the limit fails its call alone, up to here
@@ -79,8 +80,8 @@ class HeaderReader:
 
     def __init__(self) -> None:
         self._decoder = Decoder(READ_HEADER_LIST_BYTES)
-        self._blocks: dict[bytes, Request] = {}
-        self._heads: dict[tuple[Field, ...], RequestHead] = {}
+        self._blocks: Known[bytes, Request] = Known(_KNOWN_HEADS)
+        self._heads: Known[tuple[Field, ...], RequestHead] = Known(_KNOWN_HEADS)
 
     def read(self, block: bytes) -> Request:
         """Decode the request headers of one call, or its trailers.
@@ -107,7 +108,7 @@ class HeaderReader:
             return None
         request = (head, timeout_s)
         if timeout is None or last_used is None:
-            self._remember_block(block, request)
+            self._blocks.keep(block, request)
             return request
         table.add(_TIMEOUT, timeout)
         self._blocks.clear()
@@ -141,17 +142,10 @@ class HeaderReader:
             self._blocks.clear()
             _own_entries(table.dynamic_entries)
         elif size <= _KNOWN_HEAD_BYTES:
-            self._remember_block(block, request)
+            self._blocks.keep(block, request)
         if size <= _KNOWN_HEAD_BYTES and not head.flaw:
-            if len(self._heads) >= _KNOWN_HEADS:
-                self._heads.clear()
-            self._heads[tuple([(name, value) for name, value in fields if name != _TIMEOUT])] = head
+            self._heads.keep(tuple([(name, value) for name, value in fields if name != _TIMEOUT]), head)
         return request
-
-    def _remember_block(self, block: bytes, request: Request) -> None:
-        if len(self._blocks) >= _KNOWN_HEADS:
-            self._blocks.clear()
-        self._blocks[block] = request
 
 
 def _check_table_sizes(block: bytes) -> None:

@@ -20,6 +20,7 @@ from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError,
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 from torchere.serving.types import InferResponse
 
+FIRST_ERROR_STATUS = 400
 # TorchServe answers 503 for these, which clients of this protocol take for "try again". They are bugs: 500.
 _BUGS = frozenset(
     {
@@ -104,20 +105,30 @@ def read_framed(response: InferResponse) -> TensorAnswer:
     Raises:
         ServingError: the response has an error status, from the handler or from encoding the outputs.
     """
-    if response.status >= 400:
+    if response.status >= FIRST_ERROR_STATUS:
         raise refused_by_handler(response)
     return read_framed_body(response.body)
 
 
-def read_framed_body(body: bytes) -> TensorAnswer:
+def read_framed_body(body: bytes | memoryview) -> TensorAnswer:
     """As `read_framed`, for one part of a streamed response.
 
     Raises:
         HandlerFailed: the body is not framed, because the handler sent bytes of its own.
     """
+    return _answer(body, FRAME.size, frame_head(body)[1])
+
+
+def frame_head(body: bytes | memoryview) -> tuple[bytes, int]:
+    """Return the JSON at the beginning of a framed body, and where the tensors behind it begin.
+
+    Raises:
+        HandlerFailed: as `read_framed_body`.
+    """
     if len(body) < FRAME.size or (length := FRAME.unpack_from(body)[0]) > len(body) - FRAME.size:
         raise _no_tensors("a body without a frame")
-    return _answer(body, FRAME.size, FRAME.size + length)
+    start = FRAME.size + length
+    return bytes(body[FRAME.size : start]), start
 
 
 def encode_answer(answer: TensorAnswer, request: TensorRequest) -> Encoded:
@@ -150,12 +161,12 @@ def read_json(response: InferResponse, *, quoted: bool = False) -> TensorAnswer:
     Raises:
         ServingError: the response has an error status, or is not valid JSON of the protocol.
     """
-    if response.status >= 400:
+    if response.status >= FIRST_ERROR_STATUS:
         raise refused_by_handler(response)
     return _answer(response.body, 0, len(response.body), quoted=quoted)
 
 
-def _answer(body: bytes, start: int, end: int, *, quoted: bool = False) -> TensorAnswer:
+def _answer(body: bytes | memoryview, start: int, end: int, *, quoted: bool = False) -> TensorAnswer:
     view = memoryview(body)
     try:
         head = _decoder.decode(view[start:end])

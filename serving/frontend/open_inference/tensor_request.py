@@ -100,7 +100,7 @@ def infer_request(
     """
     sequence = sequence_headers(request.parameters)
     wish = Wish(
-        id=request.id,
+        id="" if request.framed else request.id,  # that caller knows the id itself
         parameters=dict(request.parameters),
         outputs=request.outputs,
         binary=request.binary,

@@ -13,6 +13,7 @@ import httptools
 from torchere.serving.access.identity import Role
 from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, is_probe
+from torchere.serving.frontend.known import Known
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import media_type, text_headers
 from torchere.serving.frontend.rest.page import wants_page
@@ -258,7 +259,7 @@ class Heads:
         speaks_tensors: bool,
         guard: BrowserGuard | None = None,
     ) -> None:
-        self.known: dict[bytes, Head] = {}
+        self.known: Known[bytes, Head] = Known(MAX_KNOWN_HEADS)
         self._max_body_bytes = max_body_bytes
         self._port = port
         self._speaks_tensors = speaks_tensors
@@ -299,9 +300,7 @@ class Heads:
             return
         if head.trace is not None:  # its trace context makes it unique
             return
-        if len(self.known) >= MAX_KNOWN_HEADS:
-            self.known.clear()
-        self.known[head.text] = head
+        self.known.keep(head.text, head)
 
     def _find_place(self, method: bytes, url: bytes) -> Place:
         try:

@@ -13,6 +13,7 @@ import msgspec
 
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.known import Known
 from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding, error_body, status_and_type
 from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.types import InferResponse
@@ -53,7 +54,7 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 _MAX_KEPT = 256  # cached entries of handler headers
 _MAX_KEPT_BYTES = 512  # of one entry
-_kept: dict[Sequence[tuple[str, str]], bytes] = {}
+_kept: Known[Sequence[tuple[str, str]], bytes] = Known(_MAX_KEPT)
 
 
 def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHeaders, bytes]:
@@ -106,9 +107,7 @@ def handler_lines(headers: Sequence[tuple[str, str]]) -> bytes:
     if lines is None:
         lines = joined(handler_headers(headers))
         if len(lines) <= _MAX_KEPT_BYTES:
-            if len(_kept) >= _MAX_KEPT:
-                _kept.clear()
-            _kept[headers] = lines
+            _kept.keep(headers, lines)
     return lines
 
 

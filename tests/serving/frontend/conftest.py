@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from torchere.archiver.signature import Signature
 from torchere.serving.access.client_limits import ClientLimits
 from torchere.serving.access.identity import Identity, Role
 from torchere.serving.batching.quarantine import ConvictedRequest
@@ -126,6 +127,9 @@ class FakeDataPlane:
 
     def startup(self) -> Readiness:
         return self.is_started
+
+    def tensors(self, model: str, version: str | None) -> Signature | None:
+        return self.facts(model, version).signature
 
     def facts(self, model: str, version: str | None) -> ModelFacts:
         self.check_exists(model, version)

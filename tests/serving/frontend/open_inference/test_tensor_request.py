@@ -10,7 +10,7 @@ import pytest
 from torchere.archiver.signature import Limit, Signature, TensorSpec
 from torchere.handlers.encode import decode_input
 from torchere.handlers.tensors import BYTES, DATATYPES
-from torchere.handlers.tensors.answer import FRAME, OPEN_INFERENCE, WantedOutput, read_wish
+from torchere.handlers.tensors.answer import FRAME, OPEN_INFERENCE, WantedOutput, Wish, read_wish
 from torchere.handlers.tensors.codec import split_elements
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.open_inference.service import check_signature, request_json
@@ -44,13 +44,18 @@ def test_each_input_is_a_value_that_the_executor_reads_as_an_array() -> None:
 
 def test_the_rest_travels_as_a_wish_in_a_header_that_no_client_can_send() -> None:
     parameters: dict[str, bool | int | float | str] = {"k": "v", "sequence_id": 4, "sequence_end": True}
-    request = TensorRequest((X,), "7", parameters, (WantedOutput("y"),), binary=True, framed=True)
+    request = TensorRequest((X,), "7", parameters, (WantedOutput("y"),), binary=True)
     headers = dict(infer_request(request, "id", (("accept", "*/*"),)).headers)
     wish = read_wish(headers[OPEN_INFERENCE])
     assert (wish.id, wish.parameters, wish.outputs) == ("7", parameters, (WantedOutput("y"),))
-    assert (wish.binary, wish.framed, wish.ends_sequence) == (True, True, "4")
+    assert (wish.binary, wish.framed, wish.ends_sequence) == (True, False, "4")
     assert headers["accept"] == "*/*"
     assert OPEN_INFERENCE.startswith(":")
+
+
+def test_a_framed_wish_leaves_the_id_to_the_door_that_knows_it() -> None:
+    headers = dict(infer_request(TensorRequest((X,), "7", framed=True), "id").headers)
+    assert read_wish(headers[OPEN_INFERENCE]) == Wish(framed=True)
 
 
 @pytest.mark.parametrize(
