@@ -6,7 +6,6 @@ is a `TensorError` that names the field. Time and memory are bounded by the size
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -104,15 +103,14 @@ def check_shape(shape: Sequence[object], field: str) -> tuple[int, ...]:
     """
     if len(shape) > MAX_DIMENSIONS:
         raise TensorError(field, f"{len(shape)} dimensions", f"at most {MAX_DIMENSIONS}")
-    sizes = []
+    elements = 1
     for index, size in enumerate(shape):
         if type(size) is not int or not 0 <= size <= LARGEST_SIZE:
             raise TensorError(f"{field}[{index}]", shown(size), f"a whole number from 0 to {LARGEST_SIZE}")
-        sizes.append(size)
-    # A single 0 would make the product 0 and hide other sizes that are too large for an array.
-    if math.prod(size for size in sizes if size) > MAX_ELEMENTS:
-        raise TensorError(field, shown(sizes), f"at most {MAX_ELEMENTS} elements")
-    return tuple(sizes)
+        elements *= size or 1  # a single 0 would hide other sizes that are too large for an array
+    if elements > MAX_ELEMENTS:
+        raise TensorError(field, shown(list(shape)), f"at most {MAX_ELEMENTS} elements")
+    return tuple(shape)  # type: ignore[arg-type]  # all are int
 
 
 def tensor_type(datatype: Datatype, shape: Sequence[int]) -> str:

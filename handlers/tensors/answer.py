@@ -11,6 +11,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -142,24 +143,41 @@ def encode_outputs(
     blobs = []
     members = []
     for output, is_binary in outputs:
-        member: dict[str, Any] = {
-            "name": output.name,
-            "datatype": output.datatype.name,
-            "shape": list(output.shape),
-        }
+        size, data = -1, None
         if is_binary:
             blobs.append(view_of_tensor(output.tensor, output.datatype))  # joining it is its only copy
-            member["parameters"] = {"binary_data_size": blobs[-1].nbytes}
+            size = blobs[-1].nbytes
         else:
-            member["data"] = json_from_tensor(output.tensor, output.datatype, f"output {output.name!r}")
-        members.append(member)
-    named = {"id": wish.id, **identity} if wish.id else identity
-    head = _encoder.encode({**named, "outputs": members})
+            data = json_from_tensor(output.tensor, output.datatype, f"output {output.name!r}")
+        members.append((output.name, output.datatype.name, output.shape, size, data))
+    encode = _head if len(blobs) < len(outputs) else _head_of_binary
+    head = encode(identity["model_name"], identity["model_version"], wish.id, tuple(members))
     if wish.framed:
         return Encoded(b"".join([FRAME.pack(len(head)), head, *blobs]), None)
-    if not any(is_binary for _, is_binary in outputs):
+    if not blobs:
         return Encoded(head, None)
     return Encoded(b"".join([head, *blobs]), len(head))
+
+
+_Member = tuple[str, str, tuple[int, ...], int, Any]  # name, datatype, shape, bytes (-1: as JSON), that JSON
+
+
+def _head(model: str, version: str, call_id: str, members: tuple[_Member, ...]) -> bytes:
+    """Encode the JSON of an answer."""
+    outputs = []
+    for name, datatype, shape, size, data in members:
+        output: dict[str, Any] = {"name": name, "datatype": datatype, "shape": shape}
+        if size < 0:
+            output["data"] = data
+        else:
+            output["parameters"] = {"binary_data_size": size}
+        outputs.append(output)
+    identity = {"model_name": model, "model_version": version}
+    named = {"id": call_id, **identity} if call_id else identity
+    return _encoder.encode({**named, "outputs": outputs})
+
+
+_head_of_binary = lru_cache(maxsize=256)(_head)  # a model's answers have few shapes
 
 
 def wanted_outputs(outputs: list[Output], wish: Wish, labels: Labels | None) -> list[tuple[Output, bool]]:

@@ -36,6 +36,7 @@ _ROWS = ("inputs", "instances")
 _OCTETS = "application/octet-stream"
 _JSON_BEGINS = (b"[", b"{", b" ", b"\t", b"\r", b"\n")
 _PRINTABLE = bytes(range(32, 127)) + b"\t\r\n"
+_ENCODED = (str, bytes, bytearray)  # types of a value that was not decoded
 _MAX_DEPTH = 64  # of lists in lists: torch has no more dimensions
 
 
@@ -85,7 +86,10 @@ def example_of(row: Mapping[str, Any], layout: Layout, type_of: Callable[[str], 
         TensorError: the row holds no example for this model; the text names the field.
     """
     if layout.names[0] in row and all(name in row for name in layout.names):
-        values = [_value(row[spec.name], spec, _said(spec.name, type_of)) for spec in layout.specs]
+        values = [row[name] for name in layout.names]
+        for place, spec in enumerate(layout.specs):
+            if isinstance(values[place], _ENCODED):
+                values[place] = _value(values[place], spec, _said(spec.name, type_of))
         return _example(values, layout)
     name = "data" if row.get("data") is not None else "body"
     body = row.get(name)
@@ -271,6 +275,8 @@ def _tensor(value: Any, spec: TensorSpec, single: bool) -> Any:
 def _cast(value: Any, datatype: Datatype, field: str) -> Any:
     """Return an array or torch tensor in the wanted datatype; numpy floats are cast between precisions."""
     if isinstance(value, np.ndarray):
+        if value.dtype == datatype.numpy:
+            return value
         found = datatype_of_array(value.dtype)
         if value.dtype.kind == "f" and datatype.numpy is not None and datatype.numpy.kind == "f":
             found = datatype
@@ -278,7 +284,7 @@ def _cast(value: Any, datatype: Datatype, field: str) -> Any:
         found = datatype_of_torch(value.dtype)
     if found is not datatype:
         raise TensorError(field, found.name if found else str(value.dtype), datatype.name)
-    if not isinstance(value, np.ndarray) or value.dtype == datatype.numpy:
+    if not isinstance(value, np.ndarray):
         return value
     with np.errstate(over="ignore"):
         return value.astype(datatype.numpy)
@@ -357,6 +363,12 @@ def whole_group(inputs: Sequence[Any]) -> Group:
     """Return the group of requests with one row each, from `inputs` that hold all the rows."""
     members = tuple(Member(place, place, 1) for place in range(len(inputs[0])))
     return Group(members, tuple(_joined([tensor]) for tensor in inputs))
+
+
+def array_of(result: torch.Tensor) -> Any:
+    """Return a result on the CPU as an array of the same memory; if numpy lacks its datatype, as it is."""
+    datatype = datatype_of_torch(result.dtype)
+    return result if datatype is None or datatype.numpy is None else result.numpy()
 
 
 def flattened(result: Any) -> list[torch.Tensor]:

@@ -63,7 +63,11 @@ def test_an_answered_call_is_freed_at_once(serving, method):
 @pytest.mark.usefixtures("uncollected")
 def test_an_answered_call_for_tensors_is_freed_at_once(planes, serving):
     async def nothing(asked):
-        return InferResponse(encode_outputs({}, [], read_wish(dict(asked.headers)[OPEN_INFERENCE])).body)
+        return InferResponse(
+            encode_outputs(
+                {"model_name": "m", "model_version": "1"}, [], read_wish(dict(asked.headers)[OPEN_INFERENCE])
+            ).body
+        )
 
     planes.data.behave = nothing
     request = ModelInferRequest(model_name="echo", inputs=[{"name": "x", "shape": [2], "datatype": "INT8"}])

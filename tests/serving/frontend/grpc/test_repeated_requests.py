@@ -161,7 +161,7 @@ def test_behind_an_envelope_each_request_is_translated():
 
 
 def test_a_full_table_begins_anew_and_long_heads_are_not_kept():
-    table = Known(3)
+    table: Known[int, str] = Known(3)
     for number in range(7):
         table.keep(number, str(number))
         assert table[number] == str(number)
