@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from doors import ANSWER, FLOATS, Transport, fed, message, steps_of
 from harness import servers
 from harness.arguments import whole_seconds
 from harness.cpu_time import tree_cpu_s
@@ -31,7 +32,6 @@ from harness.pairs import Interval, interval, ratios
 from harness.processes import Endpoint, Probe, until_answered
 from harness.rows_http import WARM_UP_S, WORKERS
 from harness.trees import CHECKOUT, Tree, tree
-from rest_door import ANSWER, FLOATS, Transport, fed, message, steps_of
 
 from torchere.serving.access.client_limits import Account, ClientLimits, Quota, Tally
 from torchere.serving.batching.fair_queue import FairQueue

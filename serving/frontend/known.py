@@ -1,4 +1,4 @@
-"""Tables of what repeated parts of requests were translated to."""
+"""A table of translations of the parts that requests repeat."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Value = TypeVar("Value")
 
 
 class Known(dict[Key, Value]):
-    """Translations by what was translated: a client's calls are alike, so most are found here.
+    """Translations by their sources. A client's calls are alike, so most are found here.
 
-    A client chooses the keys. So there are at most `most` of them, and a full table begins anew: to find the
-    one that was not used for longest would cost each call more than the translations that are lost.
+    A client chooses the keys. So there are at most `most` of them, and a full table begins anew: a list of
+    the least recently used keys would cost each call more than the lost translations do.
     """
 
     __slots__ = ("_most",)

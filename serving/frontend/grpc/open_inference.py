@@ -59,7 +59,7 @@ Reader: TypeAlias = Callable[[InferResponse], TensorAnswer]
 
 
 class _KnownRequest(NamedTuple):
-    """What a head was translated to: `asked` lacks the raw tensors, which had these sizes in bytes."""
+    """The translation of a head: `asked` lacks the raw tensors, which had these sizes in bytes."""
 
     asked: Asked
     signature: Signature | None  # that it was checked against
@@ -67,10 +67,11 @@ class _KnownRequest(NamedTuple):
 
 
 class Tensors:
-    """What the inference calls of one service share. Used on the event loop of the data plane only.
+    """The state that the inference calls of one service share. Used on the data plane's event loop only.
 
-    A client's requests have few heads, and their translation depends on the bytes of their tensors by the
-    number of these alone. So it is remembered by the head, for as long as the version has the same signature.
+    The requests of a client have few heads. The translation of a head depends on the sizes of the raw
+    tensors, but not on their bytes, so it serves later requests with the same head and sizes, for as long as
+    the version has the same signature.
 
     Args:
         context: of the predictions.

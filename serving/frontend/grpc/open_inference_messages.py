@@ -305,7 +305,7 @@ def encode_response(reply: TensorReply) -> Encoded:
 
 
 class RawAnswers:
-    """Encodes responses of raw tensors from what workers send, and remembers the heads of these.
+    """Encodes the framed bodies of workers as responses of raw tensors; keeps the encoded heads.
 
     Used on one event loop.
     """
@@ -386,7 +386,7 @@ def _cut(message: Received) -> TensorMessage | None:
 
 
 def _field_head(tag: int, length: int) -> bytes:
-    """Encode what precedes the bytes of a field."""
+    """Encode the tag and the length that precede the bytes of a field."""
     return bytes((tag,)) + _written(length)
 
 
