@@ -1,11 +1,10 @@
-"""What the REST door and the gRPC door cost a request, without a socket and without a model.
+"""Processor time of the doors, REST and gRPC, for one request: without a socket, without a model.
 
     python benchmarks/doors.py [--rounds 7] [--profile CASE]
 
 Bytes go into one connection, and a data plane answers at once; what is measured is the processor time of the
 thread, so the kernel's share and the model's are left out. The best of the rounds counts, as neighbours only
-add. Steps are bytecodes of a request over REST, which do not depend on the machine. A call over gRPC is a
-ModelInfer of 64 float32 by `harness/grpc_calls.py`, each with another deadline; four come in one read.
+add. Calls over gRPC come four in a read.
 """
 
 from __future__ import annotations
@@ -21,20 +20,33 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import uvloop
-from harness.grpc_calls import first_block, frame, next_block, timeout_of
 from harness.models import FEATURES, raw_row
+from hpack import Encoder
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors.answer import FRAME
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Address, ServerSettings
+from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest
 from torchere.serving.frontend.grpc.server import inference_server
 from torchere.serving.frontend.http2.connection import Connection as Http2Connection
-from torchere.serving.frontend.http2.frames import PREFACE
+from torchere.serving.frontend.http2.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PREFACE,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+)
+from torchere.serving.frontend.http2.header_blocks import OK_BLOCK
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
@@ -50,6 +62,7 @@ HEAD = (
     b"Accept-Encoding: gzip, deflate\r\nAccept: */*\r\nConnection: keep-alive\r\n%b"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 )
+READS = 3000  # in a round
 REQUESTS_A_ROUND = {"tensor of 600 KB": 100}
 
 
@@ -97,10 +110,15 @@ class FramedPlane(Plane):
 
 
 class Transport(asyncio.Transport):
-    """Drops what is written."""
+    """Keeps the bytes of the last write alone."""
+
+    def __init__(self, extra: dict[str, Any] | None = None) -> None:
+        super().__init__(extra)
+        self.last = b""
 
     def write(self, data: Any) -> None:
-        """Drop it."""
+        """Keep them."""
+        self.last = bytes(data[-1] if isinstance(data, list) else data)
 
     def is_closing(self) -> bool:
         """Never."""
@@ -146,9 +164,6 @@ CASES = {
 }
 
 
-MODEL_INFER = "ModelInfer over gRPC"
-
-
 def fed(connection: Any, data: bytes) -> None:
     """Give a connection bytes as the event loop does."""
     view = memoryview(data)
@@ -177,90 +192,140 @@ def steps_of(connection: Connection, data: bytes) -> int:
 
 
 class Calls:
-    """Writes the calls of one gRPC connection, `AT_ONCE` to a read."""
+    """Writes the calls of one gRPC connection as clients do: each field is added to HPACK's table once.
 
-    METHOD = "/inference.GRPCInferenceService/ModelInfer"
-    AT_ONCE = 4
+    Args:
+        method: the method's path.
+        message: the request.
+        deadline: the text of `grpc-timeout` for a call by its number; "": none.
+    """
 
-    def __init__(self) -> None:
-        request = ModelInferRequest(model_name="echo", raw_input_contents=[raw_row(FEATURES)])
-        request.inputs.add(name="x", datatype="FP32", shape=[1, FEATURES])
-        message = request.SerializeToString()
+    def __init__(self, method: str, message: bytes, deadline: Callable[[int], str]) -> None:
+        self._headers = [
+            *((":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "here:7070")),
+            *(("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "grpc-c++/1.80")),
+        ]
         self._body = b"\0" + struct.pack(">I", len(message)) + message
+        self._deadline = deadline
+        self._encoder = Encoder()
         self._number = 0
 
-    def read(self) -> bytes:
-        """The next calls."""
-        return b"".join(map(self._next, range(self.AT_ONCE)))
+    def reads(self, count: int) -> list[bytes]:
+        """So many reads of `AT_ONCE` calls."""
+        return [b"".join([self._next() for _ in range(AT_ONCE)]) for _ in range(count)]
 
-    def _next(self, _: int) -> bytes:
-        timeout, stream = timeout_of(self._number), 2 * self._number + 1
-        block = next_block(timeout) if self._number else first_block(self.METHOD, "127.0.0.1:7070", timeout)
+    def _next(self) -> bytes:
+        deadline, stream = self._deadline(self._number), 2 * self._number + 1
         self._number += 1
-        return frame(1, 0x4, stream, block) + frame(0, 0x1, stream, self._body)
+        block = self._encoder.encode(
+            [*self._headers, ("grpc-timeout", deadline)] if deadline else self._headers
+        )
+        return frame(HEADERS, END_HEADERS, stream, block) + frame(DATA, END_STREAM, stream, self._body)
 
 
-def grpc_connection() -> Http2Connection:
+AT_ONCE = 4  # calls in one read
+DEADLINES: dict[str, Callable[[int], str]] = {
+    "no deadline": lambda number: "",
+    "a new deadline each": lambda number: f"{1000 + number}m",
+}
+
+
+def model_infer() -> bytes:
+    """A row of float32 as a raw tensor."""
+    request = ModelInferRequest(model_name="echo", raw_input_contents=[raw_row(FEATURES)])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, FEATURES])
+    return request.SerializeToString()
+
+
+METHODS = {
+    "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions": PredictionsRequest(
+        model_name="echo", input={"data": bytes(200)}
+    ).SerializeToString(),
+    "/inference.GRPCInferenceService/ModelInfer": model_infer(),
+}
+
+
+class Door:
+    """One connection, and the reads that it is fed."""
+
+    def __init__(self, connection: Any, reads: Callable[[], Sequence[bytes]], requests: int = 1) -> None:
+        self._connection = connection
+        self.reads = reads
+        self._requests = requests  # in one read
+
+    def us(self) -> float:
+        """Processor time of one request in microseconds.
+
+        Raises:
+            SystemExit: the last answer was an error.
+        """
+        reads = self.reads()
+        gc.collect()
+        began_s = time.thread_time()
+        for data in reads:
+            fed(self._connection.protocol, data)
+        spent_s, last = time.thread_time() - began_s, self._connection.transport.last
+        if not (last.startswith(b"HTTP/1.1 200") or last.endswith(OK_BLOCK)):
+            raise SystemExit(f"found an error, expected an answer: {last[:300]!r}")
+        return spent_s / (len(reads) * self._requests) * 1e6
+
+
+def connected(protocol: Any) -> SimpleNamespace:
+    """A connection with its transport."""
+    transport = Transport({"peername": ("127.0.0.1", 1234)})
+    protocol.connection_made(transport)
+    return SimpleNamespace(protocol=protocol, transport=transport)
+
+
+def grpc_door(method: str, deadline: Callable[[int], str]) -> Door:
     """A connection whose client has said hello, and accepts any number of bytes."""
-    services = Services(ServerSettings(), Metrics("host"))
-    plane: Any = FramedPlane()
-    server = inference_server(plane, plane, services, Address("127.0.0.1", 0))
-    connection = Http2Connection(server._listener)
-    connection.connection_made(Transport({"peername": ("127.0.0.1", 1234)}))
-    fed(connection, PREFACE + frame(4, 0, 0) + frame(8, 0, 0, struct.pack(">I", 2**30)))
-    return connection
+    plane: Any = FramedPlane() if method.endswith("ModelInfer") else Plane()
+    server = inference_server(
+        plane, plane, Services(ServerSettings(), Metrics("host")), Address("127.0.0.1", 0)
+    )
+    connection = connected(Http2Connection(server._listener))
+    grown = struct.pack(">I", 2**30)
+    fed(connection.protocol, PREFACE + frame(SETTINGS, 0, 0) + frame(WINDOW_UPDATE, 0, 0, grown))
+    calls = Calls(method, METHODS[method], deadline)
+    return Door(connection, partial(calls.reads, READS // AT_ONCE), AT_ONCE)
 
 
-def rest_connection() -> Connection:
-    """A connection of the REST door."""
+def rest_doors() -> dict[str, Door]:
+    """The cases over REST, on one connection."""
     services = Services(ServerSettings(), Metrics("host"))
     listener = listener_of(frozenset({"inference"}), Plane(), None, services)  # type: ignore[arg-type]
-    connection = Connection(listener)
-    connection.connection_made(Transport({"peername": ("127.0.0.1", 1234)}))
-    return connection
+    connection = connected(Connection(listener))
 
+    def reads(name: str) -> Sequence[bytes]:
+        messages, count = CASES[name], REQUESTS_A_ROUND.get(name, READS)
+        return [messages[number % len(messages)] for number in range(count)]
 
-def timed(connection: Any, reads: Sequence[bytes]) -> float:
-    """Processor time of one read, in microseconds."""
-    gc.collect()
-    began_s = time.thread_time()
-    for data in reads:
-        fed(connection, data)
-    return (time.thread_time() - began_s) / len(reads) * 1e6
+    return {f"REST, {name}": Door(connection, partial(reads, name)) for name in CASES}
 
 
 async def main(rounds: int, profile: str) -> None:
     """Measure and print."""
-    connection, grpc, calls = rest_connection(), grpc_connection(), Calls()
-
-    def reads_of(name: str) -> Sequence[bytes]:
-        if name == MODEL_INFER:
-            return [calls.read() for _ in range(750)]
-        messages, count = CASES[name], REQUESTS_A_ROUND.get(name, 3000)
-        return [messages[number % len(messages)] for number in range(count)]
-
-    best = dict.fromkeys((*CASES, MODEL_INFER), float("inf"))
+    doors = rest_doors()
+    for method in METHODS:
+        for name, deadline in DEADLINES.items():
+            doors[f"{method.rpartition('/')[2]}, {name}"] = grpc_door(method, deadline)
+    if profile and profile not in doors:
+        raise SystemExit(f"--profile: found {profile!r}, expected one of {', '.join(doors)}")
+    best = dict.fromkeys(doors, float("inf"))
     for _ in range(rounds):
-        for name in best:
-            of_grpc = name == MODEL_INFER
-            us = timed(grpc if of_grpc else connection, reads_of(name)) / (Calls.AT_ONCE if of_grpc else 1)
-            best[name] = min(best[name], us)
+        for name, door in doors.items():
+            best[name] = min(best[name], door.us())
     for name, us in best.items():
-        steps = ""
-        if name in CASES:
-            fed(connection, CASES[name][0])  # so that its head is known
-            steps = f"{steps_of(connection, CASES[name][0]):6} steps"
-        print(f"{name:26} {us:8.2f} us {steps}".rstrip())
+        print(f"{name:36} {us:8.2f} us")
     if profile:
-        reads = [data for _ in range(5) for data in reads_of(profile)]
         with cProfile.Profile() as profiler:
-            timed(grpc if profile == MODEL_INFER else connection, reads)
+            doors[profile].us()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--profile", choices=[*CASES, MODEL_INFER], default="", metavar="CASE")
+    parser.add_argument("--profile", default="", metavar="CASE")
     options = parser.parse_args()
     uvloop.run(main(options.rounds, options.profile))

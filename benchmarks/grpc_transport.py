@@ -5,8 +5,6 @@
 A front process with the transport sends requests of `ModelInfer` over a Unix socket to a worker process that
 runs TorchScript in batches of up to 32. Transports take turns in each round, so that a machine that gets
 slower does so for all. Needs h2load (Debian: `apt-get install nghttp2-client`) and torch.
-
-Afterwards it measures what the door of the server costs a unary call, with and without deadlines.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from harness.environments import need_tool
 from harness.grpc_probe import until_called
 from harness.load import h2load_result
 from harness.processes import Endpoint, free_ports, serving
-from transport.cost import cost_us
 from transport.fronts import FRONTS, METHOD
 
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest
@@ -40,7 +37,6 @@ SKIPPED = {
     "Triton": "a server of its own, with its own model: see benchmarks/run.py",
 }
 WARM_UP_S = 2
-COST_ROUNDS = 5
 
 
 class Row(NamedTuple):
@@ -145,12 +141,8 @@ def main() -> int:
             print(f"{transport:14}{per_second:10,.0f}{ratio:14.2f}{front_us:18.0f}")
     for name, reason in SKIPPED.items():
         print(f"{name}: skipped, {reason}")
-    costs = cost_us(COST_ROUNDS)
-    print("\nPredictions at the server's own door, without sockets and worker")
-    for name, microseconds in costs.items():
-        print(f"{name:36}{microseconds:6.1f} us a call")
     if asked.json is not None:
-        asked.json.write_text(json.dumps({"loads": found, "door_us": costs}, indent=2), encoding="utf-8")
+        asked.json.write_text(json.dumps({"loads": found}, indent=2), encoding="utf-8")
     return 0
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,30 +90,29 @@ def shares(lines: Iterable[str]) -> dict[str, float]:
         if part is not None:
             counts[part] += int(count)
     whole = counts.total()
-    return {part: counts[part] / whole for part in (LOOP, *PARTS.values()) if whole}
+    return {part: counts[part] / whole for part in (LOOP, *dict.fromkeys(PARTS.values())) if whole}
 
 
-def subjects(shop: Workshop) -> list[Subject]:
-    """The rows to look at."""
-    return [
-        Subject(
-            "tiny MLP, 32 clients",
-            servers.torchere(shop, "tiny", 2, ENVELOPE),
-            Probe("/predictions/tiny", instances_body(), b'"predictions"'),
-            32,
-        ),
-        Subject(
-            "custom handler in 2 processes, 32 clients",
-            servers.torchere(shop, "custom", 2),
-            Probe("/predictions/custom", plain_body(), b'"y"'),
-            32,
-        ),
-        _real_model("MiniLM tensors", MINILM, shop),
-        _real_model("EfficientNet-Lite0 tensors of 600 KB", LITE0, shop),
-    ]
+def subjects(shop: Workshop) -> Iterator[Subject]:
+    """The rows to look at. A real model is first served in several ways, which takes minutes."""
+    yield Subject(
+        "tiny MLP, 32 clients",
+        servers.torchere(shop, "tiny", 2, ENVELOPE),
+        Probe("/predictions/tiny", instances_body(), b'"predictions"'),
+        32,
+    )
+    yield Subject(
+        "custom handler in 2 processes, 32 clients",
+        servers.torchere(shop, "custom", 2),
+        Probe("/predictions/custom", plain_body(), b'"y"'),
+        32,
+    )
+    yield _real_model("MiniLM tensors", MINILM, shop)
+    yield _real_model("EfficientNet-Lite0 tensors of 600 KB", LITE0, shop)
 
 
 def _real_model(title: str, model: RealModel, shop: Workshop) -> Subject:
+    print(f"trying ways to serve {model.name} ...", flush=True)
     plan = plan_of(model, shop)
     server = servers.torchere(shop, model.name, plan.executors)
     return Subject(f"{title}, {plan.clients} clients", server, packed(model, plan, shop), plan.clients)
@@ -170,7 +169,7 @@ def _sampled(endpoint: Endpoint, seconds: float) -> list[str]:
 def table(found: dict[str, Found]) -> list[list[str]]:
     """Microseconds by part, a column for each subject."""
     head = ["microseconds of the event loop for a request", *found]
-    parts = [LOOP, *PARTS.values()]
+    parts = [LOOP, *dict.fromkeys(PARTS.values())]
     lines = [[part, *(f"{one.us.get(part, 0):.0f}" for one in found.values())] for part in parts]
     sums = ["in all", *(f"{sum(one.us.values()):.0f}" for one in found.values())]
     rates = ["requests a second", *(f"{one.per_second:,.0f}" for one in found.values())]

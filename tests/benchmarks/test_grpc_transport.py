@@ -1,9 +1,8 @@
-"""What the comparison of gRPC transports is made of: the link to its worker, and the cost of a call."""
+"""What the comparison of gRPC transports is made of: the link to its worker."""
 
 import asyncio
 
 import pytest
-from transport import cost
 from transport.link import BATCH, ITEM, Link
 
 
@@ -36,9 +35,3 @@ def test_requests_of_a_turn_go_in_one_message_and_answers_come_back_in_any_piece
     asked = ITEM.pack(1, 3, 5) + b"first" + ITEM.pack(2, 3, 6) + b"second"
     assert messages == [BATCH.pack(len(asked), 2) + asked]
     assert found == [(0, b"2"), (0, b"1")]
-
-
-def test_the_cost_of_a_call_is_measured_for_each_kind_of_deadline(monkeypatch):
-    monkeypatch.setattr(cost, "CALLS", 40)
-    monkeypatch.setattr(cost, "WARM_UP", 8)
-    assert all(microseconds > 0 for microseconds in cost.cost_us(1).values())

@@ -38,3 +38,8 @@ def test_the_table_has_a_sum_and_a_rate() -> None:
 
     assert lines[1] == [LOOP, "30"]
     assert lines[-2:] == [["in all", "40"], ["requests a second", "7,000"]]
+
+
+def test_each_part_is_told_once() -> None:
+    parts = [line[0] for line in table({"a": Found(10, {LOOP: 1.0})})]
+    assert len(parts) == len(set(parts))
