@@ -480,10 +480,27 @@ def grpc_messages(data: bytes) -> None:
     for message in whole:
         if isinstance(message, str):
             continue
+        _same_request(message)
         with suppress(DecodeError, MessageFailed, InvalidRequest):
             tensor_request(decode_request(message)).check()
         with suppress(DecodeError, MessageFailed):
             counted(PredictionsRequest.FromString)(message)  # type: ignore[arg-type]  # it reads memoryviews
+
+
+def _same_request(message: bytes) -> None:
+    """A request that is cut into head, id and tensors is that of the library, or refused if it refuses it."""
+    try:
+        cut = decode_request(message)
+    except (DecodeError, MessageFailed):  # fields that no client writes may be refused, too
+        return
+    whole = ModelInferRequest()
+    whole.CopyFrom(cut.fields)
+    if not whole.raw_input_contents:  # else the library has read the whole message
+        whole.raw_input_contents.extend(map(bytes, cut.raw))
+    library = ModelInferRequest.FromString(bytes(message))
+    library.DiscardUnknownFields()
+    whole.DiscardUnknownFields()
+    assert whole.SerializeToString(deterministic=True) == library.SerializeToString(deterministic=True)
 
 
 def _messages_of(data: bytes, size: int) -> list[bytes | str]:

@@ -194,8 +194,12 @@ def test_watches_cost_nothing_while_nothing_changes(server, capsys):
             client = stack.enter_context(connected(server.grpc["inference"]))
             client.sendall(PREFACE + b"".join(map(watch, range(1, 2000, 2))))
         control.ask_for(ATTACK_S)
+        # A busy machine has not read all of them by then.
+        due_s = time.monotonic() + PATIENCE_S
+        while (refused := refusals(server, "watches")) < 60 * 1000 - 4096 and time.monotonic() < due_s:
+            time.sleep(0.1)
     control.check("60,000 watches", capsys)
-    assert refusals(server, "watches") >= 60 * 1000 - 4096
+    assert refused >= 60 * 1000 - 4096
 
 
 def drain(client: socket.socket) -> None:
