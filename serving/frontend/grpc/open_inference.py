@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-import msgspec
-
-from torchere.archiver.signature import Signature
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, Method, PredictionContext
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
 from torchere.serving.frontend.grpc.open_inference_messages import (
-    KNOWN_HEAD_BYTES,
-    KNOWN_HEADS,
+    Raw,
     RawAnswers,
     TensorMessage,
     decode_request,
@@ -32,8 +28,14 @@ from torchere.serving.frontend.grpc.service import Callback, Implementation, Wit
 from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.stream import Encoded, Stream
-from torchere.serving.frontend.known import Known
-from torchere.serving.frontend.open_inference.service import BytesAs, Outcome, TensorService, whole
+from torchere.serving.frontend.open_inference.service import (
+    KNOWN_HEAD_BYTES,
+    KNOWN_HEADS,
+    Outcome,
+    TensorService,
+    filled,
+    whole,
+)
 from torchere.serving.frontend.open_inference.tensor_answer import (
     TensorAnswer,
     as_client_knows,
@@ -44,10 +46,9 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
 )
 from torchere.serving.frontend.open_inference.tensor_request import Pairs, check_length
 from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
-from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.logs.trace_context import trace_headers
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
+from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
 
 FINAL = "triton_final_response"  # response parameter: whether this part is the last one
 WANTS_FINAL = (
@@ -58,38 +59,21 @@ WANTS_FINAL = (
 Reader: TypeAlias = Callable[[InferResponse], TensorAnswer]
 
 
-class _KnownRequest(NamedTuple):
-    """The translation of a head: `asked` lacks the raw tensors, which had these sizes in bytes."""
+class Tensors(NamedTuple):
+    """Dependencies of the inference calls of one service. Used on the data plane's event loop only.
 
-    asked: Asked
-    signature: Signature | None  # that it was checked against
-    sizes: list[int]
-
-
-class Tensors:
-    """The state that the inference calls of one service share. Used on the data plane's event loop only.
-
-    The requests of a client have few heads. The translation of a head depends on the sizes of the raw
-    tensors, but not on their bytes, so it serves later requests with the same head and sizes, for as long as
-    the version has the same signature.
-
-    Args:
-        context: of the predictions.
-        service: checks the requests.
-        as_torchserve: set for the service under TorchServe's name. It selects TorchServe's error codes,
-            base64 for BYTES elements in the JSON for an envelope, and JSON for those of its response.
+    `as_torchserve` is set for the service under TorchServe's name. It selects TorchServe's error codes,
+    base64 for BYTES elements in the JSON for an envelope, and JSON for BYTES elements of its response.
     """
 
-    def __init__(self, context: PredictionContext, service: TensorService, *, as_torchserve: bool) -> None:
-        self.context = context
-        self.service = service
-        self.as_torchserve = as_torchserve
-        self.answers = RawAnswers()
-        self._known: Known[bytes, _KnownRequest] = Known(KNOWN_HEADS)
+    context: PredictionContext
+    service: TensorService
+    answers: RawAnswers
+    as_torchserve: bool
 
     def decode(self, message: Received) -> TensorMessage:
         """Decode a message; see `decode_request`."""
-        return decode_request(message, self._known)
+        return decode_request(message, self.service.known)
 
     def asked(self, request: TensorMessage, call: Call) -> tuple[Asked, Reader]:
         """Translate a message; return the prediction and the reader for its response.
@@ -97,55 +81,34 @@ class Tensors:
         Raises:
             ServingError: the message is not a valid request, or the model is not registered.
         """
-        known = self._known.get(request.head)
-        if known is not None and self._fits(known, request):
+        known = self.service.translated(request.head)
+        if known is not None and list(map(len, request.raw)) == known.sizes:
             check_length("id", request.id)
-            return _of_call(known.asked, request, call), read_framed
+            return _of_call(known.model, known.version, known.request, request.raw, call), read_framed
         message = request.fields
         if not message.model_name:
             raise InvalidRequest("Parameter model_name is required.")
         model, version = message.model_name, message.model_version or None
         tensors = tensor_request(request)
         facts = self.context.dataplane.facts(model, version)
-        bytes_as: BytesAs = "base64" if self.as_torchserve else "text"
-        prepared = self.service.prepared(facts, tensors, request_id="", bytes_as=bytes_as)
-        asked = Asked(model, version, prepared)
-        if self.service.enveloped(facts):
-            return _of_call(asked, request, call, is_whole=True), partial(
-                read_json, quoted=self.as_torchserve
-            )
-        is_kept = 0 < len(request.head) <= KNOWN_HEAD_BYTES and prepared.deadline_s == NO_DEADLINE
-        if is_kept and len(request.raw) == len(prepared.parameters):
-            emptied = tuple([Parameter(one.name, b"", one.content_type) for one in prepared.parameters])
-            bare = Asked(model, version, msgspec.structs.replace(prepared, parameters=emptied))
-            self._known.keep(request.head, _KnownRequest(bare, facts.signature, list(map(len, request.raw))))
-        return _of_call(asked, request, call), read_framed
-
-    def _fits(self, known: _KnownRequest, request: TensorMessage) -> bool:
-        model, version, _ = known.asked
-        signature = self.context.dataplane.tensors(model, version)
-        return signature is known.signature and list(map(len, request.raw)) == known.sizes
+        prepared = self.service.prepared(facts, tensors, "base64" if self.as_torchserve else "text")
+        if request.raw and 0 < len(request.head) <= KNOWN_HEAD_BYTES:
+            self.service.keep(request.head, version, facts, prepared)
+        of_envelope = partial(read_json, quoted=self.as_torchserve)
+        reader = of_envelope if self.service.enveloped(facts) else read_framed
+        return _of_call(model, version, prepared, (), call), reader
 
 
-def _of_call(asked: Asked, message: TensorMessage, call: Call, *, is_whole: bool = False) -> Asked:
-    """Return a prediction with the tensors, the headers and the deadline of a call.
+def _of_call(
+    model: str, version: str | None, prepared: InferRequest, tensors: Sequence[Raw], call: Call
+) -> Asked:
+    """Return the prediction of a call.
 
     Raises:
         InvalidRequest: the priority that the client asks for is invalid.
     """
-    model, version, prepared = asked
-    parameters = prepared.parameters
-    if message.raw and not is_whole:
-        parameters = tuple(
-            [
-                Parameter(one.name, cast("bytes", raw), one.content_type)
-                for one, raw in zip(parameters, message.raw, strict=True)
-            ]
-        )
     headers = _headers(call.metadata)
-    deadline_s = min(call.deadline_s, prepared.deadline_s)
-    request = InferRequest(new_request_id(), parameters, headers + prepared.headers, deadline_s)
-    return Asked(model, version, prioritised(request, headers) if headers else request)
+    return Asked(model, version, filled(prepared, tensors, new_request_id(), headers, call.deadline_s))
 
 
 class _ModelInfer(GrpcPrediction):

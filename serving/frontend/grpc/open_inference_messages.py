@@ -9,7 +9,7 @@ cut out before it decodes the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
 from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.stream import JOINED_BYTES, Encoded
 from torchere.serving.frontend.known import Known
+from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, KNOWN_HEADS
 from torchere.serving.frontend.open_inference.tensor_answer import (
     FIRST_ERROR_STATUS,
     OutputTensor,
@@ -47,9 +48,6 @@ from torchere.serving.frontend.open_inference.tensor_request import (
 from torchere.serving.types import InferResponse
 
 MAX_CLASSES = 2**31 - 1
-# Clients repeat the heads of their requests, and models those of their answers.
-KNOWN_HEADS = 256
-KNOWN_HEAD_BYTES = 2048  # of one that is remembered
 # Which field of InferTensorContents holds a datatype; FP16 and BF16 have none.
 _FIELDS = {
     "BOOL": "bool_contents",
@@ -276,7 +274,7 @@ class TensorReply(NamedTuple):
         return self.fields
 
 
-def decode_request(message: Received, known: Container[bytes] = ()) -> TensorMessage:
+def decode_request(message: Received, known: Container[Hashable] = ()) -> TensorMessage:
     """Decode a request. The raw tensors are slices of `message`: views, if that is a view or long.
 
     Args:

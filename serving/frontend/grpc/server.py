@@ -32,6 +32,7 @@ from torchere.serving.frontend.grpc.open_inference_descriptors import (
     TORCHSERVE_NAME,
     reflection_pool,
 )
+from torchere.serving.frontend.grpc.open_inference_messages import RawAnswers
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.service import Openers, dispatcher, service
 from torchere.serving.frontend.http2.connection import Connection
@@ -224,8 +225,9 @@ def open_inference_services(
     """Return both services. They differ in error codes, and in the encoding of BYTES for an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
     context = PredictionContext(dataplane, services.metrics)
-    public = TensorCalls(Tensors(context, tensors, as_torchserve=False)).methods()
-    torchserves = TensorCalls(Tensors(context, tensors, as_torchserve=True)).methods()
+    answers = RawAnswers()
+    public = TensorCalls(Tensors(context, tensors, answers, as_torchserve=False)).methods()
+    torchserves = TensorCalls(Tensors(context, tensors, answers, as_torchserve=True)).methods()
     public_models = ModelCalls(dataplane, controlplane, unknown_is_unready=True).methods()
     torchserves_models = ModelCalls(dataplane, controlplane, unknown_is_unready=False).methods()
     return [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import msgspec
 
@@ -13,6 +13,7 @@ from torchere.handlers.tensors import BYTES, TensorError, shown
 from torchere.handlers.tensors.codec import array_from_bytes, json_from_tensor, split_elements
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.known import Known
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.tensor_answer import as_client_knows, in_plain_words
 from torchere.serving.frontend.open_inference.tensor_request import (
@@ -32,10 +33,27 @@ STREAMS = (
 )
 
 
+KNOWN_HEADS = 256
+KNOWN_HEAD_BYTES = 2048  # of a head whose translation is kept
+
+
+class Translation(NamedTuple):
+    """The translation of a head: a request without its tensors, which have `sizes` bytes."""
+
+    model: str
+    version: str | None
+    request: InferRequest
+    signature: Signature | None  # that it was checked against
+    sizes: list[int]
+
+
 class TensorService:
     """Prepares and submits requests of the Open Inference Protocol.
 
-    Used on the data plane's event loop only.
+    A head is a request without its raw tensors. The requests of a client have few heads, and the translation
+    of a head depends on the sizes of the tensors, but not on their bytes. So it serves later requests with
+    the same head and sizes, for as long as the version has the same signature. Used on the data plane's event
+    loop only.
 
     Args:
         dataplane: answers the requests.
@@ -46,22 +64,14 @@ class TensorService:
     def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
         self._dataplane = dataplane
         self._envelope = envelope
+        self.known: Known[Hashable, Translation] = Known(KNOWN_HEADS)
 
     def enveloped(self, facts: ModelFacts) -> bool:
         """Tell whether a version's handler is behind an envelope, so that requests are sent to it as JSON."""
         return self._envelope is not None and not facts.reads_tensors
 
-    def prepared(
-        self,
-        facts: ModelFacts,
-        request: TensorRequest,
-        *,
-        request_id: str,
-        headers: Pairs = (),
-        deadline_s: float = NO_DEADLINE,
-        bytes_as: BytesAs = "text",
-    ) -> InferRequest:
-        """Check a request, and translate it to an `InferRequest` for the version that `facts` describe.
+    def prepared(self, facts: ModelFacts, request: TensorRequest, bytes_as: BytesAs = "text") -> InferRequest:
+        """Check a request, and translate it for the version that `facts` describe; see `filled`.
 
         Raises:
             ServingError: the request is invalid, or does not fit the version.
@@ -69,11 +79,39 @@ class TensorService:
         request.check()
         if self.enveloped(facts):
             body = Parameter("body", request_json(facts.key.name, request, bytes_as), "application/json")
-            with_sequence = (*headers, *sequence_headers(request.parameters))
-            return prioritised(InferRequest(request_id, (body,), with_sequence, deadline_s))
+            return InferRequest("", (body,), sequence_headers(request.parameters))
         if facts.signature is not None:
             check_signature(request, facts.signature)
-        return prioritised(infer_request(request, request_id, headers, deadline_s))
+        return infer_request(request, "")
+
+    def translated(self, key: Hashable) -> Translation | None:
+        """Return the translation that was kept; None if there is none, or the version has changed since.
+
+        Raises:
+            ModelNotFound, VersionNotFound: the version is not registered any more.
+        """
+        found = self.known.get(key)
+        if found is None:
+            return None
+        signature = self._dataplane.tensors(found.model, found.version)
+        return found if signature is found.signature else None
+
+    def keep(self, key: Hashable, version: str | None, facts: ModelFacts, prepared: InferRequest) -> None:
+        """Keep the translation of a head, unless it depends on more than that and the sizes.
+
+        Args:
+            key: names the head, the model and the version; the head has at most `KNOWN_HEAD_BYTES`.
+            version: as the client asks for it.
+            facts: of the version.
+            prepared: the translation, with raw tensors only.
+        """
+        # A time-out among the parameters counts from each request.
+        if self.enveloped(facts) or prepared.deadline_s != NO_DEADLINE:
+            return
+        sizes = [len(one.value) for one in prepared.parameters]
+        emptied = tuple([Parameter(one.name, b"", one.content_type) for one in prepared.parameters])
+        bare = msgspec.structs.replace(prepared, parameters=emptied)
+        self.known.keep(key, Translation(facts.key.name, version, bare, facts.signature, sizes))
 
     async def ask(self, model: str, version: str | None, asked: InferRequest) -> Outcome:
         """Submit a request made by `prepared`, and return its outcome.
@@ -87,6 +125,38 @@ class TensorService:
             return await self._dataplane.infer(model, version, asked)
         except ServingError as error:
             raise in_plain_words(as_client_knows(error)) from error
+
+
+def filled(
+    prepared: InferRequest,
+    tensors: Sequence[bytes | memoryview],
+    request_id: str,
+    headers: Pairs,
+    deadline_s: float,
+) -> InferRequest:
+    """Return a prepared request with the tensors, the id, the headers and the deadline of a call.
+
+    Args:
+        prepared: the request.
+        tensors: the raw tensors, input by input; empty: `prepared` has them.
+        request_id: the id of the call.
+        headers: the headers of the call for the handler.
+        deadline_s: the deadline of the call, in monotonic seconds.
+
+    Raises:
+        InvalidRequest: the priority among the headers is invalid.
+    """
+    parameters = prepared.parameters
+    if tensors:
+        parameters = tuple(
+            [
+                Parameter(one.name, cast("bytes", raw), one.content_type)
+                for one, raw in zip(parameters, tensors, strict=True)
+            ]
+        )
+    deadline_s = min(deadline_s, prepared.deadline_s)
+    request = InferRequest(request_id, parameters, headers + prepared.headers, deadline_s)
+    return prioritised(request, headers) if headers else request
 
 
 def whole(outcome: Outcome) -> InferResponse:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,7 +16,7 @@ from torchere.serving.frontend.open_inference.generate import Members, generate_
 from torchere.serving.frontend.open_inference.json_request import (
     parse_request,
 )
-from torchere.serving.frontend.open_inference.service import whole
+from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, TensorService, filled, whole
 from torchere.serving.frontend.open_inference.tensor_answer import (
     as_client_knows,
     encode_answer,
@@ -29,6 +29,7 @@ from torchere.serving.frontend.rest.exchange import ClientConnection
 from torchere.serving.frontend.rest.heads import Head
 from torchere.serving.frontend.rest.listener import INLINE_JSON_BYTES
 from torchere.serving.frontend.rest.predictions import Body, Prediction
+from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import (
     DEFLATED_IN_THREAD_BYTES,
     EVENTS,
@@ -45,7 +46,7 @@ from torchere.serving.frontend.rest.wire import (
     protocol_error,
     read_wire,
 )
-from torchere.serving.types import InferResponse, StreamedResponse
+from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
 
 _T = TypeVar("_T")
 
@@ -93,6 +94,8 @@ class TensorPrediction(Prediction):
         tensors = self.connection.listener.tensors
         if target is None or tensors is None:
             raise NotFound(f"{self.head.place.path} is no path of the Open Inference Protocol")
+        if self._ask_known(tensors.service, target, wire, body):
+            return
         self._facts = facts = tensors.meant(target, wire, body)
         if facts is None:
             self._for_handler = True
@@ -107,7 +110,7 @@ class TensorPrediction(Prediction):
             parse = partial(generate_request, body, facts.signature)
             length = len(body)
         if length <= INLINE_JSON_BYTES:
-            self._ask_tensors(parse())
+            self._ask_tensors(parse(), body)
         else:
             self.in_turn(partial(self._keep_tensors, length), parse)
 
@@ -117,22 +120,38 @@ class TensorPrediction(Prediction):
         _room(self.connection.budget.take, max(0, size - length))
         self._ask_tensors(request)
 
-    def _ask_tensors(self, request: TensorRequest) -> None:
+    def _ask_known(self, service: TensorService, target: Target, wire: Wire, body: Body) -> bool:
+        """Submit a request whose head came before, and tell so; the bytes behind the head are its tensors."""
+        key = _key(target, wire, body)
+        if key is None or wire.json_bytes is None or (known := service.translated(key)) is None:
+            return False
+        if sum(known.sizes) != len(body) - wire.json_bytes:
+            return False
+        view, at, tensors = memoryview(body), wire.json_bytes, []
+        for size in known.sizes:
+            tensors.append(view[at : at + size])
+            at += size
+        self._submit(known.request, tensors)
+        return True
+
+    def _ask_tensors(self, request: TensorRequest, body: Body = b"") -> None:
         tensors, facts, target = self.connection.listener.tensors, self._facts, self.head.target
         if tensors is None or facts is None or target is None:
             raise NotFound(f"{self.head.place.path} is no path of the Open Inference Protocol")
         if target.verb == "infer" and self._wire.wants_events:
             request = _for_events(request)
         self._request = request
-        asked = tensors.service.prepared(
-            facts,
-            request,
-            request_id=self.request_id,
-            headers=self.head.texts,
-            deadline_s=self.deadline(),
-        )
-        self.fill(asked)
-        self.admit(str(target.model))
+        prepared = tensors.service.prepared(facts, request)
+        key = _key(target, self._wire, body)
+        if key is not None and _is_behind_head(request, len(body) - len(key.head)):
+            tensors.service.keep(key, target.version, facts, prepared)
+        self._submit(prepared)
+
+    def _submit(self, prepared: InferRequest, tensors: Sequence[memoryview] = ()) -> None:
+        """Submit a request with the headers and the deadline of this one."""
+        self.fill(filled(prepared, tensors, self.request_id, self.head.texts, self.deadline()))
+        if self.head.target is not None:
+            self.admit(str(self.head.target.model))
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
         """Answer the client with the outcome; errors get the status of this protocol."""
@@ -142,8 +161,8 @@ class TensorPrediction(Prediction):
 
     def succeed(self, outcome: InferResponse | StreamedResponse) -> None:
         """Send the response in the form that the client asks for."""
-        facts, request, target = self._facts, self._request, self.head.target
-        if facts is None or request is None or target is None:
+        target = self.head.target
+        if self._for_handler or target is None:
             super().succeed(outcome)
         elif target.verb == "generate":
             self.in_task(partial(self._send_generated, outcome))
@@ -152,13 +171,15 @@ class TensorPrediction(Prediction):
         else:
             if isinstance(outcome, StreamedResponse):
                 self.withdraw()  # no client will read its parts
-            self._send_tensors(facts, request, whole(outcome))
+            self._send_tensors(whole(outcome))
 
-    def _send_tensors(self, facts: ModelFacts, request: TensorRequest, response: InferResponse) -> None:
+    def _send_tensors(self, response: InferResponse) -> None:
         """Send the handler's response, re-encoded in the requested form if the handler has an envelope."""
-        listener = self.connection.listener
+        listener, facts, request = self.connection.listener, self._facts, self._request
         coding = self._wire.answer_coding
-        if listener.tensors is not None and listener.tensors.service.enveloped(facts):
+        tensors = listener.tensors
+        # Without facts the head came before, and no envelope is before the handler.
+        if facts and request and tensors and tensors.service.enveloped(facts):
             encoded = encode_answer(read_json(response), request)
             headers = [JSON]
             if encoded.json_bytes is not None:
@@ -228,6 +249,28 @@ class TensorPrediction(Prediction):
         """Release the request's memory."""
         super().let_go()
         self._facts = self._request = None
+
+
+class _Key(NamedTuple):
+    """Names a head, with what its translation depends on beside the head."""
+
+    model: str | None
+    version: str | None
+    wants_events: bool
+    head: bytes
+
+
+def _key(target: Target, wire: Wire, body: Body) -> _Key | None:
+    """Return the key of a request's head; None if its translation is never kept."""
+    if target.verb != "infer" or wire.json_bytes is None or wire.json_bytes > KNOWN_HEAD_BYTES:
+        return None
+    return _Key(target.model, target.version, wire.wants_events, bytes(body[: wire.json_bytes]))
+
+
+def _is_behind_head(request: TensorRequest, size: int) -> bool:
+    """Tell whether all inputs are views of the body, and are the `size` bytes behind its JSON."""
+    raws = [tensor.raw for tensor in request.inputs]
+    return all(isinstance(raw, memoryview) for raw in raws) and sum(map(len, raws)) == size
 
 
 def _check_accepted(response: InferResponse) -> None:

@@ -14,8 +14,6 @@ from torchere.serving.frontend.grpc import open_inference
 from torchere.serving.frontend.grpc.call import PredictionContext
 from torchere.serving.frontend.grpc.open_inference import Tensors
 from torchere.serving.frontend.grpc.open_inference_messages import (
-    KNOWN_HEAD_BYTES,
-    KNOWN_HEADS,
     RawAnswers,
     encode_response,
     infer_response,
@@ -23,7 +21,7 @@ from torchere.serving.frontend.grpc.open_inference_messages import (
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 from torchere.serving.frontend.known import Known
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.open_inference.service import TensorService
+from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, KNOWN_HEADS, TensorService
 from torchere.serving.frontend.open_inference.tensor_answer import read_framed
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import VersionNumbers
@@ -55,7 +53,7 @@ def signature(width):
 
 def tensors(plane, envelope=None):
     context = PredictionContext(plane, Metrics("host"))
-    return Tensors(context, TensorService(plane, envelope), as_torchserve=False)
+    return Tensors(context, TensorService(plane, envelope), RawAnswers(), as_torchserve=False)
 
 
 def asked(reader, message, metadata=(), deadline_s=NO_DEADLINE):
@@ -114,9 +112,18 @@ def test_a_repeated_request_is_what_it_was_the_first_time(calls):
 
 
 @pytest.mark.parametrize(
-    "other", [{"raw": b"x" * 15}, {"raw": ROW + ROW}, {"raw": b""}, {"count": 2}, {"count": 0}], ids=str
+    "other",
+    [
+        {"raw": b"x" * 15},
+        {"raw": ROW + ROW},
+        {"raw": b""},
+        {"count": 2},
+        {"count": 0},
+        {"call_id": "x" * 1025},
+    ],
+    ids=str,
 )
-def test_other_tensors_behind_a_known_head_are_refused_as_the_first_time(other):
+def test_a_bad_call_with_a_known_head_is_refused_as_the_first_time(other):
     plane = Plane()
     one = tensors(plane)
     assert asked(one, message())[0] == "b"
@@ -153,9 +160,9 @@ def test_a_time_out_among_the_parameters_counts_from_each_request(monkeypatch):
     assert found[0] < found[1]
 
 
-def test_behind_an_envelope_each_request_is_translated():
+def test_behind_an_envelope_each_request_is_translated(monkeypatch):
     one = tensors(Plane(), "kservev2")
-    one.service.enveloped = lambda facts: True
+    monkeypatch.setattr(one.service, "enveloped", lambda facts: True)
     bodies = [asked(one, message(raw=bytes([0, 0, number, 64] * 4)))[2][0][1] for number in (0, 128)]
     assert [msgspec.json.decode(body)["inputs"][0]["data"][0] for body in bodies] == [2.0, 4.0]
 
@@ -169,9 +176,9 @@ def test_a_full_table_begins_anew_and_long_heads_are_not_kept():
     one = tensors(Plane())
     for number in range(KNOWN_HEADS + 5):
         asked(one, message(custom=f"{number}"))
-    assert len(one._known) == 5
+    assert len(one.service.known) == 5
     asked(one, message(custom="x" * KNOWN_HEAD_BYTES))
-    assert len(one._known) == 5
+    assert len(one.service.known) == 5
 
 
 def framed(*raw, extra=b"", **members):
