@@ -357,14 +357,14 @@ def _cut(message: Received) -> TensorMessage | None:
     fields = Fields(message)
     kept: list[Raw] = []
     tensors: list[Raw] = []
-    call_id = b""
+    call_id = ""
     kept_from = count = 0
     for tag, start, content, after in fields.between(0, end):
         count += 1
         if tag == _INPUT_TAG:
             tensors.append(view[content:after])
         elif tag == _ID_TAG:
-            call_id = bytes(view[content:after])
+            call_id = _text(view[content:after])
         else:
             if is_long and tag in _TENSOR_TAGS:
                 for _ in fields.between(content, after):
@@ -376,11 +376,19 @@ def _cut(message: Received) -> TensorMessage | None:
         kept_from = after
     if len(tensors) > MOST_TENSORS:
         return None
+    return TensorMessage(b"".join((*kept, view[kept_from:])), call_id, tensors)
+
+
+def _text(encoded: Received) -> str:
+    """Decode a string, as strictly as the library does.
+
+    Raises:
+        DecodeError: it is not UTF-8.
+    """
     try:
-        said = str(call_id, "utf-8")
+        return str(encoded, "utf-8")
     except UnicodeDecodeError as err:
         raise DecodeError(f"id: {err}") from err
-    return TensorMessage(b"".join((*kept, view[kept_from:])), said, tensors)
 
 
 def _field_head(tag: int, length: int) -> bytes:
