@@ -368,7 +368,7 @@ def whole_group(inputs: Sequence[Any]) -> Group:
 def array_of(result: torch.Tensor) -> Any:
     """Return a result on the CPU as an array of the same memory; if numpy lacks its datatype, as it is."""
     datatype = datatype_of_torch(result.dtype)
-    return result if datatype is None or datatype.numpy is None else result.numpy()
+    return result if datatype is None or datatype.numpy is None else result.detach().numpy()
 
 
 def flattened(result: Any) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchere.handlers.tensors.request import flattened, grouped, whole_group
+from torchere.handlers.tensors.request import array_of, flattened, grouped, whole_group
 
 ONE, TWO = torch.zeros(1), torch.ones(1)
 
@@ -27,6 +27,19 @@ def test_results_are_taken_apart_and_none_is_left_out(result: object, expected: 
 def test_what_is_no_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match="gave a str"):
         flattened((ONE, "label"))
+
+
+def test_a_result_is_an_array_of_the_same_memory_even_if_it_is_a_weight() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    array = array_of(weight)
+    weight.data[1, 2] = 7
+    assert array.tolist() == [[1, 1, 1], [1, 1, 7]]
+    assert array_of(torch.ones(2, 3).T).shape == (3, 2)
+
+
+def test_a_result_that_numpy_lacks_the_datatype_of_stays_as_it_is() -> None:
+    result = torch.ones(2, dtype=torch.bfloat16)
+    assert array_of(result) is result
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # which newer versions of torch call old
