@@ -243,9 +243,9 @@ class TensorHandler(BaseHandler):
             text = f"Accept: found {NPY_TYPE}, expected JSON: the model has {len(results)} outputs"
             return refusal(self.context, place, PredictionException(text, 400))
         result = results[0][part]
-        result = result.float() if result.dtype is torch.bfloat16 else result
+        result = array_of(result.float() if result.dtype is torch.bfloat16 else result)
         self.context.set_response_content_type(place, NPY_TYPE)
-        return write_npy((result[0] if example.single else result).numpy())
+        return write_npy(result[0] if example.single else result)
 
     def _content_type(self, index: int, name: str) -> str:
         """Return the content type of one value of a request; "" if the client named none."""

@@ -150,7 +150,8 @@ def encode_outputs(
         else:
             data = json_from_tensor(output.tensor, output.datatype, f"output {output.name!r}")
         members.append((output.name, output.datatype.name, output.shape, size, data))
-    encode = _head if len(blobs) < len(outputs) else _head_of_binary
+    is_repeated = len(blobs) == len(outputs) <= _MOST_KNOWN_OUTPUTS and not wish.id
+    encode = _head_of_binary if is_repeated else _head
     head = encode(identity["model_name"], identity["model_version"], wish.id, tuple(members))
     if wish.framed:
         return Encoded(b"".join([FRAME.pack(len(head)), head, *blobs]), None)
@@ -177,7 +178,8 @@ def _head(model: str, version: str, call_id: str, members: tuple[_Member, ...]) 
     return _encoder.encode({**named, "outputs": outputs})
 
 
-_head_of_binary = lru_cache(maxsize=256)(_head)  # a model's answers have few shapes
+_MOST_KNOWN_OUTPUTS = 16  # of an answer whose head is kept
+_head_of_binary = lru_cache(maxsize=256)(_head)  # a model's answers have few shapes, and clients many ids
 
 
 def wanted_outputs(outputs: list[Output], wish: Wish, labels: Labels | None) -> list[tuple[Output, bool]]:

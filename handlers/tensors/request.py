@@ -275,7 +275,7 @@ def _tensor(value: Any, spec: TensorSpec, single: bool) -> Any:
 def _cast(value: Any, datatype: Datatype, field: str) -> Any:
     """Return an array or torch tensor in the wanted datatype; numpy floats are cast between precisions."""
     if isinstance(value, np.ndarray):
-        if value.dtype == datatype.numpy:
+        if datatype.numpy is not None and value.dtype == datatype.numpy:  # numpy takes None for float64
             return value
         found = datatype_of_array(value.dtype)
         if value.dtype.kind == "f" and datatype.numpy is not None and datatype.numpy.kind == "f":

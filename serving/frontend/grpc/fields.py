@@ -18,6 +18,7 @@ LONG_BYTES = 65_536  # a shorter message has too few fields to matter
 _VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
 _FIXED_BYTES = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
 _MOST_VARINT_BYTES = 10
+_MOST_TAG_BYTES = 5  # of tags and sizes, as in protobuf's library
 _MORE = 0x80  # set in each byte of a varint but the last
 
 
@@ -47,11 +48,11 @@ class Fields:
                     f"SERVER: Received message with more than {MOST_FIELDS} fields",
                 )
             start, size = at, 0
-            tag, at = (message[at], at + 1) if message[at] < _MORE else self._number(at)
+            tag, at = (message[at], at + 1) if message[at] < _MORE else self._number(at, _MOST_TAG_BYTES)
             kind = tag & 7
             if kind == _SIZED:
                 is_short = at < end and message[at] < _MORE
-                size, at = (message[at], at + 1) if is_short else self._number(at)
+                size, at = (message[at], at + 1) if is_short else self._number(at, _MOST_TAG_BYTES)
             elif kind == _VARINT:
                 _, at = self._number(at)
             elif kind in _FIXED_BYTES:
@@ -63,10 +64,10 @@ class Fields:
             yield tag, start, at, at + size
             at += size
 
-    def _number(self, at: int) -> tuple[int, int]:
+    def _number(self, at: int, most_bytes: int = _MOST_VARINT_BYTES) -> tuple[int, int]:
         """Return the varint at an offset, and the offset behind it."""
         value = 0
-        for place, byte in enumerate(self._message[at : at + _MOST_VARINT_BYTES]):
+        for place, byte in enumerate(self._message[at : at + most_bytes]):
             value |= (byte & 0x7F) << 7 * place
             if not byte & _MORE:
                 return value, at + place + 1

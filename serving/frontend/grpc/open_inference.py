@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torchere.serving.errors import InvalidRequest, ServingError
@@ -29,8 +29,6 @@ from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.stream import Encoded, Stream
 from torchere.serving.frontend.open_inference.service import (
-    KNOWN_HEAD_BYTES,
-    KNOWN_HEADS,
     Outcome,
     TensorService,
     filled,
@@ -92,7 +90,7 @@ class Tensors(NamedTuple):
         tensors = tensor_request(request)
         facts = self.context.dataplane.facts(model, version)
         prepared = self.service.prepared(facts, tensors, "base64" if self.as_torchserve else "text")
-        if request.raw and 0 < len(request.head) <= KNOWN_HEAD_BYTES:
+        if request.raw and request.head:
             self.service.keep(request.head, version, facts, prepared)
         of_envelope = partial(read_json, quoted=self.as_torchserve)
         reader = of_envelope if self.service.enveloped(facts) else read_framed
@@ -214,7 +212,6 @@ def _empty_end(message: ModelInferRequest, last: TensorAnswer | None) -> ModelIn
     return response
 
 
-@lru_cache(maxsize=KNOWN_HEADS)  # the metadata of calls with equal headers is one object
 def _headers(metadata: Metadata) -> Pairs:
     """Return request headers from the metadata: the trace context for handlers, and the priority."""
     priority = [(name, str(value)) for name, value in metadata if name == PRIORITY_HEADER]

@@ -225,7 +225,7 @@ _TENSOR_TAGS = (5 << 3 | 2, 6 << 3 | 2)  # of `inputs` and `outputs` of a reques
 class TensorMessage:
     """A request with its raw tensors and its id held apart from the rest, its head.
 
-    `head` is empty if nothing was cut out; `fields` may lack the tensors.
+    `head` is empty if the message was decoded at once; `fields` may lack the tensors.
     """
 
     __slots__ = ("_fields", "head", "id", "raw")
@@ -235,6 +235,8 @@ class TensorMessage:
         self.id = call_id
         self.raw = raw
         self._fields: ModelInferRequest | None = None
+        if not 0 < len(head) <= KNOWN_HEAD_BYTES:  # its translation is never kept
+            self._fields, self.head = self._decoded(head), b""
 
     @classmethod
     def of_library(cls, message: Received) -> TensorMessage:
@@ -252,9 +254,14 @@ class TensorMessage:
     def fields(self) -> ModelInferRequest:
         """The decoded head, with the id."""
         if self._fields is None:
-            self._fields = ModelInferRequest.FromString(self.head)
-            self._fields.id = self.id
+            self._fields = self._decoded(self.head)
         return self._fields
+
+    def _decoded(self, head: bytes) -> ModelInferRequest:
+        fields = ModelInferRequest.FromString(head)
+        if self.id:
+            fields.id = self.id
+        return fields
 
     @property
     def is_raw(self) -> bool:
@@ -288,7 +295,7 @@ def decode_request(message: Received, known: Container[Hashable] = ()) -> Tensor
     cut = _cut(message)
     if cut is None:
         return TensorMessage.of_library(message)
-    if cut.head not in known:
+    if cut.head and cut.head not in known:
         _ = cut.fields  # so that it fails here
     return cut
 
@@ -322,9 +329,10 @@ class RawAnswers:
             raise refused_by_handler(response)
         body = response.body
         head, start = frame_head(body)
-        prefix, tensors, size = self._known.get(head) or self._translated(head, body)
-        if size != len(body) - start:
-            return encode_response(infer_response(read_framed_body(body), raw=True, call_id=call_id))
+        known = self._known.get(head)
+        if known is None or known[2] != len(body) - start:
+            return self._encode_anew(head, body, len(body) - start, call_id)
+        prefix, tensors, size = known
         parts: list[Raw] = [prefix]
         if call_id:
             encoded = call_id.encode()
@@ -334,22 +342,23 @@ class RawAnswers:
             start += length
         return b"".join(parts) if size < JOINED_BYTES else parts
 
-    def _translated(self, head: bytes, body: Raw) -> tuple[bytes, list[tuple[int, bytes]], int]:
-        fields, raw = infer_response(read_framed_body(body), raw=True)
-        sizes = [len(tensor) for tensor in raw]
-        tensors = [(size, _field_head(_OUTPUT_TAG, size)) for size in sizes]
-        found = fields.SerializeToString(), tensors, sum(sizes)
-        if len(head) <= KNOWN_HEAD_BYTES:
-            self._known.keep(head, found)
-        return found
+    def _encode_anew(self, head: bytes, body: Raw, size: int, call_id: str) -> Encoded:
+        """Encode a framed body, and keep its head if the `size` bytes behind it are the tensors."""
+        answer = read_framed_body(body)
+        sizes = [len(output.raw) for output in answer.outputs]
+        if not answer.id and sum(sizes) == size and len(head) <= KNOWN_HEAD_BYTES:
+            fields = infer_response(answer, raw=True).fields.SerializeToString()
+            tensors = [(each, _field_head(_OUTPUT_TAG, each)) for each in sizes]
+            self._known.keep(head, (fields, tensors, size))
+        return encode_response(infer_response(answer, raw=True, call_id=call_id))
 
 
 def _cut(message: Received) -> TensorMessage | None:
-    """Cut the raw tensors and the id out of a message; None: it has too many of them, or of fields.
+    """Cut the raw tensors and the id out of a message; None: the library is to read it whole.
 
     Raises:
-        DecodeError: the message has invalid fields.
-        MessageFailed: a long message has too many.
+        DecodeError: a long message has invalid fields, or the head or an id is invalid.
+        MessageFailed: a long message has too many fields.
     """
     end = len(message)
     is_long = end >= LONG_BYTES
@@ -359,21 +368,26 @@ def _cut(message: Received) -> TensorMessage | None:
     tensors: list[Raw] = []
     call_id = ""
     kept_from = count = 0
-    for tag, start, content, after in fields.between(0, end):
-        count += 1
-        if tag == _INPUT_TAG:
-            tensors.append(view[content:after])
-        elif tag == _ID_TAG:
-            call_id = _text(view[content:after])
-        else:
-            if is_long and tag in _TENSOR_TAGS:
-                for _ in fields.between(content, after):
-                    pass  # count the fields of the tensors, such as their parameters, too
-            elif not is_long and count > MOST_CUT_FIELDS:
+    try:
+        for tag, start, content, after in fields.between(0, end):
+            count += 1
+            if not is_long and count > MOST_CUT_FIELDS:
                 return None
-            continue
-        kept.append(view[kept_from:start])
-        kept_from = after
+            if tag == _INPUT_TAG:
+                tensors.append(view[content:after])
+            elif tag == _ID_TAG:
+                call_id = _text(view[content:after])
+            else:
+                if is_long and tag in _TENSOR_TAGS:
+                    for _ in fields.between(content, after):
+                        pass  # count the fields of the tensors, such as their parameters, too
+                continue
+            kept.append(view[kept_from:start])
+            kept_from = after
+    except DecodeError:
+        if is_long:
+            raise
+        return None  # the library knows more kinds of fields
     if len(tensors) > MOST_TENSORS:
         return None
     return TensorMessage(b"".join((*kept, view[kept_from:])), call_id, tensors)

@@ -85,7 +85,7 @@ class TensorService:
         return infer_request(request, "")
 
     def translated(self, key: Hashable) -> Translation | None:
-        """Return the translation that was kept; None if there is none, or the version has changed since.
+        """Return the translation that was kept; None if there is none, or the signature is another object.
 
         Raises:
             ModelNotFound, VersionNotFound: the version is not registered any more.

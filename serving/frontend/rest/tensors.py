@@ -143,7 +143,8 @@ class TensorPrediction(Prediction):
         self._request = request
         prepared = tensors.service.prepared(facts, request)
         key = _key(target, self._wire, body)
-        if key is not None and _is_behind_head(request, len(body) - len(key.head)):
+        # Heads with an id do not come again, and would push out the others.
+        if key is not None and not request.id and _is_behind_head(request, len(body) - len(key.head)):
             tensors.service.keep(key, target.version, facts, prepared)
         self._submit(prepared)
 

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from torchere.handlers.tensors.request import array_of, flattened, grouped, whole_group
+from torchere.archiver.signature import Signature, TensorSpec
+from torchere.handlers.tensors import TensorError
+from torchere.handlers.tensors.request import (
+    Example,
+    array_of,
+    flattened,
+    grouped,
+    layout_of,
+    tensors_of,
+    whole_group,
+)
 
 ONE, TWO = torch.zeros(1), torch.ones(1)
 
@@ -60,3 +70,10 @@ def test_strides_are_those_of_rows_behind_one_another_whatever_numpy_had() -> No
     assert whole_group([one_row]).inputs[0].stride() == (6, 2, 1)
     (scalar,) = grouped([(0, [np.array(2.5)])], batched=False)
     assert scalar.inputs[0].item() == 2.5
+
+
+def test_numbers_of_64_bits_are_refused_where_bf16_is_expected() -> None:
+    layout = layout_of(Signature((TensorSpec("x", "BF16", (-1, 3)),), (TensorSpec("y", "BF16", (-1, 3)),)))
+    example = Example((np.zeros((1, 3)),), single=False)  # numpy takes None, BF16's type there, for float64
+    with pytest.raises(TensorError, match="found FP64, expected BF16"):
+        tensors_of(example, layout)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from torchere.serving.frontend.grpc.fields import MOST_FIELDS
 from torchere.serving.frontend.grpc.open_inference_messages import (
+    MOST_CUT_FIELDS,
     MOST_TENSORS,
     TensorReply,
     decode_request,
@@ -15,6 +16,7 @@ from torchere.serving.frontend.grpc.open_inference_messages import (
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
 from torchere.serving.frontend.http2.stream import JOINED_BYTES
+from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES
 
 LONG = bytes(range(256)) * (JOINED_BYTES // 256)
 tensors = st.lists(st.sampled_from([b"", b"\x3a\x02ab", b"x" * 300, LONG]), max_size=5)
@@ -111,3 +113,38 @@ def test_an_answer_is_read_as_it_was_meant(raw):
     whole = written if isinstance(written, bytes) else b"".join(written)
     assert ModelInferResponse.FromString(whole) == reply().whole()
     assert list(reply().whole().raw_output_contents) == raw
+
+
+@pytest.mark.parametrize("field", [b"\x3a\x00", b"\x1a\x00", b"\x78\x00"], ids=["tensor", "id", "unknown"])
+def test_a_short_message_of_very_many_fields_is_left_to_the_library(field):
+    read = decode_request(field * (MOST_CUT_FIELDS + 1))
+    assert read.head == b""
+    assert len(read.raw) == (MOST_CUT_FIELDS + 1 if field == b"\x3a\x00" else 0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        request([b"ab"]).SerializeToString() + b"\x0b\x0c",  # an unknown group
+        b"\xba\x80\x80\x80\x80\x80\x00\x01a",  # the tag of a tensor in seven bytes
+        b"\x3a\x81\x80\x80\x80\x80\x80\x00a",  # and its size
+        b"\x1a\x01\xff\x1a\x01a",  # two ids, the first is no text
+        b"\x1a\x01a\x1a\x01b",
+    ],
+    ids=["group", "long-tag", "long-size", "no-text", "two-ids"],
+)
+def test_a_short_message_is_refused_where_the_library_refuses_it(message):
+    try:
+        library = ModelInferRequest.FromString(message)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            decode_request(message)
+        return
+    read = decode_request(message)
+    assert (read.fields.id, list(read.raw)) == (library.id, list(library.raw_input_contents))
+
+
+def test_a_long_head_is_decoded_at_once_and_not_held():
+    message = ModelInferRequest(model_name="m" * KNOWN_HEAD_BYTES, id="7", raw_input_contents=[b"ab"])
+    read = decode_request(message.SerializeToString())
+    assert (read.head, read.fields.id, read.fields.model_name) == (b"", "7", message.model_name)

@@ -229,3 +229,8 @@ def test_bytes_behind_the_last_tensor_are_left_out():
     for _ in range(2):
         sent = whole(answers.encode(framed(b"abc", extra=b"more"), ""))
         assert list(sent.raw_output_contents) == [b"abc"]
+
+
+def test_a_body_that_has_an_id_keeps_it_each_time():
+    answers = RawAnswers()
+    assert [whole(answers.encode(framed(b"abc", id="own"), "7")).id for _ in range(2)] == ["own", "own"]

@@ -133,6 +133,12 @@ def test_a_long_head_is_parsed_each_time(ask, parsed):
     assert len(parsed) == 2
 
 
+def test_heads_with_an_id_push_out_no_others(ask, parsed):
+    mine = call(head=head_of(id="7"))
+    assert [status for status, _, _ in ask([call(), mine, mine, call()])] == [200] * 4
+    assert len(parsed) == 3
+
+
 def test_behind_an_envelope_each_request_is_translated(ask, planes, monkeypatch):
     made = planes.services
     monkeypatch.setattr(planes, "services", lambda **given: made(service_envelope="kservev2", **given))
