@@ -134,6 +134,7 @@ class Workflows:
                 if spec.functions:
                     stored = await asyncio.to_thread(self._unpack, wanted.url, archive, workflow)
                 workflow.versions = await self._loaded(workflow, stored, handler, at_startup)
+                self._workflows[name] = workflow  # now, so that the name is never free in between
             finally:
                 self._registering.discard(name)
         except BaseException:  # cancelled, too
@@ -144,7 +145,6 @@ class Workflows:
                 await asyncio.to_thread(archive.close)
             if stored is not None:
                 await asyncio.to_thread(self._store.remove, stored)  # the registry has unpacked copies
-        self._workflows[name] = workflow
         self._forget(name)
         self._registry.workflows_changed()
         await self._registry.written()
