@@ -8,6 +8,7 @@ of the workflow's handler.
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
@@ -25,6 +26,9 @@ _PARSE_FAILED = "Failed to parse yaml."  # TorchServe's text
 _ONE_START = "DAG should have only one start node"
 _NO_DAG = "Not a valid DAG"
 _LOOP = "loop exception"
+
+# In CPython 3.11 `ast.parse` in two threads may raise SystemError (github.com/python/cpython/issues/106905).
+_parsing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,8 @@ def check_functions(spec: WorkflowSpec, handler: str | None, source: str) -> Non
 def _module_names(handler: str, source: str) -> Collection[str] | None:
     """Return the names that a module defines, without running it; None if they can't be known."""
     try:
-        body = ast.parse(source).body
+        with _parsing:
+            body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
         raise InvalidWorkflow(f"The handler {handler} is not valid Python.", str(err)) from err
     names: set[str] = set()
