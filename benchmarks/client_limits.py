@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from doors import ANSWER, FLOATS, Transport, fed, message, steps_of
+from doors import ANSWER, FLOATS, Transport, fed, message
 from harness import servers
 from harness.arguments import whole_seconds
 from harness.cpu_time import tree_cpu_s
@@ -48,6 +48,22 @@ CLIENTS = 32
 LIMITS = "client_rate=1000000\nclient_burst=1000000\nclient_concurrency=1000000\nfair_queueing=true\n"
 PROBE = Probe("/predictions/tiny", instances_body(), b'"predictions"')
 WITH, WITHOUT, OLD = "all limits", "no limits", "old tree"
+
+
+def steps_of(connection: Connection, data: bytes) -> int:
+    """How many bytecodes a request takes."""
+    steps = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        steps += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    fed(connection, data)
+    sys.settrace(None)
+    return steps
 
 
 class Contender:

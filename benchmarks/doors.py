@@ -16,7 +16,6 @@ import gc
 import json
 import pstats
 import struct
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -173,22 +172,6 @@ def fed(connection: Any, data: bytes) -> None:
         room[:size] = view[:size]
         connection.buffer_updated(size)
         view = view[size:]
-
-
-def steps_of(connection: Connection, data: bytes) -> int:
-    """How many bytecodes a request takes."""
-    steps = 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal steps
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        steps += event == "opcode"
-        return trace
-
-    sys.settrace(trace)
-    fed(connection, data)
-    sys.settrace(None)
-    return steps
 
 
 class Calls:

@@ -48,7 +48,7 @@ def tensors(data: bytes) -> None:
     try:
         request = parse_request(body, None if said == WHOLE else said)
         request.check()
-        infer_request(request, "id")
+        infer_request(request)
     except InvalidRequest:
         return
     assert all(len(tensor.raw) <= max(1, len(body)) * 8 for tensor in request.inputs)

@@ -29,14 +29,13 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
 from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.stream import JOINED_BYTES, Encoded
 from torchere.serving.frontend.known import Known
-from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, KNOWN_HEADS
+from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, KNOWN_HEADS, tensors_behind
 from torchere.serving.frontend.open_inference.tensor_answer import (
-    FIRST_ERROR_STATUS,
     OutputTensor,
     TensorAnswer,
+    check_accepted,
     frame_head,
     read_framed_body,
-    refused_by_handler,
 )
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
@@ -302,11 +301,14 @@ def decode_request(message: Received, known: Container[Hashable] = ()) -> Tensor
 
 def encode_response(reply: TensorReply) -> Encoded:
     """Encode a response; a long one as a list of parts."""
-    frames = [_field_head(_OUTPUT_TAG, len(tensor)) for tensor in reply.raw]
-    parts: list[Raw] = [reply.fields.SerializeToString()]
-    for frame, tensor in zip(frames, reply.raw, strict=True):
-        parts += (frame, tensor)
-    return b"".join(parts) if sum(map(len, reply.raw)) < JOINED_BYTES else parts
+    return _with_tensors([reply.fields.SerializeToString()], reply.raw)
+
+
+class _KnownAnswer(NamedTuple):
+    """The encoded message of a response without its tensors, and the sizes of these in bytes."""
+
+    fields: bytes
+    sizes: list[int]
 
 
 class RawAnswers:
@@ -316,8 +318,7 @@ class RawAnswers:
     """
 
     def __init__(self) -> None:
-        # The encoded message up to its first tensor; and for each tensor its size, and the bytes before it.
-        self._known: Known[bytes, tuple[bytes, list[tuple[int, bytes]], int]] = Known(KNOWN_HEADS)
+        self._known: Known[bytes, _KnownAnswer] = Known(KNOWN_HEADS)
 
     def encode(self, response: InferResponse, call_id: str) -> Encoded:
         """Encode the framed body of a response, with the id of the call.
@@ -325,22 +326,17 @@ class RawAnswers:
         Raises:
             ServingError: the response has an error status, or its body is not framed.
         """
-        if response.status >= FIRST_ERROR_STATUS:
-            raise refused_by_handler(response)
+        check_accepted(response)
         body = response.body
         head, start = frame_head(body)
         known = self._known.get(head)
-        if known is None or known[2] != len(body) - start:
+        if known is None or sum(known.sizes) != len(body) - start:
             return self._encode_anew(head, body, len(body) - start, call_id)
-        prefix, tensors, size = known
-        parts: list[Raw] = [prefix]
+        parts: list[Raw] = [known.fields]
         if call_id:
             encoded = call_id.encode()
             parts += (_field_head(_ID_TAG, len(encoded)), encoded)
-        for length, before in tensors:
-            parts += (before, body[start : start + length])
-            start += length
-        return b"".join(parts) if size < JOINED_BYTES else parts
+        return _with_tensors(parts, tensors_behind(body, start, known.sizes))
 
     def _encode_anew(self, head: bytes, body: Raw, size: int, call_id: str) -> Encoded:
         """Encode a framed body, and keep its head if the `size` bytes behind it are the tensors."""
@@ -348,9 +344,15 @@ class RawAnswers:
         sizes = [len(output.raw) for output in answer.outputs]
         if not answer.id and sum(sizes) == size and len(head) <= KNOWN_HEAD_BYTES:
             fields = infer_response(answer, raw=True).fields.SerializeToString()
-            tensors = [(each, _field_head(_OUTPUT_TAG, each)) for each in sizes]
-            self._known.keep(head, (fields, tensors, size))
+            self._known.keep(head, _KnownAnswer(fields, sizes))
         return encode_response(infer_response(answer, raw=True, call_id=call_id))
+
+
+def _with_tensors(parts: list[Raw], tensors: Sequence[Raw]) -> Encoded:
+    """Append the raw tensors of a response to its encoded parts; join all if the tensors are short."""
+    for tensor in tensors:
+        parts += (_field_head(_OUTPUT_TAG, len(tensor)), tensor)
+    return b"".join(parts) if sum(map(len, tensors)) < JOINED_BYTES else parts
 
 
 def _cut(message: Received) -> TensorMessage | None:

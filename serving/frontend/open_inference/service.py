@@ -82,10 +82,10 @@ class TensorService:
             return InferRequest("", (body,), sequence_headers(request.parameters))
         if facts.signature is not None:
             check_signature(request, facts.signature)
-        return infer_request(request, "")
+        return infer_request(request)
 
     def translated(self, key: Hashable) -> Translation | None:
-        """Return the translation that was kept; None if there is none, or the signature is another object.
+        """Return the kept translation of a head; None without one, or if the version has another signature.
 
         Raises:
             ModelNotFound, VersionNotFound: the version is not registered any more.
@@ -157,6 +157,15 @@ def filled(
     deadline_s = min(deadline_s, prepared.deadline_s)
     request = InferRequest(request_id, parameters, headers + prepared.headers, deadline_s)
     return prioritised(request, headers) if headers else request
+
+
+def tensors_behind(body: bytes | memoryview, start: int, sizes: Sequence[int]) -> list[bytes | memoryview]:
+    """Return slices of a body: the tensors that follow each other from `start`, by their sizes in bytes."""
+    tensors = []
+    for size in sizes:
+        tensors.append(body[start : start + size])
+        start += size
+    return tensors
 
 
 def whole(outcome: Outcome) -> InferResponse:

@@ -20,7 +20,6 @@ from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError,
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 from torchere.serving.types import InferResponse
 
-FIRST_ERROR_STATUS = 400
 # TorchServe answers 503 for these, which clients of this protocol take for "try again". They are bugs: 500.
 _BUGS = frozenset(
     {
@@ -44,9 +43,14 @@ def in_plain_words(error: ServingError) -> ServingError:
     return Unavailable(error.plain, error.detail) if isinstance(error, VersionFailed) else error
 
 
-def refused_by_handler(response: InferResponse) -> HandlerFailed:
-    """Return the error for a response to which the handler gave a status of 400 or more."""
-    return HandlerFailed(_message(response.body), response.status)
+def check_accepted(response: InferResponse) -> None:
+    """Raise an error if the handler's response has an error status.
+
+    Raises:
+        HandlerFailed: the status is 400 or more; it has the handler's own text.
+    """
+    if response.status >= 400:
+        raise HandlerFailed(_message(response.body), response.status)
 
 
 def _message(body: bytes) -> str:
@@ -105,8 +109,7 @@ def read_framed(response: InferResponse) -> TensorAnswer:
     Raises:
         ServingError: the response has an error status, from the handler or from encoding the outputs.
     """
-    if response.status >= FIRST_ERROR_STATUS:
-        raise refused_by_handler(response)
+    check_accepted(response)
     return read_framed_body(response.body)
 
 
@@ -161,8 +164,7 @@ def read_json(response: InferResponse, *, quoted: bool = False) -> TensorAnswer:
     Raises:
         ServingError: the response has an error status, or is not valid JSON of the protocol.
     """
-    if response.status >= FIRST_ERROR_STATUS:
-        raise refused_by_handler(response)
+    check_accepted(response)
     return _answer(response.body, 0, len(response.body), quoted=quoted)
 
 

@@ -83,17 +83,11 @@ def input_tensor(
     return InputTensor(name, datatype, sizes, raw)
 
 
-def infer_request(
-    request: TensorRequest, request_id: str, headers: Pairs = (), deadline_s: float = NO_DEADLINE
-) -> InferRequest:
-    """Translate a request to an `InferRequest` for the data plane.
+def infer_request(request: TensorRequest) -> InferRequest:
+    """Translate a checked request to an `InferRequest`, without the id and the headers of a call.
 
-    Args:
-        request: the request, already checked.
-        request_id: id of the call; the id that the client chose is only returned in the response.
-        headers: headers of the call for the handler.
-        deadline_s: deadline of the call, in monotonic seconds; the protocol's parameter `timeout`, in
-            microseconds, may make it earlier.
+    The protocol's parameter `timeout`, in microseconds from now, makes its deadline. The id that the client
+    chose is only returned in the response.
 
     Raises:
         InvalidRequest: a parameter that the server interprets has a wrong type.
@@ -115,8 +109,7 @@ def infer_request(
             for tensor in request.inputs
         ]
     )
-    deadline_s = min(deadline_s, _timeout(request.parameters))
-    return InferRequest(request_id, values, (*headers, *sequence, wish_header(wish)), deadline_s)
+    return InferRequest("", values, (*sequence, wish_header(wish)), _timeout(request.parameters))
 
 
 def sequence_headers(parameters: Mapping[str, ParameterValue]) -> Pairs:

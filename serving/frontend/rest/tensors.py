@@ -16,13 +16,19 @@ from torchere.serving.frontend.open_inference.generate import Members, generate_
 from torchere.serving.frontend.open_inference.json_request import (
     parse_request,
 )
-from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, TensorService, filled, whole
+from torchere.serving.frontend.open_inference.service import (
+    KNOWN_HEAD_BYTES,
+    TensorService,
+    filled,
+    tensors_behind,
+    whole,
+)
 from torchere.serving.frontend.open_inference.tensor_answer import (
     as_client_knows,
+    check_accepted,
     encode_answer,
     in_plain_words,
     read_json,
-    refused_by_handler,
 )
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 from torchere.serving.frontend.rest.exchange import ClientConnection
@@ -127,11 +133,7 @@ class TensorPrediction(Prediction):
             return False
         if sum(known.sizes) != len(body) - wire.json_bytes:
             return False
-        view, at, tensors = memoryview(body), wire.json_bytes, []
-        for size in known.sizes:
-            tensors.append(view[at : at + size])
-            at += size
-        self._submit(known.request, tensors)
+        self._submit(known.request, tensors_behind(memoryview(body), wire.json_bytes, known.sizes))
         return True
 
     def _ask_tensors(self, request: TensorRequest, body: Body = b"") -> None:
@@ -148,7 +150,7 @@ class TensorPrediction(Prediction):
             tensors.service.keep(key, target.version, facts, prepared)
         self._submit(prepared)
 
-    def _submit(self, prepared: InferRequest, tensors: Sequence[memoryview] = ()) -> None:
+    def _submit(self, prepared: InferRequest, tensors: Sequence[bytes | memoryview] = ()) -> None:
         """Submit a request with the headers and the deadline of this one."""
         self.fill(filled(prepared, tensors, self.request_id, self.head.texts, self.deadline()))
         if self.head.target is not None:
@@ -187,7 +189,7 @@ class TensorPrediction(Prediction):
                 headers = [_OCTETS, (LENGTH, b"%d" % encoded.json_bytes)]
             self._send_packed(200, headers, encoded.body, coding)
             return
-        _check_accepted(response)
+        check_accepted(response)
         status = checked_status(response)
         if coding is None and not listener.adds_headers:
             self.send_whole(status, handler_lines(response.headers), response.body)
@@ -274,12 +276,6 @@ def _is_behind_head(request: TensorRequest, size: int) -> bool:
     return all(isinstance(raw, memoryview) for raw in raws) and sum(map(len, raws)) == size
 
 
-def _check_accepted(response: InferResponse) -> None:
-    """Raise an error if the handler's response has an error status."""
-    if response.status >= 400:
-        raise refused_by_handler(response)
-
-
 def _for_events(request: TensorRequest) -> TensorRequest:
     """Return the request with all outputs as JSON, because events are text."""
     outputs = tuple(msgspec.structs.replace(output, binary=False) for output in request.outputs)
@@ -288,7 +284,7 @@ def _for_events(request: TensorRequest) -> TensorRequest:
 
 async def _parts(response: InferResponse | StreamedResponse) -> AsyncIterator[bytes]:
     if isinstance(response, InferResponse):
-        _check_accepted(response)
+        check_accepted(response)
         yield bytes(response.body)
         return
     async for chunk in response.chunks:

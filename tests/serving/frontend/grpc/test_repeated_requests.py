@@ -57,7 +57,7 @@ def tensors(plane, envelope=None):
 
 
 def asked(reader, message, metadata=(), deadline_s=NO_DEADLINE):
-    """What becomes of a message: the request without its own id, or the error."""
+    """Return the request that a message becomes, without its own id, or the error."""
     call = SimpleNamespace(metadata=metadata, deadline_s=deadline_s)
     try:
         (model, version, request), read = reader.asked(reader.decode(message), call)

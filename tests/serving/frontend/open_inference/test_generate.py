@@ -18,7 +18,7 @@ SIGNATURE = Signature(
 
 def rows(signature: Signature | None = None, **members: Any) -> dict[str, Any]:
     request = generate_request(json.dumps(members).encode(), signature)
-    made = infer_request(request, "id")
+    made = infer_request(request)
     return {p.name: decode_input(p.value, p.content_type) for p in made.parameters}
 
 

@@ -13,7 +13,7 @@ from torchere.handlers.tensors import BYTES, DATATYPES
 from torchere.handlers.tensors.answer import FRAME, OPEN_INFERENCE, WantedOutput, Wish, read_wish
 from torchere.handlers.tensors.codec import split_elements
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
-from torchere.serving.frontend.open_inference.service import check_signature, request_json
+from torchere.serving.frontend.open_inference.service import check_signature, filled, request_json
 from torchere.serving.frontend.open_inference.tensor_answer import (
     as_client_knows,
     encode_answer,
@@ -35,7 +35,7 @@ STRINGS = InputTensor("t", BYTES, (2,), struct.pack("<I", 1) + b"a" + struct.pac
 
 
 def test_each_input_is_a_value_that_the_executor_reads_as_an_array() -> None:
-    made = infer_request(TensorRequest((X, STRINGS)), "id")
+    made = infer_request(TensorRequest((X, STRINGS)))
     rows = {p.name: decode_input(p.value, p.content_type) for p in made.parameters}
     assert rows["x"].tolist() == [[1, 2]]  # type: ignore[attr-defined]
     assert rows["t"].tolist() == [b"a", b""]  # type: ignore[attr-defined]
@@ -45,7 +45,8 @@ def test_each_input_is_a_value_that_the_executor_reads_as_an_array() -> None:
 def test_the_rest_travels_as_a_wish_in_a_header_that_no_client_can_send() -> None:
     parameters: dict[str, bool | int | float | str] = {"k": "v", "sequence_id": 4, "sequence_end": True}
     request = TensorRequest((X,), "7", parameters, (WantedOutput("y"),), binary=True)
-    headers = dict(infer_request(request, "id", (("accept", "*/*"),)).headers)
+    made = filled(infer_request(request), (), "id", (("accept", "*/*"),), NO_DEADLINE)
+    headers = dict(made.headers)
     wish = read_wish(headers[OPEN_INFERENCE])
     assert (wish.id, wish.parameters, wish.outputs) == ("7", parameters, (WantedOutput("y"),))
     assert (wish.binary, wish.framed, wish.ends_sequence) == (True, False, "4")
@@ -54,7 +55,7 @@ def test_the_rest_travels_as_a_wish_in_a_header_that_no_client_can_send() -> Non
 
 
 def test_a_framed_wish_leaves_the_id_to_the_door_that_knows_it() -> None:
-    headers = dict(infer_request(TensorRequest((X,), "7", framed=True), "id").headers)
+    headers = dict(infer_request(TensorRequest((X,), "7", framed=True)).headers)
     assert read_wish(headers[OPEN_INFERENCE]) == Wish(framed=True)
 
 
@@ -81,9 +82,8 @@ def test_sequences_have_the_contracts_headers(parameters: dict[str, Any], wanted
 
 def test_the_timeout_of_the_protocol_is_a_deadline_in_microseconds() -> None:
     def deadline_s(timeout: Any, before_s: float = NO_DEADLINE) -> float:
-        return infer_request(
-            TensorRequest((X,), parameters={"timeout": timeout}), "id", (), before_s
-        ).deadline_s
+        request = infer_request(TensorRequest((X,), parameters={"timeout": timeout}))
+        return filled(request, (), "id", (), before_s).deadline_s
 
     now_s = time.monotonic()
     assert now_s + 2 <= deadline_s(2_000_000) <= now_s + 60
