@@ -28,7 +28,7 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
 )
 from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.stream import JOINED_BYTES, Encoded
-from torchere.serving.frontend.known import Known
+from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, KNOWN_HEADS, tensors_behind
 from torchere.serving.frontend.open_inference.tensor_answer import (
     OutputTensor,

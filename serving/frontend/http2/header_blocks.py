@@ -17,7 +17,7 @@ from hpack.table import HeaderTable
 
 from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
 from torchere.serving.frontend.http2.messages import StatusCode
-from torchere.serving.frontend.known import Known
+from torchere.serving.frontend.known_heads import Known
 
 MAX_HEADER_LIST_BYTES = 16_384  # as counted by RFC 7541, 4.1; gRPC's own servers accept as much
 READ_HEADER_LIST_BYTES = 2 * MAX_HEADER_LIST_BYTES  # a list over the limit fails its call alone, up to here

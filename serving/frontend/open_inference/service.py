@@ -13,7 +13,7 @@ from torchere.handlers.tensors import BYTES, TensorError, shown
 from torchere.handlers.tensors.codec import array_from_bytes, json_from_tensor, split_elements
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.known import Known
+from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.tensor_answer import as_client_knows, in_plain_words
 from torchere.serving.frontend.open_inference.tensor_request import (

@@ -13,7 +13,7 @@ import httptools
 from torchere.serving.access.identity import Role
 from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, is_probe
-from torchere.serving.frontend.known import Known
+from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import media_type, text_headers
 from torchere.serving.frontend.rest.page import wants_page

@@ -13,7 +13,7 @@ import msgspec
 
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.description import pretty
-from torchere.serving.frontend.known import Known
+from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding, error_body, status_and_type
 from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.types import InferResponse

@@ -19,7 +19,7 @@ from torchere.serving.frontend.grpc.open_inference_messages import (
     infer_response,
 )
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
-from torchere.serving.frontend.known import Known
+from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, KNOWN_HEADS, TensorService
 from torchere.serving.frontend.open_inference.tensor_answer import read_framed
