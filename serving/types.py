@@ -40,7 +40,7 @@ class InferRequest(msgspec.Struct, frozen=True, array_like=True):
     parameters: tuple[Parameter, ...]
     headers: tuple[tuple[str, str], ...] = ()  # in the client's spelling; the last duplicate wins
     deadline_s: float = NO_DEADLINE  # monotonic seconds; a response after it is useless
-    priority: int = 0  # among queued requests of the same version; see `batching/priority.py`
+    priority: int = 0  # among queued requests of the same version; see `batching/fair_queue.py`
 
 
 class InferResponse(msgspec.Struct, frozen=True, array_like=True):

@@ -1,9 +1,13 @@
 """The waiting requests of one version, in the order in which they run: clients take turns.
 
-While requests of one client wait, or fewer than a batch, they run in order of rank (`priority.py`). Otherwise
-the waiting clients take turns (weighted round robin): in its turn, a client has as many requests run as its
+While requests of one client wait, or fewer than a batch, they run in order of rank. Otherwise the
+waiting clients take turns (weighted round robin): in its turn, a client has as many requests run as its
 weight, in order of rank. So a client waits for one turn of each other client at most, however many requests
 these have waiting. A priority orders the requests of one client only: each client chooses its own.
+
+A request of priority p has the rank of one that arrived p times `HEAD_START_S` earlier. So a more urgent
+request overtakes others, but none waits for ever: a request is overtaken only by those that arrive within
+their head start over it. Deadlines are unaffected: a late request is dropped at any priority.
 
 Requests without an account count as those of one client.
 """
@@ -11,11 +15,31 @@ Requests without an account count as those of one client.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchere.serving.access.client_limits import Account
-from torchere.serving.batching.priority import position
 from torchere.serving.batching.request import Request
+
+LOWEST, HIGHEST = -9, 9  # priorities; 0 is the default
+HEAD_START_S = 1.0
+
+
+def rank_s(enqueued_s: float, priority: int) -> float:
+    """Return the rank of a request in monotonic seconds; the lowest rank goes first."""
+    return enqueued_s - priority * HEAD_START_S
+
+
+def position(queue: Sequence[Request], request: Request) -> int:
+    """Return the index at which to insert a request into an ordered queue, after those of equal rank."""
+    rank = _rank(request)
+    at = len(queue)
+    while at and _rank(queue[at - 1]) > rank:
+        at -= 1
+    return at
+
+
+def _rank(request: Request) -> float:
+    return rank_s(request.enqueued_s, request.priority)
 
 
 class Mixed:

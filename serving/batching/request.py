@@ -48,7 +48,7 @@ class Request:
         parameters: the named values, encoded.
         headers: in the client's spelling; the last duplicate wins.
         deadline_s: when it expires.
-        priority: its priority among the waiting requests of its version; see `priority.py`.
+        priority: its priority among the waiting requests of its version; see `fair_queue.py`.
         caller: the name of the client's identity, or its address if it has none; "": the server itself.
         account: the account of the caller; None: clients are not told apart, or the server makes the request.
         group: requests share a batch only with others of equal group.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from torchere.serving.batching.priority import HIGHEST, LOWEST
+from torchere.serving.batching.fair_queue import HIGHEST, LOWEST
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.types import InferRequest
 

@@ -20,8 +20,7 @@ from torchere.handlers.cpp import cpp_handler_name
 from torchere.handlers.resolve import CPP_ADVICE, CPP_HANDLERS
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
-from torchere.serving.batching.quarantine import Quarantine
-from torchere.serving.batching.quarantine_files import QuarantineFiles
+from torchere.serving.batching.quarantine import Quarantine, QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.batching.unread_parts import limit_bytes
 from torchere.serving.config.model_settings import Asked, ModelConfig, effective_settings

@@ -1,4 +1,4 @@
-"""The order of the waiting requests of several clients."""
+"""The order of the waiting requests of several clients, and by rank."""
 
 from collections import Counter
 from itertools import count
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchere.serving.access.client_limits import Account, Quota, Tally
-from torchere.serving.batching.fair_queue import FairQueue
+from torchere.serving.batching.fair_queue import HEAD_START_S, HIGHEST, LOWEST, FairQueue, position, rank_s
 from torchere.serving.batching.request import Request
 
 
@@ -196,3 +196,39 @@ def test_a_client_waits_for_one_turn_of_each_other(names: str, batch_size: int) 
     taken(queue, batch_size)  # the first batch was settled before
     ran = Counter(each[0] for each in taken(queue, 60))
     assert max(ran.values()) - min(ran.values()) <= 1 + batch_size
+
+
+def ranked_request(name: str, priority: int, enqueued_s: float) -> Request:
+    request = Request(name, 0.0)
+    request.priority, request.enqueued_s = priority, enqueued_s
+    return request
+
+
+def ranked(*arrivals: tuple[int, float]) -> list[Request]:
+    """A queue after requests of these priorities came at these times."""
+    queue: list[Request] = []
+    for number, (priority, enqueued_s) in enumerate(arrivals):
+        each = ranked_request(str(number), priority, enqueued_s)
+        queue.insert(position(queue, each), each)
+    return queue
+
+
+def names(queue: list[Request]) -> list[str]:
+    return [each.request_id for each in queue]
+
+
+def test_the_more_urgent_goes_first_and_equals_in_the_order_they_came() -> None:
+    assert names(ranked((0, 0.0), (1, 0.1), (0, 0.2), (1, 0.3), (-1, 0.4))) == ["1", "3", "0", "2", "4"]
+
+
+def test_no_request_is_overtaken_by_one_that_comes_after_the_head_start_is_used_up() -> None:
+    patient = (LOWEST, 0.0)
+    late_s = (HIGHEST - LOWEST) * HEAD_START_S
+    assert names(ranked(patient, (HIGHEST, late_s - 0.1), (HIGHEST, late_s))) == ["1", "0", "2"]
+
+
+@given(st.lists(st.tuples(st.integers(LOWEST, HIGHEST), st.floats(0.0, 10.0)), max_size=20))
+def test_a_queue_is_always_in_the_order_of_its_ranks(arrivals: list[tuple[int, float]]) -> None:
+    queue = ranked(*sorted(arrivals, key=lambda arrival: arrival[1]))
+    ranks = [rank_s(each.enqueued_s, each.priority) for each in queue]
+    assert ranks == sorted(ranks)
