@@ -39,8 +39,8 @@ model_store={store}
 """
 NOT_AHEAD = """
 import contextlib
-from torchere.serving.workers import preparation
-preparation.fork_server_ahead = lambda settings: contextlib.nullcontext()
+from torchere.serving.workers import launch
+launch.fork_server_ahead = lambda settings: contextlib.nullcontext()
 """
 TORCH_FIRST = "import torch"  # as servers did that ran models themselves
 COLLECTING = """

@@ -1,6 +1,7 @@
 """`torchere serve`: its arguments, and the steps of a server start.
 
-Modules are imported only when needed. `workers/preparation.py` explains the first steps of a start.
+Modules are imported only when needed. The fork server starts first (`workers/launch.py`). Modules that
+predictions do not need are imported after the start (`frontend/rest/listener.py`).
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _prepared_and_served(plan: Plan) -> int:
     from torchere.serving.process.signals import SignalsKept  # noqa: PLC0415 - not needed for --help
 
     with SignalsKept() as kept:
-        from torchere.serving.workers.preparation import fork_server_ahead  # noqa: PLC0415 - likewise
+        from torchere.serving.workers.launch import fork_server_ahead  # noqa: PLC0415 - likewise
 
         with fork_server_ahead(plan.settings) as fork_server:
             from torchere.serving.server import serve  # noqa: PLC0415 - takes most of a start

@@ -15,8 +15,8 @@ from torchere.serving.store.signing import (
     TrustedIdentity,
     TrustedKeys,
     sign,
+    verified_copy,
 )
-from torchere.serving.store.verified_copy import verified_copy
 
 SIGN_EXAMPLES = """examples:
   openssl ecparam -name prime256v1 -genkey -noout -out signing.pem    # once

@@ -43,9 +43,9 @@ from torchere.serving.store.signing import (
     TrustedKeys,
     signature_beside,
     signature_url,
+    verified_copy,
 )
 from torchere.serving.store.url_rules import allow, is_remote, shown_url
-from torchere.serving.store.verified_copy import verified_copy
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,8 @@
-"""Starts worker processes: forked from a process that has imported torch, or as fresh interpreters."""
+"""Starts worker processes: forked from a process that has imported torch, or as fresh interpreters.
+
+The process to fork from, the fork server, imports torch, which is the slowest part of a start. So it starts
+before the server itself is imported, and runs in parallel with the rest (`fork_server_ahead`).
+"""
 
 from __future__ import annotations
 
@@ -217,6 +221,23 @@ def _of_torchserve(settings: ServerSettings, kept: Mapping[str, str]) -> dict[st
         if header != getattr(SequenceHeaders(), which) and name not in kept:
             given[name] = header
     return given
+
+
+@contextmanager
+def fork_server_ahead(settings: ServerSettings) -> Iterator[Spawned | None]:
+    """Start the fork server if the settings name models; it ends with the block.
+
+    Yields None if they name no models, or if the process can't be started; a later launch then tries again.
+    """
+    spawned = None
+    if settings.load_models or settings.snapshot_models or settings.snapshot_workflows:
+        with suppress(OSError):
+            spawned = spawn(worker_environment(settings.env_vars_hidden_from_workers, settings))
+    try:
+        yield spawned
+    finally:
+        if spawned is not None:
+            spawned.end()
 
 
 async def _launched(

@@ -11,7 +11,7 @@ from signers import KeyPair, key_pair, pack
 from torchere.archiver.reader import open_archive
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError, UntrustedArchive
-from torchere.serving.store import verified_copy
+from torchere.serving.store import signing
 from torchere.serving.store.package import Store, store_of
 from torchere.serving.store.signing import MAX_SIGNATURE_BYTES, SigningUnusable, TrustedKeys, read_signature
 
@@ -106,7 +106,7 @@ def test_an_archive_that_is_changed_while_it_is_verified_is_refused(
 ) -> None:
     archive = signed(root, keys, kind)
     then = then_overwritten(archive, read_signature)
-    monkeypatch.setattr(verified_copy, "read_signature", then)
+    monkeypatch.setattr(signing, "read_signature", then)
     store = Store(root, Limits(), temp, trust=TrustedKeys([keys.public]))
     before = sorted(temp.rglob("*"))
     with pytest.raises(ServingError) as caught:
@@ -121,14 +121,14 @@ def test_an_archive_that_is_another_one_only_while_it_is_copied_is_refused(
     root: Path, temp: Path, keys: KeyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = signed(root, keys, "file").read_bytes()
-    copy_file = verified_copy._copy_file
+    copy_file = signing._copy_file
 
     def exchanged(source: Path, target: Path) -> None:
         overwrite(source)
         copy_file(source, target)
         source.write_bytes(good)
 
-    monkeypatch.setattr(verified_copy, "_copy_file", exchanged)
+    monkeypatch.setattr(signing, "_copy_file", exchanged)
     store = Store(root, Limits(), temp, trust=TrustedKeys([keys.public]))
     with pytest.raises(UntrustedArchive) as caught:
         store.open("m.mar")
@@ -166,7 +166,7 @@ def test_a_disk_without_room_for_the_copy_is_not_the_archives_fault(
         raise OSError(28, "No space left on device")
 
     signed(root, keys, "file")
-    monkeypatch.setattr(verified_copy, "_copy_file", full)
+    monkeypatch.setattr(signing, "_copy_file", full)
     store = Store(root, Limits(), temp, trust=TrustedKeys([keys.public]))
     with pytest.raises(ServingError) as caught:
         store.open("m.mar")

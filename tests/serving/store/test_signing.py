@@ -27,8 +27,8 @@ from torchere.serving.store.signing import (
     TrustedKeys,
     sign,
     signature_url,
+    verified_copy,
 )
-from torchere.serving.store.verified_copy import verified_copy
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Both ways of starting a worker give the same worker."""
+"""Both ways of starting a worker give the same worker; the fork server starts before the server."""
 
 import asyncio
 import fcntl
@@ -16,6 +16,8 @@ import psutil
 import pytest
 import uvloop
 
+from torchere.serving.config.server_settings import ServerSettings, SnapshotModel
+from torchere.serving.workers import launch as module
 from torchere.serving.workers.fork_client import Spawned, spawn
 from torchere.serving.workers.launch import (
     SPIN_COUNT,
@@ -23,6 +25,7 @@ from torchere.serving.workers.launch import (
     ForkLauncher,
     Launched,
     _launched,
+    fork_server_ahead,
     worker_environment,
 )
 from torchere.serving.workers.loss import Loss, LossKind
@@ -263,3 +266,45 @@ def test_threads_that_wait_sleep_soon_unless_the_operator_wants_it_otherwise(
     found = worker_environment()
     assert chosen.items() <= found.items()
     assert found.get("GOMP_SPINCOUNT") == (chosen.get("GOMP_SPINCOUNT") if chosen else str(SPIN_COUNT))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ServerSettings(load_models=("m.mar",)),
+        ServerSettings(snapshot_models=(SnapshotModel("m", "1.0", "m.mar", True, {}),)),
+    ],
+)
+def test_the_fork_server_is_started_for_models_of_the_start_and_ends_afterwards(
+    settings: ServerSettings,
+) -> None:
+    with fork_server_ahead(settings) as fork_server:
+        assert fork_server is not None
+        assert fork_server.process.poll() is None
+    assert fork_server.process.poll() is not None
+
+
+def test_a_server_that_begins_without_models_starts_none() -> None:
+    with fork_server_ahead(ServerSettings()) as fork_server:
+        assert fork_server is None
+
+
+def test_a_fork_server_that_can_not_be_started_is_left_to_who_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(environment: object) -> None:
+        raise OSError("no process left")
+
+    monkeypatch.setattr(module, "spawn", refused)
+    with fork_server_ahead(ServerSettings(load_models=("m.mar",))) as fork_server:
+        assert fork_server is None
+
+
+def test_nothing_is_imported_that_the_fork_server_would_wait_for() -> None:
+    code = """
+import sys
+import torchere.serving.workers.launch
+print(sorted({"torch", "numpy", "fastapi", "grpc", "yaml"} & set(sys.modules)))
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout == "[]\n"

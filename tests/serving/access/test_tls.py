@@ -4,7 +4,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from torchere.serving.telemetry.certificate import UnreadableCertificate, expiry_s
+from torchere.serving.access.tls import UnreadableCertificate, expiry_s
 
 
 @pytest.fixture(scope="module")
