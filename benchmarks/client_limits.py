@@ -38,8 +38,8 @@ from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
+from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.metrics import Metrics
 

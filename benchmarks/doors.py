@@ -47,8 +47,8 @@ from torchere.serving.frontend.http2.frames import (
 )
 from torchere.serving.frontend.http2.header_blocks import OK_BLOCK
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
+from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import VersionNumbers

@@ -33,8 +33,7 @@ from harness.trees import CHECKOUT, Tree, tree
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.rest.app import listener_of
-from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.rest.server import RestServer, listener_of
 from torchere.serving.frontend.services import Services
 from torchere.serving.server import SWITCH_INTERVAL_S
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad

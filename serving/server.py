@@ -32,9 +32,8 @@ from torchere.serving.errors import ServingError
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
-from torchere.serving.frontend.rest.app import listener_of, listeners
 from torchere.serving.frontend.rest.listener import DeferredApp, build_after
-from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.rest.server import RestServer, listener_of, listeners
 from torchere.serving.frontend.services import CorsHeaders, Services, budgets_of
 from torchere.serving.frontend.summary import Caller, started_models, summary
 from torchere.serving.io.addresses import refuse_taken, said_plainly
@@ -47,9 +46,9 @@ from torchere.serving.process.signals import ending_signals
 from torchere.serving.registry.registry import Registry
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, read_metrics_config
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.predictions import Tracing
 from torchere.serving.telemetry.scrape import Extent
 from torchere.serving.telemetry.torchserve import close_metric_files, open_metric_files
-from torchere.serving.telemetry.trace_setup import open_tracing
 from torchere.serving.workers.fork_client import Spawned
 from torchere.serving.workers.sandbox import announce as announce_sandbox
 
@@ -59,6 +58,7 @@ logger = logging.getLogger(__name__)
 # decode long bodies and unpack archives.
 SWITCH_INTERVAL_S = 0.0005
 STARTED_LINE = "Model server started."  # launchers wait for this line on stdout
+SERVICE = "torchere"  # the service name of spans, unless OTEL_SERVICE_NAME is set
 
 
 class Server:
@@ -330,6 +330,22 @@ def _about_keys(settings: ServerSettings) -> str:
     if settings.token_keys_file is not None:
         return str(settings.token_keys_file.absolute())
     return f"{settings.key_file.absolute()} (good for {settings.token_expiration_min:g} min)"
+
+
+def open_tracing(version: str) -> Tracing:
+    """Return a span maker that exports spans as OpenTelemetry's environment variables configure.
+
+    Raises:
+        ServingError: OpenTelemetry's packages are not installed.
+    """
+    try:
+        from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider  # noqa: PLC0415 - optional
+    except ImportError as err:
+        raise ServingError(
+            "Tracing is on, and OpenTelemetry is not installed.",
+            f"{err}. Install torchere[otel], or leave out tracing=true",
+        ) from err
+    return SpanMaker(exporting_provider(SERVICE, version))
 
 
 def _refuse_open_management(settings: ServerSettings) -> None:

@@ -22,9 +22,15 @@ from torchere.serving.telemetry.catalogue import Families, Reserved
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample, Report
 from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, executors_of
-from torchere.serving.telemetry.numbers import Listener, ServerNumbers, VersionNumbers, VersionSnapshot
+from torchere.serving.telemetry.numbers import (
+    TOO_LARGE,
+    Listener,
+    ServerNumbers,
+    VersionNumbers,
+    VersionSnapshot,
+    refusal_reason,
+)
 from torchere.serving.telemetry.predictions import Predicted, Tracing
-from torchere.serving.telemetry.refusals import TOO_LARGE, refusal_reason
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S
 from torchere.serving.telemetry.scrape import ClientNumbers, Exposure, Extent, States

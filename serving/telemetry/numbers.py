@@ -1,9 +1,9 @@
 """Request and batch counters: each event is counted once, and all metrics formats read them.
 
 Three events change the counters of a version: a request is accepted, a request has ended, a batch has
-finished. Three modules render the same counters: as our own metric families (`scrape.py`), as TorchServe's
-(`torchserve.py`), and as the statistics of the Open Inference Protocol
-(`frontend/open_inference/metadata.py`).
+finished. The reason of a refusal is a pure function of its error. Three modules render the same counters: as
+our own metric families (`scrape.py`), as TorchServe's (`torchserve.py`), and as the statistics of the Open
+Inference Protocol (`frontend/open_inference/metadata.py`).
 
 All code here runs on the event loop, so there is no lock.
 """
@@ -19,9 +19,21 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from torchere.serving.errors import Cancelled, DeadlineExceeded, QueueFull, Restarting, ServingError
+from torchere.serving.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    OverBudget,
+    Quarantined,
+    QueueFull,
+    Restarting,
+    ServingError,
+    TooManyRequests,
+    Unauthorized,
+    Unavailable,
+)
 from torchere.serving.telemetry.distributions import Distributions, Histogram
-from torchere.serving.telemetry.refusals import USUAL, refusal_reason
 from torchere.serving.telemetry.saturation import BusyTime, LoadSample
 from torchere.serving.telemetry.stages import COLUMNS, MARKS, Marks, row_of, rows_of
 
@@ -29,6 +41,22 @@ WAITING_STAGES = ("queue", "executor")  # the stage of a prediction that ended w
 UNREAD = "unread"  # a streamed response that was cancelled because its client read too slowly
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 QUEUE_FULL = "queue_full"  # the rejection reason that more executors would have avoided
+TOO_LARGE = "too_large"  # of a body; there is no `ServingError` class for it
+# The first matching class counts, so subclasses come before their base classes.
+_REASONS: tuple[tuple[type[ServingError], str], ...] = (
+    (QueueFull, "queue_full"),
+    (TooManyRequests, "client_limit"),
+    (OverBudget, "budget"),
+    (Restarting, "restarting"),
+    (Unavailable, "not_ready"),
+    (DeadlineExceeded, "deadline"),
+    (Unauthorized, "auth"),
+    (NotFound, "not_found"),
+    (Quarantined, "quarantined"),
+    (InvalidRequest, "invalid"),
+)
+# Every version starts with a counter for each of these reasons.
+USUAL_REASONS = ("queue_full", "not_ready", "deadline")
 # The number of answered requests whose times are buffered and counted together. A lower number makes each
 # request more expensive; a higher one needs more than 26 KB per version and blocks the event loop for longer.
 FOLD_ROWS = 256
@@ -39,6 +67,11 @@ _write_marks = Struct(f"{len(MARKS)}d").pack_into
 _ROW_BYTES = 8 * len(MARKS)
 _FULL_BYTES = FOLD_ROWS * _ROW_BYTES
 _NAMED = MARKS.index("named")
+
+
+def refusal_reason(error: ServingError) -> str:
+    """Return the value of the label `reason`; for an error that is not a rejection, its code."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), error.code)
 
 
 class Dequeued(Protocol):
@@ -155,7 +188,7 @@ class VersionNumbers:
         self.offered = 0
         self.in_flight = 0
         # These start at 0, so that a scraper sees the first event as an increase.
-        self.rejected: Counter[str] = Counter(dict.fromkeys(USUAL, 0))
+        self.rejected: Counter[str] = Counter(dict.fromkeys(USUAL_REASONS, 0))
         self.cancelled: Counter[str] = Counter(dict.fromkeys((*WAITING_STAGES, UNREAD), 0))
         self.expired: Counter[str] = Counter(dict.fromkeys(WAITING_STAGES, 0))
         self._codes: dict[str | int, int] = {}

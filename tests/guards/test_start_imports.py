@@ -38,7 +38,7 @@ NOT_OF_WORKERS = {  # of all: those that need them import them
 }
 OURS_OF_SERVER = {
     "torchere.serving.registry.registry",
-    "torchere.serving.frontend.rest.app",
+    "torchere.serving.frontend.rest.server",
     "torchere.handlers",
 }
 
@@ -98,7 +98,7 @@ def test_a_fork_server_imports_what_each_worker_needs() -> None:
 
 def test_the_ports_are_made_without_the_framework() -> None:
     code = """
-    from torchere.serving.frontend.rest.app import listener_of
+    from torchere.serving.frontend.rest.server import listener_of
     from torchere.serving.frontend.services import Services
     from torchere.serving.config.server_settings import ServerSettings
     from torchere.serving.telemetry.metrics import Metrics

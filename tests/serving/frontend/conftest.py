@@ -22,9 +22,9 @@ from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.control import ModelPage, Progress, Registered, VersionDescription
 from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
+from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.frontend.services import Services
 from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.registry.version import VersionState

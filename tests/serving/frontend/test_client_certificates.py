@@ -27,8 +27,7 @@ from torchere.serving.access.tls import Certificates, CertificateUnusable, TlsFi
 from torchere.serving.config.server_settings import Address
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import inference_server, management_server
-from torchere.serving.frontend.rest.app import listener_of
-from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.rest.server import RestServer, listener_of
 
 PEM = serialization.Encoding.PEM
 CLIENTS = {

@@ -18,7 +18,7 @@ from torchere.serving.frontend.grpc.service import dispatcher
 from torchere.serving.frontend.http2.header_blocks import request_head
 from torchere.serving.frontend.http2.messages import StatusCode
 from torchere.serving.frontend.http2.stream import Stream
-from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import InferRequest
 

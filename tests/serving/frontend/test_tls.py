@@ -27,8 +27,7 @@ from torchere.serving.access.tls import Certificates, CertificateUnusable, TlsFi
 from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import HandlerFailed, ServingError
 from torchere.serving.frontend.grpc.server import inference_server
-from torchere.serving.frontend.rest.app import listener_of
-from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.rest.server import RestServer, listener_of
 from torchere.serving.frontend.tls_server import bound_sockets
 from torchere.serving.io.addresses import refuse_taken
 from torchere.serving.types import InferResponse, StreamedResponse

@@ -11,8 +11,8 @@ import pytest
 from torchere.serving.config.workflow_spec import read_workflow_spec
 from torchere.serving.errors import HandlerFailed, StepFailed
 from torchere.serving.frontend import workflows
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
+from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.registry.workflows import Workflow
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
 

@@ -22,11 +22,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import HandlerFailed, ServingError
 from torchere.serving.logs.trace_context import TraceContext
+from torchere.serving.server import open_tracing
 from torchere.serving.telemetry import tracing
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.predictions import Operation
 from torchere.serving.telemetry.stages import STAGES
-from torchere.serving.telemetry.trace_setup import open_tracing
 from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider
 
 REST = "POST /predictions/{model}"

@@ -8,8 +8,7 @@ import pytest
 
 from torchere.serving.access.identity import Role
 from torchere.serving.config.server_settings import Address
-from torchere.serving.frontend.rest.app import listener_of
-from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.rest.server import RestServer, listener_of
 from torchere.serving.types import InferResponse, StreamedResponse
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.authorisation import Surfaces
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
+from torchere.serving.frontend.rest.server import listener_of
 
 SITE = b"http://evil.example"
 MANAGEMENT: Surfaces = frozenset({"management"})

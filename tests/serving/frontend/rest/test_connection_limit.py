@@ -8,8 +8,8 @@ import pytest
 from torchere.serving.frontend import connection_limit as module
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
 from torchere.serving.frontend.connection_limit import ConnectionLimit, connection_limits
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
+from torchere.serving.frontend.rest.server import listener_of
 
 
 @pytest.mark.parametrize("files", [256, 1024, 4096, 65_536, 2**20])

@@ -7,9 +7,9 @@ from starlette.exceptions import HTTPException
 from torchere.serving import errors as e
 from torchere.serving.errors import WorkflowNotFound
 from torchere.serving.frontend.authorisation import Surfaces
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.bodies import BodyTooLarge, ClientGone
 from torchere.serving.frontend.rest.errors import error_body, status_and_type
+from torchere.serving.frontend.rest.server import listener_of
 
 
 @pytest.mark.parametrize(

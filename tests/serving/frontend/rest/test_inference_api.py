@@ -376,7 +376,7 @@ def test_each_answer_has_a_line_in_the_access_log(ask, caplog):
 def test_the_configured_cors_headers_are_on_every_answer(planes, ask_listener):
     import dataclasses
 
-    from torchere.serving.frontend.rest.app import listener_of
+    from torchere.serving.frontend.rest.server import listener_of
     from torchere.serving.frontend.services import CorsHeaders
 
     services = dataclasses.replace(planes.services(), cors=CorsHeaders("*", "GET, POST", ""))

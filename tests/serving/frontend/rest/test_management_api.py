@@ -17,7 +17,7 @@ from torchere.serving.errors import (
     VersionNotFound,
 )
 from torchere.serving.frontend.control import ModelPage, Progress, Registered, Registration
-from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.types import InferResponse, ModelKey
 
 

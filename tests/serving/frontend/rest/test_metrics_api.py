@@ -4,7 +4,7 @@ import zlib
 import pytest
 
 from torchere.serving.frontend.dataplane import Readiness
-from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.server import listener_of
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"

@@ -11,7 +11,7 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.errors import ModelNotFound, NotAllowed
 from torchere.serving.frontend.control import Registration
 from torchere.serving.frontend.dataplane import Readiness
-from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.registry.version import VersionState
 from torchere.serving.types import ModelKey
 

@@ -13,8 +13,8 @@ from torchere.handlers.tensors.answer import OPEN_INFERENCE, read_wish
 from torchere.serving.errors import HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend.open_inference.generate import generate_request
 from torchere.serving.frontend.rest import listener, tensors
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.listener import INLINE_JSON_BYTES
+from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.frontend.rest.wire import deflate
 from torchere.serving.types import InferResponse, StreamedResponse
 

@@ -5,7 +5,6 @@ import pytest
 
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.authorisation import Surfaces
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.openapi import (
     listener_document,
     management_document,
@@ -13,6 +12,7 @@ from torchere.serving.frontend.rest.openapi import (
     prediction_document,
     workflow_operations,
 )
+from torchere.serving.frontend.rest.server import listener_of
 
 ALL: Surfaces = frozenset({"inference", "management", "metrics"})
 

@@ -10,7 +10,7 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.frontend.open_inference.json_request import parse_request
 from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES
 from torchere.serving.frontend.rest import tensors
-from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.types import InferResponse, ModelKey
 
 PATH = "/v2/models/echo/infer"

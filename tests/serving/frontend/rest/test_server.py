@@ -14,9 +14,8 @@ import uvloop
 
 from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
-from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.rest.server import RestServer, listener_of
 from torchere.serving.types import InferResponse, StreamedResponse
 
 POST = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%s\r\n"

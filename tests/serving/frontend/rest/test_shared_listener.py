@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from torchere.serving.config.server_settings import Address, ServerSettings
-from torchere.serving.frontend.rest.app import listeners
+from torchere.serving.frontend.rest.server import listeners
 
 SHARED = "inference+management+metrics"
 
