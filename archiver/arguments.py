@@ -1,4 +1,4 @@
-"""The argument parser of all commands: argparse's, with suggestions for misspelt names."""
+"""The argument parser and the help texts of all commands: argparse's, with suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -58,6 +58,18 @@ class Parser(argparse.ArgumentParser):
                 command = action.choices[names[0]] if names else self
                 return command._command(words) if names and isinstance(command, Parser) else command
         return self
+
+
+def described(parser: argparse.ArgumentParser, description: str, example: str) -> argparse.ArgumentParser:
+    """Set the description above the arguments and the example below them; return the parser."""
+    return explained(parser, description, f"example: {example}")
+
+
+def explained(parser: argparse.ArgumentParser, description: str, examples: str) -> argparse.ArgumentParser:
+    """Set the description above the arguments and the text below them; return the parser."""
+    parser.description, parser.epilog = description, examples
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps examples on one line
+    return parser
 
 
 def _suggestion(word: str, known: Collection[str]) -> str:

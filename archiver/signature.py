@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -283,3 +284,25 @@ def archive_signature(model_dir: str | Path) -> Signature | None:
     except SignatureError as err:
         logger.warning("%s is not used: %s", Path(model_dir, SIGNATURE_NAME), err)
         return None
+
+
+def smallest_shapes(specs: Sequence[TensorSpec]) -> list[list[int]]:
+    """Return the smallest shape of each input; free dimensions without a limit have the size 1.
+
+    Dimensions whose limits share a name get one size, which is within the limits of them all.
+    """
+    named: dict[str, list[Limit]] = {}
+    for spec in specs:
+        for limit in spec.limits:
+            named.setdefault(limit.name, []).append(limit)
+    shared = {name: _smallest_size(limits) for name, limits in named.items() if name}
+    shapes = []
+    for spec in specs:
+        sizes = {limit.dimension: shared.get(limit.name) or _smallest_size([limit]) for limit in spec.limits}
+        shapes.append([sizes.get(place, 1) if size == ANY else size for place, size in enumerate(spec.shape)])
+    return shapes
+
+
+def _smallest_size(limits: Sequence[Limit]) -> int:
+    step = math.lcm(*(limit.multiple for limit in limits))
+    return step * -(-max(limit.least for limit in limits) // step)

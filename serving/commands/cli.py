@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from torchere.archiver.arguments import Parser
+from torchere.archiver.arguments import Parser, described
 from torchere.serving import __version__
 from torchere.serving.commands import tools as cli_tools
 from torchere.serving.commands.serve import add_serve
@@ -24,7 +24,6 @@ from torchere.serving.commands.serve_options import (
     plan_from,
     serve_arguments,
 )
-from torchere.serving.commands.texts import described
 from torchere.serving.config.properties import ConfigurationError
 from torchere.serving.errors import ServingError
 

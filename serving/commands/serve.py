@@ -11,8 +11,11 @@ import gc
 import logging
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
-from torchere.archiver.arguments import Parser
+from torchere.archiver.arguments import Parser, explained
 from torchere.serving.commands.serve_options import (
     LOG_FORMAT_VARIABLE,
     LOG_FORMATS,
@@ -23,12 +26,14 @@ from torchere.serving.commands.serve_options import (
     plan_from,
     refuse_packing_options,
 )
-from torchere.serving.commands.texts import explained
+from torchere.serving.commands.tools import TORCHSERVE_VERSION
 from torchere.serving.logs.access_lines import LineFormatter
 from torchere.serving.logs.lines import AT_START, LEVELS
 from torchere.serving.logs.lines import configure as configure_logging
 
 logger = logging.getLogger(__name__)
+
+_NOT_SET = "N/A"  # in the start block, as TorchServe writes it
 
 _EXAMPLES = """\
 examples:
@@ -157,10 +162,56 @@ def _log_as_asked(plan: Plan, options: argparse.Namespace, wanted: str) -> None:
 
 
 def _log_start_block(plan: Plan) -> None:
-    from torchere.serving.commands.start_block import start_block  # noqa: PLC0415 - rarely needed
-
     for line in start_block(plan):
         logger.info("%s", line)
+
+
+def start_block(plan: Plan) -> Iterator[str]:
+    """Yield `Label: value` for each of TorchServe's labels that has a meaning here, in its order.
+
+    TorchServe starts its log with these lines, and scripts look for them there. Those of Java and Netty are
+    left out, and the number of GPUs, which is not known yet.
+    """
+    from torchere.handlers.cgroup import available_cores  # noqa: PLC0415 - rarely needed
+
+    settings = plan.settings
+    values: dict[str, object] = {
+        "Torchserve version": TORCHSERVE_VERSION,
+        "TS Home": Path(sys.prefix),
+        "Current directory": Path.cwd(),
+        "Temp directory": settings.temp_dir or tempfile.gettempdir(),
+        "Metrics config path": settings.metrics_config,
+        "Number of CPUs": available_cores(),
+        "Python executable": sys.executable,
+        "Config file": plan.config_file,
+        "Inference address": settings.inference_address,
+        "Management address": settings.management_address,
+        "Metrics address": settings.metrics_address,
+        "Model Store": _whole(settings.model_store),
+        "Initial Models": ",".join(settings.load_models) or None,
+        "Log dir": _whole(plan.log_directory),
+        "Metrics dir": _whole(settings.metrics_directory),
+        "Default workers per model": settings.default_executors or None,
+        "Blacklist Regex": settings.hidden_env_vars,
+        "Maximum Response Size": settings.limits.max_response_bytes,
+        "Maximum Request Size": settings.limits.max_request_bytes,
+        "Limit Maximum Image Pixels": settings.limit_max_image_pixels,
+        "Allowed Urls": f"[{','.join(settings.allowed_urls)}]",
+        "Custom python dependency for model allowed": settings.install_dependencies,
+        "Enable metrics API": settings.metrics_address is not None,
+        "Metrics mode": settings.metrics_mode.upper(),
+        "Disable system metrics": not settings.system_metrics_enabled,
+        "Workflow Store": _whole(settings.workflow_store or settings.model_store),
+        "System metrics command": settings.system_metrics_command or None,
+        "Model API enabled": settings.model_api_enabled,
+    }
+    for label, value in values.items():
+        text = str(value).lower() if isinstance(value, bool) else value  # as Java writes it
+        yield f"{label}: {_NOT_SET if text is None else text}"
+
+
+def _whole(path: Path | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def _log_account(plan: Plan, options: argparse.Namespace, names_file: bool) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from torchere.archiver.arguments import described, explained
 from torchere.serving import __version__
 from torchere.serving.commands.serve_options import DEFAULT_FILE, add_serve_options
-from torchere.serving.commands.texts import described, explained
 
 TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is reproduced
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchere.archiver.signature import Signature
+from torchere.archiver.signature import Signature, TensorSpec, smallest_shapes
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.model_facts import TENSOR_HANDLER, ModelFacts
-from torchere.serving.frontend.smallest_input import plain_value, smallest_shapes
 from torchere.serving.registry.version import Version
 from torchere.serving.types import ModelKey
 
@@ -101,15 +100,26 @@ def _body(facts: ModelFacts) -> list[str]:
 def _tensor_body(signature: Signature) -> list[str]:
     inputs = list(zip(signature.inputs, smallest_shapes(signature.inputs), strict=True))
     if sum(math.prod(shape) for _, shape in inputs) > _MOST_NUMBERS:
-        if any(plain_value(spec) for spec, _ in inputs):  # it takes no zeros
+        if any(_plain_value(spec) for spec, _ in inputs):  # it takes no zeros
             return ["--file", _UNKNOWN]
         return [
             word
             for spec, shape in inputs
             for word in ("--zeros", shlex.quote(f"{spec.name}={'x'.join(map(str, shape))}"))
         ]
-    values = {spec.name: _nested(plain_value(spec), shape) for spec, shape in inputs}
+    values = {spec.name: _nested(_plain_value(spec), shape) for spec, shape in inputs}
     return ["--v2", "--json", shlex.quote(json.dumps(values))]
+
+
+def _plain_value(spec: TensorSpec) -> object:
+    """Return a value that the input may hold: 0, or the number nearest to it; a word for BYTES."""
+    if spec.datatype == "BYTES":
+        return "text"
+    if spec.datatype == "BOOL":
+        return False
+    if spec.datatype.startswith(("F", "BF")):
+        return 0.0
+    return 0 if spec.values is None else min(max(0, spec.values.least), spec.values.most)
 
 
 def _curl_body(name: str, facts: ModelFacts) -> tuple[str, list[str]]:
@@ -129,7 +139,7 @@ def _curl_body(name: str, facts: ModelFacts) -> tuple[str, list[str]]:
         return model, []  # what it takes
     inputs = [
         {"name": spec.name, "shape": shape, "datatype": spec.datatype}
-        | {"data": [plain_value(spec)] * math.prod(shape)}
+        | {"data": [_plain_value(spec)] * math.prod(shape)}
         for spec, shape in zip(signature.inputs, shapes, strict=True)
     ]
     return f"{model}/infer", ["--json", shlex.quote(json.dumps({"inputs": inputs}))]

@@ -1,4 +1,4 @@
-"""Access log: a thread writes many lines at once, away from the event loop.
+"""The access log, whose lines a thread writes many at once, and the ids of a request as fields of log lines.
 
 Python's logging would spend a fifth of the time of a small request on its line: it creates a record, calls
 each handler, formats and writes. Here the event loop only formats the line, which takes a few microseconds,
@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from torchere.serving.logs.fields import LoggedPrediction, ModelVersion, log_fields
-
 if TYPE_CHECKING:
     from torchere.serving.logs.trace_context import TraceContext
 
@@ -30,6 +28,48 @@ _CHUNK = 1000  # lines in one write
 
 Client = str | tuple[object, ...] | None  # address: text, host and port, or None for a Unix socket
 logger = logging.getLogger(__name__)
+
+
+class ModelVersion(Protocol):
+    """The names of a version that log lines contain."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+
+    @property
+    def version(self) -> str:
+        """The name of the version."""
+
+
+class LoggedPrediction(Protocol):
+    """The parts of a prediction that log lines contain; `batching/request.py` implements it."""
+
+    request_id: str
+    trace: TraceContext | None
+
+    @property
+    def meter(self) -> ModelVersion | None:
+        """The version that the request is for; None: no version was found."""
+
+
+def log_fields(
+    request_id: str, trace: TraceContext | None = None, version: ModelVersion | None = None
+) -> dict[str, str]:
+    """Return the known fields of a request, for `extra=`."""
+    fields = {"request_id": request_id} if request_id else {}
+    if trace is not None:
+        fields["trace_id"] = trace.trace_id
+    if version is not None:
+        fields |= {"model": version.model, "version": version.version}
+    return fields
+
+
+def fields_of(request_id: str, prediction: LoggedPrediction | None) -> dict[str, str]:
+    """Return `log_fields` of a request; `prediction` is None for requests other than predictions."""
+    if prediction is None:
+        return log_fields(request_id)
+    return log_fields(request_id, prediction.trace, prediction.meter)
 
 
 class AccessLine(NamedTuple):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torchere.archiver.signature import Signature, TensorSpec
+from torchere.archiver.signature import Signature, TensorSpec, smallest_shapes
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.smallest_input import smallest_shapes
 from torchere.serving.telemetry.numbers import BatchSize, VersionNumbers
 from torchere.serving.types import ModelKey
 

@@ -20,8 +20,8 @@ from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
 from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange, status_of
 from torchere.serving.frontend.rest.heads import Head
 from torchere.serving.frontend.rest.wire import CONTINUE, NO_CONTENT, RESET_CONTENT
+from torchere.serving.logs.access_lines import fields_of
 from torchere.serving.logs.audit import AuditedCall, Outcome, audit_log
-from torchere.serving.logs.fields import fields_of
 
 HELD_BYTES = 65_536  # buffered body bytes that the app has not received; beyond it reading pauses
 _REFUSALS = frozenset({403, 405})  # the model API is off, or the default version would be removed

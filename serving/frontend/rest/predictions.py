@@ -32,7 +32,7 @@ from torchere.serving.frontend.rest.wire import (
     handler_headers,
     handler_lines,
 )
-from torchere.serving.logs.fields import fields_of
+from torchere.serving.logs.access_lines import fields_of
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 if TYPE_CHECKING:
