@@ -26,8 +26,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.cpp import AGAIN, CppHandlerName, problem_of
 from torchere.handlers.encode import encode_answer
 from torchere.handlers.errors import HandlerLoadError, MetricsCacheKeyError
-from torchere.handlers.metric_types import MetricTypes
-from torchere.handlers.metrics import MetricsCache
+from torchere.handlers.metrics import MetricsCache, MetricTypes
 from torchere.handlers.rows import sole_element
 
 MAX_BATCH_SIZE = 256  # handlers in C++ number the requests of a batch with one byte
