@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from torchere.client.predictions import Part, Prediction
     from torchere.client.tensors import Tensor, tensor
-    from torchere.client.wire import Retries
+    from torchere.client.transport import Retries
 
 __all__ = [
     "AnswerError",
@@ -89,7 +89,7 @@ _HOMES = {  # modules by name; loaded on first use, since most of them import ht
     "management": ("ModelEntry", "ModelMetadata", "ModelState", "ServerMetadata", "TensorMetadata"),
     "predictions": ("Part", "Prediction"),
     "tensors": ("Tensor", "tensor"),
-    "wire": ("Retries",),
+    "transport": ("Retries",),
 }
 
 

@@ -14,8 +14,7 @@ from torchere.client.client import INFERENCE_ADDRESS, MANAGEMENT_ADDRESS, TIMEOU
 from torchere.client.inference import InferOptions, InferResult, Inputs
 from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
 from torchere.client.predictions import PartLike, Prediction
-from torchere.client.transport import Awaiting
-from torchere.client.wire import LIMITS, Retries, Settings
+from torchere.client.transport import LIMITS, Awaiting, Retries, Settings
 
 
 class AsyncClient:

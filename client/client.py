@@ -13,8 +13,7 @@ from torchere.client import management as repository
 from torchere.client.inference import InferOptions, InferResult, Inputs
 from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
 from torchere.client.predictions import PartLike, Prediction
-from torchere.client.transport import Blocking
-from torchere.client.wire import LIMITS, Retries, Settings
+from torchere.client.transport import LIMITS, Blocking, Retries, Settings
 
 INFERENCE_ADDRESS = "http://127.0.0.1:8080"
 MANAGEMENT_ADDRESS = "http://127.0.0.1:8081"

@@ -1,19 +1,236 @@
-"""The transports, synchronous and asyncio: send operations with httpx, retry them and enforce deadlines."""
+"""Sends operations with httpx, synchronously or on asyncio: settings, retries, deadlines and errors."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
-from torchere.client.errors import ClientError
-from torchere.client.exchange import Operation, Request, Result
-from torchere.client.wire import Settings, TimeLeft, answer_of, read, too_late, translated
+from torchere.client.errors import ClientError, ConnectionFailed, DeadlineExceeded, Unavailable
+from torchere.client.exchange import Answer, Api, Operation, Request, Result, merged, refusal
+from torchere.client.key_file import Role, find_key
 
+TIMEOUT_HEADER = "x-torchere-timeout-ms"
+LIMITS = httpx.Limits()  # one connection per running call; httpx's default limit is 100 connections
+_LONGEST_TIMEOUT_MS = 86_400_000  # the longest time-out that the server accepts: one day
+_LONGEST_WAIT_S = 1_000_000.0  # socket time-outs end at 24 days; a longer one means no time-out
+_SHORTEST_WAIT_S = 0.001  # 0 would make the socket non-blocking
+_AGENT = "torchere-client"
+_FRAMING = frozenset({"content-length", "transfer-encoding"})  # the transport sets them to match the body
+_MAX_PORT = 65_535
 _PIECE_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """The number of retries of a call and the pauses between them.
+
+    A request is sent again only if it can't have run: after a refused connection, or a 429 or 503 that does
+    not come from the model's handler. The pause before attempt n + 1 is the time in `Retry-After`, or else
+    doubles from `first_pause_s`; it is at most `longest_pause_s`, and jittered. If a pause would end after
+    the deadline of the call, the last error is raised instead.
+
+    Args:
+        most: attempts after the first; 0 disables retries.
+        first_pause_s: seconds before the second attempt.
+        longest_pause_s: the longest pause in seconds. A longer `Retry-After` ends the retries.
+    """
+
+    most: int = 3
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.most < 0 or self.first_pause_s <= 0 or self.longest_pause_s < self.first_pause_s:
+            raise ValueError(f"found {self}; expected most >= 0 and 0 < first_pause_s <= longest_pause_s")
+
+    def pause_s(self, error: ClientError, attempt: int, remaining_s: float, dice: float) -> float | None:
+        """Return the seconds to wait before the next attempt; None if there must be none.
+
+        Args:
+            error: the error of the last attempt.
+            attempt: the number of attempts so far, from 1.
+            remaining_s: seconds until the deadline.
+            dice: a random number from 0 to 1, for the jitter.
+        """
+        if attempt > self.most or not _may_be_sent_again(error):
+            return None
+        asked_s = error.retry_after_s if isinstance(error, Unavailable) else None
+        if asked_s is not None:
+            # Wait at least the time that the server asks for; the jitter spreads the retries of its clients.
+            pause = asked_s * (1 + dice / 4)
+            if asked_s > self.longest_pause_s:
+                return None
+        else:
+            pause = min(self.first_pause_s * 2 ** (attempt - 1), self.longest_pause_s) * (0.5 + dice / 2)
+        return pause if pause < remaining_s else None
+
+
+def _may_be_sent_again(error: ClientError) -> bool:
+    return isinstance(error, Unavailable) or (isinstance(error, ConnectionFailed) and error.refused)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The constructor arguments of a client; see `Client`."""
+
+    address: str
+    management_address: str
+    token: str | None
+    management_token: str | None
+    timeout_s: float | None
+    retries: Retries
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def found(
+        cls,
+        address: str,
+        management_address: str,
+        token: str | None,
+        management_token: str | None,
+        **more: Any,
+    ) -> Settings:
+        """Return the settings with keys that are None looked up; see `find_key`. "" is no key.
+
+        Raises:
+            ValueError: an address, a key or the key file is malformed.
+        """
+        given: list[tuple[str | None, str, Role]] = [
+            (token, address, "inference"),
+            (management_token, management_address, "management"),
+        ]
+        for place, (key, at, role) in enumerate(given):
+            if key is None and (found := find_key(at, role)) is not None:
+                given[place] = (found.key, at, role)
+        return cls(address, management_address, given[0][0] or None, given[1][0] or None, **more)
+
+    def __post_init__(self) -> None:
+        for address in (self.address, self.management_address):
+            if not _is_http(address):
+                raise ValueError(
+                    f"the address is {address!r}; expected http://host:port or https://host:port"
+                )
+        for token in (self.token, self.management_token):
+            if token is not None:
+                bearer(token)
+        self.seconds(None)
+
+    def url(self, request: Request) -> str:
+        """Return the URL of a request."""
+        base = self.address if request.api == "inference" else self.management_address
+        return base.rstrip("/") + request.path
+
+    def sent_headers(self, request: Request, remaining_s: float) -> dict[str, str]:
+        """Return the headers of one attempt; the inference API gets the remaining time in milliseconds."""
+        token = self._token(request.api)
+        authorization = {} if token is None else {"authorization": bearer(token)}
+        headers = merged({"user-agent": _AGENT}, authorization, self.headers, request.headers)
+        headers = {name: value for name, value in headers.items() if name.lower() not in _FRAMING}
+        if request.api == "inference" and remaining_s < math.inf:
+            remaining_ms = max(1, min(math.ceil(remaining_s * 1000), _LONGEST_TIMEOUT_MS))
+            headers = merged(headers, {TIMEOUT_HEADER: str(remaining_ms)})
+        return headers
+
+    def seconds(self, timeout_s: float | None) -> float:
+        """Return the time-out of a call in seconds: its own or the client's; infinity if both are None."""
+        wanted = self.timeout_s if timeout_s is None else timeout_s
+        if wanted is None:
+            return math.inf
+        if not wanted > 0:
+            raise ValueError(f"found timeout_s={wanted}, expected seconds above 0")
+        return wanted
+
+    def _token(self, api: Api) -> str | None:
+        return self.token if api == "inference" else self.management_token
+
+
+class TimeLeft(Mapping[str, float | None]):
+    """The httpx time-outs of one attempt: the remaining time of the call at the start of each step.
+
+    A fixed number instead would grant the full time to the connection, the request and the response each.
+    """
+
+    def __init__(self, remaining_s: Callable[[], float]) -> None:
+        self._remaining_s = remaining_s
+
+    def __getitem__(self, step: str) -> float | None:
+        remaining_s = self._remaining_s()
+        return None if remaining_s > _LONGEST_WAIT_S else max(remaining_s, _SHORTEST_WAIT_S)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("pool", "connect", "write", "read"))
+
+    def __len__(self) -> int:
+        return 4
+
+
+def bearer(token: str) -> str:
+    """Return the value of the header `authorization`.
+
+    Raises:
+        ValueError: the token is not valid in a header, often because of a trailing line break; the message
+            does not contain the token.
+    """
+    if not token or " " in token or not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            "the token holds a line break, a blank or a character that is not ASCII, or is empty; "
+            "expected one word"
+        )
+    return f"Bearer {token}"
+
+
+def read(operation: Operation[Result], answer: Answer) -> Result:
+    """Read a response by its operation and return the result.
+
+    Raises:
+        AnswerError: the response is an error.
+    """
+    if not operation.takes(answer.status):
+        raise refusal(answer, operation.request.path)
+    return operation.read(answer)
+
+
+def answer_of(response: httpx.Response, body: bytes) -> Answer:
+    """Convert an httpx response and its body to an `Answer`."""
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Answer(response.status_code, headers, body)
+
+
+def too_late(timeout_s: float) -> DeadlineExceeded:
+    """Return the error of a call whose deadline has passed."""
+    return DeadlineExceeded(f"no answer within {timeout_s:g} s")
+
+
+@contextmanager
+def translated(url: str, deadline_s: float, timeout_s: float) -> Iterator[None]:
+    """Translate httpx's exceptions into this package's; `deadline_s` is in `time.monotonic()` seconds."""
+    try:
+        yield
+    except httpx.TimeoutException as err:
+        raise too_late(timeout_s) from err
+    except httpx.ConnectError as err:
+        raise ConnectionFailed(f"no connection to {url}: {err}", refused=True) from err
+    except (httpx.HTTPError, httpx.StreamError) as err:
+        if time.monotonic() >= deadline_s:  # the server enforces the deadline, too, and ends the stream
+            raise too_late(timeout_s) from err
+        raise ConnectionFailed(f"the connection to {url} broke: {str(err) or repr(err)}") from err
+
+
+def _is_http(address: str) -> bool:
+    try:
+        url = httpx.URL(address)
+    except httpx.InvalidURL:
+        return False
+    # The operating system would take a larger port modulo 65536 and reach a different server.
+    return url.scheme in ("http", "https") and bool(url.host) and (url.port or 0) <= _MAX_PORT
 
 
 class Blocking:

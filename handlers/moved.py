@@ -41,6 +41,7 @@ NEW_PATHS = {
     "image_transform": "vision.transform",
     "insights": "vision",
     "json_text": "encode",
+    "metric_types": "metrics",
     "metrics_legacy": "ts_compat.legacy",
     "mock_context": "ts_compat.legacy",
     "nested_lists": "base",

@@ -33,8 +33,7 @@ from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.inputs.examples import files_of, inputs_of, read_samples, spread
 from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of, with_other_sizes
-from torchere.archiver.models.load.source import Source, read_source
-from torchere.archiver.models.load.source_example import source_with_example
+from torchere.archiver.models.load.source import Source, read_source, source_with_example
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.id_ranges import with_id_ranges

@@ -1,7 +1,7 @@
 """Handlers in C++: the headers to compile them with, and what runs the libraries (archives of runtime LSP).
 
 The headers in `include/` have the paths and names of TorchServe's C++ backend, so that handlers written for
-it compile unchanged. They give a library a C interface of its own, by which `library.py` calls it.
+it compile unchanged. They give a library a C interface of its own, by which `handler.py` calls it.
 """
 
 from __future__ import annotations

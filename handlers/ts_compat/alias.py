@@ -96,9 +96,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     ),
     "ts.utils.timeit_decorator": ("ts_compat.utilities:timeit",),
     "ts.metrics": (),
-    "ts.metrics.dimension": ("metric_types:Dimension",),
-    "ts.metrics.unit": ("metric_types:Units",),
-    "ts.metrics.metric_type_enum": ("metric_types:MetricTypes",),
+    "ts.metrics.dimension": ("metrics:Dimension",),
+    "ts.metrics.unit": ("metrics:Units",),
+    "ts.metrics.metric_type_enum": ("metrics:MetricTypes",),
     "ts.metrics.metric": ("ts_compat.legacy:Metric",),
     "ts.metrics.system_metrics": ("ts_compat.system_metrics",),
     "ts.metrics.process_memory_metric": (

@@ -20,8 +20,14 @@ from torchere.handlers.errors import (
     MetricsCacheTypeError,
     MetricsCacheValueError,
 )
-from torchere.handlers.metric_types import Dimension, MetricSample, MetricTypes, Units
-from torchere.handlers.metrics import MetricsCache, current_metrics
+from torchere.handlers.metrics import (
+    Dimension,
+    MetricSample,
+    MetricsCache,
+    MetricTypes,
+    Units,
+    current_metrics,
+)
 
 PREDICTION_METRIC = "PredictionTime"
 

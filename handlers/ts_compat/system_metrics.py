@@ -12,7 +12,7 @@ from typing import IO
 
 import psutil
 
-from torchere.handlers.metric_types import Dimension
+from torchere.handlers.metrics import Dimension
 from torchere.handlers.ts_compat.legacy import Metric
 
 __all__ = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from torchere.handlers.metric_types import MetricDeclaration
+from torchere.handlers.metrics import MetricDeclaration
 from torchere.serving.batching.admission import Admission
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.errors import LoadFailed

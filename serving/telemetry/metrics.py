@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from torchere.handlers.metric_types import MetricDeclaration
+from torchere.handlers.metrics import MetricDeclaration
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.errors import ServingError
 from torchere.serving.telemetry import catalogue, torchserve

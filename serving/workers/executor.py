@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from torchere.handlers.metric_types import MetricDeclaration, MetricSample
+from torchere.handlers.metrics import MetricDeclaration, MetricSample
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.sandbox import Sandbox

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from torchere.handlers.metric_types import MetricSample
+from torchere.handlers.metrics import MetricSample
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -18,7 +18,6 @@ def call(request: pytest.FixtureRequest) -> Caller:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("transport", "wire"):
-        monkeypatch.setattr(f"torchere.client.{module}.time", TimeModule(made))
+    monkeypatch.setattr("torchere.client.transport.time", TimeModule(made))
     monkeypatch.setattr("torchere.client.transport.asyncio", AsyncioModule(made))
     return made

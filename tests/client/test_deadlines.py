@@ -9,7 +9,7 @@ import pytest
 from scripted_transport import Caller, Clock, Server
 
 from torchere.client import AsyncClient, Client, ConnectionFailed, DeadlineExceeded
-from torchere.client.wire import TimeLeft
+from torchere.client.transport import TimeLeft
 
 
 def test_each_step_may_take_what_the_ones_before_have_left() -> None:

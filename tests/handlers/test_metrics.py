@@ -5,8 +5,7 @@ import threading
 import pytest
 
 from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
-from torchere.handlers.metric_types import Dimension, MetricDeclaration, MetricSample, MetricTypes
-from torchere.handlers.metrics import MetricsCache
+from torchere.handlers.metrics import Dimension, MetricDeclaration, MetricSample, MetricsCache, MetricTypes
 
 _MODEL = (("ModelName", "m"), ("Level", "Model"))
 

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.ranks import in_ranks
 from torchere.archiver.models.load.s3 import Objects
 from torchere.archiver.models.spread import join
-from torchere.archiver.models.spread.trial import in_ranks
 from torchere.archiver.models.spread.weights import held_bytes
 from torchere.archiver.split import Split
 from torchere.handlers.archive_import import archive_at

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from torchere.handlers.metric_types import MetricSample
+from torchere.handlers.metrics import MetricSample
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.observation import RegistryMetrics, load_of, load_sample_of

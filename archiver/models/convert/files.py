@@ -22,8 +22,7 @@ from torchere.archiver.models.inputs.run import Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.huggingface import files_to_serve
-from torchere.archiver.models.load.model_class import file_to_serve
-from torchere.archiver.models.load.module import take_along
+from torchere.archiver.models.load.module import file_to_serve, take_along
 from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source, aoti_metadata
 from torchere.archiver.models.load.weight_only import INT4_FOR_A_PROCESSOR, has_4_bits, torchao_kinds
 from torchere.archiver.models.probe.derive import signature_of

@@ -1,20 +1,36 @@
-"""`--parallel`: a model is tried over ranks, and its configuration asks the server for them."""
+"""`--parallel`: a model is tried over ranks, and its configuration asks the server for them.
+
+The trial compares the answers of the ranks with those of one process. The ranks are forked and talk by gloo
+over loopback. A model that ends or blocks them ends the trial (`probe/isolation.py`), not the packer.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from dataclasses import replace
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.files import config_text, takes_sections
+from torchere.archiver.models.inputs.run import Named, run_on, shapes
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source
+from torchere.archiver.models.probe.isolation import end_with_parent, isolated
 from torchere.archiver.models.spread import spread
 from torchere.archiver.models.spread.huggingface import spread_folder
-from torchere.archiver.models.spread.trial import told, try_split
+from torchere.archiver.models.spread.weights import held_bytes
 from torchere.archiver.models.steps import Say, step
 from torchere.archiver.request import KEEP, BuildOptions
 from torchere.archiver.split import SECTION, Split
@@ -22,6 +38,9 @@ from torchere.archiver.split import SECTION, Split
 # The section with its block; other programs may have one of this name.
 _SECTION = re.compile(rf"""^["']?{SECTION}["']?:(.*(?:\n[ \t]+.*)*)""", re.MULTILINE)
 _IS_OURS = re.compile(r"""[{\s,"'](?:tensor|pipeline)["']?\s*:""")
+MOST_DIFFERENCE = 1e-4  # of the largest value, or of 1 if that is smaller
+_OTHER_PLAN = "name other layers, or take pipeline instead of tensor, or the other way round"
+_ULPS = 4  # for types that are coarser than that: sums are rounded in another order
 
 
 def _refuse_ranks(config: Path | None) -> None:
@@ -74,7 +93,7 @@ def with_ranks(
 
     with step(say, f"trying {split.ranks} ranks"):
         outcome = try_split(module, part, split.ranks, example, say)
-    say(told(outcome))
+    say(_told(outcome))
     return replace(options, config_file=config)
 
 
@@ -91,3 +110,166 @@ def _config_with(config: Path | None, split: Split, work: Path) -> Path:
     separator = "" if not text or text.endswith("\n") else "\n"
     made.write_text(f"{text}{separator}{split.line()}\n", encoding="utf-8")
     return made
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a trial."""
+
+    difference: float  # the largest between answers
+    whole_bytes: int  # weights of the model
+    rank_bytes: list[int]  # those that each rank holds
+
+
+def try_split(
+    whole: torch.nn.Module,
+    part: Callable[[torch.device], torch.nn.Module],
+    ranks: int,
+    example: Tensors,
+    say: Say,
+) -> Outcome:
+    """Run the example in one process and over ranks; return how the answers differ.
+
+    Args:
+        whole: the model.
+        part: called in each rank, in a process of its own, it returns this rank's part of the model.
+        ranks: the number of ranks.
+        example: inputs.
+        say: takes lines about the trial.
+
+    Raises:
+        ModelRefused: the model can't be split like this, fails in a rank, or answers differently.
+    """
+
+    def work(tell: Say, _say: Say) -> str:
+        tell(f"{shapes(example)} in one process")
+        wanted = run_on(whole, example)
+        tell(f"{shapes(example)} over {ranks} ranks")
+
+        def in_rank(rank: int) -> dict[str, Any]:
+            mine = part(torch.device("cpu"))
+            try:
+                found = run_on(mine, example)
+            except ModelRefused as refusal:
+                raise ModelRefused(f"in rank {rank} of {ranks}, {refusal}; {_OTHER_PLAN}") from refusal
+            difference = _compared(wanted, found)
+            return {"difference": difference, "bytes": held_bytes(mine)}
+
+        return json.dumps(in_ranks(ranks, in_rank))
+
+    answers = json.loads(isolated(work, say))
+    return Outcome(
+        max(each["difference"] for each in answers), held_bytes(whole), [each["bytes"] for each in answers]
+    )
+
+
+def _compared(wanted: Named, found: Named) -> float:
+    """Return the largest difference; raise ModelRefused if it is too large."""
+    largest = 0.0
+    for (name, one), (_, other) in zip(wanted, found, strict=True):
+        if one.shape != other.shape:
+            raise ModelRefused(
+                f"the output {name!r} has the shape {tuple(other.shape)} over the ranks, and "
+                f"{tuple(one.shape)} in one process"
+            )
+        difference = float((one.double() - other.double()).abs().nan_to_num(float("inf")).amax())
+        scale = max(1.0, float(one.double().abs().amax()))
+        exact = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
+        if difference > max(MOST_DIFFERENCE, _ULPS * exact) * scale:
+            raise ModelRefused(
+                f"the output {name!r} differs by {difference:.2g} between the ranks and one process, more "
+                f"than {MOST_DIFFERENCE:g}: the plan splits what the model needs whole; {_OTHER_PLAN}"
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def in_ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """Do the work in forked processes that are joined by gloo; return their results, which JSON can have.
+
+    Raises:
+        ModelRefused: a rank failed, or its process ended; the text names it.
+    """
+    ranks: list[tuple[int, Connection[Any, Any]]] = []
+    results: dict[int, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="torchere-ranks-") as folder:
+        try:
+            for rank in range(count):
+                ranks.append(_forked(rank, count, Path(folder, "store"), work))
+            numbers = {receiving: rank for rank, (_, receiving) in enumerate(ranks)}
+            while len(results) < count:
+                waiting = [receiving for receiving, rank in numbers.items() if rank not in results]
+                for receiving in wait(waiting):
+                    rank = numbers[receiving]  # type: ignore[index]  # one of those that were given
+                    results[rank] = _answer(receiving, rank)  # type: ignore[arg-type]
+        finally:
+            for child, receiving in ranks:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                receiving.close()
+    return [results[rank] for rank in range(count)]
+
+
+def _answer(receiving: Connection[Any, Any], rank: int) -> Any:
+    try:
+        kind, content = json.loads(receiving.recv_bytes())
+    except EOFError:
+        raise ModelRefused(f"rank {rank} ended without an answer") from None
+    if kind == "refused":
+        raise ModelRefused(content)
+    return content
+
+
+def _forked(
+    rank: int, count: int, store: Path, work: Callable[[int], Any]
+) -> tuple[int, Connection[Any, Any]]:
+    receiving, sending = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        receiving.close()
+        _serve(rank, count, store, work, sending)
+    sending.close()
+    return child, receiving
+
+
+def _serve(
+    rank: int, count: int, store: Path, work: Callable[[int], Any], sending: Connection[Any, Any]
+) -> NoReturn:
+    end_with_parent()
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+    def answer() -> None:
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+            content = ["done", work(rank)]
+        except ModelRefused as refusal:
+            content = ["refused", str(refusal)]
+        except ValueError as error:  # of `spread`
+            content = ["refused", str(error)]
+        except Exception as error:  # of the model's code
+            content = ["refused", f"the model failed in rank {rank}: {type(error).__name__}: {error}"]
+        sending.send_bytes(json.dumps(content).encode())
+
+    # In a thread of its own, as OpenMP's threads do not survive a fork.
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+    # The parent ends this process when all ranks have answered: one may still read what this one has sent.
+    signal.pause()
+    os._exit(0)
+
+
+def _told(outcome: Outcome) -> str:
+    """Return a line for the user about a trial that went well."""
+    ranks = ", ".join(f"{size / 1e6:.1f}" for size in _short(outcome.rank_bytes))
+    return (
+        f"over {len(outcome.rank_bytes)} ranks: the answers differ by {outcome.difference:.1g} at most from "
+        f"those of one process; of {outcome.whole_bytes / 1e6:.1f} MB of weights a rank holds {ranks} MB"
+    )
+
+
+def _short(sizes: Sequence[int]) -> list[int]:
+    """Return one size if all are equal."""
+    return [sizes[0]] if len(set(sizes)) == 1 else list(sizes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.fold.attention_layers import Encoder
+from torchere.archiver.models.fold.attention import Encoder
 from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.module import traceable_lengths

@@ -1,10 +1,12 @@
 """Eager modules: from a class in a Python file, or from a factory in an importable package.
 
-This runs the Python that the user named, and nothing else.
+This runs the Python that the user named, and nothing else. Of several classes in a file one is chosen, here
+and for a server, which takes a file of one only.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -23,12 +25,20 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.checkpoint import HyperParameters
-from torchere.archiver.models.load.model_class import import_name, modules_in, outermost
 from torchere.archiver.models.steps import refusing
 
 _MADE = "name a function without arguments that makes the model: --factory package.module:function"
 _MOST_NAMES = 20
 _IMPORTED = "install what it imports, or set PYTHONPATH to its folder"
+_NAMING = '''\
+"""Names the model's class among those of {file}; written by torchere archive."""
+
+from importlib import import_module
+
+
+class {name}(import_module({stem!r}).{name}):
+    pass
+'''
 
 
 def module_from_file(path: Path, given: HyperParameters | None = None) -> tuple[torch.nn.Module, str]:
@@ -49,7 +59,7 @@ def module_from_file(path: Path, given: HyperParameters | None = None) -> tuple[
         with refusing(f"{path}: importing the model file", _IMPORTED):
             defined = _classes_in(path)
         names = [item.__name__ for item in defined]
-        chosen = names if len(names) == 1 else outermost(path.read_bytes(), names)
+        chosen = names if len(names) == 1 else _outermost(path.read_bytes(), names)
         if len(chosen) != 1:
             raise ModelRefused(
                 f"{path} defines these torch.nn.Modules: {', '.join(names) or 'none'}; expected one, the "
@@ -134,15 +144,43 @@ def _arguments(maker: Any, given: HyperParameters) -> dict[str, Any]:
     return {name: value for name, value in given.values.items() if name in parameters}
 
 
+def _outermost(source: bytes, names: Sequence[str]) -> list[str]:
+    """Return those of the classes that no other class of the source names: parts are named by the whole."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    named = {
+        inner.id
+        for one in classes
+        for inner in ast.walk(one)
+        if isinstance(inner, ast.Name) and inner.id != one.name
+    }
+    return [name for name in names if name not in named]
+
+
 def _classes_in(path: Path) -> list[type[torch.nn.Module]]:
-    name = import_name(path)
+    name = _import_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ModelRefused(f"{path} is no Python file; expected one with the model's class")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where torch.jit.script looks for the source
     spec.loader.exec_module(module)
-    return modules_in(path)
+    return _modules_in(path)
+
+
+def _import_name(model_file: Path) -> str:
+    """Return the name under which the file is imported, in `sys.modules`."""
+    return f"_torchere_model_{model_file.stem}"
+
+
+def _modules_in(model_file: Path) -> list[type[torch.nn.Module]]:
+    """Return the `torch.nn.Module`s that the file, which was imported, itself defines, each once."""
+    loaded = _import_name(model_file)
+    found = [
+        item
+        for item in vars(sys.modules[loaded]).values()
+        if isinstance(item, type) and issubclass(item, torch.nn.Module) and item.__module__ == loaded
+    ]
+    return list(dict.fromkeys(found))  # one may have several names
 
 
 @contextmanager
@@ -230,3 +268,26 @@ def take_along(model_file: Path, beside: Path) -> None:
         target = beside / relative
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
+
+
+def file_to_serve(model_file: Path, module: torch.nn.Module, work: Path, beside: Path) -> Path:
+    """Return a Python file that defines the module's class and no other `torch.nn.Module`, for a server.
+
+    Args:
+        model_file: the file that the class comes from; it is returned if it has one such class.
+        module: the model, an instance of a class of that file.
+        work: an empty folder for the file that is written otherwise.
+        beside: where `model_file` is copied then: the file that is written imports it.
+    """
+    defined = _modules_in(model_file)
+    chosen = next((kind for kind in type(module).__mro__ if kind in defined), None)
+    if len(defined) == 1 or chosen is None:
+        return model_file
+    name = f"served_{model_file.stem}.py"
+    while (model_file.parent / name).exists():
+        name = f"_{name}"
+    shutil.copyfile(model_file, beside / model_file.name)
+    text = _NAMING.format(file=model_file.name, stem=model_file.stem, name=chosen.__name__)
+    written = work / name
+    written.write_text(text, encoding="utf-8")
+    return written

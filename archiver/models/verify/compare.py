@@ -95,13 +95,11 @@ def with_memory(
     sample: tuple[torch.Tensor, ...],
 ) -> Report:
     """Add the memory of both files that are TorchScript; each is loaded in a process of its own."""
-    found = [
-        resident_bytes(file, load, sample) if file else None for file, load in zip(files, loads, strict=True)
-    ]
+    original, packed = resident_bytes(files, loads, sample)
     return replace(
         report,
-        original=replace(report.original, memory_bytes=found[0]),
-        packed=replace(report.packed, memory_bytes=found[1]),
+        original=replace(report.original, memory_bytes=original),
+        packed=replace(report.packed, memory_bytes=packed),
     )
 
 

@@ -1,9 +1,12 @@
-"""Measures the memory of a model: a separate process loads it, runs it twice and prints its growth.
+"""Measures the memory of models: a separate process loads each, runs it twice and tells its growth.
 
-    python -m torchere.archiver.models.verify.memory FILE EXAMPLE OPTIONS
+    python -m torchere.archiver.models.verify.memory EXAMPLE FILE OPTIONS [FILE OPTIONS ...]
 
 The sum of the model's tensors would miss weights that are packed a second time for an engine, and buffers.
-The options are `TorchScriptOptions` as JSON.
+The options are `TorchScriptOptions` as JSON. One process imports torch, and forks a child for each file.
+
+Anonymous memory is counted, without the pages of torch's libraries: a child has none of those at first, so
+that it would count 10 MB of code for a model of any size, which all models of a machine share.
 """
 
 from __future__ import annotations
@@ -13,53 +16,105 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from torchere.archiver.models.convert.optimize_gain import loaded
+from torchere.archiver.models.probe.isolation import end_with_parent
 from torchere.archiver.scan.weights import TORCHSCRIPT, classify_file
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
-_TIMEOUT_S = 600
-_STATM = Path("/proc/self/statm")  # Linux; second field: resident pages
+_TIMEOUT_S = 600  # for each file
+_STATM = Path("/proc/self/statm")  # Linux; second field: resident pages, third: those of files and shared
 
 
-def resident_bytes(file: Path, options: TorchScriptOptions, example: tuple[torch.Tensor, ...]) -> int | None:
-    """Return the growth in bytes of a process that loads the TorchScript file and runs it twice.
+def resident_bytes(
+    files: Sequence[Path | None], loads: Sequence[TorchScriptOptions], example: tuple[torch.Tensor, ...]
+) -> list[int | None]:
+    """Return for each file the growth in bytes of a process that loads it as TorchScript and runs it twice.
 
-    Return None if the file is not TorchScript, if the process fails, or if the system has no /proc.
+    It is None for a file that is None or not TorchScript, and where the process of the file fails; for all if
+    the system has no /proc. Without a file to measure, no process is started.
     """
-    if not _STATM.is_file() or classify_file(file).kind != TORCHSCRIPT:
-        return None
+    sizes: list[int | None] = [None] * len(files)
+    if not _STATM.is_file():
+        return sizes
+    scripts = [
+        (place, file, load)
+        for place, (file, load) in enumerate(zip(files, loads, strict=True))
+        if file is not None and classify_file(file).kind == TORCHSCRIPT
+    ]
+    if not scripts:
+        return sizes
     with tempfile.TemporaryDirectory(prefix="torchere-memory-") as folder:
         inputs = Path(folder, "example.pt")
         torch.save(list(example), inputs)
-        command = [sys.executable, "-m", __name__, str(file), str(inputs), json.dumps(asdict(options))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else None
+        command = [sys.executable, "-m", __name__, str(inputs)]
+        for _, file, load in scripts:
+            command += [str(file), json.dumps(asdict(load))]
+        limit_s = _TIMEOUT_S * len(scripts)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    if done.returncode == 0:
+        for (place, _, _), size in zip(scripts, json.loads(done.stdout), strict=True):
+            sizes[place] = size
+    return sizes
 
 
 def main(argv: list[str]) -> int:
-    """Print the growth in bytes."""
-    file, inputs, options = argv
-    example = torch.load(inputs, weights_only=True)
+    """Print the growth in bytes for each file, null where it fails, as a list in JSON."""
+    # OpenMP's threads do not survive a fork, and a child would wait for them without end. There are none:
+    # with one thread torch starts no others, and nothing is computed in this process.
     torch.set_num_threads(1)
-    torch.zeros(64, 64) @ torch.zeros(64, 64)  # allocate torch's own memory before the measurement
-    before = _resident_bytes()
-    model: Callable[..., Any] = loaded(Path(file), TorchScriptOptions(**json.loads(options)))
-    with torch.inference_mode():
-        for _ in range(2):
-            model(*example)
-    print(max(0, _resident_bytes() - before))
+    inputs, *rest = argv
+    example = torch.load(inputs, weights_only=True)
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    print(json.dumps([_grown(Path(file), options, example) for file, options in pairs]))
     return 0
 
 
-def _resident_bytes() -> int:
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _grown(file: Path, options: str, example: Sequence[torch.Tensor]) -> int | None:
+    """Return the growth of a forked process; None if it fails."""
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receiving)
+        _measure(file, options, example, sending)
+    os.close(sending)
+    with open(receiving, "rb") as answer:
+        found = answer.read()
+    _, status = os.waitpid(child, 0)
+    return int(found) if status == 0 else None
+
+
+def _measure(file: Path, options: str, example: Sequence[torch.Tensor], sending: int) -> NoReturn:
+    """Write the growth of this process, which was just forked, and end it."""
+    status = 1
+    try:
+        end_with_parent()
+        os.dup2(2, 1)  # TorchScript may print: standard output is for the list
+        torch.zeros(64, 64) @ torch.zeros(64, 64)  # allocate torch's own memory before the measurement
+        before = _anonymous_bytes()
+        model: Callable[..., Any] = loaded(file, TorchScriptOptions(**json.loads(options)))
+        with torch.inference_mode():
+            for _ in range(2):
+                model(*example)
+        os.write(sending, str(max(0, _anonymous_bytes() - before)).encode())
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _anonymous_bytes() -> int:
+    resident, shared = map(int, _STATM.read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import yaml
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.ranks import in_ranks
 from torchere.archiver.models.spread.huggingface import spread_folder
-from torchere.archiver.models.spread.trial import in_ranks
 from torchere.archiver.split import Split
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.metrics import MetricsCache

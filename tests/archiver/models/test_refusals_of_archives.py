@@ -322,7 +322,7 @@ def _unpack(archive: Path, folder: Path) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time models for a moment, and start no processes to measure their memory."""
     monkeypatch.setattr(verification, "_BUDGET_S", 0.01)
-    monkeypatch.setattr(verification, "resident_bytes", lambda *_: None)
+    monkeypatch.setattr(verification, "resident_bytes", lambda *_: [None, None])
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,7 @@ from __future__ import annotations
 import threading
 import uuid
 
-from torchere.handlers.metric_types import Dimension
-from torchere.handlers.metrics import MetricsCache
+from torchere.handlers.metrics import Dimension, MetricsCache
 from torchere.handlers.ts_compat.legacy import Metric, MetricsStore, emit_metrics
 
 

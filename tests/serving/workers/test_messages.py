@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from torchere.handlers.metric_types import MetricDeclaration, MetricSample
+from torchere.handlers.metrics import MetricDeclaration, MetricSample
 from torchere.serving.errors import (
     DeadlineExceeded,
     ExecutorDied,

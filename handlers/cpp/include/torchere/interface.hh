@@ -1,5 +1,5 @@
 // The C interface by which a worker of torchere loads and runs a handler; its counterpart is
-// handlers/cpp/library.py. Every library that includes base_handler.hh has it, so nothing else is compiled.
+// handlers/cpp/handler.py. Every library that includes base_handler.hh has it, so nothing else is compiled.
 // No exception leaves a function: it becomes a text.
 #pragma once
 

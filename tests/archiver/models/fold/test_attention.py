@@ -1,4 +1,7 @@
-"""Opening torch's attention in a model: what changes, what stays, and that its answers do."""
+"""Opening torch's attention in a model: what changes, what stays, and that its answers do.
+
+The plain layers are held against torch's own, over what its forward takes.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch.export import Dim, export
 from torch.nn import functional
 
-from torchere.archiver.models.fold.attention import open_attention
-from torchere.archiver.models.fold.attention_layers import (
+from torchere.archiver.models.fold.attention import (
     CrossAttention,
     Encoder,
     EncoderLayer,
     SelfAttention,
+    open_attention,
 )
+from torchere.archiver.models.quantize.traced import plain_attention
 
 WIDTH = 8
 
@@ -161,3 +168,190 @@ def test_a_model_without_attention_is_given_back_and_not_even_run() -> None:
 
     assert open_attention(model, ()).module is model
     assert open_attention(script, ()).module is script
+
+
+# The layers.
+
+Found = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def biased_attention(**settings: Any) -> nn.MultiheadAttention:
+    made = nn.MultiheadAttention(WIDTH, **{"num_heads": 2, "batch_first": True, **settings}).eval()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.5)  # biases, too, which are 0 at first
+    return made
+
+
+def biased_encoder(layers: int = 2, nested: bool = True, **settings: Any) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, **{"batch_first": True, **settings})
+    last = nn.LayerNorm(WIDTH)
+    made = nn.TransformerEncoder(layer, layers, norm=last, enable_nested_tensor=nested).eval()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+def plain(original: nn.TransformerEncoder) -> Encoder:
+    made: Any = copy.deepcopy(original)
+    for index, layer in enumerate(made.layers):
+        layer.self_attn = SelfAttention(layer.self_attn)
+        made.layers[index] = EncoderLayer(layer)
+    return Encoder(made).eval()
+
+
+def both(original: nn.Module, made: nn.Module, *given: torch.Tensor, **named: Any) -> tuple[Found, Found]:
+    with torch.no_grad(), plain_attention():
+        return original(*given, **named), made(*given, **named)
+
+
+def assert_alike(wanted: Found, found: Found) -> None:
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert (found[1] is None) == (wanted[1] is None)
+    if found[1] is not None and wanted[1] is not None:
+        torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@st.composite
+def masks(draw: st.DrawFn, rows: int | None, heads: int, length: int, keys: int) -> dict[str, torch.Tensor]:
+    """Masks in all their shapes; some of true and false, some of numbers. A row may be masked as a whole."""
+    is_bool = draw(st.booleans())
+    torch.manual_seed(draw(st.integers(0, 1000)))
+
+    def mask(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape) < 0.3 if is_bool else torch.randn(*shape)
+
+    found: dict[str, torch.Tensor] = {}
+    if draw(st.booleans()):
+        found["key_padding_mask"] = mask(*(() if rows is None else (rows,)), keys)
+    shapes: list[tuple[int, ...]] = [(), (length, keys), ((rows or 1) * heads, length, keys)]
+    shape = draw(st.sampled_from(shapes))
+    if shape:
+        found["attn_mask"] = mask(*shape)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_attention_computes_what_torchs_does_with_any_masks_and_shapes(data: st.DataObject) -> None:
+    draw = data.draw
+    rows, heads = draw(st.sampled_from([None, 1, 3])), draw(st.sampled_from([1, 2, 4]))
+    is_first, is_self = draw(st.booleans()), draw(st.booleans())
+    length = draw(st.integers(1, 5))
+    keys = length if is_self else draw(st.integers(1, 5))
+    widths = {} if is_self else draw(st.sampled_from([{}, {"kdim": 5, "vdim": 3}]))
+    original = biased_attention(num_heads=heads, batch_first=is_first, bias=draw(st.booleans()), **widths)
+    kind = CrossAttention if widths else draw(st.sampled_from([SelfAttention, CrossAttention]))
+
+    def tensor(size: int, width: int) -> torch.Tensor:
+        made = torch.randn(size, width) if rows is None else torch.randn(rows, size, width)
+        return made if is_first or rows is None else made.transpose(0, 1)
+
+    query = tensor(length, WIDTH)
+    given = (
+        [query] * 3
+        if is_self
+        else [query, tensor(keys, widths.get("kdim", WIDTH)), tensor(keys, widths.get("vdim", WIDTH))]
+    )
+    named = {
+        "need_weights": draw(st.booleans()),
+        "average_attn_weights": draw(st.booleans()),
+        **draw(masks(rows, heads, length, keys)),
+    }
+
+    assert_alike(*both(original, kind(original), *given, **named))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_causal_mask_is_taken_with_its_hint_as_torchs_does(padded: bool, need_weights: bool) -> None:
+    original, x = biased_attention(), torch.randn(3, 5, WIDTH)
+    named: dict[str, Any] = {
+        "attn_mask": nn.Transformer.generate_square_subsequent_mask(5),
+        "is_causal": True,
+        "need_weights": need_weights,
+    }
+    if padded:
+        named["key_padding_mask"] = torch.zeros(3, 5).masked_fill(torch.arange(5) > 3, -torch.inf)
+
+    assert_alike(*both(original, SelfAttention(original), x, x, x, **named))
+
+
+def test_a_causal_hint_without_a_mask_is_refused_as_torchs_does() -> None:
+    original, x = biased_attention(), torch.randn(3, 5, WIDTH)
+
+    for layer in (original, SelfAttention(original)):
+        with plain_attention(), pytest.raises(RuntimeError, match="attn_mask"):
+            layer(x, x, x, is_causal=True, need_weights=False)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_an_encoder_computes_what_torchs_does(norm_first: bool, batch_first: bool, activation: str) -> None:
+    original = biased_encoder(
+        nested=False, norm_first=norm_first, batch_first=batch_first, activation=activation
+    )
+    x = torch.randn(4, 6, WIDTH)
+    mask = torch.rand(6 if batch_first else 4, 6 if batch_first else 4).fill_diagonal_(0) < 0.5
+
+    with torch.inference_mode():
+        wanted, found = (one(x, mask=mask) for one in (original, plain(original)))
+
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_an_encoder_gives_at_padding_what_torchs_gives_by_nested_tensors(kind: torch.dtype) -> None:
+    original, x = biased_encoder(), torch.randn(3, 6, WIDTH)
+    padding = torch.arange(6) >= torch.tensor([[6], [4], [1]])
+    given = padding if kind is torch.bool else torch.zeros(3, 6).masked_fill(padding, -torch.inf)
+
+    with torch.inference_mode():
+        wanted, found = (one(x, src_key_padding_mask=given) for one in (original, plain(original)))
+
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_padding_in_between_is_left_alone_and_no_row_depends_on_the_others() -> None:
+    original, x = biased_encoder(), torch.randn(3, 6, WIDTH)
+    padding = torch.zeros(3, 6, dtype=torch.bool)
+    padding[0, 0] = padding[1, 3] = padding[2, 5] = True  # only that of the last row is at its end
+    rows = [slice(row, row + 1) for row in range(3)]
+
+    with torch.inference_mode():
+        wanted = torch.cat([original(x[row], src_key_padding_mask=padding[row]) for row in rows])
+        found = plain(original)(x, src_key_padding_mask=padding)
+
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Padded(nn.Module):
+    """An encoder whose mask is a tensor beside the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = plain(biased_encoder())
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.encoder(x, src_key_padding_mask=padding)
+        return states
+
+
+@pytest.mark.parametrize("form", ["traced", "scripted", "exported"])
+def test_compiled_it_takes_any_batch_and_any_padding(form: str) -> None:
+    made, example = Padded().eval(), (torch.randn(2, 6, WIDTH), torch.arange(6) >= torch.tensor([[6], [2]]))
+    other = (torch.randn(5, 6, WIDTH), torch.arange(6) >= torch.tensor([[1], [2], [6], [4], [6]]))
+    batch = {0: Dim("batch", min=1, max=16)}
+    compiled: Any
+    with torch.no_grad():
+        if form == "traced":
+            compiled = torch.jit.trace(made, example)
+        elif form == "scripted":
+            compiled = torch.jit.script(made)
+        else:
+            compiled = export(made, example, dynamic_shapes=(batch, batch)).module()
+
+        torch.testing.assert_close(compiled(*other), made(*other), rtol=1e-4, atol=1e-5)

@@ -14,8 +14,7 @@ import torch
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.source import read_source
-from torchere.archiver.models.load.source_example import source_with_example
+from torchere.archiver.models.load.source import read_source, source_with_example
 from torchere.archiver.request import BuildOptions
 from torchere.archiver.signature import Values, parse
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.ranks import in_ranks
 from torchere.archiver.models.spread import spread
 from torchere.archiver.models.spread.stages import cut, stage_bounds
-from torchere.archiver.models.spread.trial import in_ranks
 from torchere.archiver.split import Split
 
 CPU = torch.device("cpu")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from torchere.archiver.models.convert.ranks import in_ranks
 from torchere.archiver.models.spread import spread
 from torchere.archiver.models.spread.tensor import styles_of
-from torchere.archiver.models.spread.trial import in_ranks
 from torchere.archiver.split import Split
 
 
