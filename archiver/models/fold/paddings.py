@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchere.archiver.models.fold.convolutions import Folded, NotTraceable, fold
+from torchere.archiver.models.operators import OperatorWatch
 
 
 def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
@@ -32,7 +32,7 @@ def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Fol
     return folded if folded.paddings else None
 
 
-class _Paddings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own have no types
+class _Paddings(OperatorWatch):
     """Records whether the operator that pads with a constant runs."""
 
     found = False
@@ -43,7 +43,7 @@ class _Paddings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def _pads(module: nn.Module, example: tuple[torch.Tensor, ...]) -> bool:
-    watch = _Paddings()  # type: ignore[no-untyped-call]
+    watch = _Paddings()
     with torch.no_grad(), watch:
         module(*copy.deepcopy(example))
     return watch.found

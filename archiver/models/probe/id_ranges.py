@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import Run, shapes
 from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.operators import OperatorWatch
 from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.steps import Say, silent
 from torchere.archiver.signature import ANY, Signature, TensorSpec, Values
@@ -91,11 +91,11 @@ def _refuses(run: Run, given: Tensors, place: int, rows: int) -> bool:
         return False
 
 
-class _Lookups(TorchDispatchMode):
+class _Lookups(OperatorWatch):
     """Records the rows of the smallest table that each input is looked up in."""
 
     def __init__(self, inputs: Tensors) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.rows: dict[int, int] = {}
         self._places = {(one.data_ptr(), one.numel()): place for place, one in enumerate(inputs)}
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchere.archiver.models.inputs.run import Named
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.measure.difference import channels_of
+from torchere.archiver.models.operators import OperatorWatch
 
 _ROUNDED = (torch.float16, torch.bfloat16, torch.quint8, torch.qint8, torch.qint32)
 _FLOOR = 1e-3  # least value taken for an output's largest one, so that tiny outputs keep a tolerance
@@ -94,11 +94,11 @@ def precision_of(run: Callable[..., Any], example: Tensors) -> Precision:
     return COARSE if quantised or watch.rounded else FINE if watch.operators else UNKNOWN
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own have no types
+class _Watch(OperatorWatch):
     """Records the operators that run."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operators: set[str] = set()
         self.rounded = False
 
