@@ -9,6 +9,7 @@ large    a TorchScript model of linear layers with one executor, with eight, and
 tensors  an identity at rest, and after 10 GiB of tensors of 600 KB in requests (as many bytes are answered)
 density  100 tiny TorchScript models with one executor each, with defaults and with `isolation: shared`
 cycles   a tiny model is registered, asked and unregistered 1,000 times
+programs a tiny exported program with one worker and with four; and how long one that is killed is away
 
 A tree is what `old_and_new.py` takes. Exit status 1 when a goal is missed or a figure could not be measured.
 Linux only; needs about four times the large model's size on disk and three times in memory.
@@ -18,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -38,7 +41,7 @@ from harness.processes import START_S, Endpoint, Probe, last_words, until_answer
 from harness.pss import Memory, memory_of
 from harness.trees import CHECKOUT, tree
 
-PARTS = ("large", "tensors", "density", "cycles")
+PARTS = ("large", "tensors", "density", "cycles", "programs")
 GOALS = {"thread": 1.15, "process": 1.5}  # memory over that of one version with one executor, by isolation
 SERVER_MB = 94.4  # 90 MiB: the server process alone, at rest and after the tensors
 LARGE_MB = 1.1 * 648  # 400 MB in threads, 8 executors: what commit a2f837a took, and a tenth
@@ -50,6 +53,7 @@ _PIXELS = 3 * 224 * 224  # float32: 602,112 bytes, what EfficientNet-Lite0 takes
 _TENSOR_CLIENTS, _TENSOR_PHASE_S = 4, 5.0
 _FIRST_CYCLES, _SAMPLE_EVERY = 200, 100  # cycles before the first sample, and between samples
 _SETTLE_S = 10.0
+_WORKERS = (1, 4)  # of the exported program
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +63,13 @@ class Figure:
     part: str
     what: str
     value: float
-    unit: str = "MB"  # "" for ratios
+    unit: str = "MB"  # or "s"; "" for ratios
     limit: float | None = None
 
     @property
     def line(self) -> str:
         """The figure in words."""
-        shown = f"{self.value:10.0f} MB" if self.unit else f"{self.value:10.2f}   "
+        shown = f"{self.value:10.0f} MB" if self.unit == "MB" else f"{self.value:10.2f} {self.unit:<2}"
         if self.limit is None:
             return f"{self.part:<9}{self.what:<52}{shown}"
         limit = f"{self.limit:.0f} MB" if self.unit else f"{self.limit:g}"
@@ -192,7 +196,24 @@ def cycles(shop: Workshop, options: argparse.Namespace) -> Iterator[Figure]:
         yield Figure("cycles", f"most to least, {first} to {last}{whose}", ratio, "", CYCLES_RATIO)
 
 
-_MEASURES = {"large": large, "tensors": tensors, "density": density, "cycles": cycles}
+def programs(shop: Workshop, options: argparse.Namespace) -> Iterator[Figure]:
+    """A tiny exported program, whose workers need torch's compiler to load it, in processes of its own."""
+    file = shop.pack("program", shop.exported_mlp(FEATURES, 4), "batchSize: 1\nisolation: process\n")
+    for count in _WORKERS:
+        with servers.torchere_with(shop, {"program": file}, count, ENVELOPE) as endpoint:
+            until_answered(endpoint, _tiny("program"))
+            _wait_until_ready(endpoint, "program", count)
+            memory = memory_of(endpoint)
+            worker = requests.get(f"{endpoint.management}/models/program", timeout=10).json()[0]["workers"][0]
+            os.kill(worker["pid"], signal.SIGKILL)
+            killed_s = time.monotonic()
+            _wait_until_ready(endpoint, "program", count, without=worker["pid"])
+            away_s = time.monotonic() - killed_s
+        yield Figure("programs", f"workers: {count}", memory.tree / 1e6)
+        yield Figure("programs", f"workers: {count}, one that is killed is away", away_s, "s")
+
+
+_MEASURES = {"large": large, "tensors": tensors, "density": density, "cycles": cycles, "programs": programs}
 
 
 def _busy(shop: Workshop, models: dict[str, str], executors: int) -> Memory:
@@ -236,17 +257,22 @@ def _settled(endpoint: Endpoint, processes: int) -> Memory:
     return found
 
 
-def _wait_until_ready(endpoint: Endpoint, model: str, executors: int) -> None:
-    """Block until that many executors of the model are READY; raises Failed after `START_S`."""
+def _wait_until_ready(endpoint: Endpoint, model: str, executors: int, without: int = 0) -> None:
+    """Block until that many executors of the model are READY, without one process id.
+
+    Raises:
+        Failed: they are not after `START_S`, or the server has ended.
+    """
     give_up_s = time.monotonic() + START_S
     while True:
         answer = requests.get(f"{endpoint.management}/models/{model}", timeout=10)
         workers = answer.json()[0]["workers"] if answer.ok else []
-        if sum(worker["status"] == "READY" for worker in workers) >= executors:
+        ready = [worker["pid"] for worker in workers if worker["status"] == "READY"]
+        if len(ready) >= executors and without not in ready:
             return
         if endpoint.process.poll() is not None or time.monotonic() > give_up_s:
             raise Failed(f"{model} has no {executors} READY executors: {last_words(endpoint)}")
-        time.sleep(0.2)
+        time.sleep(0.02)
 
 
 def _wait_until_unpacked(endpoint: Endpoint) -> None:

@@ -64,6 +64,13 @@ class Workshop:
             _compile_mlp(path, width, layers)
         return path
 
+    def exported_mlp(self, width: int, layers: int) -> Path:
+        """The same as an exported program, for batches of one."""
+        path = self.folder / f"exported_{layers}x{width}.pt2"
+        if not path.exists():
+            _export_mlp(path, width, layers)
+        return path
+
     def archive(self, name: str) -> str:
         """Pack one of `_ARCHIVES` if it is not in the store; returns its file name there."""
         if not (self.store / f"{name}.mar").exists():
@@ -157,6 +164,14 @@ def _compile_mlp(path: Path, width: int, layers: int) -> None:
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     finally:
         torch.set_num_threads(threads)
+
+
+def _export_mlp(path: Path, width: int, layers: int) -> None:
+    import torch  # noqa: PLC0415  # as above
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's compiler, about itself
+        torch.export.save(torch.export.export(_mlp_module(width, layers), (torch.zeros(1, width),)), path)
 
 
 def _mlp_module(width: int, layers: int, seed: int = 0) -> torch.nn.Module:

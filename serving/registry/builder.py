@@ -39,7 +39,13 @@ from torchere.serving.workers.devices import CoreShares, gpu_count
 from torchere.serving.workers.executor import FreeCallback, LoadSpec
 from torchere.serving.workers.fork_client import Spawned
 from torchere.serving.workers.isolation import choose_isolation
-from torchere.serving.workers.launch import ExecLauncher, ForkLauncher, Launcher, worker_environment
+from torchere.serving.workers.launch import (
+    CompilerLauncher,
+    ExecLauncher,
+    ForkLauncher,
+    Launcher,
+    worker_environment,
+)
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.rendezvous import rendezvous_of
@@ -215,8 +221,10 @@ class Loader:
 
     def _launcher_of(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Launcher:
         environment = origin.archive.environment
+        if environment is None and origin.isolation == "shared":
+            return self._rooms.of(key)
         if environment is None:
-            return self._rooms.of(key) if origin.isolation == "shared" else self._launcher
+            return CompilerLauncher(self._launcher) if _needs_compiler(origin.archive) else self._launcher
         return ExecLauncher(
             worker_environment(self._server.env_vars_hidden_from_workers, self._server),
             environment.python,
@@ -308,6 +316,11 @@ def _isolation_of(
         or _switches_engine(archive)
         or _has_python(archive),
     )
+
+
+def _needs_compiler(archive: StoredArchive) -> bool:
+    """Return whether workers import torch's compiler: to run an exported program, or for `torch.compile`."""
+    return _holds_gil(archive) or "pt2" in archive.config.raw
 
 
 def _holds_gil(archive: StoredArchive) -> bool:

@@ -156,10 +156,16 @@ class ForkLauncher:
         self._fork_server: ForkServer | None = None
         self._turns = asyncio.Semaphore(FORKS_AT_ONCE)
 
-    async def launch(self, requests: int) -> Launched:
-        """Fork a worker; at most `FORKS_AT_ONCE` launches run at a time."""
+    async def launch(self, requests: int, *, with_compiler: bool = False) -> Launched:
+        """Fork a worker; at most `FORKS_AT_ONCE` launches run at a time.
+
+        `with_compiler`: fork it from a process that has imported torch's compiler (2 s, the first time).
+        """
         async with self._turns:
-            return await self._launch(requests)
+            forks = self._running()
+            if with_compiler:
+                forks.import_compiler()
+            return await _launched(forks.fork, requests)
 
     async def launch_room(self, descriptor: int) -> LaunchedRoom:
         """Fork a process for several versions, with `descriptor` as its room socket.
@@ -171,9 +177,6 @@ class ForkLauncher:
             pid, exit_code = await self._running().fork_room(descriptor, write_end)
             exit_code.add_done_callback(partial(_end_children, pid))
             return LaunchedRoom(pid, output, exit_code, close)
-
-    async def _launch(self, requests: int) -> Launched:
-        return await _launched(self._running().fork, requests)
 
     def _running(self) -> ForkServer:
         if self._fork_server is None or self._fork_server.lost:
@@ -187,6 +190,19 @@ class ForkLauncher:
             await self._fork_server.close()
         if self._spawned is not None:
             await asyncio.to_thread(self._spawned.end)
+
+
+class CompilerLauncher:
+    """Launches the workers of a version whose model needs torch's compiler to load or to run."""
+
+    has_own_process = True
+
+    def __init__(self, forks: ForkLauncher) -> None:
+        self._forks = forks
+
+    async def launch(self, requests: int) -> Launched:
+        """Fork a worker that has imported the compiler."""
+        return await self._forks.launch(requests, with_compiler=True)
 
 
 # How often a thread of OpenMP looks whether the others are done before it sleeps (libgomp: GOMP_SPINCOUNT).
