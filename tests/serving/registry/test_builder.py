@@ -1,6 +1,7 @@
 """What is said of a version while it is built."""
 
 import asyncio
+import io
 import json
 import zipfile
 from collections.abc import Mapping
@@ -15,16 +16,27 @@ from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.workers.launch import CompilerLauncher, ForkLauncher, Launcher
 
 OWN = {"h.py": b"def handle(data, context): return data\n"}
 COMPILED = {"net.pt": b"looked at when it is loaded"}
 
 
+def exported() -> dict[str, bytes]:
+    """A file that is an exported program, as far as the server looks."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as program:
+        program.writestr("net/archive_format", "pt2")
+        program.writestr("net/models/model.json", "{}")
+    return {"net.pt2": content.getvalue()}
+
+
 def version_of(folder: Path, config: str, files: Mapping[str, bytes] = OWN, handler: str = "h.py") -> Version:
     """A version from an archive with that model config, on a machine without a GPU."""
     model = {"modelName": "m", "modelVersion": "1.0", "handler": handler, "configFile": "m.yaml"}
-    if "net.pt" in files:
-        model["serializedFile"] = "net.pt"
+    for name in ("net.pt", "net.pt2"):
+        if name in files:
+            model["serializedFile"] = name
     with zipfile.ZipFile(folder / "m.mar", "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
@@ -111,3 +123,20 @@ def test_a_version_shares_a_process_unless_it_needs_one_of_its_own(
     version = version_of(tmp_path, f"isolation: shared\n{more}", files, "base_handler")
     assert version.origin.isolation == isolation
     assert version.pool._spec.shares_weights is not version.pool._spec.pinned
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "launcher"),
+    [
+        ("minWorkers: 1", OWN, ForkLauncher),
+        ("minWorkers: 1", COMPILED, ForkLauncher),
+        ("minWorkers: 1", exported(), CompilerLauncher),
+        ("isolation: thread", exported(), CompilerLauncher),
+        ("pt2: inductor", COMPILED, CompilerLauncher),
+    ],
+)
+def test_workers_that_import_torchs_compiler_are_forked_with_it(
+    tmp_path: Path, config: str, files: Mapping[str, bytes], launcher: type[Launcher]
+) -> None:
+    version = version_of(tmp_path, config, files, "h.py" if files is OWN else "base_handler")
+    assert type(version.pool._settings.launcher) is launcher

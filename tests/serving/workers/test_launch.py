@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import gc
 import io
 import os
 import signal
@@ -15,15 +16,19 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 import uvloop
+from pools import new_pool
 
 from torchere.serving.config.server_settings import ServerSettings, SnapshotModel
+from torchere.serving.workers import fork_server
 from torchere.serving.workers import launch as module
 from torchere.serving.workers.fork_client import Spawned, spawn
 from torchere.serving.workers.launch import (
     SPIN_COUNT,
+    CompilerLauncher,
     ExecLauncher,
     ForkLauncher,
     Launched,
+    Launcher,
     _launched,
     fork_server_ahead,
     worker_environment,
@@ -308,3 +313,63 @@ print(sorted({"torch", "numpy", "fastapi", "grpc", "yaml"} & set(sys.modules)))
 """
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout == "[]\n"
+
+
+SAYS_WHETHER_IT_HAS_THE_COMPILER = """
+    import sys
+    class Handler:
+        def initialize(self, context):
+            with open(context.system_properties["model_dir"] + "/found", "w") as found:
+                found.write(str("torch._dynamo" in sys.modules))
+        def handle(self, data, context):
+            return ["done"] * len(data)
+"""
+
+
+def test_only_workers_of_models_that_need_the_compiler_find_it_imported(
+    make_spec: Any, tmp_path: Path
+) -> None:
+    async def found(launcher: Launcher) -> str:
+        pool = new_pool(make_spec(SAYS_WHETHER_IT_HAS_THE_COMPILER), launcher)
+        await pool.resize(1)
+        await pool.warm_up()
+        await pool.close()
+        return (tmp_path / "found").read_text()
+
+    async def test(launcher: ForkLauncher) -> None:
+        assert await found(launcher) == "False"
+        assert await found(CompilerLauncher(launcher)) == "True"
+        assert await found(CompilerLauncher(launcher)) == "True"
+
+    run_with("fork", test)
+
+
+def test_a_fork_server_without_the_compiler_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "COMPILER", ("torch.no_such_module", "torch._export.serde.serialize"))
+    fork_server._import_compiler()
+    assert "torch._export.serde.serialize" in sys.modules
+    assert gc.isenabled()
+
+
+# A question to the driver of GPUs before the fork would keep the workers from using them.
+IMPORTS_THE_COMPILER = """
+import sys, threading
+import torch
+
+asked = []
+for module in (torch.cuda, torch.xpu, torch.accelerator):
+    for name in ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init"):
+        if hasattr(module, name):
+            setattr(module, name, lambda *args, name=f"{module.__name__}.{name}": asked.append(name) or False)
+from torchere.serving.workers.fork_server import _import_compiler
+
+_import_compiler()
+assert "torch._dynamo" in sys.modules
+assert (asked, threading.active_count()) == ([], 1)
+"""
+
+
+def test_the_import_of_the_compiler_asks_for_no_gpu_and_starts_no_thread() -> None:
+    command = [sys.executable, "-c", IMPORTS_THE_COMPILER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
