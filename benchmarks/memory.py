@@ -10,6 +10,7 @@ tensors  an identity at rest, and after 10 GiB of tensors of 600 KB in requests 
 density  100 tiny TorchScript models with one executor each, with defaults and with `isolation: shared`
 cycles   a tiny model is registered, asked and unregistered 1,000 times
 programs a tiny exported program with one worker and with four; and how long one that is killed is away
+imports  four workers whose handler imports transformers' pipelines, which each imports or all share
 
 A tree is what `old_and_new.py` takes. Exit status 1 when a goal is missed or a figure could not be measured.
 Linux only; needs about four times the large model's size on disk and three times in memory.
@@ -41,7 +42,7 @@ from harness.processes import START_S, Endpoint, Probe, last_words, until_answer
 from harness.pss import Memory, memory_of
 from harness.trees import CHECKOUT, tree
 
-PARTS = ("large", "tensors", "density", "cycles", "programs")
+PARTS = ("large", "tensors", "density", "cycles", "programs", "imports")
 GOALS = {"thread": 1.15, "process": 1.5}  # memory over that of one version with one executor, by isolation
 SERVER_MB = 94.4  # 90 MiB: the server process alone, at rest and after the tensors
 LARGE_MB = 1.1 * 648  # 400 MB in threads, 8 executors: what commit a2f837a took, and a tenth
@@ -53,7 +54,8 @@ _PIXELS = 3 * 224 * 224  # float32: 602,112 bytes, what EfficientNet-Lite0 takes
 _TENSOR_CLIENTS, _TENSOR_PHASE_S = 4, 5.0
 _FIRST_CYCLES, _SAMPLE_EVERY = 200, 100  # cycles before the first sample, and between samples
 _SETTLE_S = 10.0
-_WORKERS = (1, 4)  # of the exported program
+_WORKERS = (1, 4)  # of the exported program; the larger number of the handler that imports
+_IMPORTING = Path(__file__).parent / "handlers" / "pipelines.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,17 +205,43 @@ def programs(shop: Workshop, options: argparse.Namespace) -> Iterator[Figure]:
         with servers.torchere_with(shop, {"program": file}, count, ENVELOPE) as endpoint:
             until_answered(endpoint, _tiny("program"))
             _wait_until_ready(endpoint, "program", count)
-            memory = memory_of(endpoint)
-            worker = requests.get(f"{endpoint.management}/models/program", timeout=10).json()[0]["workers"][0]
-            os.kill(worker["pid"], signal.SIGKILL)
-            killed_s = time.monotonic()
-            _wait_until_ready(endpoint, "program", count, without=worker["pid"])
-            away_s = time.monotonic() - killed_s
+            memory, away_s = memory_of(endpoint), _away_s(endpoint, "program", count)
         yield Figure("programs", f"workers: {count}", memory.tree / 1e6)
         yield Figure("programs", f"workers: {count}, one that is killed is away", away_s, "s")
 
 
-_MEASURES = {"large": large, "tensors": tensors, "density": density, "cycles": cycles, "programs": programs}
+def imports(shop: Workshop, options: argparse.Namespace) -> Iterator[Figure]:
+    """Workers whose handler imports a large library, without and with `preload_modules`."""
+    file = shop.pack("pipelines", None, "isolation: process\n", handler=str(_IMPORTING))
+    for words, more in (("imported by each", ""), ("shared", "preload_modules=transformers.pipelines\n")):
+        began_s = time.monotonic()
+        with servers.torchere_with(shop, {"pipelines": file}, max(_WORKERS), more) as endpoint:
+            _wait_until_ready(endpoint, "pipelines", max(_WORKERS))
+            up_s = time.monotonic() - began_s
+            memory, away_s = memory_of(endpoint), _away_s(endpoint, "pipelines", max(_WORKERS))
+        what = f"workers: {max(_WORKERS)}, {words}"
+        yield Figure("imports", what, memory.tree / 1e6)
+        yield Figure("imports", f"{what}: all are up after", up_s, "s")
+        yield Figure("imports", f"{what}: one that is killed is away", away_s, "s")
+
+
+_MEASURES = {
+    "large": large,
+    "tensors": tensors,
+    "density": density,
+    "cycles": cycles,
+    "programs": programs,
+    "imports": imports,
+}
+
+
+def _away_s(endpoint: Endpoint, model: str, executors: int) -> float:
+    """Kill one worker; return the seconds until as many are READY without it."""
+    worker = requests.get(f"{endpoint.management}/models/{model}", timeout=10).json()[0]["workers"][0]
+    os.kill(worker["pid"], signal.SIGKILL)
+    killed_s = time.monotonic()
+    _wait_until_ready(endpoint, model, executors, without=worker["pid"])
+    return time.monotonic() - killed_s
 
 
 def _busy(shop: Workshop, models: dict[str, str], executors: int) -> Memory:

@@ -212,6 +212,7 @@ _OURS = (
     _key("log_files", kinds.BOOLEAN, "log_files"),
     _key("default_isolation", kinds.ISOLATION, "default_isolation"),
     _key("pin_cores", kinds.BOOLEAN, "pin_cores"),
+    _key("preload_modules", kinds.MODULES, "preload_modules"),
     _key("worker_sandbox", kinds.SANDBOX, "sandbox.level"),
     _key("worker_user", kinds.OPTIONAL_TEXT, "sandbox.user"),
     _key("worker_memory_limit", kinds.size(0), "sandbox.memory_limit_bytes"),

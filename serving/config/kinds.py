@@ -262,6 +262,15 @@ def _read_hosts(text: str) -> tuple[str, ...]:
     return names
 
 
+def _read_modules(text: str) -> tuple[str, ...]:
+    names = _items(text)
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError
+    return names
+
+
+MODULES = Kind("comma-separated names of Python modules", _read_modules)
 HOSTS = Kind("comma-separated host names without scheme and port, or *", _read_hosts)
 
 

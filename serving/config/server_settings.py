@@ -319,6 +319,7 @@ class ServerSettings:
     max_queue_size: int = 100
     pin_cores: bool = False  # run on no more cores than the CPU limit of the container allows
     default_isolation: Isolation = "auto"  # for models whose config sets none
+    preload_modules: tuple[str, ...] = ()  # imported once for all workers, not by each of them
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     default_handler: str | None = None

@@ -81,7 +81,9 @@ class Loader:
         self._observer = observer
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
         self._launcher = ForkLauncher(
-            worker_environment(server.env_vars_hidden_from_workers, server), fork_server
+            worker_environment(server.env_vars_hidden_from_workers, server),
+            fork_server,
+            server.preload_modules,
         )
         self._sandbox = sandbox_of(server)
         self._rooms = RoomLauncher(self._launcher)

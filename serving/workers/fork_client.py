@@ -39,8 +39,8 @@ class Spawned:
         self.process.wait()
 
 
-def spawn(environment: Mapping[str, str]) -> Spawned:
-    """Start the process of a fork server; needs no event loop.
+def spawn(environment: Mapping[str, str], modules: Sequence[str] = ()) -> Spawned:
+    """Start the process of a fork server, which imports the modules first; needs no event loop.
 
     The kernel kills the process when the calling thread ends (`die_with_parent`), so the thread must live as
     long as the process.
@@ -49,7 +49,7 @@ def spawn(environment: Mapping[str, str]) -> Spawned:
         OSError: the system can't start the process.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-c", _START, str(theirs.fileno())]
+    command = [sys.executable, "-c", _START, str(theirs.fileno()), *modules]
     with theirs:
         process = subprocess.Popen(
             command,

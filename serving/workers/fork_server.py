@@ -16,7 +16,8 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -31,6 +32,7 @@ from torchere.serving.workers.fork_client import DESCRIPTORS
 
 # Exported programs and `torch.compile` need them. They start no thread and ask for no GPU.
 COMPILER = ("torch._dynamo", "torch._export.serde.serialize", INT8_OPERATORS)
+ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # of torch.cuda.is_available
 
 
 class ForkServer:
@@ -136,12 +138,42 @@ def _import_compiler() -> None:
     gc.enable()
 
 
+def preload(names: Sequence[str]) -> None:
+    """Import the modules that the operator named, and tell on standard error what is wrong with one.
+
+    Workers share what is imported here, and start without importing it again. Python's threads and the use of
+    GPUs do not survive a fork, so a module must begin neither when it is imported.
+    """
+    asks = os.environ.get(ASKS_NVML)
+    os.environ[ASKS_NVML] = "1"  # many modules count the GPUs, which otherwise initialises CUDA
+    for name in names:
+        threads, used = threading.active_count(), torch.cuda.is_initialized()
+        try:
+            importlib.import_module(name)
+        except Exception as err:  # a module may raise anything
+            _tell(f"{name} can't be imported ({err!r}); a worker that needs it imports it itself")
+            continue
+        if torch.cuda.is_initialized() > used:
+            _tell(f"{name} uses a GPU when it is imported, so that workers can't use any; leave it out")
+        if threading.active_count() > threads:
+            _tell(f"{name} starts threads when it is imported, which workers do not have; leave it out")
+    if asks is None:
+        del os.environ[ASKS_NVML]
+    else:
+        os.environ[ASKS_NVML] = asks
+
+
+def _tell(line: str) -> None:
+    print(f"preload_modules: {line}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
-    """Run the fork server; the only argument is the number of the inherited control socket.
+    """Run the fork server; the arguments are the inherited control socket, and modules to import.
 
     The caller has disabled garbage collection before it imports this module.
     """
     die_with_parent()
     keep_freed_memory(os.environ)  # for the workers
+    preload(sys.argv[2:])
     os.environ.pop("PYTHONSAFEPATH", None)  # a handler's processes must not inherit it
     ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()

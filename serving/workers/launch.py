@@ -146,13 +146,17 @@ class ForkLauncher:
     Args:
         environment: see `worker_environment`.
         spawned: an already started process with the same environment; the launcher takes ownership.
+        modules: what the process imports for all workers.
     """
 
     has_own_process = True
 
-    def __init__(self, environment: Mapping[str, str], spawned: Spawned | None = None) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], spawned: Spawned | None = None, modules: Sequence[str] = ()
+    ) -> None:
         self._environment = environment
         self._spawned = spawned
+        self._modules = modules
         self._fork_server: ForkServer | None = None
         self._turns = asyncio.Semaphore(FORKS_AT_ONCE)
 
@@ -180,7 +184,7 @@ class ForkLauncher:
 
     def _running(self) -> ForkServer:
         if self._fork_server is None or self._fork_server.lost:
-            self._fork_server = ForkServer(self._spawned or spawn(self._environment))
+            self._fork_server = ForkServer(self._spawned or spawn(self._environment, self._modules))
             self._spawned = None
         return self._fork_server
 
@@ -248,7 +252,8 @@ def fork_server_ahead(settings: ServerSettings) -> Iterator[Spawned | None]:
     spawned = None
     if settings.load_models or settings.snapshot_models or settings.snapshot_workflows:
         with suppress(OSError):
-            spawned = spawn(worker_environment(settings.env_vars_hidden_from_workers, settings))
+            environment = worker_environment(settings.env_vars_hidden_from_workers, settings)
+            spawned = spawn(environment, settings.preload_modules)
     try:
         yield spawned
     finally:

@@ -106,6 +106,8 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ("grpc_inference_address=0.0.0.0:7070", "expected a host name or IP address, without scheme and"),
         ("allowed_urls=https://a.*,[", "'[' is not a regular expression"),
         ("allowed_hosts=http://a", "found 'http://a', expected comma-separated host names without scheme"),
+        ("preload_modules=a-b", "found 'a-b', expected comma-separated names of Python modules"),
+        ("preload_modules=a..b", "found 'a..b', expected comma-separated names of Python modules"),
         ("allowed_hosts=a:80", "found 'a:80', expected comma-separated host names without scheme and port"),
         ("blacklist_env_vars=(", "'(' is not a regular expression"),
         ("models={", "line 1: models: not JSON"),
@@ -293,6 +295,11 @@ def test_tls_needs_both_of_its_files(text: str) -> None:
 def test_hosts_are_read_in_lower_case() -> None:
     made = settings("allowed_hosts=Models.Example, b_c ,*")
     assert made.allowed_hosts == ("models.example", "b_c", "*")
+
+
+def test_modules_are_read_as_their_names() -> None:
+    made = settings("preload_modules=transformers.pipelines, numpy")
+    assert made.preload_modules == ("transformers.pipelines", "numpy")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -297,7 +297,7 @@ def test_a_server_that_begins_without_models_starts_none() -> None:
 def test_a_fork_server_that_can_not_be_started_is_left_to_who_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refused(environment: object) -> None:
+    def refused(environment: object, modules: object) -> None:
         raise OSError("no process left")
 
     monkeypatch.setattr(module, "spawn", refused)
@@ -315,33 +315,81 @@ print(sorted({"torch", "numpy", "fastapi", "grpc", "yaml"} & set(sys.modules)))
     assert found.stdout == "[]\n"
 
 
-SAYS_WHETHER_IT_HAS_THE_COMPILER = """
+SAYS_WHAT_IS_IMPORTED = """
     import sys
     class Handler:
         def initialize(self, context):
             with open(context.system_properties["model_dir"] + "/found", "w") as found:
-                found.write(str("torch._dynamo" in sys.modules))
+                found.write(" ".join(set(sys.modules) & {"torch._dynamo", "wsgiref.headers"}))
         def handle(self, data, context):
             return ["done"] * len(data)
 """
 
 
-def test_only_workers_of_models_that_need_the_compiler_find_it_imported(
-    make_spec: Any, tmp_path: Path
-) -> None:
+@pytest.fixture
+def imported(make_spec: Any, tmp_path: Path) -> Callable[[Launcher], Awaitable[str]]:
+    """Starts a worker; returns which of two modules it has imported when it loads its handler."""
+
     async def found(launcher: Launcher) -> str:
-        pool = new_pool(make_spec(SAYS_WHETHER_IT_HAS_THE_COMPILER), launcher)
+        pool = new_pool(make_spec(SAYS_WHAT_IS_IMPORTED), launcher)
         await pool.resize(1)
         await pool.warm_up()
         await pool.close()
         return (tmp_path / "found").read_text()
 
+    return found
+
+
+def test_only_workers_of_models_that_need_the_compiler_find_it_imported(imported: Any) -> None:
     async def test(launcher: ForkLauncher) -> None:
-        assert await found(launcher) == "False"
-        assert await found(CompilerLauncher(launcher)) == "True"
-        assert await found(CompilerLauncher(launcher)) == "True"
+        assert await imported(launcher) == ""
+        assert await imported(CompilerLauncher(launcher)) == "torch._dynamo"
+        assert await imported(CompilerLauncher(launcher)) == "torch._dynamo"
 
     run_with("fork", test)
+
+
+def test_workers_share_the_modules_that_the_operator_names(imported: Any) -> None:
+    async def main() -> None:
+        launcher = ForkLauncher(worker_environment(), modules=("wsgiref.headers",))
+        try:
+            assert await imported(launcher) == "wsgiref.headers"
+        finally:
+            await launcher.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (
+            "raise OSError('no licence')",
+            "bad can't be imported (OSError('no licence')); a worker that needs it",
+        ),
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "bad starts",
+        ),
+        ("import torch\ntorch.cuda.is_initialized = lambda: True", "bad uses a GPU when it is imported"),
+        ("import os\nassert os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] == '1'", ""),
+    ],
+)
+def test_what_is_wrong_with_a_shared_module_is_told_and_the_others_are_imported(
+    tmp_path: Path, source: str, told: str
+) -> None:
+    (tmp_path / "bad.py").write_text(source)
+    code = (
+        "import os, sys\nfrom torchere.serving.workers.fork_server import preload\n"
+        "preload(['bad', 'wsgiref.headers'])\n"
+        "assert 'wsgiref.headers' in sys.modules and 'PYTORCH_NVML_BASED_CUDA_CHECK' not in os.environ"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"preload_modules: {told}" if told else "")
+    assert done.stderr.count("\n") == bool(told)
 
 
 def test_a_fork_server_without_the_compiler_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
