@@ -216,6 +216,7 @@ def imports(shop: Workshop, options: argparse.Namespace) -> Iterator[Figure]:
     for words, more in (("imported by each", ""), ("shared", "preload_modules=transformers.pipelines\n")):
         began_s = time.monotonic()
         with servers.torchere_with(shop, {"pipelines": file}, max(_WORKERS), more) as endpoint:
+            until_answered(endpoint, Probe("/predictions/pipelines", b"{}", b"pipelines"))
             _wait_until_ready(endpoint, "pipelines", max(_WORKERS))
             up_s = time.monotonic() - began_s
             memory, away_s = memory_of(endpoint), _away_s(endpoint, "pipelines", max(_WORKERS))

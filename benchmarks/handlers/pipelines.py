@@ -10,7 +10,7 @@ from torchere.handlers import BaseHandler
 
 
 class Handler(BaseHandler):
-    """Answers each request with the number of pipelines that the library has."""
+    """Answers each request with the number of the library's pipelines."""
 
     def initialize(self, context: Any) -> None:
         """Load nothing."""
@@ -19,4 +19,4 @@ class Handler(BaseHandler):
 
     def handle(self, data: Any, context: Any) -> list[str]:
         """Return an answer for each request."""
-        return [str(self.tasks)] * len(data)
+        return [f"{self.tasks} pipelines"] * len(data)
