@@ -147,13 +147,13 @@ def preload(names: Sequence[str]) -> None:
     asks = os.environ.get(ASKS_NVML)
     os.environ[ASKS_NVML] = "1"  # many modules count the GPUs, which otherwise initialises CUDA
     for name in names:
-        threads, used = threading.active_count(), torch.cuda.is_initialized()
+        threads, used = threading.active_count(), _uses_gpu()
         try:
             importlib.import_module(name)
         except Exception as err:  # a module may raise anything
             _tell(f"{name} can't be imported ({err!r}); a worker that needs it imports it itself")
             continue
-        if torch.cuda.is_initialized() > used:
+        if _uses_gpu() > used:
             _tell(f"{name} uses a GPU when it is imported, so that workers can't use any; leave it out")
         if threading.active_count() > threads:
             _tell(f"{name} starts threads when it is imported, which workers do not have; leave it out")
@@ -161,6 +161,10 @@ def preload(names: Sequence[str]) -> None:
         del os.environ[ASKS_NVML]
     else:
         os.environ[ASKS_NVML] = asks
+
+
+def _uses_gpu() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch's has no types
 
 
 def _tell(line: str) -> None:
