@@ -322,7 +322,7 @@ def _isolation_of(
 
 def _needs_compiler(archive: StoredArchive) -> bool:
     """Return whether workers import torch's compiler: to run an exported program, or for `torch.compile`."""
-    return _holds_gil(archive) or "pt2" in archive.config.raw
+    return _holds_gil(archive) or bool(archive.config.raw.get("pt2"))
 
 
 def _holds_gil(archive: StoredArchive) -> bool:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 MAX_MESSAGE_BYTES = 64
 DESCRIPTORS = {b"F": 4, b"R": 2, b"C": 0}  # of a request
-FORK_TIMEOUT_S = 120.0  # the first fork waits for the import of torch; one that hangs for longer is given up
+FORK_TIMEOUT_S = 120.0  # the first fork waits for imports; a fork server that hangs for longer is given up
+END_TIMEOUT_S = 5.0
 # Imports make many objects and little garbage: collections would take a sixth of their time.
 _START = "import gc; gc.disable(); from torchere.serving.workers import fork_server; fork_server.main()"
 
@@ -36,7 +37,11 @@ class Spawned:
         """Terminate the process and reap it; idempotent. Blocks for a moment."""
         self.control.close()
         self.process.terminate()
-        self.process.wait()
+        try:
+            self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # a module that it imports ignores the signal
+            self.process.kill()
+            self.process.wait()
 
 
 def spawn(environment: Mapping[str, str], modules: Sequence[str] = ()) -> Spawned:
@@ -104,7 +109,10 @@ class ForkServer:
             return await asyncio.wait_for(forked, FORK_TIMEOUT_S)
         except asyncio.TimeoutError:
             self._process.kill()  # its socket closes, which fails all pending forks
-            raise OSError(f"the fork server did not answer within {FORK_TIMEOUT_S:g} s") from None
+            raise OSError(
+                f"the fork server did not answer within {FORK_TIMEOUT_S:g} s; it imports torch and "
+                "preload_modules first"
+            ) from None
 
     async def close(self) -> None:
         """Terminate the fork server; its remaining workers end with it."""

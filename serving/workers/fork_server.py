@@ -68,7 +68,7 @@ class ForkServer:
         if not kind:
             return False
         if kind == b"C":
-            _import_compiler()
+            import_compiler()
         elif len(descriptors) == DESCRIPTORS[kind]:
             self._fork(process.run if kind == b"F" else room_process.run, *descriptors)
         else:  # no free descriptors to receive them
@@ -128,12 +128,23 @@ class ForkServer:
             self._send(b"X %d %d" % (pid, os.waitstatus_to_exitcode(status)))
 
 
-def _import_compiler() -> None:
-    """Import torch's compiler once for all workers: it takes each 1.7 s and 70 MB of its own."""
+def import_compiler() -> None:
+    """Import torch's compiler once for all workers: it takes each 1.7 s and 70 MB of its own.
+
+    Workers that need it import it themselves where it fails here, as with a temporary folder that is full.
+    """
+    given = dict(os.environ)
     gc.disable()
     for name in COMPILER:
-        with suppress(ImportError):  # a worker that needs it says so
+        try:
             importlib.import_module(name)
+        except ImportError:  # another release of torch
+            continue
+        except Exception as err:
+            _tell(f"torch's compiler can't be imported ahead of the workers: {err!r}")
+    for name in os.environ.keys() - given.keys():  # a folder for caches, which a handler may want elsewhere
+        del os.environ[name]
+    _flush()
     gc.freeze()
     gc.enable()
 
@@ -141,26 +152,36 @@ def _import_compiler() -> None:
 def preload(names: Sequence[str]) -> None:
     """Import the modules that the operator named, and tell on standard error what is wrong with one.
 
-    Workers share what is imported here, and start without importing it again. Python's threads and the use of
-    GPUs do not survive a fork, so a module must begin neither when it is imported.
+    Workers share what is imported here, and start without importing it again. Threads and the use of GPUs do
+    not survive a fork, so a module must begin neither when it is imported. It may compute, on one thread:
+    those of OpenMP would be missing in the workers, which would wait for them without end.
     """
-    asks = os.environ.get(ASKS_NVML)
+    asks, computing = os.environ.get(ASKS_NVML), torch.get_num_threads()
     os.environ[ASKS_NVML] = "1"  # many modules count the GPUs, which otherwise initialises CUDA
+    torch.set_num_threads(1)
     for name in names:
         threads, used = threading.active_count(), _uses_gpu()
         try:
             importlib.import_module(name)
-        except Exception as err:  # a module may raise anything
-            _tell(f"{name} can't be imported ({err!r}); a worker that needs it imports it itself")
+        except (Exception, SystemExit) as err:  # a module may raise anything, and a script may end
+            _tell(f"preload_modules: {name} can't be imported ({err!r}); workers import it themselves")
             continue
         if _uses_gpu() > used:
-            _tell(f"{name} uses a GPU when it is imported, so that workers can't use any; leave it out")
+            _tell(f"preload_modules: {name} uses a GPU when imported, and so no worker can; leave it out")
         if threading.active_count() > threads:
-            _tell(f"{name} starts threads when it is imported, which workers do not have; leave it out")
+            _tell(f"preload_modules: {name} starts threads, which workers do not have; leave it out")
+    torch.set_num_threads(computing)
     if asks is None:
         del os.environ[ASKS_NVML]
     else:
         os.environ[ASKS_NVML] = asks
+    _flush()
+
+
+def _flush() -> None:
+    """Write what modules have printed: workers would inherit the buffers, and write it again."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
 
 
 def _uses_gpu() -> bool:
@@ -168,7 +189,7 @@ def _uses_gpu() -> bool:
 
 
 def _tell(line: str) -> None:
-    print(f"preload_modules: {line}", file=sys.stderr, flush=True)
+    print(line, file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -60,7 +60,8 @@ def resident_bytes(
         limit_s = _TIMEOUT_S * len(scripts)
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     if done.returncode == 0:
-        for (place, _, _), size in zip(scripts, json.loads(done.stdout), strict=True):
+        answer = done.stdout.splitlines()[-1]  # behind lines that Python's start-up may print here
+        for (place, _, _), size in zip(scripts, json.loads(answer), strict=True):
             sizes[place] = size
     return sizes
 

@@ -365,13 +365,14 @@ def test_workers_share_the_modules_that_the_operator_names(imported: Any) -> Non
     [
         (
             "raise OSError('no licence')",
-            "bad can't be imported (OSError('no licence')); a worker that needs it",
+            "bad can't be imported (OSError('no licence')); workers import it themselves",
         ),
+        ("raise SystemExit(3)", "bad can't be imported (SystemExit(3)); workers"),
         (
             "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
             "bad starts",
         ),
-        ("import torch\ntorch.cuda.is_initialized = lambda: True", "bad uses a GPU when it is imported"),
+        ("import torch\ntorch.cuda.is_initialized = lambda: True", "bad uses a GPU when imported"),
         ("import os\nassert os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] == '1'", ""),
     ],
 )
@@ -392,11 +393,44 @@ def test_what_is_wrong_with_a_shared_module_is_told_and_the_others_are_imported(
     assert done.stderr.count("\n") == bool(told)
 
 
-def test_a_fork_server_without_the_compiler_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "COMPILER", ("torch.no_such_module", "torch._export.serde.serialize"))
-    fork_server._import_compiler()
+def test_a_fork_server_without_the_compiler_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fails_to_import.py").write_text(
+        "import os\nos.environ['SET_HERE'] = '1'\nraise OSError('disk full')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("torch.no_such_module", "fails_to_import", "torch._export.serde.serialize")
+    monkeypatch.setattr(fork_server, "COMPILER", names)
+    fork_server.import_compiler()
     assert "torch._export.serde.serialize" in sys.modules
+    assert "SET_HERE" not in os.environ
     assert gc.isenabled()
+    said = "torch's compiler can't be imported ahead of the workers: OSError('disk full')\n"
+    assert capfd.readouterr().err == said
+
+
+# Each computes with two threads in the forked process, as a worker does.
+COMPUTES = """
+import os, signal, sys, torch
+from torchere.serving.workers.fork_server import preload
+preload(["computes"])
+print(torch.get_num_threads(), flush=True)
+if os.fork() == 0:
+    signal.alarm(20)
+    torch.ones(800, 800) @ torch.ones(800, 800)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_workers_compute_after_a_shared_module_has_computed(tmp_path: Path) -> None:
+    (tmp_path / "computes.py").write_text("import torch\ntorch.ones(800, 800) @ torch.ones(800, 800)\n")
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", COMPUTES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 # A question to the driver of GPUs before the fork would keep the workers from using them.
@@ -409,9 +443,9 @@ for module in (torch.cuda, torch.xpu, torch.accelerator):
     for name in ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init"):
         if hasattr(module, name):
             setattr(module, name, lambda *args, name=f"{module.__name__}.{name}": asked.append(name) or False)
-from torchere.serving.workers.fork_server import _import_compiler
+from torchere.serving.workers.fork_server import import_compiler
 
-_import_compiler()
+import_compiler()
 assert "torch._dynamo" in sys.modules
 assert (asked, threading.active_count()) == ([], 1)
 """
