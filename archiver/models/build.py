@@ -173,7 +173,7 @@ def _only_kept(source: Source, options: BuildOptions) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """What all forms of one model are made from."""
+    """The common origin of all forms of one model."""
 
     model: LoadedModel
     samples: list[Tensors]

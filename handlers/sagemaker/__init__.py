@@ -148,7 +148,7 @@ class SageMakerHandler:
         return tensor.to(self._device)
 
     def default_predict_fn(self, data: Any, model: Any) -> Any:
-        """Return what the model returns for the input."""
+        """Return the output of the model for the input."""
         with torch.no_grad():
             return model.to(self._device).eval()(data.to(self._device))
 

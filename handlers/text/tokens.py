@@ -1,4 +1,4 @@
-"""What handlers of texts for transformers share: requests of texts, tokens, and runs of similar length.
+"""Common parts of text handlers for transformers: requests of texts, tokens, and runs of similar length.
 
 Texts become token ids by the archive's `tokenizer.json` and the package `tokenizers`.
 """

@@ -1,1 +1,1 @@
-"""The module paths of TorchServe, and what only they need."""
+"""The module paths of TorchServe, and the code that only they need."""

@@ -1,4 +1,4 @@
-"""What handlers of large models import: `ts.torch_handler.distributed` and `ts.handler_utils.distributed`."""
+"""Imports of handlers of large models: `ts.torch_handler.distributed` and `ts.handler_utils.distributed`."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _TEXTS = {
 
 
 class Quota(NamedTuple):
-    """What one client may use; 0: no limit."""
+    """The limits of one client; 0: no limit."""
 
     rate: float = 0.0  # requests a second
     burst: int = 0  # requests at once after a pause; 0: those of one second
@@ -62,7 +62,7 @@ class Tally:
 
 
 class Account:
-    """What one client uses. Lives on the event loop.
+    """The use of one client. Lives on the event loop.
 
     Attributes:
         name: its identity, or its address.
@@ -91,7 +91,7 @@ class Account:
         self.allow(quota)
 
     def allow(self, quota: Quota) -> None:
-        """Set what the client may use."""
+        """Set the limits of the client."""
         self.weight = quota.weight
         self.concurrency = quota.concurrency or MAX_CLIENT_LIMIT
         self.interval_s = 1 / quota.rate if quota.rate else 0.0

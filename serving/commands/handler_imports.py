@@ -1,4 +1,4 @@
-"""Reads what the Python of an archive imports, without running it: names of TorchServe, and packages."""
+"""Reads the imports in the Python of an archive, without running it: names of TorchServe, and packages."""
 
 from __future__ import annotations
 

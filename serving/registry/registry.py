@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class RegisteredWorkflows(Protocol):
-    """What the registry asks of the workflows whose steps it holds."""
+    """The questions of the registry to the workflows whose steps it holds."""
 
     def to_restore(self) -> list[dict[str, Any]]:
         """Return the snapshot entries of all workflows, also of missing ones."""

@@ -66,7 +66,7 @@ LOG_DROPPED = "torchere_access_log_dropped_lines_total"
 
 
 class Described(NamedTuple):
-    """A row of the table: what a metric family is."""
+    """A row of the table: one metric family."""
 
     kind: Kind
     text: str

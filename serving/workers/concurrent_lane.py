@@ -24,7 +24,7 @@ LOOK_S = 0.05  # polling interval of the page: which requests are cancelled, and
 
 
 class LaneOfProcess(Protocol):
-    """What is used of a `Lane` of `process.py`."""
+    """The used part of a `Lane` of `process.py`."""
 
     data: socket.socket
     batches: FrameReader
@@ -127,7 +127,7 @@ class ConcurrentLane:
             self._lane.send(running.waiting.popleft())
 
     def _look(self) -> None:
-        """Cancel the runs whose client has left, and send what was held back."""
+        """Cancel the runs whose client has left, and send the parts that were held back."""
         for running in list(self._runs):
             if not running.is_cancelled and self._page.all_cancelled(running.place, 1):
                 running.is_cancelled = True

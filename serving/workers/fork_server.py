@@ -150,7 +150,7 @@ def import_compiler() -> None:
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import the modules that the operator named, and tell on standard error what is wrong with one.
+    """Import the modules that the operator named, and tell of faults on standard error.
 
     Workers share what is imported here, and start without importing it again. Threads and the use of GPUs do
     not survive a fork, so a module must begin neither when it is imported. It may compute, on one thread:
@@ -179,7 +179,7 @@ def preload(names: Sequence[str]) -> None:
 
 
 def _flush() -> None:
-    """Write what modules have printed: workers would inherit the buffers, and write it again."""
+    """Write the output of modules: workers would inherit the buffers, and write it again."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 

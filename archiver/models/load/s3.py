@@ -240,7 +240,7 @@ class Objects:
         )
 
     def _refused(self, name: str, error: Exception) -> ModelRefused:
-        """Return an error that says what to do about one of botocore's."""
+        """Return an error with advice for one of botocore's."""
         where = self.url_of(name)
         if isinstance(error, self._errors.ClientError):
             found = error.response.get("Error", {})

@@ -181,7 +181,7 @@ class ChannelDrift:
 
     @property
     def beyond_chance(self) -> float:
-        """The weighed drift without what the choice of the worst channel adds to it; it has a limit."""
+        """The weighed drift without the part that choosing the worst channel adds; it has a limit."""
         return self.weighed / self.chance
 
     @property

@@ -188,7 +188,7 @@ def _times(report: Report) -> str:
 
 
 def what_helps(module: nn.Module, method: str, target: str) -> str:
-    """Return why a method gains nothing with this model, and what to try instead."""
+    """Return why a method gains nothing with this model, and another to try instead."""
     found = Counter(type(layer) for layer in module.modules())
     convolutions = sum(found[kind] for kind in _CONVOLUTIONS)
     in_fp32 = {kind.__name__: found[kind] for kind in _IN_FP32 if found[kind]}

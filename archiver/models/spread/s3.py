@@ -107,7 +107,7 @@ class FromS3:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Say what this rank keeps, before `fill` asks.
+        """Name the tensors that this rank keeps, before `fill` asks.
 
         Args:
             model: cut to this rank's stage.

@@ -137,7 +137,7 @@ def refuse_other_sizes(
 
 
 def reason_of(report: Report) -> str:
-    """Return why a report is not accepted, and what to do about it."""
+    """Return why a report is not accepted, with advice."""
     found = report.difference
     names = f"the {report.packed.name} model", f"the {report.original.name} one"
     if found.undefined:
