@@ -31,6 +31,7 @@ from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.models.quantize.traced import Compile, plain_attention
 from torchere.archiver.models.steps import Say, counted, silent
 
+_AS_FAST = 1.05  # times the fastest one's time
 # A multiple of the least drift of all engines. Some engines use one bit less of activations, which doubles
 # the drift; an engine whose sums overflow is further off.
 _AGREES_WITHIN = 3.0
@@ -58,7 +59,10 @@ class Measured:
 
 
 def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
-    """Return the fastest of the candidates that agree with fp32.
+    """Return the fastest of the candidates that agree with fp32; of engines as fast, torch's default one.
+
+    Several engines are one for many models (`x86` calls `fbgemm`): which is faster by a hair changes from run
+    to run, and the next packing must not ask for another one.
 
     A candidate agrees when its drift is at most `max_drift`, and not much more than that of the best engine
     for its method: an engine whose arithmetic overflows on this processor is not chosen, however fast. When
@@ -75,7 +79,11 @@ def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
     least = {one.method: min(x.drift for x in running if x.method == one.method) for one in running}
     sound = [one for one in running if one.drift <= _AGREES_WITHIN * least[one.method]]
     limit = max(max_drift, _AGREES_WITHIN * min(least.values()))
-    return min((one for one in sound if one.drift <= limit), key=lambda one: one.latency_ms)
+    agreeing = [one for one in sound if one.drift <= limit]
+    fastest = min(agreeing, key=lambda one: one.latency_ms)
+    default = torch.backends.quantized.engine
+    alike = (one for one in agreeing if one.method == fastest.method and one.engine == default)
+    return next((one for one in alike if one.latency_ms <= _AS_FAST * fastest.latency_ms), fastest)
 
 
 def measured(

@@ -43,6 +43,15 @@ def test_the_fastest_engine_that_agrees_is_chosen(measured: list[Measured], engi
     assert choose(measured, max_drift=0.3).engine == engine
 
 
+def test_of_engines_that_are_as_fast_torchs_default_is_chosen() -> None:
+    default = torch.backends.quantized.engine
+    other = found("other", 3.0, 0.1)
+    assert choose([other, found(default, 3.1, 0.1)], max_drift=0.3).engine == default
+    assert choose([other, found(default, 3.3, 0.1)], max_drift=0.3).engine == "other"
+    assert choose([other, found(default, 3.1, 0.1, "int8-dynamic")], max_drift=0.3).engine == "other"
+    assert choose([other, found(default, 3.1, 0.9)], max_drift=0.3).engine == "other"
+
+
 def test_a_method_that_drifts_too_far_loses_to_a_slower_one_that_does_not() -> None:
     measured = [found("onednn", 1.0, 0.5, "int8-static"), found("onednn", 5.0, 0.02, "int8-dynamic")]
 
