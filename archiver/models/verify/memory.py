@@ -1,6 +1,6 @@
 """Measures the memory of models: a separate process loads each, runs it twice and tells its growth.
 
-    python -m torchere.archiver.models.verify.memory EXAMPLE FILE OPTIONS [FILE OPTIONS ...]
+    python -m torchere.archiver.models.verify.memory ANSWER EXAMPLE FILE OPTIONS [FILE OPTIONS ...]
 
 The sum of the model's tensors would miss weights that are packed a second time for an engine, and buffers.
 The options are `TorchScriptOptions` as JSON. One process imports torch, and forks a child for each file.
@@ -16,16 +16,17 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.optimize_gain import loaded
-from torchere.archiver.models.probe.isolation import end_with_parent
+from torchere.archiver.models.probe.isolation import isolated
+from torchere.archiver.models.steps import Say, silent
 from torchere.archiver.scan.weights import TORCHSCRIPT, classify_file
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
@@ -52,65 +53,46 @@ def resident_bytes(
     if not scripts:
         return sizes
     with tempfile.TemporaryDirectory(prefix="torchere-memory-") as folder:
-        inputs = Path(folder, "example.pt")
+        answer, inputs = Path(folder, "answer.json"), Path(folder, "example.pt")
         torch.save(list(example), inputs)
-        command = [sys.executable, "-m", __name__, str(inputs)]
+        command = [sys.executable, "-m", __name__, str(answer), str(inputs)]
         for _, file, load in scripts:
             command += [str(file), json.dumps(asdict(load))]
         limit_s = _TIMEOUT_S * len(scripts)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    if done.returncode == 0:
-        answer = done.stdout.splitlines()[-1]  # behind lines that Python's start-up may print here
-        for (place, _, _), size in zip(scripts, json.loads(answer), strict=True):
-            sizes[place] = size
+        done = subprocess.run(command, capture_output=True, timeout=limit_s, check=False)
+        found = json.loads(answer.read_text()) if done.returncode == 0 else [None] * len(scripts)
+    for (place, _, _), size in zip(scripts, found, strict=True):
+        sizes[place] = size
     return sizes
 
 
 def main(argv: list[str]) -> int:
-    """Print the growth in bytes for each file, null where it fails, as a list in JSON."""
-    # OpenMP's threads do not survive a fork, and a child would wait for them without end. There are none:
-    # with one thread torch starts no others, and nothing is computed in this process.
+    """Write the growth in bytes for each file, null where it fails, as a list in JSON."""
     torch.set_num_threads(1)
-    inputs, *rest = argv
+    answer, inputs, *rest = argv
     example = torch.load(inputs, weights_only=True)
     pairs = zip(rest[::2], rest[1::2], strict=True)
-    print(json.dumps([_grown(Path(file), options, example) for file, options in pairs]))
+    sizes = [_growth(Path(file), options, example) for file, options in pairs]
+    Path(answer).write_text(json.dumps(sizes))
     return 0
 
 
-def _grown(file: Path, options: str, example: Sequence[torch.Tensor]) -> int | None:
+def _growth(file: Path, options: str, example: Sequence[torch.Tensor]) -> int | None:
     """Return the growth of a forked process; None if it fails."""
-    receiving, sending = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(receiving)
-        _measure(file, options, example, sending)
-    os.close(sending)
-    with open(receiving, "rb") as answer:
-        found = answer.read()
-    _, status = os.waitpid(child, 0)
-    return int(found) if status == 0 else None
 
-
-def _measure(file: Path, options: str, example: Sequence[torch.Tensor], sending: int) -> NoReturn:
-    """Write the growth of this process, which was just forked, and end it."""
-    status = 1
-    try:
-        end_with_parent()
-        os.dup2(2, 1)  # TorchScript may print: standard output is for the list
+    def work(tell: Say, say: Say) -> str:
         torch.zeros(64, 64) @ torch.zeros(64, 64)  # allocate torch's own memory before the measurement
         before = _anonymous_bytes()
         model: Callable[..., Any] = loaded(file, TorchScriptOptions(**json.loads(options)))
         with torch.inference_mode():
             for _ in range(2):
                 model(*example)
-        os.write(sending, str(max(0, _anonymous_bytes() - before)).encode())
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+        return str(max(0, _anonymous_bytes() - before))
+
+    try:
+        return int(isolated(work, silent))
+    except ModelRefused:
+        return None
 
 
 def _anonymous_bytes() -> int:
