@@ -138,14 +138,18 @@ class Loader:
             level = settings.parallel.level
             raise LoadFailed(f"No enough gpu devices for model:{key.name} parallelLevel:{level}")
         self._refuse_without_network(key, config)
+        holds = _holds_gil(archive)
+        isolation: Literal["thread", "process", "shared"] = "process"
+        if not in_cpp:
+            isolation = _isolation(archive, settings, handler, self._may_share_process, holds)
+            _tell_unshared(key, settings, isolation)
         origin = Origin(
             archive=archive,
             handler=handler,
             runtime=runtime,
-            isolation="process"
-            if in_cpp
-            else _isolation(key, archive, settings, handler, self._may_share_process),
+            isolation=isolation,
             loaded_at_startup=loaded_at_startup,
+            needs_compiler=holds or bool(archive.config.raw.get("pt2")),
         )
         return self._assemble(key, origin, settings)
 
@@ -226,7 +230,7 @@ class Loader:
         if environment is None and origin.isolation == "shared":
             return self._rooms.of(key)
         if environment is None:
-            return CompilerLauncher(self._launcher) if _needs_compiler(origin.archive) else self._launcher
+            return CompilerLauncher(self._launcher) if origin.needs_compiler else self._launcher
         return ExecLauncher(
             worker_environment(self._server.env_vars_hidden_from_workers, self._server),
             environment.python,
@@ -284,10 +288,7 @@ class Loader:
         return next(self._executor_ids)
 
 
-def _isolation(
-    key: ModelKey, archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool
-) -> Literal["thread", "process", "shared"]:
-    isolation = _isolation_of(archive, settings, handler, may_share)
+def _tell_unshared(key: ModelKey, settings: ModelSettings, isolation: str) -> None:
     if settings.isolation == "shared" != isolation:
         logger.info(
             "model %s version %s can't share a process with other models and gets isolation: %s",
@@ -295,22 +296,20 @@ def _isolation(
             key.version,
             isolation,
         )
-    return isolation
 
 
-def _isolation_of(
-    archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool
+def _isolation(
+    archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool, holds: bool
 ) -> Literal["thread", "process", "shared"]:
     if archive.environment or settings.parallel:  # packages of its own; ranks of its own
         return "process"
     model = archive.manifest.get("model") or {}
     on_gpu = bool(settings.gpu_ids)
-    keeps_gil = not on_gpu and _holds_gil(archive)
     return choose_isolation(
         settings.isolation,
         handler,
         model,
-        holds_gil=keeps_gil,
+        holds_gil=holds and not on_gpu,
         on_gpu=on_gpu,
         needs_own_process=not may_share
         or settings.device_type == "xla"
@@ -318,11 +317,6 @@ def _isolation_of(
         or _switches_engine(archive)
         or _has_python(archive),
     )
-
-
-def _needs_compiler(archive: StoredArchive) -> bool:
-    """Return whether workers import torch's compiler: to run an exported program, or for `torch.compile`."""
-    return _holds_gil(archive) or bool(archive.config.raw.get("pt2"))
 
 
 def _holds_gil(archive: StoredArchive) -> bool:

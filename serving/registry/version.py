@@ -69,6 +69,7 @@ class Origin:
     runtime: str
     isolation: str  # "thread" | "process" | "shared"
     loaded_at_startup: bool
+    needs_compiler: bool = False  # workers import torch's compiler: an exported program, or `torch.compile`
     workflow: str = ""  # the workflow that the model is a step of
     is_function: bool = False  # the step is a function of the workflow's handler, not a model of the store
 
