@@ -6,6 +6,20 @@ from torchere.serving.batching.request import Answer, Request
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferResponse, StreamedResponse
 
+# The beginning of a program for an interpreter of its own: `asked` gets the questions for GPUs. One to their
+# driver before a fork would keep the forked processes from using them.
+COUNTS_QUESTIONS_FOR_GPUS = """
+import sys, threading
+import torch
+
+asked = []
+questions = ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init")
+for module in (torch.cuda, torch.xpu, torch.accelerator):
+    for name in questions:
+        if hasattr(module, name):
+            setattr(module, name, lambda *args, name=f"{module.__name__}.{name}": asked.append(name) or False)
+"""
+
 
 class AwaitedRequest(Request):
     """A request whose client awaits `future`."""

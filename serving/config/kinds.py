@@ -262,6 +262,9 @@ def _read_hosts(text: str) -> tuple[str, ...]:
     return names
 
 
+HOSTS = Kind("comma-separated host names without scheme and port, or *", _read_hosts)
+
+
 def _read_modules(text: str) -> tuple[str, ...]:
     names = _items(text)
     for name in names:
@@ -271,7 +274,6 @@ def _read_modules(text: str) -> tuple[str, ...]:
 
 
 MODULES = Kind("comma-separated names of Python modules", _read_modules)
-HOSTS = Kind("comma-separated host names without scheme and port, or *", _read_hosts)
 
 
 def _read_isolation(text: str) -> str:

@@ -1,10 +1,10 @@
 """The server's side of the fork server: requests workers, and receives their pids and exit codes.
 
 Protocol, over a Unix socket that keeps message boundaries: the server sends `F` with the descriptors of a
-worker (its lanes socket, its control socket, its page, the pipe for its output), or `R` with those of a
+worker (its lanes socket, its control socket, its page, the pipe for its output), `C` with the same for a
+worker that needs torch's compiler (the first one lets the fork server import it), or `R` with those of a
 process for several versions (its room socket, the pipe). The fork server answers each, in order, with
 `P <pid>`, or with `E <errno>` if the fork failed. It sends `X <pid> <exit code>` when a worker has ended.
-`C`, which is not answered, lets it import torch's compiler, for the workers that it forks afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_MESSAGE_BYTES = 64
-DESCRIPTORS = {b"F": 4, b"R": 2, b"C": 0}  # of a request
+DESCRIPTORS = {b"F": 4, b"C": 4, b"R": 2}  # of a request
 FORK_TIMEOUT_S = 120.0  # the first fork waits for imports; a fork server that hangs for longer is given up
 END_TIMEOUT_S = 5.0
 # Imports make many objects and little garbage: collections would take a sixth of their time.
@@ -76,7 +76,6 @@ class ForkServer:
         self._loop = asyncio.get_running_loop()
         self._forks: deque[asyncio.Future[tuple[int, asyncio.Future[int]]]] = deque()  # answered in order
         self._exits: dict[int, asyncio.Future[int]] = {}
-        self._has_compiler = False
         self.lost = False
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._receive)
@@ -89,15 +88,15 @@ class ForkServer:
         """
         return await self._ask(b"F", [*descriptors, output])
 
+    async def fork_with_compiler(
+        self, descriptors: Sequence[int], output: int
+    ) -> tuple[int, asyncio.Future[int]]:
+        """Fork a worker that has imported torch's compiler, like `fork`; the first one takes 2 s."""
+        return await self._ask(b"C", [*descriptors, output])
+
     async def fork_room(self, descriptor: int, output: int) -> tuple[int, asyncio.Future[int]]:
         """Fork a process for several versions, like `fork`; the descriptor is its room socket."""
         return await self._ask(b"R", [descriptor, output])
-
-    def import_compiler(self) -> None:
-        """Let it import torch's compiler before it forks the next worker; without effect the second time."""
-        if not (self._has_compiler or self.lost):
-            self._control.send(b"C")
-            self._has_compiler = True
 
     async def _ask(self, kind: bytes, descriptors: Sequence[int]) -> tuple[int, asyncio.Future[int]]:
         if self.lost:

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -67,10 +67,10 @@ class ForkServer:
             return True
         if not kind:
             return False
-        if kind == b"C":
-            import_compiler()
-        elif len(descriptors) == DESCRIPTORS[kind]:
-            self._fork(process.run if kind == b"F" else room_process.run, *descriptors)
+        if len(descriptors) == DESCRIPTORS[kind]:
+            if kind == b"C":
+                import_compiler()
+            self._fork(room_process.run if kind == b"R" else process.run, *descriptors)
         else:  # no free descriptors to receive them
             self._send(b"E %d" % errno.EMFILE)
             for descriptor in descriptors:
@@ -128,6 +128,7 @@ class ForkServer:
             self._send(b"X %d %d" % (pid, os.waitstatus_to_exitcode(status)))
 
 
+@cache
 def import_compiler() -> None:
     """Import torch's compiler once for all workers: it takes each 1.7 s and 70 MB of its own.
 

@@ -163,13 +163,11 @@ class ForkLauncher:
     async def launch(self, requests: int, *, with_compiler: bool = False) -> Launched:
         """Fork a worker; at most `FORKS_AT_ONCE` launches run at a time.
 
-        `with_compiler`: fork it from a process that has imported torch's compiler (2 s, the first time).
+        `with_compiler`: see `ForkServer.fork_with_compiler`.
         """
         async with self._turns:
             forks = self._running()
-            if with_compiler:
-                forks.import_compiler()
-            return await _launched(forks.fork, requests)
+            return await _launched(forks.fork_with_compiler if with_compiler else forks.fork, requests)
 
     async def launch_room(self, descriptor: int) -> LaunchedRoom:
         """Fork a process for several versions, with `descriptor` as its room socket.

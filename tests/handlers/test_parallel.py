@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from buckets import Buckets, serve_buckets
+from fakes import COUNTS_QUESTIONS_FOR_GPUS
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -415,16 +416,9 @@ def test_weights_in_the_archive_and_in_s3_are_refused(folder: Path) -> None:
 
 
 # What a process that forks must not have called: CUDA and its like are of no use in the children then.
-IMPORTS = """
-import sys, threading
-import torch
-
-asked = []
-questions = ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init")
-for module in (torch.cuda, torch.xpu, torch.accelerator):
-    for name in questions:
-        if hasattr(module, name):
-            setattr(module, name, lambda *args, name=f"{module.__name__}.{name}": asked.append(name) or False)
+IMPORTS = (
+    COUNTS_QUESTIONS_FOR_GPUS
+    + """
 from torchere.handlers.loading.parallel import import_libraries
 
 assert "transformers" not in sys.modules
@@ -432,6 +426,7 @@ assert import_libraries(sys.argv[1], {}, {"parallel": {"tensor": 2}}, may_ask_dr
 assert "transformers" in sys.modules
 assert (asked, threading.active_count()) == ([], 1)
 """
+)
 
 
 def test_on_a_machine_with_gpus_no_library_asks_for_them_before_the_ranks_are_forked(tmp_path: Path) -> None:

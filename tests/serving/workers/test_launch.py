@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 import uvloop
+from fakes import COUNTS_QUESTIONS_FOR_GPUS
 from pools import new_pool
 
 from torchere.serving.config.server_settings import ServerSettings, SnapshotModel
@@ -402,6 +403,7 @@ def test_a_fork_server_without_the_compiler_goes_on(
     monkeypatch.syspath_prepend(str(tmp_path))
     names = ("torch.no_such_module", "fails_to_import", "torch._export.serde.serialize")
     monkeypatch.setattr(fork_server, "COMPILER", names)
+    fork_server.import_compiler.cache_clear()
     fork_server.import_compiler()
     assert "torch._export.serde.serialize" in sys.modules
     assert "SET_HERE" not in os.environ
@@ -433,22 +435,16 @@ def test_workers_compute_after_a_shared_module_has_computed(tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
-# A question to the driver of GPUs before the fork would keep the workers from using them.
-IMPORTS_THE_COMPILER = """
-import sys, threading
-import torch
-
-asked = []
-for module in (torch.cuda, torch.xpu, torch.accelerator):
-    for name in ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init"):
-        if hasattr(module, name):
-            setattr(module, name, lambda *args, name=f"{module.__name__}.{name}": asked.append(name) or False)
+IMPORTS_THE_COMPILER = (
+    COUNTS_QUESTIONS_FOR_GPUS
+    + """
 from torchere.serving.workers.fork_server import import_compiler
 
 import_compiler()
 assert "torch._dynamo" in sys.modules
 assert (asked, threading.active_count()) == ([], 1)
 """
+)
 
 
 def test_the_import_of_the_compiler_asks_for_no_gpu_and_starts_no_thread() -> None:
