@@ -271,11 +271,14 @@ def private_cache(folder: Path) -> Iterator[None]:
     """Move Inductor's cache into `folder` for the duration of the block, and delete it afterwards.
 
     Inductor's default cache would keep a copy of the weights of each compilation in the system's temporary
-    folder, where other users may read it. Precompiled headers stay in their usual place: they contain no
-    model data and take seconds to build. Not thread-safe: one compilation per process at a time.
+    folder, where other users may read it. Precompiled headers stay in their usual place, and so do the four
+    programs by which Inductor tests this machine's instruction sets: they contain no model data and take
+    seconds to build. Not thread-safe: one compilation per process at a time.
     """
-    from torch._inductor.utils import clear_inductor_caches  # noqa: PLC0415  # torch._inductor takes seconds
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list  # noqa: PLC0415  # torch._inductor takes seconds
+    from torch._inductor.utils import clear_inductor_caches  # noqa: PLC0415
 
+    valid_vec_isa_list()  # the process remembers the result
     before = os.environ.get(_VARIABLE)
     with tempfile.TemporaryDirectory(dir=folder, prefix="inductor-", ignore_cleanup_errors=True) as cache:
         clear_inductor_caches()  # drop in-memory references to files of other cache folders

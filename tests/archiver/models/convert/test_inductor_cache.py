@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
+from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.runtime_utils import cache_dir  # type: ignore[attr-defined]
 
 from torchere.archiver.models.convert.aotinductor import private_cache
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instruction sets are known: torch would compile for 10 s to test them."""
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
 
 
 @pytest.mark.parametrize("before", [None, "elsewhere"])
@@ -35,3 +43,17 @@ def test_the_cache_goes_when_compiling_fails(tmp_path: Path) -> None:
         Path(cache_dir(), "weights.so").write_bytes(b"numbers")
         raise RuntimeError("no compiler")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tests_of_the_instruction_sets_are_kept_for_the_next_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (usual := tmp_path / "usual").mkdir()
+    (private := tmp_path / "private").mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(usual))
+    asked_in = []
+    found = cache(lambda: asked_in.append(cache_dir()))  # as torch does, which compiles for 10 s at first
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", found)
+    with private_cache(private):
+        found()
+    assert asked_in == [str(usual)]
