@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 from prometheus_client import Metric
@@ -97,10 +98,24 @@ def client_families(clients: Mapping[str, ClientNumbers]) -> Iterable[Metric]:
     return families.values()
 
 
+# Counters of a version by one more label: the label, and the counts by its values.
+_COUNTS: Mapping[str, tuple[str, Callable[[VersionSnapshot], Mapping[str, int]]]] = {
+    names.REJECTED: ("reason", attrgetter("rejected")),
+    names.CANCELLED: ("stage", attrgetter("cancelled")),
+    names.EXPIRED: ("stage", attrgetter("expired")),
+    names.RESTARTS: ("reason", attrgetter("restarts")),
+}
+# One number of a version.
+_VALUES: Mapping[str, Callable[[VersionSnapshot], float]] = {
+    names.IN_FLIGHT: attrgetter("in_flight"),
+    names.BUSY_SECONDS: attrgetter("busy_s"),
+    names.LAST_PROGRESS: attrgetter("last_batch_s"),
+    names.LOAD_DURATION: attrgetter("load_s"),
+}
+_LATER = (names.LAST_PROGRESS, names.LOAD_DURATION)  # not exposed as long as they are 0
 FAMILIES = (
     *(names.REQUESTS, names.REQUEST_DURATION, names.FIRST_PART, names.QUEUE_DURATION, names.STAGE_DURATION),
-    *(names.IN_FLIGHT, names.REJECTED, names.CANCELLED, names.EXPIRED, names.BATCH_SIZE, names.BUSY_SECONDS),
-    *(names.RESTARTS, names.LAST_PROGRESS, names.LOAD_DURATION),
+    *(names.BATCH_SIZE, *_COUNTS, *_VALUES),
 )
 # Two thirds of all samples are those of stages, so their histograms have only every second bound, or none.
 _STAGE_BOUNDS: dict[StageSeries, int] = {"buckets": 2, "means": 0}
@@ -154,13 +169,8 @@ def _add_counts(families: dict[str, OwnFamily], labels: dict[str, str], snapshot
     for (transport, code), count in snapshot.codes.items():
         named = {**labels, "protocol": transport, "code": code}
         families[names.REQUESTS].add_sample(names.REQUESTS, named, count)
-    for name, label, counts in (
-        (names.REJECTED, "reason", snapshot.rejected),
-        (names.CANCELLED, "stage", snapshot.cancelled),
-        (names.EXPIRED, "stage", snapshot.expired),
-        (names.RESTARTS, "reason", snapshot.restarts),
-    ):
-        for value, count in counts.items():
+    for name, (label, counts_of) in _COUNTS.items():
+        for value, count in counts_of(snapshot).items():
             families[name].add_sample(name, {**labels, label: value}, count)
 
 
@@ -173,10 +183,7 @@ def _add_sizes(family: OwnFamily, labels: dict[str, str], snapshot: VersionSnaps
 
 
 def _add_values(families: dict[str, OwnFamily], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
-    values = {names.IN_FLIGHT: snapshot.in_flight, names.BUSY_SECONDS: snapshot.busy_s}
-    if snapshot.last_batch_s:
-        values[names.LAST_PROGRESS] = snapshot.last_batch_s
-    if snapshot.load_s:
-        values[names.LOAD_DURATION] = snapshot.load_s
-    for name, value in values.items():
-        families[name].add_sample(name, labels, value)
+    for name, value_of in _VALUES.items():
+        value = value_of(snapshot)
+        if value or name not in _LATER:
+            families[name].add_sample(name, labels, value)
