@@ -71,8 +71,8 @@ def run_model_archive(
 ) -> int:
     """Run `torchere archive`: convert the model if a flag asks for it, and write the archive.
 
-    `prepare_for` returns what the handler of an archive does to the body of a request. `command` begins the
-    line of an error.
+    `prepare_for` returns the function by which an archive's handler turns a request body into model inputs.
+    `command` is the prefix of error lines.
 
     Returns 0, 1 on failure, or 2 when a model, an example or an option is refused.
     """

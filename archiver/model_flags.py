@@ -317,7 +317,7 @@ def build_options(namespace: argparse.Namespace) -> BuildOptions:
 def convert_options(
     namespace: argparse.Namespace, serialized: Path | None, model_file: Path | None, config: Path | None
 ) -> BuildOptions:
-    """Return the options given by the flags of `torchere convert`, for the files of an unpacked archive."""
+    """Return the options from the flags of `torchere convert` and the given files of an unpacked archive."""
     return replace(_options(namespace), serialized_file=serialized, model_file=model_file, config_file=config)
 
 

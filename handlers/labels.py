@@ -54,7 +54,7 @@ def map_class_to_label(
     mapping: dict[str, str] | None = None,
     lbl_classes: Sequence[Sequence[int]] | None = None,
 ) -> list[dict[str, object]]:
-    """Name the numbers of each row by their classes; where classes share a name, keep the largest float.
+    """Return a dict from class name to value for each row; where classes share a name, the largest float.
 
     Args:
         probs: one row per request; usually probabilities.

@@ -118,7 +118,7 @@ class CachingMetric:
     def report(
         self, value: float, dimensions: tuple[tuple[str, str], ...], request_ids: tuple[str, ...]
     ) -> None:
-        """Report a value like `add_or_update`, with dimensions that are known to fit: names with values."""
+        """Report a value as `add_or_update` does, without checking the dimensions: (name, value) pairs."""
         # Fast path: this runs with every request, and the value is nearly always valid.
         if type(value) is not float or not value >= 0:
             if problem := self._wrong_value(value):

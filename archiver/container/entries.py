@@ -26,7 +26,7 @@ _DRIVE = re.compile(r"^[A-Za-z]:")
 
 
 def problem_with(name: str) -> str | None:
-    """Return why `name` (of a directory: without its last slash) is refused, or None if it is valid."""
+    """Return why `name` is refused; None if it is valid. Pass a directory's name without its last slash."""
     if not name:
         return "the name is empty"
     if "\\" in name:
@@ -95,7 +95,7 @@ class Entry:
     size: int  # bytes after unpacking, as declared; streaming fails when the data differs
     stored_size: int  # bytes in the archive; for gzip, which packs the whole, the same as `size`
     method: Method
-    # Where the data begins in the archive's file; None if it has no offset of its own.
+    # Where the data begins in its file (zip, folder); None in a .tar.gz, which is compressed as a whole.
     offset: int | None = None
     crc: int | None = None  # CRC-32 of the data, when the format has one per entry
 

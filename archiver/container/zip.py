@@ -168,7 +168,7 @@ def is_descriptor(record: bytes, crc: int, stored_size: int, size: int) -> bool:
 
 
 def _widened(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
-    """Replace every saturated value by its 64-bit one from the extra field, which has them in this order."""
+    """Replace each 0xFFFFFFFF by its 64-bit value; the ZIP64 extra field has these in the same order."""
     if _FULL_32 not in values:
         return values
     wide = _extra_field(extra, _WIDE_EXTRA)

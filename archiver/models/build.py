@@ -208,7 +208,7 @@ class _Compilation:
     say: Say
 
     def built(self, example: Tensors | None) -> Built:
-        """Quantise, compile, sign and verify the model."""
+        """Quantise and compile the model, derive its tensor signature, and verify the result."""
         module, example = self._startable(example)
         if note := check_quantised(module, self.options.quantize, str(self.options.model_format)):
             self.say(note)
@@ -272,7 +272,8 @@ class _Compilation:
     def _in_fp32(self, job: _Job) -> Trial | None:
         """Return the model as it would be packed without `quantize`, to measure what that gains.
 
-        For AOTInductor it is TorchScript, which compiles in a second, unless the form itself may be packed.
+        For AOTInductor it is made as TorchScript, which compiles in a second; not under `auto`, which may
+        choose to pack it.
         """
         method, target = self.options.quantize, self.options.model_format
         if method == "int8-trained":
@@ -439,7 +440,11 @@ class _Compilation:
         return replace(trial, report=report)
 
     def _accept(self, job: _Job, trial: Trial) -> None:
-        """Refuse the trial, or write its report beside the packed model."""
+        """Write the trial's report, if it has one, beside the packed model.
+
+        Raises:
+            ModelRefused: the drift is too large, or a quantised model is not faster; see `check_trial`.
+        """
         if trial.report is None:
             return
         with step(self.say, "measuring the memory"):

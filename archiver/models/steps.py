@@ -20,7 +20,7 @@ _STILL_S = 30.0  # between two lines about a step that tells nothing of itself
 
 
 def silent(_line: str) -> None:
-    """Drop the line: a `Say` for callers without output."""
+    """Discard the line; the `Say` callback of callers that show no output."""
 
 
 @contextmanager
@@ -29,9 +29,9 @@ def step(say: Say, name: str, advice: str = "") -> Iterator[None]:
 
     `advice` says what to do then.
 
-    Warnings of torch are suppressed, and logged ones of its libraries: they are about their internals
-    (torch.jit is deprecated, a kernel for another machine is not loaded, ...). The code that runs the tracer
-    reports those about the model (`convert/torchscript.py`).
+    Suppresses Python warnings, and log records below ERROR of torch, torchao and transformers: they concern
+    internals (torch.jit is deprecated, a kernel for another machine is not loaded, ...). The code that runs
+    the tracer reports warnings about the model (`convert/torchscript.py`).
     """
     started_s = time.perf_counter()
     say(f"{name} ...")
@@ -61,7 +61,7 @@ def errors_only(*names: str) -> Iterator[None]:
 
 
 def _tell_that_it_lasts(ended: threading.Event, name: str, say: Say) -> None:
-    """Tell every half a minute for how long the step has run: compilers report no progress."""
+    """Report every 30 s how long the step has been running: compilers report no progress."""
     started_s = time.perf_counter()
     while not ended.wait(_STILL_S):
         say(f"{name}: running for {time.perf_counter() - started_s:.0f} s")

@@ -313,9 +313,9 @@ def check_expression(text: object) -> None:
 
 
 def _with_exponents(tree: ast.AST) -> Iterator[tuple[ast.AST, float]]:
-    """Yield every node with the product of the exponents of all powers around it, or infinity.
+    """Yield every node with the product of the exponents of the powers that enclose it, itself included.
 
-    It is infinite when one of the exponents is not a known constant.
+    The product is infinite when one of the exponents is not a known constant.
     """
     pending: list[tuple[ast.AST, float]] = [(tree, 1)]
     while pending:

@@ -138,7 +138,7 @@ def _package(name: str, records: dict[str, int], file: BinaryIO) -> Weights:
 
 
 def _native(records: Iterable[str]) -> str:
-    """Describe how compiled code runs: torch compiles and loads the C++ of a package without a library."""
+    """Describe how compiled code runs. A package without a library holds C++, which torch compiles."""
     if any(record.endswith(".so") for record in records):
         return "runs as native code in the server"
     return "is compiled from C++ and runs as native code in the server"

@@ -24,8 +24,9 @@ from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusa
 # Find speech segments from the probability of speech over time. Pure; no clock, no model.
 #
 # A segment begins where the probability reaches `threshold`. It ends where the probability falls below
-# `threshold - release`, if it is below that again `min_silence_ms` later without having reached
-# `threshold` in between; so neither a quiet syllable nor a breath ends it.
+# `threshold - release`. That point counts once the probability is below that again at least
+# `min_silence_ms` later, and has not reached `threshold` in between: neither a quiet syllable nor
+# a breath ends a segment.
 
 
 @dataclass(frozen=True, slots=True)

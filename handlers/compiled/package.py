@@ -85,7 +85,7 @@ def _metadata(file: zipfile.ZipFile, names: list[str]) -> dict[str, str]:
 
 
 def _takes_one(file: zipfile.ZipFile, names: list[str]) -> bool:
-    """Return whether the package holds its source, and no check there requires a dimension of 2 or more."""
+    """Return whether the package holds its source, and no check in it refuses a dimension of size 1."""
     sources = [name for name in names if name.endswith("wrapper.cpp")]
     return bool(sources) and not any(_LEAST_TWO.search(file.read(name)) for name in sources)
 
@@ -250,7 +250,7 @@ def holds_gil(path: str, model_dir: str) -> bool:
 
 
 def fits_c_abi(package: Package) -> bool:
-    """Return whether the C ABI can run the package; torch's own part is not checked."""
+    """Return whether the C ABI can run the package. The installed torch is not checked for its functions."""
     return package.device in ("cpu", "unknown") and package.library is not None
 
 

@@ -40,7 +40,7 @@ def cpp_handler_name(handler: str, runtime: str) -> CppHandlerName | None:
 
 
 def compile_flags() -> Sequence[str]:
-    """Return the compiler's arguments behind the source: headers, torch's ABI and torch's libraries."""
+    """Return the compiler's arguments that follow the source file: headers, torch's ABI and libraries."""
     import torch  # noqa: PLC0415  # takes a second, and the server imports this module
 
     home = Path(torch.__file__).parent

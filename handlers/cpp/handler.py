@@ -1,4 +1,4 @@
-"""The handler of archives whose handler is a class in a shared library, and the library.
+"""Runs a C++ handler class from a shared library: the Python side of the handler, and its ctypes binding.
 
 The counterpart of `Library` is `include/torchere/interface.hh`. ctypes releases the GIL around each call.
 Values cross as pieces: byte strings in an order that both sides know; those of the worker lie one behind the
@@ -32,7 +32,7 @@ from torchere.handlers.rows import sole_element
 MAX_BATCH_SIZE = 256  # handlers in C++ number the requests of a batch with one byte
 _PAYLOADS = {"data": "data_dtype", "body": "body_dtype"}  # the headers that say how a payload is encoded
 
-# Not below "torchere": repeated warnings of handlers are logged each time.
+# A name outside "torchere": the server drops repeated warnings of loggers below that name.
 logger = logging.getLogger("cpp_handler")
 
 _LEVELS = (*(logging.DEBUG,) * 2, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
@@ -49,9 +49,9 @@ _ReportFunction = ctypes.CFUNCTYPE(
 class CppHandler:
     """Hands the requests of a batch to a handler in C++, and its responses back. One thread at a time.
 
-    A response whose code is not 200 is an error, as in TorchServe; here of its request, there of the batch.
-    An exception fails the batch; for a request that is alone, the response that the handler left with an
-    error code is the answer.
+    A response whose code is not 200 fails its request; in TorchServe it fails the batch. An exception fails
+    the batch; for a request that is alone, the response that the handler left with an error code is the
+    answer.
     """
 
     takes_bytes = True  # the values of requests are not decoded

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _WITH_MODULE = ("cuda", "xpu", "mps", "hpu")
 _BUILDS = ("cuda", "hip", "xpu")  # in `torch.version`: what this torch was built for
 _PLUGINS = ("torch_xla", "habana_frameworks")
-# Of NVIDIA's driver, Windows' subsystem for Linux, Jetson, ROCm and Intel's GPUs.
+# Device files of NVIDIA's driver, WSL, Jetson, ROCm and Intel's GPUs, in this order.
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvmap", "/dev/kfd", "/dev/dri/renderD*")
 # Up to this size CUDA copies from pageable memory without waiting (API synchronization behavior).
 _PAGEABLE_BYTES = 65_536

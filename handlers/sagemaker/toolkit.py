@@ -55,7 +55,7 @@ class BaseInferenceToolkitError(Exception):
 
 
 class GenericInferenceToolkitError(BaseInferenceToolkitError):
-    """The error that stands for any other exception of a script."""
+    """The toolkit's generic error, for failures without an error class of their own."""
 
     def __init__(self, status_code: int, message: str | None = None, phrase: str | None = None) -> None:
         message = message or "Invalid Request"

@@ -183,7 +183,9 @@ _head_of_binary = lru_cache(maxsize=256)(_head)  # a model's answers have few sh
 
 
 def wanted_outputs(outputs: list[Output], wish: Wish, labels: Labels | None) -> list[tuple[Output, bool]]:
-    """Return the outputs that a wish names, in its order, each with whether it is sent as binary data.
+    """Return each output that the request asks for, and whether it is sent as binary data.
+
+    In the order of the request; all outputs if it names none.
 
     Raises:
         TensorError: the wish names an unknown output, or asks for the classes of a BYTES output.

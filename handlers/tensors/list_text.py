@@ -58,7 +58,7 @@ class ListText:
 
     @property
     def first(self) -> Any:
-        """The first element, which must exist; an empty list or object for any list or object."""
+        """The first element of a list that is not empty; a nested list or object is returned empty."""
         return self._value_at(1)
 
     @property
@@ -133,7 +133,7 @@ class ListText:
         return kept.tobytes()
 
     def _value_at(self, start: int) -> Any:
-        """Return the value that begins at `start`; an empty list or object for any list or object."""
+        """Return the value that begins at `start`; a list or an object is returned empty."""
         code = self._codes[start]
         if code == _OPEN:
             return []

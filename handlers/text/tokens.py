@@ -152,7 +152,7 @@ class TransformerHandler(BaseHandler):
         self.tokens: Any = None
 
     def initialize(self, context: Context) -> None:
-        """Load tokenizer and model, and read the section.
+        """Load the tokenizer and the model, and read the handler's section of model-config.yaml.
 
         Raises:
             RuntimeError: the package `tokenizers` or the tokenizer is missing, or the signature has inputs
@@ -307,7 +307,7 @@ def _specs(model_dir: str, section: str) -> tuple[TensorSpec, ...]:
 
 
 def _lengths(specs: Sequence[TensorSpec]) -> Limit:
-    """Return the numbers of tokens that the model takes."""
+    """Return the limit that the signature sets for the number of tokens of a text."""
     for spec in specs:
         if len(spec.shape) == 2 and _ROLES[spec.name] == "ids":
             size = spec.shape[1]

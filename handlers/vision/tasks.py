@@ -58,7 +58,7 @@ class ImageClassifier(VisionHandler):
         return map_class_to_label(best.tolist(), self.mapping, classes.tolist())
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """Return one small grey JPEG; None where the model refuses it, as one for lists of numbers may."""
+        """Return a grey JPEG of 256 x 256; None if the model refuses it, as a model for number lists may."""
         buffer = io.BytesIO()
         Image.new("RGB", (256, 256), (128, 128, 128)).save(buffer, "JPEG")
         rows: list[dict[str, object]] = [{"body": bytearray(buffer.getvalue())}]
@@ -89,7 +89,7 @@ ImangeSegmenter = ImageSegmenter  # the spelling of early TorchServe versions
 class ObjectDetector(VisionHandler):
     """Answers each image with a list of `{name: [x1, y1, x2, y2], "score": s}`, boxes in pixels.
 
-    A class that is itself named "score" has its index in the place of its name.
+    A class named "score" is reported under its index, because that key holds the score.
 
     The model is called like torchvision's detectors and returns the same: for each image `boxes`, `labels`
     and `scores`. Images are scaled to 0 ... 1 and neither resized nor normalised.

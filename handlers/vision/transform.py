@@ -12,7 +12,8 @@ from PIL import Image
 
 from torchere.handlers.errors import PredictionException
 
-# A line of pixels, resized by its shorter side, would be as long as memory. These take 512 MiB.
+# Limit of a resized image: a line of pixels, scaled to `resize` on its shorter side, would fill the memory.
+# This many RGB pixels take 512 MiB in Pillow.
 MAX_RESIZED_PIXELS = 2**27
 MAX_RATIO = 4  # of the sides of an image that may be resized to more
 

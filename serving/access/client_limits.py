@@ -214,7 +214,7 @@ class ClientLimits:
             account.tally = self._tally(account.name)
 
     def _forget_one(self) -> None:
-        """Forget the client that was idle for longest, unless the oldest ones have unanswered predictions."""
+        """Forget the longest idle client without unanswered predictions among the `EVICTION_TRIES` oldest."""
         accounts = self._accounts
         for _ in range(EVICTION_TRIES):
             name, account = next(iter(accounts.items()))

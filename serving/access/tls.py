@@ -21,7 +21,7 @@ from torchere.serving.access.reload import Reloaded
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import ServingError
 
-# Of a new connection, which counts for the limit of its listener meanwhile.
+# Time for the TLS handshake of a connection, which already counts towards the limit of its listener.
 HANDSHAKE_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)

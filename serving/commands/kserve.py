@@ -24,7 +24,8 @@ _BESIDE = {  # options of packing, and the files beside a bare model that they s
 }
 _ENVELOPE, _PROTOCOL = "TS_SERVICE_ENVELOPE", "PROTOCOL_VERSION"
 _UNSET = ("", "<no value>")  # KServe fills in the latter for a label that an InferenceService lacks
-# Where KServe asks; gRPC where the wrapper of TorchServe's runtime had it. Variables count before these.
+# Addresses where KServe expects the server; for gRPC inference, the port of KServe's wrapper for TorchServe.
+# Environment variables override them.
 _PROPERTIES = """
 enable_envvars_config=true
 inference_address=http://0.0.0.0:8080

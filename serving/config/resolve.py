@@ -312,7 +312,7 @@ _ONLY_LOCAL = (
 
 
 def _plain_grpc(settings: ServerSettings) -> Iterator[Finding]:
-    """Yield a finding on gRPC in plain text beside REST with TLS: one switch does not cover both."""
+    """Yield a warning if REST has TLS and gRPC has not: each has its own setting."""
     rest = (settings.inference_address, settings.management_address)
     grpc = (settings.grpc_inference_address, settings.grpc_management_address)
     plain = [address.authority for address in grpc if address is not None]

@@ -265,7 +265,7 @@ class SandboxSettings:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousSettings:
-    """Where further machines join groups of ranks: `workers/machines.py`."""
+    """The address and the secret by which other machines join a group of ranks (`workers/machines.py`)."""
 
     host: str = "127.0.0.1"  # this server listens here while a group waits for machines
     port: int = 29_400  # torchrun's; `torchrun.rdzv-endpoint` of a model names another

@@ -28,7 +28,7 @@ MIN_KEY_FREE_BYTES = 2**20
 MAX_INFLATION = 1032
 
 ALL, CONNECTION, KEY_FREE = "all", "connection", "key_free"  # label values, by the budget that refuses
-# Limits that are not on bytes: connections of a listener, watches of health, frames without use.
+# Limits on counts instead of bytes: connections of a listener, health watches, and useless frames (floods).
 CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 
 

@@ -81,9 +81,9 @@ def limit_of_listener(serves_inference: bool, wanted: int, budgets: Budgets) -> 
 class ConnectionLimit:
     """Makes room for new connections of one listener. Used on the event loop only.
 
-    Above the limit the connections that are idle for longest are closed, as an idle timeout would do later: a
-    client with many idle connections then costs others a new connection at worst. If new connections were
-    refused instead, it would lock the others out. A new connection is refused only while all others are busy.
+    Above the limit the connections idle for longest are closed, as an idle timeout would do later. So a
+    client with many idle connections at worst forces others to reconnect. If new connections were refused
+    instead, it would lock the others out. A new connection is refused only while all others are busy.
 
     Attributes:
         limit: of open connections.

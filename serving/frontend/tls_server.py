@@ -1,7 +1,7 @@
 """Accepts TLS connections, which count for the limit of their listener from the beginning of the handshake.
 
-A server of asyncio opens the protocol's connection after the handshake. A client that never ends it would
-take a descriptor that no limit counts, and that none can take back.
+asyncio's own server calls `connection_made` only after the TLS handshake. A client that never ends the
+handshake would take a descriptor that no limit counts, and that none can take back.
 """
 
 from __future__ import annotations

@@ -54,7 +54,10 @@ class ConsoleFormatter(LineFormatter):
         return self.is_started or record.levelno > logging.INFO or not hasattr(record, *AT_START)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line without its line end; of a traceback, its last line and the place in it."""
+        """Return the record as one line, without its line end.
+
+        Of a traceback it has the last line, and the file and line that `_place` finds.
+        """
         text = escape(shortened(record.getMessage()))
         trace = trace_of(self, record)
         if trace:

@@ -20,8 +20,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 _OWN_MAPPING_BYTES = 256 * 2**20
 _OLD_OWN_MAPPING_BYTES = 32 * 2**20  # the most that glibc before 2.35 takes
 _KEPT_BYTES = 512 * 2**20  # free memory that is kept at the end of the heap; the rest goes back
-# Every heap but the first consists of 64 MiB pieces, which go back when they are empty, with any setting.
-# So one heap is best; but threads that allocate wait for its lock, so those of more cores do not share it.
+# Every heap but the first consists of 64 MiB pieces, which go back when they are empty, with any setting. So
+# one heap is best; but threads wait for its lock, so there is one heap for every 8 cores.
 _CORES_PER_HEAP = 8
 # Set by an operator who tunes the allocator; GLIBC_TUNABLES may hold settings of other parts of glibc, too.
 _OPERATORS_VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")

@@ -141,7 +141,8 @@ def become(user: int, group: int) -> None:
         os.setgroups([group])
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
-    # The change leaves /proc/self with root: open files and limits of the process would be unreadable to it.
+    # After the change /proc/self still belongs to root, so the process could not read its own open files and
+    # limits.
     _prctl(_PR_SET_DUMPABLE, 1)
 
 

@@ -4,9 +4,9 @@ The library (`model-signing`, the extra `signing`) writes a Sigstore bundle: a s
 SHA-256. The signature of an archive file is `NAME.sig` beside it, that of a folder is `model.sig` inside it.
 All calls block. The library takes 0.7 s to import, so it is imported by the first call that needs it.
 
-Anyone who may write to the model store can change an archive between its verification and its unpacking, also
-in place and with the old times. So `verified_copy` verifies a copy in a folder of this server alone, which is
-then the only one that is read.
+Anyone who may write to the model store can change an archive between its verification and its unpacking, even
+in place and with its timestamps restored. So `verified_copy` verifies a copy in a folder of this server
+alone, which is then the only one that is read.
 """
 # ruff: noqa: PLC0415 - the docstring has the reason
 

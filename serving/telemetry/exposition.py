@@ -109,7 +109,7 @@ def _histogram_lines(row: HistogramRow, name: str, openmetrics: bool) -> str:
 def _histogram_form(
     name: str, bounds: tuple[str, ...], labelled: bool, openmetrics: bool, small: bool
 ) -> str:
-    """Return the lines of a histogram with `_LABELS` for its labels, and "%d" (or "%s") for its counts."""
+    """Return a template of a histogram's lines: `_LABELS` for the labels, "%d" or "%s" for the counts."""
     number = "%d.0" if small else "%s"
     if openmetrics:  # which has no comma after the last label
         comma = "," if labelled else ""

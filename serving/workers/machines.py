@@ -45,7 +45,7 @@ _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """From the leader, at once: prove that you have the secret."""
+    """First message of the leader: asks the other machine to prove that it has the secret."""
 
     release: str
     nonce: bytes

@@ -104,7 +104,8 @@ class Tenant(WorkerMain):
             raise LoadFailed.of(spec.model_name, spec.model_version, "the model changes itself")
 
     def _tidy(self, *, thaw: bool = False) -> None:
-        # No freeze: the fork server has frozen the common objects, and garbage of tenants must be collected.
+        # No `gc.freeze`: the fork server has frozen the shared objects, and the objects of tenants must stay
+        # collectable.
         gc.collect()
 
 

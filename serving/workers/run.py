@@ -14,7 +14,7 @@ from torchere.serving.workers.lanes import LanePage
 
 
 class Hold(Protocol):
-    """Pauses the parts of a lane for a bounded time, while a client has many unread parts."""
+    """Pauses the lane of a streamed response for a bounded time, while its client has many unread parts."""
 
     def when_over(self, go_on: Callable[[], None]) -> None:
         """Call `go_on` when the lane may send more."""

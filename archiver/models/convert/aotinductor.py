@@ -122,7 +122,7 @@ _LEVELS = {"avx2": ("x86-64-v3", 256), "avx512": ("x86-64-v4", 512)}
 _PACKED = ("aten::conv", "aten::_conv", "aten::lstm")
 
 
-# Layers that AOTInductor unrolls, step by step; an LSTM is one call of oneDNN's.
+# Layers that AOTInductor unrolls for a fixed number of steps. LSTM is absent: oneDNN runs it in one call.
 _UNROLLED = (torch.ops.aten.gru.input, torch.ops.aten.rnn_tanh.input, torch.ops.aten.rnn_relu.input)
 
 

@@ -51,7 +51,7 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
 
 @contextmanager
 def exportable(module: torch.nn.Module) -> Iterator[None]:
-    """Let torch.export take in the block what it would fix or refuse; answers stay the same.
+    """Let torch.export accept code in the block that it would refuse or specialise; outputs stay the same.
 
     A batch that the code takes by `len`; the length of a GRU or an LSTM, which it unrolls while it looks at
     shapes; the look of `nn.Transformer` at the values of a mask, which only chooses a faster kernel. Not
@@ -131,7 +131,7 @@ def _forget_origins(program: ExportedProgram) -> None:
 def _take_classes_out(program: ExportedProgram) -> None:
     """Replace tuple subclasses in the outputs (named tuples, torch.max's) by tuples, as TorchScript does.
 
-    A server does not have the classes of a model, and torch refuses to save them.
+    The server can't import a model's own tuple classes, and torch.export refuses to save them.
     """
     signature: Any = program.module_call_graph[0].signature  # of the whole program
     leaves = list(range(signature.out_spec.num_leaves))

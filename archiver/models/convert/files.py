@@ -132,7 +132,7 @@ _SMALL = (torch.int8, torch.uint8, torch.int16)
 
 
 def needed_isa(isa: str, program: torch.export.ExportedProgram) -> str:
-    """Return the instruction sets that the code of a program needs, of those that the compiler might use.
+    """Return the instruction sets of `isa` that the compiled program needs.
 
     VNNI multiplies whole numbers of 8 and 16 bits; a program without any runs on processors without it.
     """

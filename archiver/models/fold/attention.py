@@ -316,7 +316,7 @@ class SelfAttention(Attention):
     def projected(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Attention`; takes three times the work if query, key and value differ."""
+        """Return the projections of query, key and value; different tensors take three times the work."""
         q, k, v = self.in_proj(query).chunk(3, -1)
         if query is not key or key is not value:
             k, v = self.in_proj(key).chunk(3, -1)[1], self.in_proj(value).chunk(3, -1)[2]

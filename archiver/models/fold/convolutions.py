@@ -219,7 +219,10 @@ _ORDER = ("input", "weight", *_DEFAULTS)
 
 
 def lift_functional_convolutions(graph: fx.GraphModule) -> int:
-    """Replace `F.conv2d` calls with parameter weights and constant settings by layers; return the count."""
+    """Turn each `F.conv2d` call whose weight is a parameter into a layer; return the count.
+
+    A call whose bias or settings are computed stays.
+    """
     lifted = 0
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target not in (functional.conv2d, torch.conv2d):
@@ -414,7 +417,9 @@ _NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def fold_normalisations(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> int:
-    """Fold each batch normalisation that alone reads a convolution or linear layer; return the count.
+    """Fold each batch normalisation that is the only reader of a convolution or linear layer.
+
+    Return the count.
 
     A linear layer is folded only if its output has two dimensions: the layer computes the last dimension, and
     the normalisation scales dimension 1. The graph is run on the example to get the number of dimensions.

@@ -185,7 +185,7 @@ _FREE = 2  # not 1, which export takes for a constant
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the file, or the files of the folder in the order of their names without hidden ones.
+    """Return `[path]` for a file; for a folder, its files sorted by name, without hidden ones.
 
     Raises:
         ModelRefused: the folder holds no file.

@@ -131,7 +131,7 @@ def _tensors_in(index: metadata.Metadata, path: Path) -> dict[str, metadata.Tens
 
 
 class _Reader(filesystem.FileSystemReader):
-    """torch's reader of such folders, with a restricted reader of the index."""
+    """torch's reader of checkpoint folders, which unpickles the index with the restricted `read_index`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Read the index; only its own record types can be made."""

@@ -250,7 +250,7 @@ def _place(value: object) -> object:
 def _completed(
     state: StateDict, aliases: Mapping[str, list[str]], wanted: Mapping[str, Any], names: Mapping[str, str]
 ) -> StateDict:
-    """Add shared weights under their other names, and counters of batches that an old file lacks."""
+    """Add shared weights under their other names, and `num_batches_tracked` where an old file lacks it."""
     found = dict(state)
     for key, group in aliases.items():
         present = next((one for one in group if one in state), None)

@@ -232,7 +232,7 @@ INT4_FOR_A_PROCESSOR = "Int4OpaqueTensor"
 
 
 def torchao_weights(weights: Mapping[str, Any]) -> dict[str, str]:
-    """Return the kinds of the weights that are torchao's, by name."""
+    """Return the class name of each weight that is a torchao tensor, by the name of the weight."""
     return {
         name: type(value).__name__
         for name, value in weights.items()

@@ -60,9 +60,9 @@ def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], bud
 
     Runs 5 to 400 rounds, more than 5 only within the budget of processor seconds for all models together.
 
-    A model is as fast as its first runs let it be: oneDNN's int8 layers prepare their weights for the shape
-    that they meet first, and were 10 times slower with others (EfficientNet-Lite0). So give models that are
-    freshly loaded, or that met the same shapes before. docs/decisions/0027 has the measurements.
+    A model's speed depends on the shapes of its first runs: oneDNN's int8 layers pack their weights for the
+    first shape, and were 10 times slower with others (EfficientNet-Lite0). So give models that are freshly
+    loaded, or that met the same shapes before. docs/decisions/0027 has the measurements.
     """
     times: list[list[float]] = [[] for _ in models]
     with one_thread(), torch.inference_mode():

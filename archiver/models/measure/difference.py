@@ -149,9 +149,10 @@ def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
 
 # Drift of each channel of an output, relative to the variation within this channel.
 #
-# One figure over a whole output does not see scores beside boxes: where boxes are 640 times as large, a
-# model whose scores are all zero drifts by half a percent. Channels are the last dimension of an output,
-# and dimension 1, too, where it has three or more, as detectors are laid out both ways.
+# One figure over a whole output hides an error in the scores when boxes are in the same tensor: where boxes
+# are 640 times as large, a model whose scores are all zero drifts by half a percent. Channels are the last
+# dimension of an output, and dimension 1, too, where it has three or more, as detectors are laid out both
+# ways.
 
 _FEWEST = 8  # least number of values that tell whether a channel varies
 _CLEARLY = 0.25  # spread from which a channel's drift counts in full
@@ -314,8 +315,8 @@ def chance_of_worst(channels: int, values: int) -> float:
 
     The drift of a channel is the root of a ratio of two mean squares, each over `values` numbers. Such a
     ratio follows Fisher's F distribution, whose logarithm is about normal, with the variance
-    2 / n + 2 / (n - 1). Of 1000 classes over 13 photographs the worst is 3.0 times as far off as the typical
-    one; over many values the factor is 1.
+    2 / n + 2 / (n - 1). With 1000 channels of 13 values each, the worst may drift 3.0 times as far as a
+    typical one by chance; with many values the factor approaches 1.
     """
     if values < 2:
         return 1.0

@@ -162,10 +162,11 @@ def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSiz
 
 
 def _limits(free: FreeSize, dimension: int, example: Tensors) -> list[Limit]:
-    """Return the limit of a free size, if it has one, or if several inputs share it.
+    """Return a list with the limit of a free size; empty if every size is allowed.
 
-    A least size of 2 is none: torch.export has it for each size, and its programs run with 1, too. Nor has a
-    batch a least size, since a server makes it of rows.
+    A size in several places has a limit in any case, whose `name` says that they are equal; only the batch
+    needs none for that. A least size of 2 counts as 1: torch.export records 2 for every size, and its
+    programs run with 1, too. A batch has no least size, since a server makes it of rows.
     """
     is_first = free.is_batch(example)
     low = 1 if free.low <= 2 or is_first else free.low

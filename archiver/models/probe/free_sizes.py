@@ -85,8 +85,8 @@ def _places(trial: Trial, free: FreeSize, size: int) -> Places:
 def _contents(given: Tensors, now: int, size: int) -> Iterator[Tensors]:
     """Yield the inputs with other whole numbers that may be right for their size, the likeliest first.
 
-    The example's numbers may count to its own size, as edges between its nodes do. A number that a smaller
-    size lacks can end the process, where a model is compiled: so the largest is brought within it first.
+    The example's numbers may count to its own size, as edges between its nodes do. In a compiled model an
+    index beyond a smaller size can crash the process, so the first attempt clamps such indices to the size.
     """
 
     def counts(tensor: torch.Tensor) -> bool:

@@ -49,7 +49,7 @@ class ModelEndedProcess(ModelRefused):
 
 @dataclass(slots=True)
 class _Run:
-    """The run of the model that the child is in, by its messages."""
+    """The current model run of the child process, as its messages report it."""
 
     number: int = 0  # from 1; 0 before the first one
     inputs: str = "its inputs"

@@ -45,7 +45,7 @@ def others(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def larger(tensor: torch.Tensor) -> torch.Tensor:
-    """Scale and shift the values; whole numbers all become their largest, as in a text without padding."""
+    """Scale and shift floats; set all integers to the largest of them, as in a text without padding."""
     if tensor.is_floating_point():
         return tensor * 3 + 1
     if tensor.dtype == torch.bool or not tensor.numel():

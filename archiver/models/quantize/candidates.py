@@ -66,8 +66,8 @@ def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
 
     A candidate agrees when its drift is at most `max_drift`, and not much more than that of the best engine
     for its method: an engine whose arithmetic overflows on this processor is not chosen, however fast. When
-    none is within `max_drift`, the candidates agree that are about as good as the best: the verification that
-    follows refuses the model then, or accepts it if the user insists.
+    none is within `max_drift`, candidates about as good as the best count as agreeing; verification then
+    refuses the model unless the user accepts the drift.
 
     Raises:
         NoUsableEngine: no candidate runs at all.

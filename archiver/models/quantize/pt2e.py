@@ -86,9 +86,9 @@ def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
 
 
 def _call_each_once(graph: fx.GraphModule) -> None:
-    """Give each call of a layer a layer of its own, with the same weights: torchao takes them for one step.
+    """Give each further call of a layer a copy that shares its weights: torchao would treat all calls as one.
 
-    It tells the calls of linear layers apart, so that their int8 weights are in the file once.
+    Linear layers get no copies: torchao tells their calls apart, so their int8 weights are in the file once.
     """
     called: set[str] = set()
     for node in list(graph.graph.find_nodes(op="call_module")):

@@ -1,7 +1,8 @@
 """Model folders of Hugging Face over several ranks: transformers splits the layers, and reads slices of them.
 
 transformers' `DistributedConfig` and its meshes still move from release to release, so no other file uses
-them. Its own pipelines are for language models of one form; stages are made as for any other model.
+them. transformers' own pipelines fit one form of language models only, so `stages.py` cuts the stages, as for
+any other model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Pipeline parallelism: each rank runs some layers of a model's list, and sends the output of the last one.
 
-Each rank runs the model's own code. The layers of other stages are emptied: those before a rank's own ones
-return the message of the stage before it, and behind its own ones a rank leaves the model's code. So nothing
-is traced, and any shape goes. Messages are trees of tensors and plain values (`Wire`).
+Each rank runs the model's own code. The layers of other stages are emptied: the layer before a rank's own
+ones returns the message of the previous stage, earlier ones return tensors without content, and after its
+last own layer a rank leaves the model's code by an exception. So nothing is traced, and any shape goes.
+Messages are trees of tensors and plain values (`Wire`).
 """
 
 from __future__ import annotations
@@ -352,7 +353,10 @@ class Wire:
 
 
 def _told(form: Any) -> Any:
-    """Return a form as JSON has it; a pickle would let one machine run code on another."""
+    """Return a `_Form` as JSON values, other leaves unchanged.
+
+    Not as a pickle, which would let one machine run code on another.
+    """
     return [list(form.shape), str(form.dtype).removeprefix("torch.")] if isinstance(form, _Form) else form
 
 

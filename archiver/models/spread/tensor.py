@@ -95,7 +95,7 @@ class _Call:
         return dist.get_rank(self.group)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the output in whole, if the style asks for that."""
+        """Return the outputs of all ranks concatenated if the style asks for that, else this rank's part."""
         if self.style not in _WHOLE_OUTPUT:
             return part
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]

@@ -211,8 +211,8 @@ def fill_from_shards(
         ModelRefused: the checkpoint is damaged, or that of another model.
     """
     fill(model, _Unread(model), parts, device)
-    # The reader knows of a distributed tensor which part of the file it is. Other ranks do without these
-    # imports, which take half a second.
+    # For a distributed tensor, the reader finds out which part of the file to read. Imported here, because
+    # ranks with other weights do without, and it takes half a second.
     from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415
 
     from torchere.archiver.models.load.distributed import read_parts  # noqa: PLC0415

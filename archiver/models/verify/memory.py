@@ -39,8 +39,8 @@ def resident_bytes(
 ) -> list[int | None]:
     """Return for each file the growth in bytes of a process that loads it as TorchScript and runs it twice.
 
-    It is None for a file that is None or not TorchScript, and where the process of the file fails; for all if
-    the system has no /proc. Without a file to measure, no process is started.
+    It is None for a file that is None, is not TorchScript or fails to run, and for all files on a system
+    without /proc. Without a file to measure, no process is started.
     """
     sizes: list[int | None] = [None] * len(files)
     if not _STATM.is_file():

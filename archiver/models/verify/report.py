@@ -66,7 +66,7 @@ class Report:
 
     @property
     def max_channel_drift(self) -> float:
-        """The largest accepted drift of a single channel, with chance allowed for."""
+        """The limit for the drift of a single channel; compared with `ChannelDrift.beyond_chance`."""
         return _CHANNEL * self.max_drift
 
     @property

@@ -217,7 +217,7 @@ class OutboundFlow:
             )
 
     def queue(self, stream: StreamFlow, parts: Iterable[bytes | memoryview], size: int) -> None:
-        """Append parts of `size` bytes together to a stream's outbox; `pump` sends them."""
+        """Append parts to a stream's outbox, `size` bytes in all; `pump` sends them."""
         stream.outbox += parts
         stream.count_unsent(size)
         self.held_bytes += size
@@ -305,7 +305,8 @@ class OutboundFlow:
         """Return the progress of each stream that waits for its own window, by its id.
 
         Key 0 holds the progress of the connection while streams wait for its window: the client does not
-        choose which stream moves then. The caller adds the state of the socket.
+        choose which stream moves then. The caller sets key 0, too, when the client does not take bytes from
+        the socket.
         """
         wait = [stream for stream in streams if stream.outbox]
         waiting = {stream.id: (stream.sent_bytes, 0) for stream in wait if stream.window <= 0}

@@ -167,7 +167,7 @@ class FrameCallbacks(NamedTuple):
     # DATA of `size` bytes has begun, and `empty` of its frames neither carry bytes nor end their stream.
     # Called before `data`, for flow control.
     data_size: Callable[[int, int, int], None]  # stream_id, size, empty
-    # Payload of DATA, valid until the callback returns; the last argument: it ends its stream.
+    # Payload of DATA, valid until the callback returns; the flag says whether it ends the stream.
     data: Callable[[int, Sequence[Piece], bool], None]
     headers: Callable[[int, int, bytes], None]  # flags of the first frame, stream_id, whole header block
     control: Callable[[int, int, int, bytes], None]  # type, flags, stream_id, payload of any other frame
