@@ -1,4 +1,4 @@
-"""Builds the files of an archive from a user's model: read, quantise, compile, sign, verify.
+"""Builds an archive's files from a user's model: read, quantise, compile, derive a signature, verify.
 
 Nothing is written outside of the work folder; the caller packs the files into an archive.
 """
@@ -173,27 +173,27 @@ def _only_kept(source: Source, options: BuildOptions) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """The common origin of all forms of one model."""
+    """The inputs from which all forms of one model are made."""
 
     model: LoadedModel
     samples: list[Tensors]
     names: Sequence[str]
     sizes: list[FreeSize]
-    program: torch.export.ExportedProgram | None  # if it needs not be exported again
+    program: torch.export.ExportedProgram | None  # None: the model must be exported again
 
     @property
     def given(self) -> list[Tensors]:
-        """The samples, or the example without any."""
+        """The samples; the example if there are none."""
         return self.samples or [self.model.example]
 
     @property
     def timed(self) -> list[Tensors]:
-        """The samples to time models with: those given, in two sizes at least where sizes may vary."""
+        """The samples to time models with: `given`, and the first in another size if all have one size."""
         return with_other_sizes(self.given, self.sizes)
 
 
 def _as_served(trial: Trial) -> Run:
-    """Return the model freshly loaded: probing it has shown it shapes that a server does not begin with."""
+    """Return TorchScript freshly loaded: probing has run it on shapes that a server does not begin with."""
     is_script = isinstance(trial.packed.run, torch.jit.ScriptModule)
     return loaded(trial.packed.file, trial.load) if is_script else trial.packed.run
 
@@ -251,7 +251,7 @@ class _Compilation:
         failures: list[Failed] = []
         fp32 = self._in_fp32(job) if self.options.verify else None
         if method == AUTO and fp32 is not None:
-            trials.append(self._verified(job, fp32, None))  # it is what the others are compared with
+            trials.append(self._verified(job, fp32, None))  # the others are compared with it
         for number, name in enumerate(methods, 1):
             if len(methods) > 1:
                 self.say(f"candidate {number} of {len(methods)}: {name}")
@@ -270,14 +270,14 @@ class _Compilation:
         return chosen
 
     def _in_fp32(self, job: _Job) -> Trial | None:
-        """Return the model as it would be packed without `quantize`, to measure what that gains.
+        """Return the model as packed without `quantize`, to measure the gain; None without such a model.
 
         For AOTInductor it is made as TorchScript, which compiles in a second; not under `auto`, which may
         choose to pack it.
         """
         method, target = self.options.quantize, self.options.model_format
         if method == "int8-trained":
-            return None  # its original computes as int8 does
+            return None  # the original is int8 already, or simulates it
         quick = TORCHSCRIPT if target == AOTI and method != AUTO else None
         try:
             with step(self.say, "making fp32, to compare"):
@@ -289,7 +289,7 @@ class _Compilation:
             return None
 
     def _made(self, job: _Job, method: str, quick: str | None = None) -> Trial:
-        """Make one form of the model, in the format `quick` instead of that of the options if it is given."""
+        """Make one form of the model, in the format `quick` if it is given, else in that of the options."""
         target = quick or str(self.options.model_format)
         options = replace(
             self.options,
@@ -395,9 +395,9 @@ class _Compilation:
     def _load(
         self, packed: Packed, job: _Job, signature: Signature, quantised: Quantised | None, target: str
     ) -> TorchScriptOptions:
-        """Return how the server is to load the file: as the user's configuration says, or the fastest way.
+        """Return how the server is to load the file: as the user's configuration says, else the faster way.
 
-        The fastest way is measured.
+        The faster way is found by measuring.
         """
         if target != TORCHSCRIPT:
             return TorchScriptOptions()

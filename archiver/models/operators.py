@@ -15,8 +15,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __init_subclass__(cls) -> None:
-        """Leave out torch's own, whose wrapper imports `torch._dynamo` at the first operator.
+        """Skip torch's `__init_subclass__`, whose wrapper imports `torch._dynamo` at the first operator.
 
-        That takes 2 s, again in each forked trial. Models that call `torch.compile` run and are seen all the
-        same.
+        The import takes 2 s, and again in each forked trial. Models that call `torch.compile` are seen
+        without the wrapper, too.
         """

@@ -16,7 +16,7 @@ Say = Callable[[str], None]  # takes one line for the user; may be called from a
 T = TypeVar("T")
 _LIBRARIES = ("torch", "torchao", "transformers")  # their loggers
 _EVERY_S = 10.0  # between two lines about a loop
-_STILL_S = 30.0  # between two lines about a step that tells nothing of itself
+_STILL_S = 30.0  # between two lines about a step that is still running
 
 
 def silent(_line: str) -> None:
@@ -27,7 +27,7 @@ def silent(_line: str) -> None:
 def step(say: Say, name: str, advice: str = "") -> Iterator[None]:
     """Run the block as the step `name`; turn an error into one ModelRefused that names the step.
 
-    `advice` says what to do then.
+    The error's text ends with `advice`, a remedy.
 
     Suppresses Python warnings, and log records below ERROR of torch, torchao and transformers: they concern
     internals (torch.jit is deprecated, a kernel for another machine is not loaded, ...). The code that runs
@@ -48,7 +48,7 @@ def step(say: Say, name: str, advice: str = "") -> Iterator[None]:
 
 @contextmanager
 def errors_only(*names: str) -> Iterator[None]:
-    """Keep these loggers to errors in the block."""
+    """Drop records of these loggers below ERROR in the block."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
@@ -68,7 +68,7 @@ def _tell_that_it_lasts(ended: threading.Event, name: str, say: Say) -> None:
 
 
 def counted(items: Iterable[T], count: int, what: str, say: Say) -> Iterator[T]:
-    """Yield the items; tell every ten seconds how many of `count` are done, and how long the rest takes."""
+    """Yield the items; report every 10 s how many of `count` are done, and how long the rest takes."""
     started_s = told_s = time.perf_counter()
     for done, item in enumerate(items, 1):
         yield item
@@ -83,7 +83,7 @@ def counted(items: Iterable[T], count: int, what: str, say: Say) -> Iterator[T]:
 def refusing(name: str, advice: str = "") -> Iterator[None]:
     """Turn an error in the block, except a missing file, into one ModelRefused that names the step.
 
-    It ends with `advice`. A PackingError is raised as it is.
+    The error's text ends with `advice`. A PackingError is raised unchanged.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Handlers in C++: the headers to compile them with, and what runs the libraries (archives of runtime LSP).
+"""Handlers in C++ (archives of runtime LSP): the headers to compile them with, and their Python side.
 
 The headers in `include/` have the paths and names of TorchServe's C++ backend, so that handlers written for
-it compile unchanged. They give a library a C interface of its own, by which `handler.py` calls it.
+it compile unchanged. They add a C interface to a library, through which `handler.py` calls it.
 """
 
 from __future__ import annotations

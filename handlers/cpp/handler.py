@@ -1,8 +1,8 @@
 """Runs a C++ handler class from a shared library: the Python side of the handler, and its ctypes binding.
 
 The counterpart of `Library` is `include/torchere/interface.hh`. ctypes releases the GIL around each call.
-Values cross as pieces: byte strings in an order that both sides know; those of the worker lie one behind the
-other, with their sizes in a list.
+Values cross the interface as pieces: byte strings in an order that both sides know. The worker passes its
+pieces concatenated, with a list of their sizes.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ _ReportFunction = ctypes.CFUNCTYPE(
 
 
 class CppHandler:
-    """Hands the requests of a batch to a handler in C++, and its responses back. One thread at a time.
+    """Passes the requests of a batch to a C++ handler, and returns its responses. One thread at a time.
 
     A response whose code is not 200 fails its request; in TorchServe it fails the batch. An exception fails
-    the batch; for a request that is alone, the response that the handler left with an error code is the
-    answer.
+    the batch. In a batch of one, an error response that the handler has set before is the answer instead.
     """
 
     takes_bytes = True  # the values of requests are not decoded
@@ -145,10 +144,10 @@ def _request_pieces(context: Context, place: int, row: Mapping[str, Any]) -> Ite
 
 
 def _bytes_of(value: Any) -> bytes:
-    """Return a tensor of the Open Inference Protocol as a file of torch.save, and its BYTES as they are.
+    """Return a tensor of the Open Inference Protocol as a file of torch.save, a BYTES element unchanged.
 
     Raises:
-        PredictionException: 400, there are several elements of BYTES.
+        PredictionException: 400, a BYTES tensor has not exactly one element.
     """
     if isinstance(value, np.ndarray):
         return (
@@ -184,7 +183,7 @@ class Library:
 
     Args:
         folder: the unpacked archive.
-        name: the library's file in it, and its class.
+        name: the file of the library in `folder`, and the handler's class.
 
     Raises:
         HandlerLoadError: the file is missing, was compiled for something else, or can't be opened.
@@ -192,7 +191,7 @@ class Library:
 
     def __init__(self, folder: str, name: CppHandlerName) -> None:
         self.name = name
-        self.metrics: MetricsCache | None = None  # those of the handler that was opened last
+        self.metrics: MetricsCache | None = None  # metrics of the handler that was opened last
         path = Path(folder, name.file)
         try:
             problem = problem_of(path.read_bytes(), name, torch.__version__)
@@ -269,7 +268,7 @@ class Session:
             raise HandlerLoadError(f"{name} in {library.name.file} can't load its model: {in_one_line}")
 
     def run(self, batch: Sequence[bytes | bytearray]) -> Iterator[bytes]:
-        """Run one batch; return the pieces of the result, which are copied as they are taken."""
+        """Run one batch; return the pieces of the result, each copied when it is read."""
         sizes = _sizes(batch)
         self._library.run(self._session, b"".join(batch), sizes.buffer_info()[0])
         return self._result()

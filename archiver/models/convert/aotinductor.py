@@ -45,7 +45,7 @@ _MULTIPLYING = ("aten::linear", "aten::addmm", "aten::mm")
 _BATCHES = (1, 8)
 _BUDGET_S = 4.0  # timing budget per batch size, for both builds together
 _EQUAL = 0.95  # on a busy machine, the measured ratio of two equal models can be this low
-_GAIN = 1.03  # the geometric mean of the speed-ups from which the templates are chosen
+_GAIN = 1.03  # least geometric mean of the speed-ups for the templates to be chosen
 _MOST_DRIFT = 1e-4  # both builds compute in fp32 and differ only in the order of sums
 
 
@@ -169,7 +169,7 @@ def compile_aoti(
 
 
 def _refuse_unrolled(program: ExportedProgram) -> None:
-    """Raise ModelRefused for a recurrent layer of a free length that would be compiled for one length."""
+    """Raise ModelRefused for a recurrent layer whose length may vary: it would be compiled for one length."""
     for node in program.graph.nodes:
         if node.op != "call_function" or node.target not in _UNROLLED:
             continue

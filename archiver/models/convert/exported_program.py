@@ -35,7 +35,7 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
         Exception: any error of torch.export.
     """
     for free in sizes:
-        # Export treats a size of 1 as a constant, and likewise one of a single step.
+        # Export treats a size of 1 as a constant, and likewise a size of one `multiple`.
         if free.size_in(example) == free.multiple and free.high > free.multiple:
             example = resized(example, free, 2 * free.multiple)
     if isinstance(module, torch.jit.ScriptModule):
@@ -53,9 +53,9 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
 def exportable(module: torch.nn.Module) -> Iterator[None]:
     """Let torch.export accept code in the block that it would refuse or specialise; outputs stay the same.
 
-    A batch that the code takes by `len`; the length of a GRU or an LSTM, which it unrolls while it looks at
-    shapes; the look of `nn.Transformer` at the values of a mask, which only chooses a faster kernel. Not
-    thread-safe.
+    Three cases: a batch size that the code reads by `len`; the length of a GRU or an LSTM, which torch.export
+    would unroll; and the check of a mask's values in `nn.Transformer`, which only chooses a faster kernel.
+    Not thread-safe.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -76,7 +76,7 @@ def _whole_recurrent_layers() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for register, layer in zip(found, layers, strict=True):
             if register is not None:
-                layer._dispatch_cache.clear()  # else torch goes on with what it chose before
+                layer._dispatch_cache.clear()  # else torch keeps the implementation that it chose before
                 stack.callback(layer._dispatch_cache.clear)
                 stack.enter_context(register())
         yield

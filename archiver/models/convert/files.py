@@ -77,7 +77,7 @@ def write_model(
         options: `model_format` is TORCHSCRIPT, EXPORT or AOTI.
         work: a folder; files are written to `work/model` and `work/beside`.
         say: receives progress lines.
-        script: the file of the module, which is TorchScript; it is written as it is.
+        script: the module's TorchScript file, which is written unchanged; None: the module is compiled.
 
     Raises:
         ModelRefused: a compiler rejects the model (the message has the first line of its error), or the disk
@@ -118,7 +118,7 @@ def write_model(
 
 
 def _loaded(target: Path, example: Tensors, say: Say) -> Run:
-    """Load a package; say so if it changes its inputs, as torch 2.13 compiles some int8 residuals."""
+    """Load a package; warn if it writes into its inputs, as torch 2.13 compiles some int8 residuals."""
     run: Run = load_aoti(target)
     if changes_inputs(run, example):
         say(
@@ -134,7 +134,7 @@ _SMALL = (torch.int8, torch.uint8, torch.int16)
 def needed_isa(isa: str, program: torch.export.ExportedProgram) -> str:
     """Return the instruction sets of `isa` that the compiled program needs.
 
-    VNNI multiplies whole numbers of 8 and 16 bits; a program without any runs on processors without it.
+    VNNI multiplies integers of 8 and 16 bits; a program without such tensors needs no VNNI.
     """
     values = pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes])
     if any(isinstance(one, torch.Tensor) and one.dtype in _SMALL for one in values):
@@ -152,7 +152,7 @@ def changes_inputs(run: Run, example: Tensors) -> bool:
 
 def _freezing(module: torch.nn.Module, options: BuildOptions) -> bool | None:
     if kinds := torchao_kinds(module):
-        # It would fold weights of 8 bits to fp32, and brings those of 4 bits into their order.
+        # Freezing would fold 8-bit weights to fp32; 4-bit weights need it to be packed for the processor.
         return kinds == INT4_FOR_A_PROCESSOR
     return True if options.quantize else None
 
@@ -180,13 +180,13 @@ def version() -> str:
     return torch.__version__.partition("+")[0]
 
 
-# The section `torchscript` in a model-config.yaml of the user's: read, and added.
+# Reads and adds the section `torchscript` of the user's model-config.yaml.
 #
-# The archiver knows no YAML: it finds the section where it begins a line, as it mostly does, and its
-# members where each has a line of its own or all stand in braces.
+# The archiver has no YAML parser: it finds the section if its name begins a line, as is usual, and the
+# members if each has a line of its own or all stand in braces.
 
 _NAME = re.compile(r"""["']?torchscript["']?:""")
-# With a value it disables the optimisation; `autocast: null` has none.
+# `autocast` with a value disables the optimisation; `autocast: null` does not.
 _AUTOCAST = re.compile(
     r"""^["']?autocast["']?:(?![ \t]*(null|~)?[ \t]*(#.*)?$)""", re.MULTILINE | re.IGNORECASE
 )

@@ -1,4 +1,4 @@
-"""`--parallel`: a model is tried over ranks, and its configuration asks the server for them.
+"""`--parallel`: tries a model over ranks, and writes their number and division into its configuration.
 
 The trial compares the answers of the ranks with those of one process. The ranks are forked and talk by gloo
 over loopback. A model that ends or blocks them ends the trial (`probe/isolation.py`), not the packer.
@@ -35,18 +35,18 @@ from torchere.archiver.models.steps import Say, step
 from torchere.archiver.request import KEEP, BuildOptions
 from torchere.archiver.split import SECTION, Split
 
-# The section with its block; other programs may have one of this name.
+# The section `parallel` with its block; other programs may have a section of this name.
 _SECTION = re.compile(rf"""^["']?{SECTION}["']?:(.*(?:\n[ \t]+.*)*)""", re.MULTILINE)
 _IS_OURS = re.compile(r"""[{\s,"'](?:tensor|pipeline)["']?\s*:""")
 MOST_DIFFERENCE = 1e-4  # of the largest value, or of 1 if that is smaller
 _OTHER_PLAN = "name other layers, or take pipeline instead of tensor, or the other way round"
-_ULPS = 4  # for types that are coarser than that: sums are rounded in another order
+_ULPS = 4  # machine epsilons, for dtypes coarser than MOST_DIFFERENCE: sums are rounded in another order
 
 
 def _refuse_ranks(config: Path | None) -> None:
-    """Raise ModelRefused if `config` spreads the model over ranks: then it has to stay a class.
+    """Raise ModelRefused if `config` spreads the model over ranks: such a model has to stay a class.
 
-    Its weights may be elsewhere, and the class alone would be converted with weights that it makes up.
+    Its weights may be elsewhere, and the class alone would be converted with its initial weights.
     """
     section = _SECTION.search(config_text(config))
     if section is not None and _IS_OURS.search(section[1]):
@@ -59,7 +59,7 @@ def _refuse_ranks(config: Path | None) -> None:
 def with_ranks(
     source: Source, example: Tensors | None, options: BuildOptions, work: Path, say: Say
 ) -> BuildOptions:
-    """Try the model over the ranks of `options.parallel`; return options whose configuration asks for them.
+    """Try the model over the ranks of `options.parallel`; return options whose config file asks for them.
 
     Raises:
         ModelRefused: the model can't be spread, answers differently, or the configuration takes no section.
@@ -116,9 +116,9 @@ def _config_with(config: Path | None, split: Split, work: Path) -> Path:
 class Outcome:
     """The result of a trial."""
 
-    difference: float  # the largest between answers
-    whole_bytes: int  # weights of the model
-    rank_bytes: list[int]  # those that each rank holds
+    difference: float  # the largest difference between outputs
+    whole_bytes: int  # of the model's weights
+    rank_bytes: list[int]  # of the weights that each rank holds
 
 
 def try_split(
@@ -132,7 +132,7 @@ def try_split(
 
     Args:
         whole: the model.
-        part: called in each rank, in a process of its own, it returns this rank's part of the model.
+        part: returns this rank's part of the model; called in the process of each rank.
         ranks: the number of ranks.
         example: inputs.
         say: takes lines about the trial.
@@ -185,7 +185,7 @@ def _compared(wanted: Named, found: Named) -> float:
 
 
 def in_ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Do the work in forked processes that are joined by gloo; return their results, which JSON can have.
+    """Do the work in forked processes that are joined by gloo; return their results, which are JSON values.
 
     Raises:
         ModelRefused: a rank failed, or its process ended; the text names it.
@@ -246,17 +246,17 @@ def _serve(
             content = ["done", work(rank)]
         except ModelRefused as refusal:
             content = ["refused", str(refusal)]
-        except ValueError as error:  # of `spread`
+        except ValueError as error:  # raised by `spread`
             content = ["refused", str(error)]
-        except Exception as error:  # of the model's code
+        except Exception as error:  # raised by the model's code
             content = ["refused", f"the model failed in rank {rank}: {type(error).__name__}: {error}"]
         sending.send_bytes(json.dumps(content).encode())
 
-    # In a thread of its own, as OpenMP's threads do not survive a fork.
+    # In a new thread, because OpenMP's threads do not survive a fork.
     thread = threading.Thread(target=answer)
     thread.start()
     thread.join()
-    # The parent ends this process when all ranks have answered: one may still read what this one has sent.
+    # The parent ends this process when all ranks have answered: another rank may still read data from it.
     signal.pause()
     os._exit(0)
 
@@ -271,5 +271,5 @@ def _told(outcome: Outcome) -> str:
 
 
 def _short(sizes: Sequence[int]) -> list[int]:
-    """Return one size if all are equal."""
+    """Return one size if all are equal, else all."""
     return [sizes[0]] if len(set(sizes)) == 1 else list(sizes)

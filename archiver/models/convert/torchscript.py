@@ -41,8 +41,8 @@ def to_torchscript(
         say: receives a line if tracing may have fixed a value, or the source was compiled instead.
 
     Raises:
-        ModelRefused: the trace differs from the module (see `trace`, `tell_unused`), and so does its compiled
-            source, or it does not compile.
+        ModelRefused: the trace differs from the module (see `trace`, `tell_unused`), and the compiled source
+            differs, too, or does not compile.
         Exception: any error of torch's compiler.
     """
     with readable_properties(module):
@@ -72,7 +72,7 @@ def _traced_or_scripted(
         frozen = _frozen(trace(module, example, say))
         tell_unused(module, frozen, example, say)
         return frozen
-    # Broad: the tracer runs the model's own code, and the compiler may take what it does not.
+    # Broad: the tracer runs the model's own code, and the compiler may take code that the tracer does not.
     except Exception as error:
         if only_trace:
             raise
@@ -104,7 +104,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def readable_properties(module: torch.nn.Module) -> Iterator[None]:
-    """Let properties that raise be missing in the block: torch's compiler reads each attribute of a module.
+    """Make properties that raise look missing in the block: torch's compiler reads every module attribute.
 
     A LightningModule without its Trainer raises RuntimeError, and the compiler expects AttributeError only.
     """
@@ -130,7 +130,7 @@ def _raises(part: torch.nn.Module, item: property) -> bool:
             item.fget(part)
     except AttributeError:
         return False
-    # Broad: the property is code of the model's.
+    # Broad: the property is the model's own code.
     except Exception:
         return True
     return False
@@ -230,8 +230,8 @@ class _Flat(torch.nn.Module):
 def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
     """Replace the module's encoders in the block by ones whose trace is correct for padding anywhere.
 
-    Torch's encoder skips padding if it is at the end of every row. A trace would keep this branch, and it
-    would mix up the tokens of rows with padding elsewhere.
+    Torch's encoder skips padding if it is at the end of every row. A trace would keep this branch, and mix up
+    the tokens of rows with padding elsewhere.
     """
     changed = [
         (parent, name, layer)

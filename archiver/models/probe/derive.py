@@ -1,6 +1,6 @@
 """Derives a signature from runs of the model: on the example, and on examples of other sizes.
 
-An ONNX model is run by onnxruntime, to try whether its first dimension is a batch; its names do not tell.
+An ONNX model is run by onnxruntime, to try whether its first dimension is a batch: names don't tell.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def signature_of(
         example: one tensor per input.
         names: names of the inputs.
         sizes: the free sizes; the model is refused when it does not support one.
-        probe_batch: when `sizes` has no batch, try whether the model takes another one.
+        probe_batch: when `sizes` has no batch, try whether the model takes batches of another size.
         say: takes a line when that fails, and when the model is random.
         variations: functions that make the other rows of a batch.
-        scales_by_batch: int8 whose scales are measured over all rows of a batch. It is recognised by its
-            operators, but for machine code, which hides them.
+        scales_by_batch: the model is int8 with scales measured over all rows of a batch. Otherwise this is
+            derived from its operators, which machine code hides.
 
     Raises:
         ModelRefused: the model fails, or mixes rows that would come from different clients.
@@ -82,7 +82,7 @@ def signature_of(
         if not probe_batch:
             raise
         refusal = end
-    found = tried(False)  # it may also have ended on the example itself, and then does so again
+    found = tried(False)  # if the example itself ended the process, it ends this one, too
     say(f"{_NOT_BATCHED}: {refusal}")
     return found
 
@@ -132,7 +132,7 @@ def _ready(trial: Trial, is_asked: bool, say: Say) -> tuple[Trial, bool]:
 
 
 def _other_example(trial: Trial) -> str:
-    """Return advice on an example that the model fails on: most often it lacks a batch dimension."""
+    """Return advice on an example that the model fails on: most often the example lacks a batch dimension."""
     rows = tuple(tensor[None] for tensor in trial.example)
     try:
         trial.answers(rows)
@@ -176,9 +176,9 @@ def _limits(free: FreeSize, dimension: int, example: Tensors) -> list[Limit]:
 
 
 def _asked(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> tuple[_Places, bool]:
-    """Return the dimensions of the outputs that vary with a size, and whether it is a batch.
+    """Return the dimensions of the outputs that vary with a size, and whether the size is a batch.
 
-    A first dimension of all inputs that was not asked for as the batch is one if rows are independent.
+    The first dimension of all inputs is the batch if rows are independent, also under another name.
     """
     if free.is_batch(trial.example):
         try:
@@ -198,13 +198,13 @@ def _first_dimension(names: Sequence[str]) -> str:
 
 
 def _common(sizes: Sequence[FreeSize]) -> tuple[int, int]:
-    """Return the bounds common to all sizes of first dimensions: a server takes these for one batch."""
+    """Return the range that all free first dimensions allow: a server treats them as one batch."""
     first = [free for free in sizes if any(dimension == 0 for _, dimension in free.places)]
     return max(free.low for free in first), min(free.high for free in first)
 
 
 def _found_batch(trial: Trial, say: Say) -> list[tuple[FreeSize, _Places]]:
-    """Return the batch if all inputs have one and the model supports another size of it; else say why."""
+    """Return the batch if the model takes another size of it; else say why it does not, and return []."""
     try:
         free = batch_of(trial.example, _ANY_BATCH)
         return [(free, _varying(trial, free))]
@@ -225,7 +225,7 @@ def batch_refusal(trial: Trial) -> ModelRefused | None:
 
 
 def _varying(trial: Trial, free: FreeSize) -> _Places:
-    """Return the dimensions of the outputs that vary with a batch, whose rows must be independent."""
+    """Return the dimensions of the outputs that vary with a batch; raise if its rows are not independent."""
     now, size = free.size_in(trial.example), free.other_size(trial.example)
     other = trial.base if size == now else trial.answers(resized(trial.example, free, size))
     places = differing_dimensions(trial.base, other, free, size)
@@ -238,7 +238,7 @@ def _varying(trial: Trial, free: FreeSize) -> _Places:
 
 
 def _varying_anywhere(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> _Places:
-    """Return the dimensions of the outputs that vary with a size that is no batch, near and far from now."""
+    """Return the dimensions of the outputs that vary with a size that is no batch (`varying_dimensions`)."""
     option = f"{','.join(names[index] for index, _ in free.places)}.{free.places[0][1]}"
     return varying_dimensions(trial, free, option, say)
 
@@ -285,7 +285,7 @@ def tried_signature(path: Path, form: OnnxForm, example: Tensors | None, say: Sa
     Args:
         path: the file.
         form: as `read_onnx` read it from the file.
-        example: None makes one of the graph's types.
+        example: None: one is made up from the inputs of the graph.
         say: takes a line when the model is packed without batches, or when nothing could be tried.
 
     Raises:

@@ -14,7 +14,7 @@ from torchere.archiver.models.probe.row_independence import Trial
 from torchere.archiver.models.steps import Say
 
 _MOST_STEPS = 40  # divisors of the example's size that are tried as steps
-_FURTHER = (1, 2, 3)  # so many steps from the example's size, to be sure of a step
+_FURTHER = (1, 2, 3)  # a step is right if the model takes sizes so many steps from the example's
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 Places = list[tuple[int, int]]
@@ -78,15 +78,16 @@ def _places(trial: Trial, free: FreeSize, size: int) -> Places:
             refusal = reason
         else:
             return differing_dimensions(trial.base, other, free, size)
-    assert refusal is not None  # there is one content at least
+    assert refusal is not None  # `_contents` yields at least once
     raise refusal
 
 
 def _contents(given: Tensors, now: int, size: int) -> Iterator[Tensors]:
-    """Yield the inputs with other whole numbers that may be right for their size, the likeliest first.
+    """Yield the inputs with integers that may be valid for the size, the likeliest first.
 
-    The example's numbers may count to its own size, as edges between its nodes do. In a compiled model an
-    index beyond a smaller size can crash the process, so the first attempt clamps such indices to the size.
+    The example's integers may be indices below its own size, such as edges between nodes. In a compiled model
+    an index beyond a smaller size can crash the process, so the first attempt clamps such indices to the
+    size.
     """
 
     def counts(tensor: torch.Tensor) -> bool:
@@ -117,7 +118,7 @@ def _advice(trial: Trial, free: FreeSize, option: str) -> str:
 
 
 def _narrower(free: FreeSize, now: int, far: list[int], runs: Callable[[int], bool]) -> FreeSize | None:
-    """Return the part of the range that the model takes: a larger step, and ends nearer to the example."""
+    """Return the part of the range that the model takes, by a larger step and closer bounds; None if none."""
     step = _step(free, now, runs)
     if step is None:
         return None
@@ -129,7 +130,7 @@ def _narrower(free: FreeSize, now: int, far: list[int], runs: Callable[[int], bo
 
 
 def _step(free: FreeSize, now: int, runs: Callable[[int], bool]) -> int | None:
-    """Return the smallest step, of those that divide the example's size, that the model takes."""
+    """Return the smallest divisor of the example's size that the model takes as a step; None if none."""
     divisors = [step for step in range(free.multiple, now + 1, free.multiple) if now % step == 0]
     for step in divisors[:_MOST_STEPS]:
         above = [now + count * step for count in _FURTHER if now + count * step <= free.high]
@@ -140,7 +141,7 @@ def _step(free: FreeSize, now: int, runs: Callable[[int], bool]) -> int | None:
 
 
 def _last_that_runs(good: int, end: int, step: int, runs: Callable[[int], bool]) -> int:
-    """Return the size nearest to `end` steps that runs, by bisection from `good` steps, which run."""
+    """Return the size nearest to `end * step` that runs, by bisection from `good * step`, which runs."""
     if runs(end * step):
         return end * step
     while abs(end - good) > 1:

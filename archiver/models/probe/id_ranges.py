@@ -1,4 +1,4 @@
-"""Finds inputs that are row numbers of a table (an embedding), and the numbers that the table has."""
+"""Finds inputs that are indices into an embedding table, and the number of rows of the table."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torchere.archiver.models.steps import Say, silent
 from torchere.archiver.signature import ANY, Signature, TensorSpec, Values
 
 _WHOLE = (torch.int32, torch.int64)
-_LOOKUPS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")  # of aten; (table, rows, ...)
+_LOOKUPS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")  # aten's, called on (table, rows)
 _FAILED = "failed"
 
 
 def with_id_ranges(signature: Signature, run: Run, example: Tensors) -> Signature:
-    """Return the signature with the range of each input that is looked up in a table as it is.
+    """Return the signature with the range of each input whose values index an embedding table unchanged.
 
-    The model runs once on the example, and on numbers outside of each range, which it has to refuse; the
-    latter in a child process. It does not run if all inputs are of other datatypes. An input has no range
-    where the model computes the row numbers, takes a number outside of the table, or fails while it is
-    watched: then the server can't know which ids are too large.
+    The model runs once on the example and, in a child process, on ids outside of each range, which it has to
+    refuse. It does not run if no input is int32 or int64. An input gets no range if the model computes the
+    indices, takes an id outside of the table, or fails while it is watched: then the server can't know which
+    ids are too large.
 
     Args:
         signature: its inputs are those of `example`, in order.
@@ -45,7 +45,7 @@ def with_id_ranges(signature: Signature, run: Run, example: Tensors) -> Signatur
 
 
 def _without_ones(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return a copy whose free dimensions of size 1 have size 2: a part of the input is then no whole one."""
+    """Return a copy whose free dimensions of size 1 have size 2: then a slice is smaller than the input."""
     for dimension, wanted in enumerate(spec.shape):
         if wanted == ANY and tensor.shape[dimension] == 1:
             tensor = tensor.repeat_interleave(2, dimension)
@@ -53,20 +53,20 @@ def _without_ones(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _rows_of(run: Run, given: Tensors) -> dict[int, int]:
-    """Return the rows of the smallest table that each input is looked up in, by the input's place."""
+    """Return the number of rows of the smallest table that each input indexes, by the input's place."""
     lookups = _Lookups(given)
     try:
         with torch.no_grad(), lookups:
             run(*given)
-    except Exception:  # a model may refuse to be watched; it has run before, so that nothing is hidden
+    except Exception:  # watching may break a model; its own errors showed in earlier runs
         return {}
     return lookups.rows
 
 
 def _refuses(run: Run, given: Tensors, place: int, rows: int) -> bool:
-    """Return whether the model fails on numbers outside of the table.
+    """Return whether the model fails on ids outside of the table.
 
-    It does not if it limits the numbers in place, or takes another branch for large ones.
+    A model that clamps ids in place, or takes another branch for large ones, does not.
     """
     outside = (rows, -1, torch.iinfo(given[place].dtype).max)
 
@@ -78,21 +78,21 @@ def _refuses(run: Run, given: Tensors, place: int, rows: int) -> bool:
             try:
                 with torch.no_grad():
                     run(*tensors)
-            except Exception:  # what is looked for
+            except Exception:  # the model refuses the id
                 continue
             return f"takes {number}"
         return _FAILED
 
     try:
         return isolated(work, silent) == _FAILED
-    except ModelEndedProcess:  # worse than an error
+    except ModelEndedProcess:  # a crash, worse than an error
         return True
     except ModelRefused:
         return False
 
 
 class _Lookups(OperatorWatch):
-    """Records the rows of the smallest table that each input is looked up in."""
+    """Records the number of rows of the smallest table that each input indexes."""
 
     def __init__(self, inputs: Tensors) -> None:
         super().__init__()

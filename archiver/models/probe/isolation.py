@@ -29,15 +29,15 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.steps import Say, refusing, silent
 
 Work = Callable[[Say, Say], str]
-"""Tries a model, and returns what it found as text.
+"""Tries a model, and returns the result as text.
 
-Arguments: takes the inputs of each run before it begins; takes lines for the user.
+Arguments: a callback for the inputs of each run, called before the run, and one for lines to the user.
 """
 
 _FIRST_S = 60.0  # limit of the first run; a longer one is repeated in this process
-_LEAST_S, _TIMES = 60.0, 30  # limit of each further run: the larger of this and so many times the first one
-_SHARE = 0.9  # of the available memory, which the child may take
-_CPP_CAUSE = "what():"  # of the lines that C++ writes when an exception ends the process
+_LEAST_S, _TIMES = 60.0, 30  # limit of a later run: the larger of `_LEAST_S` and `_TIMES` times the first
+_SHARE = 0.9  # share of the available memory that the child may take
+_CPP_CAUSE = "what():"  # begins the line in which C++ names the exception that ended the process
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MEMORY = Path("/proc/meminfo")
 _OWN_MEMORY = Path("/proc/self/status")
@@ -211,7 +211,7 @@ def _report(work: Work, messages: Connection[Any, Any]) -> None:
 
 
 def _set_limits() -> None:
-    """Allow no core dump, and a part of the memory: without it the system would end any process."""
+    """Disable core dumps, and limit the memory: else the kernel might kill any process when it runs out."""
     import resource  # noqa: PLC0415  # Windows has none
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -225,6 +225,6 @@ def _set_limits() -> None:
 
 
 def _bytes_of(file: Path, name: str) -> int:
-    """Return the number, in KiB, on the line that begins with `name`; LookupError without one."""
+    """Return the size on the line that begins with `name`, which has it in KiB; LookupError without one."""
     lines = [line.split() for line in file.read_text().splitlines() if line.startswith(name)]
     return int(lines[0][1]) * 1024

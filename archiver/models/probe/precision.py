@@ -14,7 +14,7 @@ from torchere.archiver.models.measure.difference import channels_of
 from torchere.archiver.models.operators import OperatorWatch
 
 _ROUNDED = (torch.float16, torch.bfloat16, torch.quint8, torch.qint8, torch.qint32)
-_FLOOR = 1e-3  # least value taken for an output's largest one, so that tiny outputs keep a tolerance
+_FLOOR = 1e-3  # lower bound of an output's largest magnitude, so that tiny outputs keep a tolerance
 # Values this large, and this many times an output's median, are fillers (-1e9) and do not set its scale.
 _FILLED, _TIMES = 1e4, 100
 
@@ -30,7 +30,7 @@ class Precision:
     relative: float  # of each value
     # Relative to the largest value of the channel; for whole numbers, the share that may differ.
     absolute: float
-    spread: float = 1.0  # least largest value of a channel, as a share of the output's largest one
+    spread: float = 1.0  # lower bound of a channel's largest value, as a share of the output's largest
     scales_by_batch: bool = False
 
     def differs(self, wanted: torch.Tensor, found: torch.Tensor) -> bool:
@@ -45,7 +45,7 @@ class Precision:
         return not bool((equal | ((one - other).abs() <= limit)).all())
 
     def _scale(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude of each value's channel: small scores lie beside large boxes."""
+        """Return the largest magnitude of each value's channel: boxes may be large, and scores small."""
         largest = max(_largest(values), _FLOOR)
         scale = torch.full((1,) * values.dim(), largest, dtype=torch.float64)
         for dimension in channels_of(values.dim()) if values.dim() > 1 and values.numel() else ():
@@ -63,9 +63,9 @@ def _largest(values: torch.Tensor) -> float:
 
 
 FINE = Precision(1e-3, 1e-4, spread=0.05)  # fp32: sums in another order
-COARSE = Precision(0.05, 0.05)  # int8 and bfloat16: a value near a step may be rounded to its other side
+COARSE = Precision(0.05, 0.05)  # int8 and bfloat16: a value between two steps may be rounded either way
 UNKNOWN = Precision(COARSE.relative, COARSE.absolute, scales_by_batch=True)
-# One scale for a whole batch changes all its rows.
+# With one scale for a whole batch, a row changes all others.
 SHARED = Precision(COARSE.relative, 0.25, scales_by_batch=True)
 
 
@@ -78,7 +78,7 @@ def differing(wanted: Named, found: Named, precision: Precision) -> str | None:
 
 
 def precision_of(run: Callable[..., Any], example: Tensors) -> Precision:
-    """Derive the precision from the operators that run and their types; UNKNOWN if they can't be seen."""
+    """Derive the precision from the operators that run and their dtypes; UNKNOWN if they can't be seen."""
     if type(run).__module__.startswith("torch._inductor"):
         return UNKNOWN  # machine code, which must not be watched from Python
     watch = _Watch()

@@ -15,9 +15,8 @@ from torchere.archiver.models.steps import Say, silent
 
 # Variations of an example's inputs: values that other clients might send, or that take other branches.
 #
-# Whole numbers are never made up, so that indices stay indices: they are those of the example, or 0,
-# which is no larger than any index and the usual padding. Padding stays behind the values that it pads,
-# where clients put it.
+# Integers are never made up, so that indices stay valid: they are those of the example, or 0, which is a
+# valid index and the usual padding. Padding stays after the values that it pads, where clients put it.
 
 Variation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -25,8 +24,8 @@ Variation = Callable[[torch.Tensor], torch.Tensor]
 def shuffled(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values rolled by one along the last dimension, except padding; sums stay the same.
 
-    In whole numbers, padding is every 0 and every value equal to the last one of its row; masks consist of
-    these alone and stay.
+    In integers, padding is every 0 and every value equal to the last one of its row; masks consist of such
+    values only, and stay.
     """
     if tensor.is_floating_point() and tensor.dim():
         return tensor.roll(1, -1)
@@ -54,7 +53,7 @@ def larger(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def opposite(tensor: torch.Tensor) -> torch.Tensor:
-    """Negate and scale the values; of whole numbers, the second half becomes 0, as in a padded text."""
+    """Negate and scale floats; set the second half of each row of integers to 0, as in a padded text."""
     if tensor.is_floating_point():
         return tensor * -2
     emptied = tensor.clone()
@@ -93,14 +92,14 @@ class Trial:
 def refuse_mixing(trial: Trial, size: int) -> None:
     """Raise ModelRefused when a row's result depends on the other rows of the batch.
 
-    Rows of the example are run behind and in front of rows of other values.
+    Rows of the example are run after and before rows of other values.
 
     Args:
         trial: every input of the example has the batch as its first dimension.
         size: size of the batches to try, which the model takes.
 
     Raises:
-        ModelRefused: a result depends on the other rows. Other values on which the model fails show nothing.
+        ModelRefused: a result depends on the other rows. Other values on which the model fails are skipped.
     """
     now = trial.example[0].shape[0]
     kept = now if size > now else max(size - 1, 1)
@@ -119,7 +118,7 @@ def refuse_mixing(trial: Trial, size: int) -> None:
 def _differing(
     trial: Trial, variation: Variation, kept: slice, size: int, precision: Precision
 ) -> str | None:
-    """Return the output that differs for rows of the example, at `kept`, among other rows; or None."""
+    """Return the output that other rows change for rows of the example, which are at `kept`; or None."""
 
     def answers(variation: Variation) -> Named:
         return _rows(trial.answers(_among_strangers(trial.example, variation, kept, size)), kept)

@@ -31,8 +31,8 @@ from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.models.quantize.traced import Compile, plain_attention
 from torchere.archiver.models.steps import Say, counted, silent
 
-_AS_FAST = 1.05  # times the fastest one's time
-# A multiple of the least drift of all engines. Some engines use one bit less of activations, which doubles
+_AS_FAST = 1.05  # engines within this multiple of the least time count as equally fast
+# A multiple of the least drift of all engines. Some engines use one bit less for activations, which doubles
 # the drift; an engine whose sums overflow is further off.
 _AGREES_WITHIN = 3.0
 _WITHOUT_ENGINE = "take --format aoti, which needs none, or leave --quantize out"
@@ -59,10 +59,10 @@ class Measured:
 
 
 def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
-    """Return the fastest of the candidates that agree with fp32; of engines as fast, torch's default one.
+    """Return the fastest candidate that agrees with fp32; among equally fast engines, torch's default.
 
-    Several engines are one for many models (`x86` calls `fbgemm`): which is faster by a hair changes from run
-    to run, and the next packing must not ask for another one.
+    For many models several engines run the same kernels (`x86` calls `fbgemm`): which of them measures faster
+    changes from run to run, and the next packing must not choose another one.
 
     A candidate agrees when its drift is at most `max_drift`, and not much more than that of the best engine
     for its method: an engine whose arithmetic overflows on this processor is not chosen, however fast. When
@@ -91,7 +91,7 @@ def measured(
 ) -> list[Measured]:
     """Measure the saved model on each engine, in turns.
 
-    The models are timed before they are judged: what they run first is what the server runs first.
+    The models are timed before they are judged, because their first runs decide their speed (`processor_ms`).
 
     Args:
         method: name of the method, for the records.
@@ -134,7 +134,7 @@ _MIXABLE: dict[str, tuple[type[nn.Module], ...]] = {
     "int8-dynamic": (nn.Linear,),
     "int8-static": (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
 }
-_JUDGED = 32  # rows for the comparison of engines; the later verification uses all rows
+_JUDGED = 32  # rows for the comparison of engines; verification uses all rows later
 _RANKED = 4  # samples for the ranking of layers by drift; of one row each if they have batches
 _SEARCHED = 32  # samples to calibrate on while layers are searched for; the packed model sees all of them
 _BUDGET_S = 1.5  # timing budget of all engines together, for each shape
@@ -162,7 +162,7 @@ class Maker:
     """Makes candidates from one model, with the samples and the drift limit to judge them by."""
 
     model: LoadedModel
-    opened: Opened  # the same model with its attention as plain layers; its layers become int8
+    opened: Opened  # the same model with its attention as plain layers, which become int8
     samples: Samples
     compiled: Compile
     judged: Samples
@@ -220,7 +220,7 @@ class Maker:
         embeddings = large_embeddings(self.opened.module) if method == "int8-dynamic" else frozenset()
         try:
             return self._compiled(method, kept, samples)
-        # Broad: the model's own code fails because an embedding's weight is not a tensor, with any error.
+        # Broad: the model's own code may raise any error where an embedding's weight is not a tensor.
         except Exception:
             if embeddings <= set(kept):
                 raise
@@ -296,9 +296,9 @@ def some_of(model: LoadedModel, samples: Samples) -> list[tuple[torch.Tensor, ..
 # errors about add up, which predicts the layers that must return to fp32; the search converts the model
 # again only to verify it.
 
-# The drift of a cosine of 0.99 between outputs, for an error of random direction: sqrt(2 (1 - 0.99)).
+# The drift at which outputs have a cosine of 0.99, for an error of random direction: sqrt(2 (1 - 0.99)).
 WANTED_DRIFT = 0.141
-# The share of the weights that may stay in fp32: a file of 0.25 times the size stays below 0.35 times.
+# The share of the weights that may stay in fp32: the file grows from 0.25 to 0.34 times its size in fp32.
 MOST_KEPT = 0.12
 # Factors on the wanted drift, with one conversion each. The most lenient is first, because the predicted
 # drift tends to be too high: on EfficientNet-Lite0, four layers were enough where eight were predicted.

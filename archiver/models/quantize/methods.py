@@ -72,7 +72,7 @@ def quantise(
 
     Args:
         model: eager, in fp32; for "int8-trained" also TorchScript.
-        method: one of `METHODS` that chooses from no others.
+        method: a key of `METHODS`, except those that choose among others (`tries`).
         samples: arguments of the model, each with a batch dimension if the model accepts batches. Without
             samples, engines are compared on `model.example`.
         target: the format of the packed model. TorchScript uses FX and PyTorch's int8 engines; the other
@@ -139,9 +139,10 @@ def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
 
 
 def one_size(method: str, samples: Samples, sizes: Sequence[FreeSize]) -> tuple[str, ...]:
-    """Return a warning about each free size that all samples of static int8 have alike.
+    """Return a warning for each free size that is equal in all samples of int8-static.
 
-    What grows with a size, such as a sum over the tokens of a text, would be cut off at that of the samples.
+    A value that grows with a size, such as a sum over the tokens of a text, would be clipped to the range
+    that the samples have.
     """
     alike = [free for free in sizes if len({free.size_in(one) for one in samples}) == 1]
     return tuple(
@@ -153,7 +154,7 @@ def one_size(method: str, samples: Samples, sizes: Sequence[FreeSize]) -> tuple[
 
 
 def check_method(method: str, target: str = "torchscript") -> None:
-    """Check what can be said of a method before the model is read.
+    """Check a method as far as possible before the model is read.
 
     Raises:
         ModelRefused: it is not a key of `METHODS`, not for this format, or needs torchao, which is missing.
@@ -173,7 +174,7 @@ def check_quantised(module: nn.Module, method: str | None, target: str) -> str:
     """Check a model that may have weights of torchao; return a line about them for the user, or "".
 
     Raises:
-        ModelRefused: it has, and `method` or the format `target` would lose their bits.
+        ModelRefused: it has such weights, and `method` or the format `target` would lose their bits.
     """
     quantised = torchao_kinds(module)
     if quantised and method:

@@ -103,11 +103,11 @@ def _call_each_once(graph: fx.GraphModule) -> None:
 
 
 def _keep_inputs(graph: fx.GraphModule) -> None:
-    """Negate inputs of floats twice, so that no compiled layer writes its result into them.
+    """Negate floating-point inputs twice, so that no compiled layer writes its result into them.
 
-    AOTInductor lets an int8 layer of a residual add to the other operand in place, also where that is an
-    input of the model (torch 2.13). It takes a clone out, and keeps negations, which cost next to nothing.
-    An input that convolutions or linear layers alone read is no such operand.
+    AOTInductor lets an int8 layer of a residual add to the other operand in place, even if that is an input
+    of the model (torch 2.13). It removes a clone but keeps negations, which cost next to nothing. An input
+    that only convolutions and linear layers read is never such an operand.
     """
     for node in graph.graph.find_nodes(op="placeholder"):
         readers = {user.target for user in node.users}

@@ -166,7 +166,7 @@ def calibrate(
 
 
 class _Dtypes(fx.Interpreter):
-    """Runs a graph, and records the dtype that each `tensor.dtype` of it is."""
+    """Runs a graph, and records the value of each `tensor.dtype` in it."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
@@ -181,7 +181,7 @@ class _Dtypes(fx.Interpreter):
 
 
 def _fix_dtypes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> None:
-    """Replace each `tensor.dtype` by what it is in fp32: `mask.to(x.dtype)` would ask for int8."""
+    """Replace each `tensor.dtype` by its value in fp32: otherwise `mask.to(x.dtype)` would ask for int8."""
     run = _Dtypes(graph)
     with torch.no_grad():
         run.run(*(tensor.clone() for tensor in example))
@@ -217,8 +217,8 @@ def _call_prelu(graph: fx.GraphModule) -> None:
 def _observe_what_is_not_clipped(prepared: fx.GraphModule, clipped: Sequence[str]) -> None:
     """Measure the range of unclipped values that a clipped layer reads, such as the model's input.
 
-    FX gives a value without a configuration that of the layer that reads it, which would limit the value to
-    0 ... 6 here.
+    FX gives an unconfigured value the configuration of the layer that reads it, which would clip the value to
+    0 ... 6.
     """
     fixed = [
         (node, observer)
@@ -295,11 +295,11 @@ def _qconfig(activation: Any, weight_limit: int) -> Any:
     return QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
 
 
-# ReLU6 behind a convolution becomes ReLU, for the number format of int8 can do the rest.
+# ReLU6 after a convolution becomes ReLU, because saturation of int8 can do the rest.
 #
-# When the activations behind a ReLU6 are quantised over exactly 0 ... 6, the format's own saturation is
-# the upper limit: it costs nothing, no level is spent on values that are cut off, and the ReLU that is
-# left is fused into the convolution.
+# When the activations after a ReLU6 are quantised over exactly 0 ... 6, the format's own saturation is the
+# upper limit: it costs nothing, no level is spent on clipped values, and the remaining ReLU is fused into the
+# convolution.
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _LIMITS = (0.0, 6.0)

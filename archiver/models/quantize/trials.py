@@ -68,13 +68,13 @@ class Failed:
 
 
 def methods_tried(module: nn.Module, method: str, target: str, samples: Sequence[object]) -> tuple[str, ...]:
-    """Return the methods that `method` chooses from for this model; itself if it chooses from none."""
+    """Return the methods that `method` chooses from for this model; only `method` if it chooses from none."""
     if not METHODS[method].tries:
         return (method,)
     layers = Counter(type(layer) for layer in module.modules())
     dynamic = sum(layers[kind] for kind in _DYNAMIC)
     convolutions = sum(layers[kind] for kind in _CONVOLUTIONS)
-    if method != AUTO:  # int8, with what torchao makes of it only where it can be static
+    if method != AUTO:  # "int8": without samples dynamic only; with torchao's PT2E static only
         return METHODS[method].tries[not samples :] if target == TORCHSCRIPT else METHODS[method].tries[:1]
     suits = {
         "int8-static": bool(samples) and bool(dynamic or convolutions),
@@ -95,7 +95,7 @@ def _is_heavy(module: nn.Module) -> bool:
 def choose_trial(trials: Sequence[Trial], method: str) -> Trial:
     """Return the fastest trial whose drift is accepted; the fastest trial of all if every drift is refused.
 
-    By `auto`, a quantised form is chosen only if it is at least `LITTLE` times as fast as fp32.
+    With `auto`, a quantised form is chosen only if it is at least `LITTLE` times as fast as fp32.
     """
     accepted = [one for one in trials if one.report and one.report.accepted]
     if method == AUTO:
@@ -166,7 +166,7 @@ def check_trial(
 
 
 def _beside_eager(report: Report) -> str:
-    """Return that an exported program is slower than the model that it was made from; or an empty text."""
+    """Return a warning if an exported program is slower than its eager model; else an empty text."""
     share = gain(report.original.latency_ms, report.packed.latency_ms)
     if share * LITTLE >= 1:
         return ""

@@ -1,7 +1,7 @@
-"""A model over several ranks: its layers are split over some, or its list of layers is, or both.
+"""Spreads a model over ranks, by tensor parallelism, by pipeline parallelism, or by both.
 
-Every rank calls the model with the same inputs and gets the same result. With both, ranks that follow one
-another share the layers of a stage.
+Every rank calls the model with the same inputs and gets the same result. With both, consecutive ranks share
+the layers of a stage.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ def spread(
     """Return the model with this rank's part of the weights; call it in all ranks.
 
     Args:
-        model: made by `without_weights`, or whole if `weights` is None. It is changed.
-        split: the number of ranks, and their division; `RANK` and `WORLD_SIZE` are in the environment.
+        model: made by `without_weights`, or whole if `weights` is None. It is modified in place.
+        split: the number of ranks for each kind of parallelism; `RANK` and `WORLD_SIZE` are in the
+            environment.
         device: where this rank computes.
         weights: those of the model, in a file, a folder of `torch.distributed.checkpoint`, or S3; None: the
             model's own.
 
     Raises:
         ModelRefused: the checkpoint is damaged, or that of another model; or S3 does not give the weights.
-        ValueError: the number of ranks is another, or the model can't be split like this.
+        ValueError: the number of ranks is not that of `split`, or the model can't be split like this.
     """
     mesh = join(split, device)
     styles = styles_of(model, split.plan, split.tensor) if split.tensor > 1 else {}
@@ -80,7 +81,7 @@ def join(split: Split, device: torch.device) -> DeviceMesh:
 
 
 def in_stages(model: torch.nn.Module, place: Place, mesh: DeviceMesh, device: torch.device) -> None:
-    """Let `forward` of a model that was cut run it in all stages."""
+    """Replace `forward` of a model that was `cut` by one that runs the model in all stages."""
     stages = Stages(model, place, mesh.get_group(PIPELINE), device)
 
     @functools.wraps(model.forward)  # callers read the names of its parameters

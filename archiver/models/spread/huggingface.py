@@ -1,4 +1,4 @@
-"""Model folders of Hugging Face over several ranks: transformers splits the layers, and reads slices of them.
+"""Spreads Hugging Face folders over ranks: transformers splits the layers, and reads slices of weights.
 
 transformers' `DistributedConfig` and its meshes still move from release to release, so no other file uses
 them. transformers' own pipelines fit one form of language models only, so `stages.py` cuts the stages, as for
@@ -27,12 +27,13 @@ def spread_folder(path: Path, split: Split, device: torch.device) -> Any:
 
     Args:
         path: the folder, with its weights in safetensors.
-        split: its plan names layers as transformers does, with `*` for numbers, and adds to the model's own.
+        split: its plan names layers as transformers does, with `*` for numbers, and adds to the model's own
+            plan.
         device: where this rank computes.
 
     Raises:
-        ModelRefused: transformers, the model or its weights can't be used, or the model has no such plan.
-        ValueError: the number of ranks is another, or the model can't be split like this.
+        ModelRefused: transformers, the model or its weights can't be used, or the model has no plan.
+        ValueError: the number of ranks is not that of `split`, or the model can't be split like this.
     """
     if split.weights:
         raise ModelRefused(
@@ -49,7 +50,7 @@ def spread_folder(path: Path, split: Split, device: torch.device) -> Any:
     options = {"distributed_config": _config(split)} if split.tensor > 1 else {}
     model = loaded(_class_of_rank(known, split, mesh, device), path, False, **options)
     if split.pipeline > 1:
-        model.config.use_cache = False  # the ranks of other stages do not know how long it is
+        model.config.use_cache = False  # other stages do not know the length of a stage's cache
         in_stages(model, model.place_in_pipeline, mesh, device)
     return model.to(device).eval()
 
@@ -71,7 +72,7 @@ def _distributed(name: str) -> Any:
 
 
 def _class_of_rank(known: Any, split: Split, mesh: DeviceMesh, device: torch.device) -> Any:
-    """Return a subclass of a model's class whose models have the layers of this rank's stage only."""
+    """Return a subclass of a model's class whose instances have only the layers of this rank's stage."""
 
     class OfRank(known):  # type: ignore[misc]
         place_in_pipeline: Place
@@ -97,7 +98,7 @@ def _class_of_rank(known: Any, split: Split, mesh: DeviceMesh, device: torch.dev
 
         @classmethod
         def prepare_distribute_model(cls, config: Any, device_map: Any = None) -> Any:
-            """Return the ranks that share a layer: those of this rank's stage."""
+            """Return the config, the device and the mesh, in which the ranks of a stage share its layers."""
             shape, more = (split.pipeline, 1, 1, split.tensor), ("dp_replicate", "fsdp")
             dense = init_device_mesh(device.type, shape, mesh_dim_names=("pp", *more, "tp"))
             experts = init_device_mesh(

@@ -1,7 +1,7 @@
-"""Gives each rank its part of weights that stay in S3: it downloads that part, and nothing else.
+"""Loads each rank's part of weights that stay in S3, without downloading the other parts.
 
-In a file a weight is rows, one behind the other, and a rank that keeps a part of each row would have to
-download them all. So the ranks that share such a weight download some of its rows each, and exchange parts.
+A file stores a weight row by row, so a rank that keeps columns of it would have to download all rows.
+Instead, each rank that shares the weight downloads some rows, and the ranks exchange columns.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torchere.archiver.models.spread.tensor import Part
 
 logger = logging.getLogger(__name__)
 
-# Read before any of it goes to its device: more would not be faster, and a GPU's part may be larger than the
-# memory of the machine.
+# Bytes that are read before they go to the device: more would not be faster, and a GPU's part may be larger
+# than the memory of the machine.
 _BATCH_BYTES = 1 << 30
 _UNREAD = -(1 << 62)
 
 
 def open_weights(url: str) -> S3Weights:
-    """Find out which weights are at a URL of S3. The caller closes their `objects`.
+    """Open the weights at an S3 URL. The caller closes their `objects`.
 
-    It is one `.safetensors` object, or a folder: of `torch.distributed.checkpoint`, or of such objects with
-    Hugging Face's index.
+    The URL names a `.safetensors` object, or a folder: a checkpoint of `torch.distributed.checkpoint`, or
+    `.safetensors` objects with Hugging Face's index.
 
     Raises:
-        ModelRefused: there are none, they are damaged, or they can't be read.
+        ModelRefused: there are no weights, they are damaged, or they can't be read.
     """
     objects = Objects(url)
     try:
@@ -72,11 +72,11 @@ class FromS3:
     """The weights of a whole model, which `fill` asks for one by one (`Weights`).
 
     Args:
-        source: where they are.
+        source: the stored weights.
         model: made by `without_weights`, and not cut yet.
 
     Raises:
-        ModelRefused: a weight is missing, has another shape, or is none of the model's.
+        ModelRefused: a weight is missing, has another shape, or does not belong to the model.
     """
 
     def __init__(self, source: S3Weights, model: torch.nn.Module) -> None:
@@ -86,7 +86,7 @@ class FromS3:
         self._device = torch.device("cpu")
         self._read: dict[str, torch.Tensor] = {}
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict(keep_vars=True)}
-        names: dict[int, list[str]] = {}  # of weights that layers share, several
+        names: dict[int, list[str]] = {}  # by id of the tensor; several if layers share it
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
         chosen = {each[0]: _stored_one(each, source.shapes) for each in names.values()}
@@ -107,11 +107,11 @@ class FromS3:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Name the tensors that this rank keeps, before `fill` asks.
+        """Restrict the weights to the parts that this rank keeps; call it before `fill`.
 
         Args:
             model: cut to this rank's stage.
-            parts: of the weights that are split.
+            parts: the part of each weight that is split, by name.
             group: the ranks that share each layer.
             device: where the weights go.
         """
@@ -135,11 +135,11 @@ class FromS3:
         return self._read.pop(name)
 
     def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """See `Weights`; the part is that of `take_part`."""
+        """See `Weights`; `where` is ignored, because `take_part` has set the part."""
         return self.whole(name)
 
     def _read_from(self, first: str) -> None:
-        """Read this weight and the next ones. All ranks of the group come here with the same names."""
+        """Read this weight and the next ones. All ranks of the group call it with the same names."""
         names = list(self._wanted)
         batch: dict[str, Box] = {}
         batch_bytes = 0
@@ -175,10 +175,10 @@ class FromS3:
         return Box(torch.empty(sizes, dtype=dtype, device=device), tuple(place.start for place in where))
 
     def finish(self) -> None:
-        """Check that all ranks have read the same versions of the same objects; all of them call it.
+        """Check that all ranks have read the same version of each object; call it in all ranks.
 
         Raises:
-            ModelRefused: they have not.
+            ModelRefused: the versions differ.
         """
         objects = self._source.objects
         etags = objects.etags()
@@ -194,7 +194,7 @@ class FromS3:
 
 
 def _stored_one(names: Sequence[str], there: Mapping[str, object]) -> str:
-    """Return the name under which a weight that layers share may be stored: safetensors has it once."""
+    """Return the stored one of a shared weight's names: safetensors stores it once. Else the first name."""
     ends = {name: f".{name}" for name in names}
     return next(
         (name for name in names if name in there or any(other.endswith(ends[name]) for other in there)),
@@ -203,20 +203,20 @@ def _stored_one(names: Sequence[str], there: Mapping[str, object]) -> str:
 
 
 def _own_rows(rows: int, part: Part) -> list[slice]:
-    """Return the rows that each rank downloads of a weight that is exchanged."""
+    """Return which rows of an exchanged weight each rank downloads."""
     size = math.ceil(rows / part.ranks)
     return [slice(min(rows, rank * size), min(rows, (rank + 1) * size)) for rank in range(part.ranks)]
 
 
 class _Exchange:
-    """Turns rows of weights into columns among the ranks that share them."""
+    """Exchanges rows of weights for columns between the ranks that share the weights."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._sent = torch.empty(0, dtype=torch.uint8)  # kept: freed ones would leave holes between weights
+        self._sent = torch.empty(0, dtype=torch.uint8)  # reused: freed, it would leave holes between weights
 
     def columns(self, rows: torch.Tensor, shape: torch.Size, part: Part) -> torch.Tensor:
-        """Return this rank's columns of a weight of this shape, of which it has the rows of `_own_rows`."""
+        """Return this rank's columns of a weight of this shape; `rows` are its rows by `_own_rows`."""
         width = shape[1] // part.ranks
         if self._sent.numel() < rows.nbytes:
             self._sent = torch.empty(rows.nbytes, dtype=torch.uint8, device=rows.device)
@@ -224,10 +224,10 @@ class _Exchange:
         sent.view(rows.dtype).view(part.ranks, len(rows), width).copy_(
             rows.view(len(rows), part.ranks, width).transpose(0, 1)
         )
-        fits = len(rows) * part.ranks == shape[0]  # then they take the place of the rows
+        fits = len(rows) * part.ranks == shape[0]  # then the columns take the memory of the rows
         found = rows.view(shape[0], width) if fits else rows.new_empty((shape[0], width))
         counts = [(each.stop - each.start) * width * rows.itemsize for each in _own_rows(shape[0], part)]
-        # As bytes, for gloo knows few dtypes.
+        # As bytes, because gloo supports few dtypes.
         dist.all_to_all_single(
             found.view(-1).view(torch.uint8),
             sent,
@@ -239,7 +239,7 @@ class _Exchange:
 
 
 def _differing(etags: Sequence[str | None], device: torch.device) -> list[int]:
-    """Return for which objects ranks have different versions; None: this rank has not read it."""
+    """Return the places of objects that ranks read in different versions; None: not read by this rank."""
     numbers = [
         _UNREAD if etag is None else int.from_bytes(hashlib.sha256(etag.encode()).digest()[:7], "big")
         for etag in etags

@@ -1,9 +1,9 @@
-"""Pipeline parallelism: each rank runs some layers of a model's list, and sends the output of the last one.
+"""Pipeline parallelism: each rank runs some layers of a model's list, and sends on the last one's output.
 
 Each rank runs the model's own code. The layers of other stages are emptied: the layer before a rank's own
 ones returns the message of the previous stage, earlier ones return tensors without content, and after its
-last own layer a rank leaves the model's code by an exception. So nothing is traced, and any shape goes.
-Messages are trees of tensors and plain values (`Wire`).
+last own layer a rank leaves the model's code by an exception. So nothing is traced, and inputs may have any
+shape. Messages are trees of tensors and plain values (`Wire`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from torchere.archiver.split import SECTION
 
-# Parts of a batch for each stage. With four the stages wait for a fifth of the time at most (Huang et al.,
-# GPipe, 2019).
+# Micro-batches for each stage. With four, a stage idles for a fifth of the time at most (Huang et al., GPipe,
+# 2019).
 PARTS_FOR_A_STAGE = 4
 _UNFIT = (
     f"{SECTION}: pipeline needs a model that calls the layers of its largest list once each, in their order, "
@@ -31,7 +31,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Place(NamedTuple):
-    """Which list of layers is spread over the stages, and where in it each begins."""
+    """The list of layers that is spread over the stages, and the index at which each stage begins."""
 
     name: str
     bounds: list[int]  # one more than stages: the last is the number of layers
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 def stage_bounds(model: torch.nn.Module, stages: int) -> Place:
-    """Return a list of layers and the bounds of stages that have as many layers each.
+    """Return the list of layers to spread, and the bounds of stages of about equal length.
 
     The list is the `ModuleList` or `Sequential` with most weights, as in transformers.
 
@@ -64,7 +64,7 @@ def stage_bounds(model: torch.nn.Module, stages: int) -> Place:
 
 
 def cut(model: torch.nn.Module, place: Place, stage: int) -> None:
-    """Take the weights and parts of other stages' layers out of a model."""
+    """Remove the weights, submodules and hooks of other stages' layers from a model."""
     for number, layer in place.layers(model):
         if not place.bounds[stage] <= number < place.bounds[stage + 1]:
             # The layer itself stays: models read settings of their layers between calls.
@@ -73,7 +73,7 @@ def cut(model: torch.nn.Module, place: Place, stage: int) -> None:
 
 
 class _Handed(BaseException):
-    """Leaves the model's code behind the last layer of a stage; no `except Exception` may hold it."""
+    """Raised to leave the model's code after the last layer of a stage; no `except Exception` catches it."""
 
 
 class Stages:
@@ -83,7 +83,7 @@ class Stages:
     layers runs in each rank.
 
     Args:
-        model: see above.
+        model: after `cut`.
         place: the result of `stage_bounds` for the whole model.
         group: the ranks, one for each stage.
         device: where this rank computes.
@@ -124,7 +124,7 @@ class Stages:
             self._take_part(layer, number, place.bounds[stage], place.bounds[stage + 1] - 1)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model: a batch passes the stages in parts, of which several are under way at once.
+        """Run the model: a batch passes the stages in micro-batches, several of them at once.
 
         Raises:
             Exception: the model's own, or `OtherStageFailed`. It is raised in all ranks.
@@ -152,14 +152,14 @@ class Stages:
             result = self._model_forward(*args, **kwargs)
         except _Handed:
             return None
-        except (AttributeError, KeyError) as error:  # of parts of a layer that this stage does not have
+        except (AttributeError, KeyError) as error:  # a part of a layer that this stage does not have
             raise ValueError(f"{_UNFIT} (here: {type(error).__name__}: {error})") from error
         if not self._is_last or any(_is_hole(leaf) for leaf in pytree.tree_leaves(result)):
             raise ValueError(_UNFIT)
         return result
 
     def _tell(self, error: Exception) -> None:
-        """Take the message of the stage before for this part, and tell the next stage of a failure."""
+        """Receive the previous stage's message for this micro-batch; send the failure to the next stage."""
         if self._before is not None and not self._has_incoming:
             with contextlib.suppress(OtherStageFailed):
                 self._before.receive()
@@ -184,7 +184,7 @@ class Stages:
         return result
 
     def _take_part(self, layer: torch.nn.Module, number: int, first: int, last: int) -> None:
-        """Replace the code of a layer by its role here; this stage's layers are `first` to `last`."""
+        """Give a layer its role in this stage, whose own layers are `first` to `last`."""
         place: Any = layer
         if number > last:
             place.forward = self._refuse
@@ -201,7 +201,7 @@ class Stages:
         raise ValueError(_UNFIT)
 
     def _skip(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Return tensors without content: a model that uses them fails, instead of answering wrongly."""
+        """Return tensors without content: a model that uses them fails instead of giving wrong outputs."""
         self._receive()
         return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), self._incoming)
 
@@ -232,7 +232,7 @@ def _is_hole(leaf: Any) -> bool:
 
 
 def _parts_of(leaves: Sequence[Any], most: int) -> list[list[Any]]:
-    """Return the leaves in parts of the batch, where all tensors have it as their first dimension."""
+    """Split the leaves into micro-batches if all tensors have the same first dimension; else one part."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     if len(rows) != 1 or max(rows) < 2:
@@ -243,7 +243,7 @@ def _parts_of(leaves: Sequence[Any], most: int) -> list[list[Any]]:
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of the parts of a batch as one; raise ValueError if they are no rows."""
+    """Join the outputs of the micro-batches; raise ValueError for a tensor without dimensions."""
     if len(outputs) == 1:
         return outputs[0]
     flat = [pytree.tree_flatten(output) for output in outputs]
@@ -255,12 +255,12 @@ def _joined(outputs: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(joined, flat[0][1])
 
 
-# Trees of tensors between ranks: from one stage to the next, and the answer to all.
+# Sends trees of tensors between ranks: from one stage to the next, and the result to all.
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Stands for a tensor in a tree."""
+    """The shape and dtype of a tensor, in place of the tensor in a tree."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -271,10 +271,10 @@ class OtherStageFailed(RuntimeError):
 
 
 class Wire:
-    """One direction between ranks. Each message is a number, and the content that it announces.
+    """A one-way channel between ranks. Each message is a number, and the content that it announces.
 
-    A tree is sent as its tensors, behind its structure unless that is the one of the message before (number
-    0). A negative number announces the text of an error.
+    A positive number announces the tree's structure, and after it the tree's tensors; 0 the tensors alone,
+    because the structure is that of the previous message; a negative one the text of an error.
 
     Args:
         put: sends a tensor, or begins to.
@@ -289,7 +289,7 @@ class Wire:
         device: torch.device,
     ) -> None:
         self._put, self._get, self._device = put, get, device
-        self._last: tuple[Any, list[Any]] | None = None  # structure and leaves of the message before
+        self._last: tuple[Any, list[Any]] | None = None  # structure and leaves of the previous message
 
     def send(self, tree: Any) -> None:
         """Send a tree of tensors and plain values.
@@ -317,7 +317,7 @@ class Wire:
         self._put_bytes(f"{type(error).__name__}: {error}".encode(), -1)
 
     def receive(self) -> Any:
-        """Return a tree.
+        """Receive a tree.
 
         Raises:
             OtherStageFailed: the sender has failed.

@@ -19,20 +19,20 @@ from torch.nn import functional
 from torchere.archiver.split import SECTION, STYLES
 
 _WHOLE_OUTPUT = ("colwise_rep", "colwise_gather_output")
-# Functions of one tensor that work on each element, so that they may run on a part of a layer's output.
+# Elementwise functions of one tensor, which may run on a part of a layer's output.
 _ELEMENTWISE = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "mish", "dropout"})
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a weight a rank has: one of `ranks` equal ones along a dimension."""
+    """The part of a weight that a rank has: one of `ranks` equal parts along a dimension."""
 
     dimension: int
     rank: int
     ranks: int
 
     def slices(self, shape: torch.Size) -> tuple[slice, ...]:
-        """Return where the part is in a weight of this shape."""
+        """Return the slices that select the part from a weight of this shape."""
         where = [slice(0, size) for size in shape]
         size = shape[self.dimension] // self.ranks
         where[self.dimension] = slice(self.rank * size, (self.rank + 1) * size)
@@ -45,8 +45,8 @@ def split_layers(
     """Let the layers compute with a part of their weights; return the part of each weight, by its name.
 
     Args:
-        model: the weights stay whole; the caller replaces them by their parts. Layers that it has no more are
-            left out.
+        model: the weights stay whole; the caller replaces them by their parts. Layers that `cut` has removed
+            are skipped.
         styles: see `styles_of`.
         group: the ranks that share each layer.
     """
@@ -127,7 +127,7 @@ def _features(call: _Call, words: torch.Tensor) -> torch.Tensor:
 def _words(call: _Call, words: torch.Tensor) -> torch.Tensor:
     count = call.layer.weight.shape[0]
     outside = (words < 0) | (words >= call.layer.num_embeddings)
-    if words.device.type == "cpu" and bool(outside.any()):  # the sum would be zero
+    if words.device.type == "cpu" and bool(outside.any()):  # else its row of the sum would be zero
         raise IndexError("index out of range in self")  # torch's words
     own = words - call.rank * count
     is_own = (own >= 0) & (own < count)
@@ -139,7 +139,8 @@ def styles_of(model: torch.nn.Module, plan: str | Mapping[str, str], ranks: int)
     """Return the style of each layer that is split, by its name.
 
     Raises:
-        ValueError: no layer is split, a pattern fits none, or a layer can't be split by the number of ranks.
+        ValueError: no layer is split, a pattern matches no layer, or a layer can't be split by the number of
+            ranks.
     """
     if isinstance(plan, str):
         plan = getattr(model, "tp_plan", None) or _pairs(model)
@@ -174,13 +175,13 @@ def _check(layer: torch.nn.Module, name: str, style: str, ranks: int) -> None:
 
 
 def _pairs(model: torch.nn.Module) -> dict[str, str]:
-    """Find linear layers whose output goes through elementwise functions into another one, and nowhere else.
+    """Find pairs of linear layers: only the second reads the first, through elementwise functions.
 
-    Of such a pair the first is split by columns and the second by rows, so that one sum joins the ranks.
+    The first is split by columns and the second by rows, so that a pair needs one `all_reduce`.
     """
     try:
         graph = torch.fx.symbolic_trace(model).graph
-    except Exception:  # torch.fx raises whatever the model's code does with its stand-ins
+    except Exception:  # the model's code may raise any error on torch.fx's proxies
         return {}
     styles: dict[str, str] = {}
     for node in graph.nodes:

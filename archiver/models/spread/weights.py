@@ -1,7 +1,7 @@
 """Gives each rank its own part of the weights: a model is made without them, and a rank reads its slices.
 
-So no rank holds the whole model at any time. On a CPU a tensor that a rank keeps whole stays a mapping of the
-file, which the ranks share; slices are copies, since a view of a slice would keep the pages around it in
+So no rank holds the whole model at any time. On a CPU a tensor that a rank keeps whole stays memory-mapped,
+and the ranks share its pages; slices are copies, since a view of a slice would keep the pages around it in
 memory.
 """
 
@@ -31,22 +31,22 @@ class Weights(Protocol):
     """Weights by name, in a file or in memory."""
 
     def shapes(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Return the shape and the datatype of each."""
+        """Return the shape and the dtype of each tensor."""
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor, which may be a mapping of the file."""
 
     def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """Return a copy of a part; nothing else is kept in memory."""
+        """Return a copy of a part; the rest of the tensor does not stay in memory."""
 
 
 class StateDict:
-    """A state dict in memory, or one that is mapped.
+    """A state dict in memory, or memory-mapped from a file.
 
     Args:
-        read: returns it. It is called twice for a mapped one: pages that parts are copied from are given
-            back, and not those of tensors that are kept whole.
-        may_be_mapped: see `read`.
+        read: returns the state dict. If it may be mapped, it is read twice: tensors that stay whole come from
+            the first mapping, and parts are copied from the second, whose pages are given back.
+        may_be_mapped: whether `read` may map a file.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, torch.Tensor]], *, may_be_mapped: bool) -> None:
@@ -74,7 +74,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def _mapped_files() -> list[range]:
-    """Return the addresses at which this process has mapped files; none where the system does not tell."""
+    """Return the address ranges of the files mapped by this process; none on a system without /proc."""
     try:
         lines = [line.split() for line in _MAPS.read_text().splitlines()]
     except OSError:
@@ -84,9 +84,9 @@ def _mapped_files() -> list[range]:
 
 
 def _give_back(tensor: torch.Tensor, files: Sequence[range]) -> None:
-    """Let the kernel take the pages of a tensor from this process if they are a file's, and were only read.
+    """Give back the pages of a tensor if they map a file; they must be unmodified.
 
-    Pages of other memory would lose their content.
+    Pages of anonymous memory stay: they would lose their content.
     """
     first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     last = tensor.data_ptr() + tensor.nbytes - 1
@@ -123,10 +123,10 @@ class Safetensors:
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Make modules whose parameters are on the device `meta`, while their buffers are real.
+    """Put the parameters of modules made in the block on the device `meta`; their buffers are real.
 
-    A parameter is allocated by its class and dropped at once. The functions of `torch.nn.init` do nothing
-    meanwhile: on `meta` each would make torch import 70 MB of its compiler. Not thread-safe.
+    A parameter is allocated by its class and dropped at once. The functions of `torch.nn.init` do nothing in
+    the block: on `meta` they would make torch import 70 MB of its compiler. Not thread-safe.
     """
 
     def drop(_module: torch.nn.Module, _name: str, parameter: Any) -> Any:
@@ -169,8 +169,8 @@ def fill(model: torch.nn.Module, weights: Weights, parts: Mapping[str, Part], de
 
     Args:
         model: its parameters are on the device `meta`.
-        weights: have a tensor for each parameter; a buffer that they lack stays as it is.
-        parts: of the weights that are split.
+        weights: one tensor for each parameter; a buffer that they lack stays unchanged.
+        parts: the part of each weight that is split, by name.
         device: where this rank computes.
     """
     shapes = weights.shapes()
@@ -198,7 +198,7 @@ def fill(model: torch.nn.Module, weights: Weights, parts: Mapping[str, Part], de
 def fill_from_shards(
     model: torch.nn.Module, folder: Path, parts: Mapping[str, Part], mesh: DeviceMesh, device: torch.device
 ) -> None:
-    """As `fill`, from a folder of `torch.distributed.checkpoint`, of which only this rank's parts are read.
+    """Do as `fill`, from a folder of `torch.distributed.checkpoint`; only this rank's parts are read.
 
     Args:
         model: see `fill`.
@@ -227,7 +227,7 @@ def fill_from_shards(
 
 
 class _Unread:
-    """Stands in for weights that are read afterwards, into tensors of the right size."""
+    """Weights that are only allocated: empty tensors of the right size, to be read into afterwards."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._placeholders = dict(model.named_parameters(remove_duplicate=False))

@@ -1,6 +1,6 @@
 // The C interface by which a worker of torchere loads and runs a handler; its counterpart is
-// handlers/cpp/handler.py. Every library that includes base_handler.hh has it, so nothing else is compiled.
-// No exception leaves a function: it becomes a text.
+// handlers/cpp/handler.py. base_handler.hh includes it, so that every handler's library exports it. No
+// exception leaves a function: it becomes an error text.
 #pragma once
 
 #include <torch/version.h>
@@ -23,13 +23,14 @@
 
 namespace torchere {
 
-// Values cross as pieces: byte strings in an order that both sides know. Numbers are decimal text.
+// Values cross the interface as pieces: byte strings in an order that both sides know. Numbers are decimal
+// text.
 struct Piece {
   const char* data;
   std::size_t size;
 };
 
-// Reads the pieces of the worker, which lie one behind the other.
+// Reads the pieces of the worker, which are concatenated.
 class Pieces {
  public:
   Pieces(const char* data, const std::uint64_t* sizes) : data_(data), sizes_(sizes) {}
@@ -57,7 +58,7 @@ class Pieces {
   const std::uint64_t* sizes_;
 };
 
-// The error text of a step; empty if it returns.
+// Runs a step and returns the text of its exception; empty if it throws none.
 template <typename Step>
 std::string ErrorOf(Step step) {
   try {
@@ -164,17 +165,17 @@ class Session {
   std::shared_ptr<void> model_;
   std::shared_ptr<torch::Device> device_;
   std::shared_ptr<torchserve::InferenceResponseBatch> responses_;
-  std::deque<std::string> texts_;  // a deque: texts stay where they are
+  std::deque<std::string> texts_;  // a deque, because it does not move its texts
 };
 
 }  // namespace torchere
 
-// The worker looks for this text in the file, before it opens a library.
+// The worker searches the library's file for this text before it opens the library.
 TORCHERE_C_INTERFACE const char* torchere_handler_stamp() {
   return "torchere handler, interface 1, torch " TORCH_VERSION;
 }
 
-// Sets where lines of the log and metrics go, for all handlers of the library.
+// Sets the functions that take log lines and metrics of all handlers of the library.
 TORCHERE_C_INTERFACE void torchere_handler_connect(torchserve::Logger::Sink log,
                                                    torchserve::MetricSink::Knows knows,
                                                    torchserve::MetricSink::Report report) {
@@ -182,8 +183,8 @@ TORCHERE_C_INTERFACE void torchere_handler_connect(torchserve::Logger::Sink log,
   torchserve::MetricsRegistry::GetMetricsCacheInstance()->sink = {knows, report};
 }
 
-// Creates a handler by its two functions, and loads its model. The result's first piece is an error text; a
-// session with an error can only be closed.
+// Creates a handler by its allocator and deleter, and loads its model. The result's first piece is an error
+// text; a session with an error can only be closed.
 TORCHERE_C_INTERFACE void* torchere_handler_open(torchserve::BaseHandler* (*allocate)(),
                                                  void (*release)(torchserve::BaseHandler*),
                                                  const char* facts, const std::uint64_t* sizes) {
@@ -198,7 +199,7 @@ TORCHERE_C_INTERFACE void torchere_handler_run(void* session, const char* batch,
   static_cast<torchere::Session*>(session)->Run(torchere::Pieces(batch, sizes));
 }
 
-// Returns the result of the last call, which the next one ends.
+// Returns the pieces of the last call's result, valid until the next call.
 
 TORCHERE_C_INTERFACE const torchere::Piece* torchere_handler_result(void* session, std::size_t* count) {
   const auto& result = static_cast<torchere::Session*>(session)->result;

@@ -62,7 +62,7 @@ class Json {
 
   Kind kind_ = Kind::kWord;
   std::string text_;  // a text, decoded; a number, true, false or null as it is written
-  std::vector<std::pair<std::string, Json>> items_;  // of an object; of a list, without names
+  std::vector<std::pair<std::string, Json>> items_;  // members of an object, or nameless list elements
 };
 
 class Json::Parser {

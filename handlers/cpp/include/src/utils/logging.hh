@@ -25,7 +25,7 @@ class Logger {
  public:
   using Sink = void (*)(int level, const char* file, unsigned line, const char* function, const char* text);
 
-  // The worker's log; until the worker sets it, lines go to standard error.
+  // Writes to the worker's log. Lines go to standard error until the worker sets it.
   static inline Sink sink = nullptr;
 
   template <typename Value>
@@ -33,7 +33,7 @@ class Logger {
     Write(level, file, line, function, fmt::format("{}", value));
   }
 
-  // A pattern that does not fit its values is logged as it is: a line of the log must not fail a request.
+  // A pattern that does not fit its values is logged unformatted: a log line must not fail a request.
   template <typename First, typename... Others>
   static void Log(LogLevel level, const char* file, unsigned line, const char* function,
                   fmt::string_view pattern, const First& first, const Others&... others) {

@@ -10,7 +10,7 @@
 
 namespace torchserve {
 
-// Names of parameters and headers, and values of the latter.
+// Names of parameters and of headers, and values of headers.
 class PayloadType {
  public:
   static inline const std::string kPARAMETER_NAME_DATA = "data";
@@ -30,7 +30,7 @@ class Converter {
     return {first, first + text.size()};
   }
 
-  // By pointers: libstdc++ copies other iterators byte by byte.
+  // Copies by pointers, because libstdc++ copies other iterators byte by byte.
   static std::vector<char> StrToVector(const std::string& text) {
     return {text.data(), text.data() + text.size()};
   }
@@ -43,7 +43,7 @@ struct LoadModelRequest {
   const std::string model_name;
   int gpu_id;  // -1: the CPU
   const std::string handler;  // as the manifest names it
-  const std::string envelope;  // always empty: handlers in C++ get requests as they came
+  const std::string envelope;  // always empty: handlers in C++ get requests unchanged
   int batch_size;
   bool limit_max_image_pixels;
 
@@ -64,7 +64,7 @@ struct InferenceRequest {
   using Parameters = std::map<std::string, std::vector<char>>;
 
   std::string request_id;
-  Headers headers;  // the client's; and for each parameter its type, under NAME:contentType
+  Headers headers;  // the client's, and the content type of each parameter under NAME:contentType
   Parameters parameters;
 
   InferenceRequest() = default;

@@ -12,7 +12,7 @@ class Manifest {
  public:
   using RuntimeType = std::string;
 
-  // Values that the manifest lacks are empty.
+  // Members are empty if the manifest lacks their value.
   struct Model {
     std::string model_name;
     std::string model_version;

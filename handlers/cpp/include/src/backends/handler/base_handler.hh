@@ -1,4 +1,4 @@
-// The base class of handlers in C++. A library that includes this has torchere's C interface as well.
+// The base class of handlers in C++. A library that includes this header exports torchere's C interface, too.
 #pragma once
 
 #include <torch/script.h>
@@ -23,7 +23,7 @@ namespace torchserve {
 // One object serves one worker: it loads the model once, and handles one batch at a time.
 class BaseHandler {
  public:
-  // The ids of the batch with commas between them, and the id for each row of the model's input.
+  // The comma-separated ids of the batch, and the id for each row of the model's input.
   using RequestIds = std::pair<std::string&, std::map<uint8_t, std::string>&>;
 
   BaseHandler() = default;
@@ -39,7 +39,7 @@ class BaseHandler {
       std::shared_ptr<LoadModelRequest>& load_model_request) = 0;
 
   // Reads a file of torch.save from each request and stacks the tensors. Adds a response for each request,
-  // which is 500 where there is no tensor.
+  // with the code 500 if the request has no tensor.
   virtual c10::IValue Preprocess(std::shared_ptr<torch::Device>& device, RequestIds& idx_to_req_id,
                                  std::shared_ptr<InferenceRequestBatch>& request_batch,
                                  std::shared_ptr<InferenceResponseBatch>& response_batch);
@@ -58,7 +58,7 @@ class BaseHandler {
               std::shared_ptr<InferenceRequestBatch>& request_batch,
               std::shared_ptr<InferenceResponseBatch>& response_batch);
 
-  // Seconds of the stages of the last batch, as far as they were run.
+  // Seconds of the three stages in the last batch; 0 for a stage that was not run.
   const std::array<double, 3>& StageSeconds() const { return stage_seconds_; }
 
  protected:

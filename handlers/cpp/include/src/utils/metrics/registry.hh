@@ -27,12 +27,13 @@ class IMetric {
       : type_(type), name_(name), sink_(sink) {}
   virtual ~IMetric() = default;
 
-  // Reports a value, with one dimension value for each declared dimension. A wrong one is logged and dropped.
+  // Reports a value, with one dimension value for each declared dimension. A wrong report is logged and
+  // dropped.
   virtual void AddOrUpdate(const std::vector<std::string>& dimension_values, const double& value) {
     AddOrUpdate(dimension_values, "", value);
   }
 
-  // The same for one request, or several: their ids with commas between them.
+  // The same for one request, or for several: `request_id` has their ids, separated by commas.
   virtual void AddOrUpdate(const std::vector<std::string>& dimension_values, const std::string& request_id,
                            const double& value) {
     std::vector<const char*> dimensions;
