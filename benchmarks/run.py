@@ -3,7 +3,7 @@
     python benchmarks/run.py                                    every row, every peer
     python benchmarks/run.py --only tiny_mlp --rounds 3 --seconds 5 --peers torchserve,mosec
     python benchmarks/run.py --list
-    python benchmarks/run.py --write-docs --plots               also docs/benchmarks.md and the plots
+    python benchmarks/run.py --write-docs --plots               also docs/benchmarks.md and its plots
 
 One server is up at a time; each round measures every contender once, in turns, so that the machine's moods
 hit all alike; goals are ratios within a round. Peers live in environments of their own under `.peers`, made
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import throughput
 from harness import catalogue, document, plots, results, rounds
 from harness.arguments import Listed, whole_seconds
 from harness.errors import Unavailable
@@ -50,8 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _draw_and_document(result: results.Result, options: argparse.Namespace) -> None:
     if options.write_docs:
-        DOCUMENT.write_text(document.markdown(result), encoding="utf-8")
+        text = document.markdown(result)
+        DOCUMENT.write_text(text, encoding="utf-8")
         print(f"written to {DOCUMENT}")
+        try:
+            throughput.PLOT.write_text(throughput.drawn(text), encoding="utf-8")
+        except ValueError as reason:  # the row or a contender was left out
+            print(f"{throughput.PLOT} is as before: {reason}")
     if options.plots:
         try:
             print("\n".join(f"drawn: {path}" for path in plots.draw(result, RESULTS)))
@@ -85,7 +91,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=whole_seconds, default=5.0, help="of each load phase; default: %(default)s"
     )
-    parser.add_argument("--write-docs", action="store_true", help="write docs/benchmarks.md from this run")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write docs/benchmarks.md, throughput.svg from this run"
+    )
     parser.add_argument("--plots", action="store_true", help="draw the plots into .bench (needs matplotlib)")
     parser.add_argument("--list", action="store_true", help="show the rows and leave")
     return parser
