@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchere.archiver.manifest import DEFAULT_VERSION, RUNTIMES
-from torchere.archiver.quantization import BF16_DRIFT, INT8_DRIFT, METHODS, SAME_DRIFT
+from torchere.archiver.quantization import METHODS, limits_in_words
 from torchere.archiver.request import (
     AOTI,
     BUILT_IN_HANDLERS,
@@ -263,7 +263,7 @@ def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="X",
         help="largest allowed drift: the RMS difference between the outputs of the packed and the original "
         "model, relative to the original's; a single channel may drift further (default: "
-        f"{INT8_DRIFT} with --quantize int8..., {BF16_DRIFT} with bf16, {SAME_DRIFT} without --quantize)",
+        f"{limits_in_words()})",
     )
     add(
         "--accept-drift",

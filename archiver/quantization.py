@@ -14,12 +14,15 @@ class Method:
     """One value of `--quantize`."""
 
     help: str
-    max_drift: (
-        float  # largest accepted drift of the outputs (`measure/difference.py`) unless the user sets one
-    )
+    max_drift: float  # of the outputs (`measure/difference.py`), unless the user sets another limit
     tries: tuple[str, ...] = ()  # the methods that it chooses from
+    gains: str = ""  # where it is faster than fp32, for models where it is not
 
 
+_BY_WEIGHTS = (
+    "where layers of a million weights and more meet few rows (a batch of one, one token); int8-dynamic "
+    "computes in 8 bits, too"
+)
 METHODS: dict[str, Method] = {
     "int8-static": Method(
         "weights and activations in 8 bits, ranges measured on --samples, which it needs", INT8_DRIFT
@@ -38,9 +41,16 @@ METHODS: dict[str, Method] = {
         "weights of linear layers and embeddings in 8 bits, products in bfloat16; for large layers that meet "
         "few rows, and where int8-dynamic drifts too far",
         BF16_DRIFT,
+        gains=_BY_WEIGHTS,
     ),
-    "int4-weight": Method("likewise in 4 bits; with the formats export and aoti", INT8_DRIFT),
-    "bf16": Method("weights and sums in bfloat16, where the processor has it", BF16_DRIFT),
+    "int4-weight": Method(
+        "likewise in 4 bits; with the formats export and aoti", INT8_DRIFT, gains=_BY_WEIGHTS
+    ),
+    "bf16": Method(
+        "weights and sums in bfloat16, where the processor has it",
+        BF16_DRIFT,
+        gains="on large matrix multiplications only",
+    ),
     AUTO: Method(
         "tries those of the above that suit the model, and packs the fastest that stays within its limit, or "
         "fp32 where none gains",
@@ -48,6 +58,15 @@ METHODS: dict[str, Method] = {
         ("int8-static", "int8-dynamic", "bf16", "int8-weight"),
     ),
 }
+
+
+def limits_in_words() -> str:
+    """Return the default limits for a help text: each limit with its methods, and that without one."""
+    of_limit: dict[float, list[str]] = {}
+    for name, method in METHODS.items():
+        of_limit.setdefault(method.max_drift, []).append(name)
+    named = [f"{limit} with --quantize {', '.join(names)}" for limit, names in of_limit.items()]
+    return "; ".join([*named, f"{SAME_DRIFT} without --quantize"])
 
 
 def max_drift_of(method: str | None) -> float:

@@ -105,6 +105,11 @@ def _module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # one that it imports
+        if name.endswith(".py"):
+            module = name.removesuffix(".py")
+            raise ModelRefused(
+                f"the factory's module is {name!r}; expected {module!r}, without .py"
+            ) from error
         file = f"{name.partition('.')[0]}.py"
         raise ModelRefused(
             f"the factory's module {error.name!r} is not there; expected {file} in the current folder, or an "

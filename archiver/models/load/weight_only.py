@@ -31,17 +31,16 @@ BY_PROCESSOR = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
 _TINY = 1e-8  # lower bound of scales, which must not be 0
 
 
+# The classes of layers declare no attributes: torch.jit.script can't read the types from here.
 class Int8Linear(nn.Module):
     """A linear layer with weights of 8 bits, a scale for each row, and products in bfloat16."""
 
-    values: torch.Tensor  # int8 [out, in]
-    scales: torch.Tensor  # bfloat16 [out]
-    bias: torch.Tensor | None
-
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, values: nn.Buffer, scales: nn.Buffer) -> None:
+        """Take the layer's weights from `in_8_bits`; layers with a common weight share them."""
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.values, self.scales = _in_8_bits(layer.weight.detach())
+        self.values = values  # int8 [out, in]
+        self.scales = scales  # bfloat16 [out]
         self.bias = None if layer.bias is None else nn.Buffer(layer.bias.detach().clone())
 
     @property
@@ -53,7 +52,7 @@ class Int8Linear(nn.Module):
         """Multiply by the weights and add the bias, in the type of `x`."""
         rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
         found = torch._weight_int8pack_mm(rows, self.values, self.scales).to(x.dtype)
-        found = found.reshape(*x.shape[:-1], self.out_features)
+        found = found.reshape(list(x.shape[:-1]) + [self.out_features])  # noqa: RUF005 - torch.jit.script
         return _plus(found, self.bias)
 
 
@@ -64,10 +63,6 @@ class Int4Linear(nn.Module):
     own order, and brought into that of the processor in `forward`: AOTInductor does it once when it compiles,
     and `ServedProgram` when it is made.
     """
-
-    values: torch.Tensor  # uint8 [out, in / 2]: two weights in a byte, the first one in the lower half
-    scales: torch.Tensor  # bfloat16 or float32 [in / group, out, 2]: scales and zeros
-    bias: torch.Tensor | None
 
     def __init__(
         self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None
@@ -83,8 +78,9 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = values.shape
         self.group, self.dtype = self.in_features // len(scales), dtype
+        # uint8 [out, in / 2]: two weights in a byte, the first one in the lower half
         self.values = nn.Buffer((values[:, ::2] | (values[:, 1::2] << 4)).to(torch.uint8))
-        self.scales = nn.Buffer(scales.clone())
+        self.scales = nn.Buffer(scales.clone())  # bfloat16 or float32 [in / group, out, 2]: scales and zeros
         self.bias = None if bias is None else nn.Buffer(bias.detach().clone())
 
     @classmethod
@@ -121,14 +117,13 @@ class Int4Linear(nn.Module):
 class Int8Embedding(nn.Module):
     """An embedding with rows of 8 bits, and a scale for each."""
 
-    values: torch.Tensor  # int8 [rows, size]
-    scales: torch.Tensor  # bfloat16 [rows]
-
-    def __init__(self, layer: nn.Embedding) -> None:
+    def __init__(self, layer: nn.Embedding, values: nn.Buffer, scales: nn.Buffer) -> None:
+        """Take the layer's weights from `in_8_bits`; layers with a common weight share them."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
         self.padding_idx = layer.padding_idx
-        self.values, self.scales = _in_8_bits(layer.weight.detach())
+        self.values = values  # int8 [rows, size]
+        self.scales = scales  # bfloat16 [rows]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -145,8 +140,10 @@ def _plus(found: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return found if bias is None else found + bias
 
 
-def _in_8_bits(weight: torch.Tensor) -> tuple[nn.Buffer, nn.Buffer]:
+def in_8_bits(weight: torch.Tensor) -> tuple[nn.Buffer, nn.Buffer]:
+    """Return a layer's weight in 8 bits, and a scale for each row."""
     # The scale is rounded first, so that its rounding costs nothing.
+    weight = weight.detach()
     scales = (weight.abs().amax(1) / 127).clamp_min(_TINY).bfloat16()
     values = (weight / scales.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
     return nn.Buffer(values), nn.Buffer(scales)
@@ -171,7 +168,8 @@ def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
 def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
     """Copy the model with the weights of its large layers in 8 or 4 bits; return it with a note.
 
-    In 4 bits, embeddings and layers of sizes that the kernel does not take get 8.
+    In 4 bits, embeddings and layers of sizes that the kernel does not take get 8. Layers that share a weight
+    share it in 8 bits, too.
 
     Raises:
         ModelRefused: there is no such layer, or the model is TorchScript.
@@ -190,12 +188,15 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
             "none; leave --quantize out, or take --quantize auto"
         )
     counts: Counter[str] = Counter()
+    shared = functools.cache(in_8_bits)  # by the weight itself
     for path, layer in found.items():
         new: nn.Module
         if isinstance(layer, nn.Embedding):
-            new = Int8Embedding(layer)
+            new = Int8Embedding(layer, *shared(layer.weight))
+        elif bits == 4 and fits_4_bits(layer):
+            new = Int4Linear.of(layer)
         else:
-            new = Int4Linear.of(layer) if bits == 4 and fits_4_bits(layer) else Int8Linear(layer)
+            new = Int8Linear(layer, *shared(layer.weight))
         made = _replaced(made, path, new)
         counts[_NAMES[type(new)]] += 1
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items())

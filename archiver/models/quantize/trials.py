@@ -193,13 +193,8 @@ def what_helps(module: nn.Module, method: str, target: str) -> str:
     convolutions = sum(found[kind] for kind in _CONVOLUTIONS)
     in_fp32 = {kind.__name__: found[kind] for kind in _IN_FP32 if found[kind]}
     plain = f"--quantize {AUTO} tries the other methods and packs fp32 where none gains"
-    if method == "bf16":
-        return f"bfloat16 gains on large matrix multiplications only; {plain}"
-    if method in ("int8-weight", "int4-weight"):
-        return (
-            f"{method} gains where layers of a million weights and more meet few rows (a batch of one, one "
-            f"token); int8-dynamic computes in 8 bits, too, or {plain}"
-        )
+    if gains := METHODS[method].gains:
+        return f"{method} gains {gains}; {plain}"
     if target == EXPORT:
         return (
             "an exported program computes its int8 layers in fp32 until it is compiled; --format "

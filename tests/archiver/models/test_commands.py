@@ -269,7 +269,11 @@ def test_help_tells_handlers_methods_and_the_drift_that_is_allowed(command: str,
     assert ", ".join(BUILT_IN_HANDLERS) in said
     methods = said.partition("--quantize METHOD ")[2].partition(" --samples PATH")[0]
     assert all(f"{method}: " in methods for method in METHODS)
-    assert "(default: 0.25 with --quantize int8..., 0.05 with bf16, 0.001 without --quantize)" in said
+    limits = said.partition("drift further (default: ")[2].partition(")")[0]
+    for name, method in METHODS.items():
+        named = next(part for part in limits.split("; ") if f" {name}," in f"{part},")
+        assert named.startswith(f"{method.max_drift} with --quantize ")
+    assert limits.endswith("; 0.001 without --quantize")
 
 
 @pytest.mark.parametrize("command", ["archive", "convert"])

@@ -274,6 +274,12 @@ CASES = (
         PLAIN,
     ),
     Case(
+        "a factory in a file's name",
+        f"--factory=odd.py:Plain --example={{x}} {TORCHSCRIPT}",
+        r"the factory's module is 'odd\.py'; expected 'odd', without \.py",
+        PLAIN,
+    ),
+    Case(
         "a factory that is misspelt",
         f"--factory=odd:Plian --example={{x}} {TORCHSCRIPT}",
         r"the factory odd:Plian is not there; .* odd defines .*did you mean Plain\?",

@@ -112,6 +112,39 @@ def test_a_head_that_shares_the_weights_of_an_embedding_reads_them() -> None:
     assert drift_of(model, made, torch.tensor([[1, 2, 499]])) < 0.02
 
 
+class Tied(nn.Module):
+    """Its head has the weight of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.embedding(ids))
+        return found
+
+
+def test_a_weight_that_layers_share_is_held_once() -> None:
+    model, ids = Tied().eval(), torch.tensor([[1, 2, 499]])
+    made, _ = weight_only(model, 8)
+    assert drift_of(model, made, ids) < 0.02
+    program = torch.export.export(made, (ids,))
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in program.state_dict.values()}
+    assert sum(held.values()) == 500 * 64 + 500 * 2 + 500 * 4  # in 8 bits, scales in 16, the bias in 32
+
+
+@pytest.mark.parametrize("shape", [(256,), (3, 256), (2, 3, 256)])
+def test_the_compiler_of_torchscript_takes_the_layers(network: nn.Module, shape: tuple[int, ...]) -> None:
+    made, _ = weight_only(network, 8)
+    given = torch.randn(shape)
+    assert torch.equal(torch.jit.script(made)(given), made(given))
+    embedding, _ = weight_only(Tied().eval(), 8)
+    ids = torch.tensor([[1, 2, 499]])
+    assert torch.equal(torch.jit.script(embedding)(ids), embedding(ids))
+
+
 def test_a_model_without_large_layers_is_refused() -> None:
     with pytest.raises(ModelRefused, match="16,384 weights and more, and the model has none"):
         weight_only(nn.Sequential(nn.Linear(8, 8), nn.Conv2d(3, 3, 3)), 8)
