@@ -69,11 +69,12 @@ NOT_UNIT = tuple(
     )
 )
 # Files of `make test` that run in one process, because they share a session fixture that takes long: the
-# replay of all recorded requests, the server of all clients, a model that is compiled.
+# replay of all recorded requests, the server of all clients, a model or a library that is compiled.
 TOGETHER = (
     ("tests/conformance/test_grpc.py", "tests/conformance/test_rest.py"),
     ("tests/clients/",),
     ("tests/handlers/compiled/test_load.py", "tests/handlers/test_base.py"),
+    ("tests/e2e/test_cpp_handlers.py", "tests/e2e/test_sandbox.py"),
 )
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 events: list[str] = []  # audit events of the running unit test that break its promise
