@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torchere.handlers.resolve import ENVELOPES
 from torchere.serving.config.server_settings import (
     ISOLATIONS,
     MAX_NUMBER,
+    METRICS_MODES,
     SANDBOX_LEVELS,
     STAGE_SERIES,
     Address,
@@ -276,32 +277,16 @@ def _read_modules(text: str) -> tuple[str, ...]:
 MODULES = Kind("comma-separated names of Python modules", _read_modules)
 
 
-def _read_isolation(text: str) -> str:
-    isolation = text.lower()
-    if isolation not in ISOLATIONS:
-        raise ValueError
-    return isolation
+def _one_of(names: Sequence[str]) -> Kind:
+    """Return a kind with these values, in any case; TorchServe ignores blanks inside `metrics_mode`."""
 
+    def read(text: str) -> str:
+        name = "".join(text.split()).lower()
+        if name not in names:
+            raise ValueError
+        return name
 
-def _read_sandbox(text: str) -> str:
-    level = text.lower()
-    if level not in SANDBOX_LEVELS:
-        raise ValueError
-    return level
-
-
-def _read_stage_series(text: str) -> str:
-    series = text.lower()
-    if series not in STAGE_SERIES:
-        raise ValueError
-    return series
-
-
-def _read_metrics_mode(text: str) -> str:
-    mode = "".join(text.split()).lower()
-    if mode not in ("log", "prometheus", "legacy"):
-        raise ValueError
-    return mode
+    return Kind(f"{', '.join(names[:-1])} or {names[-1]}", read)
 
 
 # Names of TorchServe's earlier releases, which configurations for KServe still use.
@@ -316,7 +301,7 @@ def _read_envelope(text: str) -> str | None:
 
 
 ENVELOPE = Kind(f"one of {', '.join(ENVELOPES)}", _read_envelope)
-ISOLATION = Kind("auto, thread, process or shared", _read_isolation)
-SANDBOX = Kind("off, basic or strict", _read_sandbox)
-METRICS_MODE = Kind("log, prometheus or legacy", _read_metrics_mode)
-STAGES = Kind("buckets, means or none", _read_stage_series)
+ISOLATION = _one_of(ISOLATIONS)
+SANDBOX = _one_of(SANDBOX_LEVELS)
+METRICS_MODE = _one_of(METRICS_MODES)
+STAGES = _one_of(STAGE_SERIES)

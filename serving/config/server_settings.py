@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 Isolation = Literal["auto", "thread", "process", "shared"]
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
+Placement = Literal["thread", "process", "shared"]  # how `auto` and `shared` are resolved for a version
 StageSeries = Literal["buckets", "means", "none"]
 STAGE_SERIES: tuple[StageSeries, ...] = get_args(StageSeries)
 SandboxLevel = Literal["off", "basic", "strict"]
@@ -21,6 +22,7 @@ SANDBOX_LEVELS: tuple[SandboxLevel, ...] = get_args(SandboxLevel)
 DeviceType = Literal["cpu", "gpu", "cuda", "xpu", "mps", "hpu", "xla"]
 Dispatch = Literal["torchserve", "eager"]
 MetricsMode = Literal["log", "prometheus", "legacy"]
+METRICS_MODES: tuple[MetricsMode, ...] = get_args(MetricsMode)
 
 # Environment variables that `strict` hides from workers, unless blacklist_env_vars names others.
 SECRET_ENV_VARS = r"(?i)(AWS|AZURE|GOOGLE|OTEL)_.*|.*(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY).*"

@@ -18,6 +18,7 @@ from torchere.serving.config.server_settings import (
     MAX_EXECUTORS,
     MAX_NUMBER,
     ModelSettings,
+    Placement,
     ServerSettings,
 )
 from torchere.serving.errors import (
@@ -87,7 +88,7 @@ class VersionDescription:
     url: str  # exactly as given at registration
     runtime: str
     settings: ModelSettings
-    isolation: str  # "thread" | "process" | "shared": how `auto` or `shared` was resolved
+    isolation: Placement
     state: VersionState
     condition: str  # the state, or that of its executors while a ready version has none in service
     failure: str  # cause of FAILED, or of the last lost executor; "" when all is well

@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from dataclasses import replace
-from typing import Literal
 
 from torchere.archiver.split import SECTION, Split
 from torchere.archiver.torchscript_options import TorchScriptOptions
@@ -27,6 +26,7 @@ from torchere.serving.config.model_settings import Asked, ModelConfig, effective
 from torchere.serving.config.server_settings import (
     DeviceType,
     ModelSettings,
+    Placement,
     QuarantineSettings,
     ServerSettings,
 )
@@ -38,7 +38,7 @@ from torchere.serving.types import ModelKey
 from torchere.serving.workers.devices import CoreShares, gpu_count
 from torchere.serving.workers.executor import FreeCallback, LoadSpec
 from torchere.serving.workers.fork_client import Spawned
-from torchere.serving.workers.isolation import choose_isolation
+from torchere.serving.workers.isolation import LANES_SHARE, choose_isolation
 from torchere.serving.workers.launch import (
     CompilerLauncher,
     ExecLauncher,
@@ -139,10 +139,10 @@ class Loader:
             raise LoadFailed(f"No enough gpu devices for model:{key.name} parallelLevel:{level}")
         self._refuse_without_network(key, config)
         holds = _holds_gil(archive)
-        isolation: Literal["thread", "process", "shared"] = "process"
-        if not in_cpp:
+        isolation: Placement = "process"
+        if not (in_cpp or archive.environment or settings.parallel):
             isolation = _isolation(archive, settings, handler, self._may_share_process, holds)
-            _tell_unshared(key, settings, isolation)
+        _tell_unshared(key, settings, isolation)
         origin = Origin(
             archive=archive,
             handler=handler,
@@ -264,7 +264,7 @@ class Loader:
             max_response_bytes=self._server.limits.max_response_bytes,
             pinned=_is_stateful(settings),
             # The state is in the handler, so a request must run in the worker it is sent to.
-            shares_weights=origin.isolation != "process" and not _needs_own_lanes(settings),
+            shares_weights=LANES_SHARE[origin.isolation] and not _needs_own_lanes(settings),
             at_once=settings.batch.at_once,
             sandbox=None if self._is_confined_first(origin) else self._sandbox_of(origin, settings),
             ranks=parallel.ranks if parallel else 1,
@@ -300,9 +300,7 @@ def _tell_unshared(key: ModelKey, settings: ModelSettings, isolation: str) -> No
 
 def _isolation(
     archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool, holds: bool
-) -> Literal["thread", "process", "shared"]:
-    if archive.environment or settings.parallel:  # packages of its own; ranks of its own
-        return "process"
+) -> Placement:
     model = archive.manifest.get("model") or {}
     on_gpu = bool(settings.gpu_ids)
     return choose_isolation(

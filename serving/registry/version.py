@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torchere.handlers.metrics import MetricDeclaration
 from torchere.serving.batching.admission import Admission
-from torchere.serving.config.server_settings import ModelSettings
+from torchere.serving.config.server_settings import ModelSettings, Placement
 from torchere.serving.errors import LoadFailed
 from torchere.serving.store.package import StoredArchive
 from torchere.serving.telemetry.numbers import VersionNumbers
@@ -67,7 +67,7 @@ class Origin:
     archive: StoredArchive
     handler: str
     runtime: str
-    isolation: str  # "thread" | "process" | "shared"
+    isolation: Placement
     loaded_at_startup: bool
     needs_compiler: bool = False  # workers import torch's compiler: an exported program, or `torch.compile`
     workflow: str = ""  # the workflow that the model is a step of

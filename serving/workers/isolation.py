@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from torchere.handlers.resolve import BUILT_IN_HANDLERS
-from torchere.serving.config.server_settings import Isolation
+from torchere.serving.config.server_settings import Isolation, Placement
 
 COMPILED_SUFFIXES = (".pt", ".pt2")  # models whose forward runs no Python code of the archive
+
+# Whether the executors of a version are lanes of one process, on one copy of the weights.
+LANES_SHARE: dict[Placement, bool] = {"thread": True, "process": False, "shared": True}
 
 
 def choose_isolation(
@@ -18,7 +21,7 @@ def choose_isolation(
     holds_gil: bool = False,
     on_gpu: bool = False,
     needs_own_process: bool = False,
-) -> Literal["thread", "process", "shared"]:
+) -> Placement:
     """Resolve the `wanted` isolation for an archive with this handler and manifest `model` section.
 
     `holds_gil`: the model is known to keep the GIL while it runs, so that threads would run it in turn.

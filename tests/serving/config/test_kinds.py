@@ -6,7 +6,13 @@ import pytest
 
 from torchere.serving.config.properties import ConfigurationError, parse_properties
 from torchere.serving.config.resolve import configure
-from torchere.serving.config.server_settings import Address, SandboxSettings, ServerSettings, SnapshotModel
+from torchere.serving.config.server_settings import (
+    ISOLATIONS,
+    Address,
+    SandboxSettings,
+    ServerSettings,
+    SnapshotModel,
+)
 
 
 def settings(text: str) -> ServerSettings:
@@ -189,7 +195,7 @@ def test_a_bad_metrics_mode_or_expiration_is_a_warning_and_the_default_stays() -
     assert settings("token_expiration_min=0.5").token_expiration_min == 0.5
 
 
-@pytest.mark.parametrize("isolation", ["auto", "thread", "process", "shared"])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_each_isolation_may_be_the_default(isolation: str) -> None:
     assert settings(f"default_isolation={isolation.upper()}").default_isolation == isolation
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.config.model_settings import parse_model_config
-from torchere.serving.config.server_settings import ParallelSettings
+from torchere.serving.config.server_settings import ISOLATIONS, ParallelSettings
 from torchere.serving.errors import InvalidArchive
 
 
@@ -20,7 +20,7 @@ def test_the_keys_of_torchserve_are_read() -> None:
     assert config.raw["handler"] == {"mine": [1]}
 
 
-@pytest.mark.parametrize("isolation", ["auto", "thread", "process", "shared"])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_each_isolation_is_known(isolation: str) -> None:
     config = parse_model_config(f"isolation: {isolation.upper()}")
     assert (config.isolation, config.ignored) == (isolation, {})
