@@ -43,11 +43,22 @@ class ArchiveModules:
     def __init__(self, prefix: str, model_dir: str) -> None:
         self.prefix = prefix
         self.model_dir = model_dir
+        self.path = [model_dir]  # folders with its modules, the first one first
         self.is_alone = False  # `give_plain_names` sets it: the process hosts no other archive
         self._owned: set[str] = set()
         self._importlib = _ArchiveImportlib(self)
         # One dict for all modules of the archive: the real builtins, except for `__import__`.
         self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
+
+    def search_first(self, folder: str) -> None:
+        """Search a folder of the archive before the others, if it is there: that of a handler's file."""
+        found = Path(self.model_dir, folder).resolve()
+        if str(found) in self.path or not found.is_dir() or not found.is_relative_to(self.model_dir):
+            return
+        self.path.insert(0, str(found))
+        forget_folder(str(found))  # a cached listing may be older
+        if self.is_alone:
+            sys.path.append(str(found))
 
     def load(self, name: str) -> ModuleType:
         """Import module `name` of the archive (dotted inside a package); the same object every time.
@@ -76,13 +87,13 @@ class ArchiveModules:
         return self.is_alone and not self._exists_elsewhere(name.partition(".")[0])
 
     def _look_up(self, name: str) -> bool:
-        spec = PathFinder.find_spec(f"{self.prefix}.{name}", [self.model_dir])
+        spec = PathFinder.find_spec(f"{self.prefix}.{name}", self.path)
         if spec is None:
             return False
         if spec.loader is not None and spec.origin is not None:
             return True
         # A bare directory, e.g. `data/`, is a package only if no other module has the name, as on sys.path.
-        has_code = next(Path(self.model_dir, name).rglob("*.py"), None) is not None
+        has_code = any(True for folder in self.path for _ in Path(folder, name).rglob("*.py"))
         return has_code and not self._exists_elsewhere(name)
 
     def _exists_elsewhere(self, name: str) -> bool:
@@ -270,7 +281,7 @@ def _install(archive: ArchiveModules) -> None:
     root, model, version = archive.prefix.split(".")
     sys.modules.setdefault(root, _package(root, []))
     sys.modules.setdefault(f"{root}.{model}", _package(f"{root}.{model}", []))
-    sys.modules[f"{root}.{model}.{version}"] = _package(archive.prefix, [archive.model_dir])
+    sys.modules[f"{root}.{model}.{version}"] = _package(archive.prefix, archive.path)
     forget_folder(archive.model_dir)  # a cached listing may be older than the folder
 
 

@@ -260,8 +260,7 @@ def class_of(handler: str, model_dir: str) -> type | None:
     """
     module_name, function = _parse(handler)
     archive = archive_at(model_dir)
-    stem = module_name.rpartition(".")[2]
-    held = next((name for name in (module_name, stem) if archive.owns(name.partition(".")[0])), None)
+    held = _held(archive, handler, module_name)
     if held is None:
         return _built_in_class(handler, module_name, model_dir)
     ts_alias.install()
@@ -272,8 +271,7 @@ def class_of(handler: str, model_dir: str) -> type | None:
 def _named(handler: str, context: Context, installed: bool) -> EntryPoint:
     module_name, function = _parse(handler)
     archive = archive_of(context)
-    stem = module_name.rpartition(".")[2]  # TorchServe ignores folders; old manifests may name some
-    held = next((name for name in (module_name, stem) if archive.owns(name.partition(".")[0])), None)
+    held = _held(archive, handler, module_name)
     if held is not None:
         ts_alias.install()
         return entry_of(_import_file(archive, held), function, context)
@@ -281,6 +279,19 @@ def _named(handler: str, context: Context, installed: bool) -> EntryPoint:
         ts_alias.install()
         return entry_of(_installed(module_name), function, context)
     return _built_in(handler, module_name, archive.model_dir, context)
+
+
+def _held(archive: ArchiveModules, handler: str, module_name: str) -> str | None:
+    """Return the name of the handler's module in the archive; None if the archive holds no such module.
+
+    As in TorchServe, the folder of the handler's file is searched first: the file may import those beside it,
+    and the folder may be called `code`, or not be there, as in old manifests.
+    """
+    folder, _, _ = _split(handler)[0].rpartition("/")
+    if folder:
+        archive.search_first(folder)
+    stem = module_name.rpartition(".")[2]
+    return next((name for name in (module_name, stem) if archive.owns(name.partition(".")[0])), None)
 
 
 def _parse(handler: str) -> tuple[str, str]:

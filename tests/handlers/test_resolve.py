@@ -31,6 +31,30 @@ def test_a_file_with_one_class_is_a_handler(write_archive: WriteArchive, make_co
         assert load_entry_point(handler, context)([{}, {}], context) == ["m", "m"]
 
 
+@pytest.mark.parametrize("folder", ["code", "model_code", "test", "a/b"])
+def test_a_handler_in_a_folder_imports_the_files_beside_it_and_those_at_the_top(
+    write_archive: WriteArchive, make_context: Any, folder: str
+) -> None:
+    code = """
+        from helper import BESIDE
+        import top
+        def handle(data, context):
+            import late
+            return [BESIDE, top.NAME, late.NAME]
+    """
+    files = {
+        f"{folder}/inference.py": code,
+        f"{folder}/helper.py": "BESIDE = 'beside'",
+        f"{folder}/late.py": "NAME = 'late'",
+        "helper.py": "BESIDE = 'at the top'",
+        "top.py": "NAME = 'top'",
+        "inference.py": "def handle(data, context): return ['another']",
+    }
+    context = make_context(write_archive(files))
+    entry_point = load_entry_point(f"{folder}/inference.py:handle", context)
+    assert entry_point([{}] * 3, context) == ["beside", "top", "late"]
+
+
 def test_a_function_is_called_once_without_data_and_then_with(
     write_archive: WriteArchive, make_context: Any
 ) -> None:
