@@ -316,6 +316,7 @@ class ServerSettings:
     default_response_timeout_s: float = 120.0
     default_startup_timeout_s: float = 120.0
     unregister_timeout_s: float = 120.0
+    first_executor_id: int = 9000  # TorchServe numbers its workers by port; log lines and metrics show ids
     max_gpus: int | None = None  # upper limit; None: all available GPUs
     hidden_env_vars: str | None = None  # regex; matching environment variables are hidden from handlers
     max_queue_size: int = 100

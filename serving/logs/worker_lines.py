@@ -120,7 +120,9 @@ def relay(
     if printed:
         plain.info("%s", printed, extra=dict(origin))
     logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno) and not _repeats(record):
+    # A worker's level is INFO: its handler has asked for what is below, which only an operator can suppress.
+    level = logger.getEffectiveLevel()
+    if (record.levelno >= level or level <= logging.INFO) and not _repeats(record):
         logger.handle(record)
 
 

@@ -56,7 +56,6 @@ from torchere.serving.workers.send_ahead import MOST_INSIDE
 logger = logging.getLogger(__name__)
 
 _COUNTED = ("gpu", "cuda", "xpu", "hpu")  # kinds of GPUs with numbers
-FIRST_EXECUTOR_ID = 9000  # TorchServe numbers its workers by port, from 9000; tools show these ids
 
 
 def no_worker_text(model: str) -> str:
@@ -79,7 +78,7 @@ class Loader:
     ) -> None:
         self._server = server
         self._observer = observer
-        self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
+        self._executor_ids = itertools.count(server.first_executor_id)
         self._launcher = ForkLauncher(
             worker_environment(server.env_vars_hidden_from_workers, server),
             fork_server,

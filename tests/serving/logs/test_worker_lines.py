@@ -112,6 +112,13 @@ def test_a_long_record_keeps_its_end_and_fits_into_a_line(caplog, letter):
     assert record.levelno == logging.ERROR
 
 
+def test_a_record_that_the_handler_has_asked_for_is_logged(caplog):
+    with caplog.at_level(logging.INFO):
+        caplog.handler.setLevel(logging.NOTSET)
+        relay(line_of(levelno=logging.DEBUG), TOKEN, ORIGIN, PLAIN)
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+
+
 def test_a_record_below_the_level_of_its_logger_here_is_left_out(caplog):
     with caplog.at_level(logging.CRITICAL, "my.handler"):
         relay(line_of(), TOKEN, ORIGIN, PLAIN)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from torchere.serving.config.model_settings import Asked
+from torchere.serving.config.properties import parse_properties
+from torchere.serving.config.resolve import configure
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.observation import RegistryMetrics
+from torchere.serving.registry.builder import Loader
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
@@ -140,3 +143,15 @@ def test_workers_that_import_torchs_compiler_are_forked_with_it(
 ) -> None:
     version = version_of(tmp_path, config, files, "h.py" if files is OWN else "base_handler")
     assert type(version.pool._settings.launcher) is launcher
+
+
+def test_executors_are_numbered_from_initial_worker_port(tmp_path: Path) -> None:
+    properties = parse_properties(f"initial_worker_port=9500\nmodel_store={tmp_path}")
+
+    async def main() -> list[int]:
+        loader = Loader(configure(properties).checked(), RegistryMetrics(Metrics("host")))
+        ids = [loader._next_id(), loader._next_id()]
+        await loader.close()
+        return ids
+
+    assert asyncio.run(main()) == [9500, 9501]
