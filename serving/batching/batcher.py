@@ -54,9 +54,14 @@ class Batcher(Admission):
         """The number of further requests that may wait."""
         return max(0, self._settings.max_queue_size - self.queue_length)
 
+    @property
+    def _is_collecting(self) -> bool:
+        """Whether an idle executor waits for more requests: in TorchServe its batch has left the queue."""
+        return len(self._queue) < self._settings.max_batch_size and self._pool.free > 0
+
     def _enqueue(self, request: Request) -> None:
         queue = self._queue
-        is_full = self.queue_length >= self._settings.max_queue_size
+        is_full = self.queue_length >= self._settings.max_queue_size and not self._is_collecting
         if is_full and not queue.has_share_left(request):
             raise QueueFull(self.refusal)
         if self._settings.use_tickets and len(queue) >= self._pool.free:

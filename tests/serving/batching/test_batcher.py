@@ -225,6 +225,18 @@ async def test_the_queue_is_bounded_and_refuses_at_once() -> None:
 
 
 @run
+async def test_a_batch_that_an_idle_executor_collects_takes_no_room_of_the_queue() -> None:
+    stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=50, max_queue_size=2))
+    for name in "abcd":
+        stage.submit(name)
+    assert stage.running == [["a", "b", "c", "d"]]
+    stage.submit("waiting")
+    stage.submit("waiting, too")
+    with pytest.raises(QueueFull):
+        stage.submit("too many")
+
+
+@run
 async def test_a_partial_batch_goes_when_its_delay_is_over() -> None:
     stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=50))
     stage.submit("a")
