@@ -293,9 +293,10 @@ def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) 
 
 def _file_chunks(source: Source) -> Generator[bytes, None, None]:
     descriptor = os.open(source.target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # pipes must not block
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # before `fdopen`, which can't open a folder
+        os.close(descriptor)
+        raise _failed(source, f"{source.target} is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _failed(source, f"{source.target} is not a regular file")
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
 

@@ -364,8 +364,10 @@ def test_a_file_url_is_copied_if_it_is_allowed(tmp_path: Path) -> None:
 
 
 def test_a_file_url_of_no_regular_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DownloadFailed, match="Failed to download"):
-        downloader(("file://.*",)).download("file:///dev/null", tmp_path)
+    for place in ("/dev/null", "/dev"):
+        with pytest.raises(DownloadFailed, match="Failed to download") as refusal:
+            downloader(("file://.*",)).download(f"file://{place}", tmp_path)
+        assert refusal.value.detail == f"{place} is not a regular file"
     with pytest.raises(DownloadFailed, match="Failed to download"):
         downloader(("file://.*",)).download("file:///nobody/a.mar", tmp_path)
     assert list(tmp_path.iterdir()) == []
