@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 from promql import Family, NotUnderstood, Reader, Value
 
-from torchere.serving.registry.version import VersionState
+from torchere.serving.frontend.dataplane import CONDITIONS
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.distributions import SECONDS_BUCKETS
 from torchere.serving.telemetry.numbers import SIZE_BUCKETS
@@ -151,7 +151,7 @@ def _service_violations(service: Object) -> Iterator[str]:
 def families() -> dict[str, Family]:
     """The metrics of a scrape by name: the server's own, TorchServe's, and what Prometheus adds."""
     states = {
-        catalogue.MODEL_STATE: [state.value for state in VersionState],
+        catalogue.MODEL_STATE: CONDITIONS,
         catalogue.EXECUTORS: [state.value for state in ExecutorState],
         catalogue.EXECUTOR_STATE: [state.value for state in ExecutorState],
     }

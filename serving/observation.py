@@ -10,7 +10,8 @@ from pathlib import Path
 
 from torchere.handlers.ts_compat.alias import __version__ as TORCHSERVE_VERSION
 from torchere.serving.errors import ServingError
-from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.frontend.dataplane import CONDITIONS, condition
+from torchere.serving.registry.version import Version
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import UNREAD, VersionNumbers
@@ -87,12 +88,7 @@ class RegistryMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self.declared_metrics = metrics.declared
-        metrics.know_states(
-            States(
-                tuple(state.value for state in ExecutorState),
-                tuple(state.value for state in VersionState),
-            )
-        )
+        metrics.know_states(States(tuple(state.value for state in ExecutorState), CONDITIONS))
 
     def watch(self, key: ModelKey) -> VersionMetrics:
         """Return the observer of a new version; its series are not exposed before it is registered."""
@@ -130,7 +126,7 @@ def load_of(version: Version, weight: float) -> VersionLoad:
         oldest_age_s=batcher.oldest_age_s(time.monotonic()),
         predicted_s=batcher.predicted_s,
         executors=tuple(_executor_loads(pool.statuses())),
-        state=version.state.value,
+        state=condition(version),
         response_timeout_s=version.settings.response_timeout_s,
         weights_bytes=_weights_bytes(version),
         weight=weight,

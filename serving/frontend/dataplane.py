@@ -50,12 +50,14 @@ _OUT_OF_SERVICE = (
     ExecutorState.SUSPECT,
     ExecutorState.FAILED,
 )
+# All that `condition` returns, without duplicates: both kinds of states have a "failed".
+CONDITIONS = tuple(dict.fromkeys(state.value for state in (*VersionState, *_OUT_OF_SERVICE)))
 
 
 def condition(version: Version) -> str:
     """Return the state of a version; while a READY one has no executor in service, that of its executors.
 
-    Probes and describe use it, so that they agree.
+    Probes, describe and the metric of states use it, so that they agree.
     """
     if version.state is not VersionState.READY or version.ready:
         return version.state.value

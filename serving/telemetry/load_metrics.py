@@ -40,7 +40,7 @@ class VersionLoad:
     oldest_age_s: float = 0.0  # waiting time of the oldest waiting request
     predicted_s: float = 0.0  # expected duration of a batch
     executors: tuple[ExecutorLoad, ...] = ()
-    state: str = ""  # of the version; "": unknown
+    state: str = ""  # of the version, or of its executors while none is in service; "": unknown
     response_timeout_s: float = 0.0  # limit on the duration of a batch; 0: unknown
     weights_bytes: int = 0  # 0: unknown
     weight: float = 0.0  # share of the requests without a version that it gets
@@ -102,7 +102,7 @@ def load_families(
     Args:
         loads: by model and version.
         executor_states: all states that an executor can be in.
-        version_states: all states that a version can be in.
+        version_states: all values of `VersionLoad.state`.
     """
     families = names.families(FAMILIES)
     for (model, version), load in loads.items():

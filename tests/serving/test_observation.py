@@ -103,25 +103,32 @@ def test_handlers_may_know_what_is_declared(metrics):
 
 
 class Pool:
-    in_service = 3
     size = 4
 
+    def __init__(self, states):
+        self.states = states
+        self.in_service = states.count(ExecutorState.READY)
+
     def statuses(self):
-        states = (ExecutorState.READY,) * 3 + (ExecutorState.STARTING,)
         return tuple(
-            SimpleNamespace(state=state, executor_id=9000 + i, pid=77) for i, state in enumerate(states)
+            SimpleNamespace(state=state, executor_id=9000 + i, pid=77) for i, state in enumerate(self.states)
         )
 
 
-def fake_version(observer, isolation="thread", directory="/nowhere"):
+STATES = (ExecutorState.READY,) * 3 + (ExecutorState.STARTING,)
+
+
+def fake_version(observer, isolation="thread", directory="/nowhere", states=STATES):
     batcher = SimpleNamespace(
         queue_length=2, queue_capacity=98, predicted_s=0.25, oldest_age_s=lambda now_s: 0.5
     )
     archive = SimpleNamespace(manifest={"model": {"serializedFile": "net.pt"}}, directory=directory)
+    pool = Pool(states)
     return SimpleNamespace(
         observer=observer,
         batcher=batcher,
-        pool=Pool(),
+        pool=pool,
+        ready=pool.in_service > 0,
         origin=SimpleNamespace(archive=archive, isolation=isolation),
         state=VersionState.READY,
         settings=SimpleNamespace(response_timeout_s=7.0),
@@ -151,6 +158,14 @@ def test_the_load_of_a_version_is_read_from_its_batcher_and_pool(metrics):
     assert lines(metrics, "torchere_queue_depth{") == ['torchere_queue_depth{model="m",version="1.0",} 2.0']
     registry.gone(version, was_last=True)
     assert lines(metrics, "torchere_queue_depth{") == []
+
+
+def test_a_version_whose_executors_are_all_down_is_not_ready(metrics):
+    registry = RegistryMetrics(metrics)
+    version = fake_version(registry.watch(KEY), states=(ExecutorState.RESTARTING, ExecutorState.STARTING))
+    registry.registered(version, lambda: 1.0)
+    (line,) = (line for line in lines(metrics, "torchere_model_state{") if line.endswith(" 1.0"))
+    assert line == 'torchere_model_state{model="m",version="1.0",state="restarting",} 1.0'
 
 
 def test_worker_processes_are_told_by_their_id_and_weights_by_their_size(tmp_path):
