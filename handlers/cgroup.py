@@ -1,4 +1,4 @@
-"""CPU and memory limits of the container, and their use, from cgroup version 2 or version 1."""
+"""CPU and memory limits of this process's control group, and their use, from cgroup version 2 or 1."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import os
 import random
 import re
 import time
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, TypeVar
 
 ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
 _LOOK_S = 0.1  # ten ticks of the kernel
 _NO_LIMIT_BYTES = 2**60  # version 1 has no word for "none", only a number no machine has
+
+
+N = TypeVar("N", int, float)
 
 
 class CgroupSample(NamedTuple):
@@ -24,24 +29,74 @@ class CgroupSample(NamedTuple):
     memory_bytes: int | None = None
 
 
-def sample_cgroup(root: Path = ROOT) -> CgroupSample:
-    """Read the cgroup files at `root`; a missing or malformed value becomes None."""
-    if (root / "cgroup.controllers").exists():
-        quota, _, period = _text(root / "cpu.max").partition(" ")
-        throttled_s = _scaled(_field(_text(root / "cpu.stat"), "throttled_usec"), 1e-6)
-        limit, used = _text(root / "memory.max"), _text(root / "memory.current")
-    else:
-        cpu, memory = root / "cpu", root / "memory"
-        quota, period = _text(cpu / "cpu.cfs_quota_us"), _text(cpu / "cpu.cfs_period_us")
-        throttled_s = _scaled(_field(_text(cpu / "cpu.stat"), "throttled_time"), 1e-9)
-        limit, used = _text(memory / "memory.limit_in_bytes"), _text(memory / "memory.usage_in_bytes")
-    limit_bytes = _number(limit)
-    return CgroupSample(
-        _ratio(_number(quota), _number(period)),
-        throttled_s,
-        limit_bytes if limit_bytes is not None and limit_bytes < _NO_LIMIT_BYTES else None,
-        _number(used),
-    )
+def own_groups(controller: str, root: Path = ROOT, own: Path = OWN) -> list[Path]:
+    """Return the folders of this process's group, of its parent, and so on up to the root of the mount.
+
+    They need not exist: in a container `own` may have the host's path, with the group mounted as the root.
+
+    Args:
+        controller: "cpu" or "memory"; version 1 has a hierarchy of groups for each.
+        root: where the groups are mounted.
+        own: lines `number:controllers:path`; version 2 names no controllers.
+    """
+    is_v2 = _is_v2(root)
+    top = root if is_v2 else root / controller
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if (is_v2 and not controllers) or (not is_v2 and controller in controllers.split(",")):
+            parts = PurePosixPath(path).parts[1:]
+            if ".." in parts:  # outside of the namespace's root, and so of the mount
+                break
+            return [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return [top]
+
+
+def sample_cgroup(root: Path = ROOT, own: Path = OWN) -> CgroupSample:
+    """Read the least limits of the groups of `own_groups`; a missing or malformed value becomes None.
+
+    A use is that of the group with the limit, which may have other members; without one, of the own group.
+    """
+    read_cpu, read_memory = (_cpu_v2, _memory_v2) if _is_v2(root) else (_cpu_v1, _memory_v1)
+    cores, throttled_s = _tightest(map(read_cpu, own_groups("cpu", root, own)))
+    limit_bytes, used_bytes = _tightest(map(read_memory, own_groups("memory", root, own)))
+    return CgroupSample(cores, throttled_s, limit_bytes, used_bytes)
+
+
+def _is_v2(root: Path) -> bool:
+    return (root / "cgroup.controllers").exists()
+
+
+def _cpu_v2(group: Path) -> tuple[float | None, float | None]:
+    quota, _, period = _text(group / "cpu.max").partition(" ")
+    throttled_s = _scaled(_field(_text(group / "cpu.stat"), "throttled_usec"), 1e-6)
+    return _ratio(_number(quota), _number(period)), throttled_s
+
+
+def _cpu_v1(group: Path) -> tuple[float | None, float | None]:
+    quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
+    throttled_s = _scaled(_field(_text(group / "cpu.stat"), "throttled_time"), 1e-9)
+    return _ratio(_number(quota), _number(period)), throttled_s
+
+
+def _memory_v2(group: Path) -> tuple[int | None, int | None]:
+    return _number(_text(group / "memory.max")), _number(_text(group / "memory.current"))
+
+
+def _memory_v1(group: Path) -> tuple[int | None, int | None]:
+    limit_bytes = _number(_text(group / "memory.limit_in_bytes"))
+    if limit_bytes is not None and limit_bytes >= _NO_LIMIT_BYTES:
+        limit_bytes = None
+    return limit_bytes, _number(_text(group / "memory.usage_in_bytes"))
+
+
+def _tightest(groups: Iterable[tuple[N | None, N | None]]) -> tuple[N | None, N | None]:
+    """Return the limit and the use of the group with the least limit; groups come most specific first."""
+    least: tuple[N | None, N | None] = (None, None)
+    for limit, used in groups:
+        is_less = limit is not None and (least[0] is None or limit < least[0])
+        if is_less or least == (None, None):
+            least = (limit, used)
+    return least
 
 
 def available_cores(root: Path = ROOT) -> int:
@@ -82,7 +137,7 @@ def _idle_ticks(stat: Path) -> dict[int, int]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
+        return path.read_text(encoding="ascii", errors="surrogateescape").strip()
     except OSError:  # no cgroups, or no permission to read them
         return ""
 

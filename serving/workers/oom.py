@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from torchere.handlers.cgroup import OWN, ROOT, own_groups
+
 FRESH_S = 5.0  # a kill not claimed for this long was of another process
-_OWN_GROUPS = Path("/proc/self/cgroup")
-_MOUNT = Path("/sys/fs/cgroup")
 _MACHINE = Path("/proc/vmstat")
 
 
@@ -75,26 +75,10 @@ class CounterFile:
         return _count_in(self._file) if self._file is not None else None
 
 
-def counter_files(own_groups: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> list[Path]:
-    """Return the files that may contain the out-of-memory kill counter, most specific first.
-
-    Inside a container the path in /proc/self/cgroup may be the host's, with the own group mounted as root.
-    """
-    try:
-        lines = own_groups.read_text().splitlines()
-    except OSError:
-        lines = []
-    found: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            root, name = mount / "memory", "memory.oom_control"
-        elif not controllers:
-            root, name = mount, "memory.events"
-        else:
-            continue
-        found += [root / path.lstrip("/") / name, root / name]
-    return [*found, _MACHINE]
+def counter_files(own: Path = OWN, mount: Path = ROOT) -> list[Path]:
+    """Return the files that may contain the out-of-memory kill counter, most specific first."""
+    names = ("memory.events", "memory.oom_control")  # of cgroup 2 and 1
+    return [*(group / name for group in own_groups("memory", mount, own) for name in names), _MACHINE]
 
 
 def _count_in(file: Path) -> int | None:

@@ -49,6 +49,50 @@ def test_no_limit_is_none(tmp_path, files):
     assert sample.memory_bytes == 250_000
 
 
+def below(folder, files):
+    """The files of a group that is not the root: in `folder`, for version 1 of each controller."""
+    return {
+        f"{controller}/{folder}/{name}" if name else f"{folder}/{controller}": text
+        for controller, _, name, text in ((*path.partition("/"), text) for path, text in files.items())
+    }
+
+
+UNLIMITED_V2 = V2 | {"cpu.max": "max 100000\n", "memory.max": "max\n"}
+UNLIMITED_V1 = V1 | {
+    "cpu/cpu.cfs_quota_us": "-1\n",
+    "memory/memory.limit_in_bytes": "9223372036854771712\n",
+}
+UNIT = "system.slice/t.service"
+
+
+@pytest.mark.parametrize(
+    ("own", "root", "unit"),
+    [
+        (f"0::/{UNIT}\n", UNLIMITED_V2, below(UNIT, V2)),
+        (f"0::/{UNIT}\n", UNLIMITED_V2, below("system.slice", V2) | below(UNIT, UNLIMITED_V2)),
+        (f"0::/{UNIT}/worker\n", UNLIMITED_V2, below(UNIT, V2)),
+        (f"0::/{UNIT}\n", V2, {}),  # a container whose own group is mounted as the root
+        ("0::/../other\n", V2, below("other", UNLIMITED_V2)),
+        (f"5:memory:/{UNIT}\n4:cpu,cpuacct:/{UNIT}\n0::/\n", UNLIMITED_V1, below(UNIT, V1)),
+        (f"5:memory:/{UNIT}\n4:cpu,cpuacct:/{UNIT}\n", V1, below(UNIT, UNLIMITED_V1)),
+    ],
+    ids=["unit", "slice", "no such group", "container", "outside", "v1 unit", "v1 container"],
+)
+def test_the_least_limit_from_the_own_group_to_the_root_counts(tmp_path, own, root, unit):
+    write(tmp_path, root | unit)
+    (tmp_path / "own").write_text(own)
+    sample = sample_cgroup(tmp_path, tmp_path / "own")
+    assert sample == (1.5, pytest.approx(1.5), 1_000_000, 250_000)
+
+
+def test_a_use_is_that_of_the_group_with_the_limit(tmp_path):
+    less = V2 | {"cpu.max": "50000 100000", "memory.max": "900000", "memory.current": "800000"}
+    write(tmp_path, V2 | below("a", less) | below("a/b", V2 | {"memory.current": "1"}))
+    (tmp_path / "own").write_text("0::/a/b\n")
+    sample = sample_cgroup(tmp_path, tmp_path / "own")
+    assert sample == (0.5, pytest.approx(1.5), 900_000, 800_000)
+
+
 def test_without_cgroups_nothing_is_told(tmp_path):
     assert sample_cgroup(tmp_path) == CgroupSample()
 

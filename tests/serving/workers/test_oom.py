@@ -56,6 +56,8 @@ def test_without_a_counter_no_kill_is_the_kernels() -> None:
 def test_the_counter_is_found_in_either_generation_of_control_groups(
     tmp_path: Path, group: str, file: str, text: str
 ) -> None:
+    if group.startswith("0::"):
+        (tmp_path / "cgroup.controllers").touch()
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(text)
     own = tmp_path / "cgroup"
