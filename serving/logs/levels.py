@@ -10,7 +10,7 @@ from torchere.serving.logs.lines import LEVELS
 
 logger = logging.getLogger(__name__)
 
-INHERIT = "NOTSET"  # the logger gets the level of its nearest ancestor that has one
+INHERIT = "NOTSET"  # the level of the nearest ancestor that has one; for the root logger, that of the start
 
 
 class Follower(Protocol):
@@ -22,6 +22,7 @@ class Follower(Protocol):
 
 _changed: dict[str, int] = {}  # by logger, as logging's own levels common to the whole process
 _followers: WeakSet[Follower] = WeakSet()
+_at_start: dict[str, int] = {}  # the level of the root logger before its first change; it has no ancestor
 
 
 class LogLevelError(ValueError):
@@ -35,6 +36,15 @@ def follow(follower: Follower) -> None:
         follower.set_log_level(name, level)
 
 
+def set_level(name: str, level: int) -> None:
+    """Set the level of a logger in this process only; 0 takes it back: see `INHERIT`."""
+    if not name and level:
+        _at_start.setdefault(name, logging.root.level)
+    elif not name:
+        level = _at_start.pop(name, logging.root.level)
+    logging.getLogger(name or None).setLevel(level)
+
+
 def change_level(name: str, level: str) -> None:
     """Set the level of a logger in this process and in all current and future workers; "" is the root logger.
 
@@ -44,16 +54,17 @@ def change_level(name: str, level: str) -> None:
         LogLevelError: there is no logger of that name, or the level is not in `LEVELS` or `INHERIT`.
     """
     wanted = level.upper()
-    if wanted not in LEVELS and not (wanted == INHERIT and name):
+    if wanted not in (*LEVELS, INHERIT):
         raise LogLevelError(f"level: found {level!r}, expected one of {', '.join((*LEVELS, INHERIT))}")
     # The handlers' loggers are in the workers.
     if name and name not in logging.root.manager.loggerDict and not name.startswith("torchere.handlers"):
         raise LogLevelError(f"logger: nothing logs as {name!r}; GET /log-level shows those that have a level")
-    logging.getLogger(name or None).setLevel(wanted)
     _changed[name] = logging.getLevelName(wanted)
+    set_level(name, _changed[name])
     for follower in list(_followers):
         follower.set_log_level(name, _changed[name])
-    logger.warning("the log level of %s is %s from now on", name or "everything else", wanted)
+    level_now = wanted if name else logging.getLevelName(logging.root.level)
+    logger.warning("the log level of %s is %s from now on", name or "everything else", level_now)
 
 
 def levels() -> dict[str, str]:

@@ -31,6 +31,7 @@ from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.handlers.ts_compat.main import hide_launcher
 from torchere.serving.errors import LoadFailed
+from torchere.serving.logs.levels import set_level
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.process.allocator import keep_freed_memory, settle_loaded
 from torchere.serving.process.signals import die_with_parent, leave
@@ -310,7 +311,7 @@ class WorkerMain:
             else:
                 self._group.ping()
         elif isinstance(message, LogLevel):
-            logging.getLogger(message.logger or None).setLevel(message.level)
+            set_level(message.logger, message.level)
             if self._group is not None:
                 self._group.set_log_level(message)
         elif isinstance(message, Load):
@@ -488,9 +489,8 @@ def run(lanes: int, control: int, page: int) -> None:
 def main() -> None:
     """Run a worker in a fresh interpreter; the arguments are the numbers of the inherited descriptors."""
     keep_freed_memory(os.environ)
-    os.environ.pop(
-        "PYTHONSAFEPATH", None
-    )  # for this process only: processes that the handler starts must not inherit it
+    # It is for this process only: processes that the handler starts must not inherit it.
+    os.environ.pop("PYTHONSAFEPATH", None)
     run(*map(int, sys.argv[1:4]))
     if threading.active_count() > 1:  # the interpreter can't end lanes inside native code
         leave(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 
@@ -13,6 +12,7 @@ from torchere.handlers.loading.devices import sees_only_cpu
 from torchere.handlers.loading.parallel import import_libraries
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
+from torchere.serving.logs.levels import set_level
 from torchere.serving.process.allocator import settle_loaded
 from torchere.serving.process.signals import die_with_parent
 from torchere.serving.workers.executor import LoadSpec
@@ -64,7 +64,7 @@ class _RankMain:
             if isinstance(message, Ping):
                 self._send(Pong())
             elif isinstance(message, LogLevel):
-                logging.getLogger(message.logger or None).setLevel(message.level)
+                set_level(message.logger, message.level)
             elif isinstance(message, Run):
                 self._run(message)
             else:

@@ -2,14 +2,15 @@ import logging
 
 import pytest
 
-from torchere.serving.logs.levels import LogLevelError, change_level, levels
+from torchere.serving.logs.levels import LogLevelError, change_level, levels, set_level
 
 
 @pytest.fixture(autouse=True)
 def as_before():
     before = logging.root.level
     yield
-    logging.root.setLevel(before)
+    change_level("", "NOTSET")
+    assert logging.root.level == before
     logging.getLogger("torchere.test.levels").setLevel(logging.NOTSET)
 
 
@@ -26,6 +27,25 @@ def test_a_level_holds_from_now_on():
     assert "torchere.test.levels" not in levels()
 
 
+def test_the_root_logger_is_taken_back_to_the_level_of_the_start(caplog):
+    start = logging.root.level
+    change_level("", "ERROR")
+    change_level("", "DEBUG")
+    change_level("", "notset")
+    assert logging.root.level == start
+    said = f"the log level of everything else is {logging.getLevelName(start)} from now on"
+    assert caplog.records[-1].getMessage() == said
+
+
+def test_a_worker_takes_its_own_root_logger_back():
+    start = logging.root.level
+    set_level("", logging.NOTSET)  # of a worker that started after the level was taken back
+    assert logging.root.level == start
+    set_level("", logging.CRITICAL)
+    set_level("", logging.NOTSET)
+    assert logging.root.level == start
+
+
 def test_a_change_is_in_the_log(caplog):
     change_level("", "WARNING")
     change_level("torchere.test.levels", "debug")
@@ -39,7 +59,6 @@ def test_a_change_is_in_the_log(caplog):
     ("name", "level", "cause"),
     [
         ("", "LOUD", "found 'LOUD', expected one of DEBUG, INFO"),
-        ("", "NOTSET", "found 'NOTSET'"),
         ("", "", "found ''"),
         ("made.up", "INFO", "nothing logs as 'made.up'"),
     ],
