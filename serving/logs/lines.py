@@ -40,6 +40,7 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
         self.setFormatter(lines)
         self._lines = lines
         self._outlet: Outlet | None = None
+        self._refused = 0  # lines that failed in this class, not in the outlet
         if (descriptor := may_stand_still(stream)) is not None:
             encoding = stream.encoding or "utf-8"
             self._outlet = Outlet(descriptor, encoding, say_lost=self._lost_text, failed=self._failed)
@@ -49,8 +50,8 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
 
     @property
     def dropped(self) -> int:
-        """Lines that were dropped because the stream was blocked."""
-        return 0 if self._outlet is None else self._outlet.dropped
+        """Lines that were dropped because the stream was blocked or broken."""
+        return self._refused + (0 if self._outlet is None else self._outlet.dropped)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or queue it for the writer thread."""
@@ -83,7 +84,12 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
         return self.format(record) + self.terminator
 
     def _failed(self) -> None:
-        self.handleError(logging.makeLogRecord({"msg": "lines of the log"}))
+        super().handleError(logging.makeLogRecord({"msg": "lines of the log"}))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Count the record as a dropped line, and report the error."""
+        self._refused += 1
+        super().handleError(record)
 
     def access_text(self, line: AccessLine) -> str:
         """Return the text of a line of the access log."""
@@ -99,7 +105,8 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
                 self.stream.write(text)
                 self.flush()
             except (OSError, ValueError):  # the reader or the stream is closed: handled as for a record
-                self.handleError(logging.makeLogRecord({"msg": f"{lines} lines of the access log"}))
+                self._refused += lines
+                super().handleError(logging.makeLogRecord({"msg": f"{lines} lines of the access log"}))
 
 
 class JsonFormatter(LineFormatter):
@@ -205,7 +212,7 @@ def say(line: str) -> None:
 
 
 def lost_lines() -> int:
-    """Return how many log lines of this process were dropped because the stream was blocked."""
+    """Return how many log lines of this process were dropped because the stream was blocked or broken."""
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
 
 

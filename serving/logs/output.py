@@ -2,7 +2,8 @@
 
 A pipe that is not read holds 64 KiB and then blocks its writer. Text that fits into the pipe is therefore
 written immediately, and survives a crash of the process; a separate thread writes the remaining text. Text
-beyond the limit is dropped, counted, and reported when the pipe accepts text again.
+beyond the limit is dropped, counted, and reported when the pipe accepts text again. Text that an output
+refuses, such as a pipe whose reader has ended, is counted, too.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Outlet:
         self._changed = threading.Condition()  # guards all fields below
         self._texts: list[bytes] = []
         self._held = 0  # bytes that are queued or being written
-        self._said = 0  # dropped lines that were reported
+        self._said = 0  # dropped lines that were reported, here or by `failed`
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -146,6 +147,7 @@ class Outlet:
         except BlockingIOError:  # another writer has filled the pipe
             return rest
         except Exception:
+            self._lose(rest)
             with suppress(Exception):
                 self._failed()
             return b""
@@ -191,6 +193,16 @@ class Outlet:
                 rest = rest[os.write(self._descriptor, rest) :]
             except BlockingIOError:  # another process that shares the descriptor made it non-blocking
                 has_room(self._descriptor, timeout_ms=None)
+            except Exception:
+                self._lose(bytes(rest))
+                raise
+
+    def _lose(self, rest: bytes) -> None:
+        """Count lines that a broken output did not accept; `failed` reports them, and no later line does."""
+        lines = rest.count(b"\n")
+        with self._changed:
+            self.dropped += lines
+            self._said += lines
 
     def _guarded(self, step: Callable[[Given], None], given: Given) -> None:
         """Run a step; on an error call `failed` and continue: the reader has usually closed its end."""

@@ -180,7 +180,7 @@ FAMILIES: dict[str, Described] = {
     CLIENT_REFUSED: Described(
         "counter", "Requests refused because of a limit for each client, by identity.", ("client", "budget")
     ),
-    LOG_DROPPED: Described("counter", "Log lines dropped because the output was too slow."),
+    LOG_DROPPED: Described("counter", "Log lines dropped because the output was too slow or broken."),
 }
 # prometheus_client's families about the process; its names of counter families lack the suffix `_total`.
 LIBRARY_COUNTERS = {"process_cpu_seconds": "process_cpu_seconds_total"}

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from torchere.serving.logs.lines import configure, escape
+from torchere.serving.logs.access_lines import TakesAccessLines
+from torchere.serving.logs.lines import configure, escape, lost_lines
 
 Log = Callable[[], str]
 
@@ -29,6 +32,21 @@ def lines(json_lines: bool, log: Callable[[logging.Logger], None], level: str = 
     configure(level, json_lines, stream)
     log(logging.getLogger("torchere.test"))
     return stream.getvalue().splitlines()
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_lines_that_a_file_does_not_take_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("INFO", False, FullDisk())
+    logging.getLogger("torchere.test").error("lost")
+    handler = logging.getLogger().handlers[-1]
+    assert isinstance(handler, TakesAccessLines)
+    handler.write_access("one\ntwo\n", 2)
+    assert lost_lines() == 3
+    assert capsys.readouterr().err == "lines of standard output are lost: No space left on device\n"
 
 
 def test_a_json_line_has_time_level_logger_message_and_extras() -> None:

@@ -121,7 +121,20 @@ def test_a_reader_that_went_away_is_no_end(pipe: Pipe) -> None:
         pipe.outlet.put("x\n")
         assert pipe.failures.acquire(timeout=LONG_S)
     assert pipe.outlet.flush(LONG_S)
+    assert pipe.outlet.dropped == 2
     pipe.read_end = os.open(os.devnull, os.O_RDONLY)  # for the end of the test
+
+
+def test_lines_that_wait_for_a_reader_that_goes_away_are_counted_and_reported_by_no_later_line() -> None:
+    pipe = Pipe()
+    pipe.outlet.put(more_than_it_holds(1))  # the rest of it waits
+    pipe.outlet.put("x\n" * 3, lines=3)
+    os.close(pipe.read_end)
+    assert pipe.failures.acquire(timeout=LONG_S)
+    assert pipe.outlet.flush(LONG_S)
+    pipe.outlet.close()
+    assert pipe.outlet.dropped == 4
+    assert pipe.outlet._written([]) == 0
 
 
 def test_a_descriptor_that_does_not_wait_loses_nothing(pipe: Pipe) -> None:
