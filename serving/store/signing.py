@@ -18,8 +18,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -240,7 +241,9 @@ def sign(archive: Archive, means: SignWith) -> Path:
     try:
         hashing = _library().hashing.Config()
         hashing.set_ignored_paths(paths=[path.relative_to(root) for path in skipped])
-        means.config().set_hashing_config(hashing).sign(root, draft)
+        with _elliptic_keys():
+            config = means.config()
+        config.set_hashing_config(hashing).sign(root, draft)
         names = {entry.name for entry in archive.entries} - {FOLDER_SIGNATURE}
         _Bundle.parse(draft.read_bytes()).check_covers(names if is_folder else {_THE_FILE_ITSELF})
         os.replace(draft, target)
@@ -393,11 +396,24 @@ def _check_trusted(file: Path) -> None:
     if _holds_certificate(text):
         _verifying().use_certificate_verifier(certificate_chain=[file])
     elif text.count(b"-----BEGIN PUBLIC KEY-----") == 1:
-        _verifying().use_elliptic_key_verifier(public_key=file)
+        with _elliptic_keys():
+            _verifying().use_elliptic_key_verifier(public_key=file)
     elif b"PRIVATE KEY-----" in text:
         raise ValueError("it holds a private key, which no server needs")
     else:
         raise ValueError("no public key and no certificate, or several keys, are in it")
+
+
+@contextmanager
+def _elliptic_keys() -> Iterator[None]:
+    """Convert the library's error for a key of another kind, which it does not expect, to a ValueError."""
+    try:
+        yield
+    except AttributeError as err:
+        if err.name != "curve":
+            raise
+        found = type(err.obj).__name__.removesuffix("PublicKey")  # of cryptography: `RSAPublicKey`
+        raise ValueError(f"it is an {found} key, not an elliptic-curve key (P-256, P-384, P-521)") from err
 
 
 def _holds_certificate(text: bytes) -> bool:

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from model_signing import hashing, signing
 from signers import Authority, KeyPair, key_pair, pack
 
@@ -119,6 +121,26 @@ def test_a_key_that_needs_a_password_signs_with_it_alone(archive: Path, tmp_path
         assert sorted(path.name for path in tmp_path.glob("*m.mar*")) == ["m.mar"]
     sign(open_archive(archive), SignWith(key=pair.private, password="secret"))
     assert signer_of(archive, TrustedKeys([pair.public])).startswith("key sha256:")
+
+
+def test_keys_of_another_kind_are_refused_and_named(
+    archive: Path, tmp_path: Path, authority: Authority
+) -> None:
+    private, public = tmp_path / "rsa.pem", tmp_path / "rsa.pub"
+    key = rsa.generate_private_key(65537, 2048)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    public.write_bytes(key.public_key().public_bytes(pem, form))
+    issued = authority.issue("release pipeline")
+    reason = "it is an RSA key, not an elliptic-curve key (P-256, P-384, P-521)"
+    for means in (SignWith(key=private), replace(issued, key=private)):
+        with pytest.raises(SigningUnusable) as caught:
+            sign(open_archive(archive), means)
+        assert caught.value.detail == reason
+    with pytest.raises(SigningUnusable) as caught:
+        TrustedKeys([public])
+    assert caught.value.detail.startswith(f"{public}: {reason}; expected PEM")
 
 
 def test_a_folder_has_its_signature_in_it(folder: Path, keys: KeyPair) -> None:
