@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from torchere.serving.config.properties import parse_properties
+
 Object = dict[str, Any]
 
 
@@ -27,6 +29,35 @@ def rendered(
         return {f"{each['kind']}/{each['metadata']['name']}": each for each in objects}
 
     return render
+
+
+@pytest.fixture
+def properties(rendered: Callable[[Object], dict[str, Object]]) -> Callable[[Object], dict[str, str]]:
+    """What the server's reader finds in the config.properties that the chart makes of `server.properties`."""
+
+    def read(values: Object) -> dict[str, str]:
+        config = rendered({"server": {"properties": values}})["ConfigMap/rel-torchere"]
+        return {entry.key: entry.value for entry in parse_properties(config["data"]["config.properties"])}
+
+    return read
+
+
+def test_properties_arrive_as_they_were_written(properties: Callable[[Object], dict[str, str]]) -> None:
+    given = {
+        "allowed_urls": r"https://models\.internal/.*",
+        "default_isolation": "shared\\",  # alone, it would continue on the next line
+        "cors_allowed_origin": r"\u0041\n\\",
+        "cors_allowed_headers": '  blanks, \t and = : # ! "quotes" \t',
+        "cors_allowed_methods": " ",
+        "install_py_dep_per_model": "=",
+        "worker_sandbox": "",
+        "zz_last": "a blank at the end ",
+    }
+
+    found = properties(given)
+
+    assert {key: found[key] for key in given} == given
+    assert found["drain_delay_s"] == "10"  # the line after default_isolation's is one of its own
 
 
 def test_recreate_has_nothing_of_the_rolling_update_that_helm_merges_in(

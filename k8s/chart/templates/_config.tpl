@@ -66,6 +66,6 @@
 {{- end -}}
 {{- $suggested := dict "grpc_inference_max_connection_age_ms" 300000 "grpc_inference_max_connection_age_grace_ms" 60000 -}}
 {{- range $key, $value := merge $own .Values.server.properties $suggested }}
-{{ $key }}={{ include "torchere.plain" $value }}
+{{ $key }}={{ include "torchere.escaped" $value }}
 {{- end }}
 {{- end -}}

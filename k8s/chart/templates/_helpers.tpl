@@ -95,6 +95,16 @@ disappears from the manifest. Nothing where there is no cluster to ask (helm tem
 {{- if and (kindIs "float64" .) (eq (floor .) .) -}}{{ . | int64 }}{{- else -}}{{ . | toString }}{{- end -}}
 {{- end -}}
 
+{{/*
+A value of config.properties, escaped so that the reader of Java's properties returns it as it was written. The last blank is
+escaped for Helm, which trims manifests.
+*/}}
+{{- define "torchere.escaped" -}}
+{{- $text := include "torchere.plain" . | replace "\\" "\\\\" | replace "\t" "\\t" | replace "\n" "\\n" | replace "\r" "\\r" -}}
+{{- $text = regexReplaceAll " $" $text "\\u0020" -}}
+{{- if hasPrefix " " $text -}}{{ print "\\" $text }}{{- else -}}{{ $text }}{{- end -}}
+{{- end -}}
+
 {{/* Where the archives are, inside the container. */}}
 {{- define "torchere.store" -}}
 {{- $v := include "torchere.effective" . | fromYaml -}}
