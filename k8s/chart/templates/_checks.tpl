@@ -120,6 +120,7 @@
 {{- if and (or (has "IPv6" .Values.service.ipFamilies) (hasSuffix "DualStack" .Values.service.ipFamilyPolicy)) (not (contains ":" .Values.server.address)) -}}
 {{- fail (printf "service.ipFamilies and ipFamilyPolicy give clients IPv6 addresses, but server.address %s listens on IPv4 alone: set it to \"[::]\", which takes both." .Values.server.address) -}}
 {{- end -}}
+{{- include "torchere.conflicts" . -}}
 {{- $outside := ne .Values.service.type "ClusterIP" -}}
 {{- range list
       (dict "read" (eq $store "pvc") "when" "modelStore.type pvc" "values" (pick .Values.modelStore.pvc "claimName" "subPath" "create" "annotations") "path" "modelStore.pvc")
