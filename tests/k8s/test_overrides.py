@@ -60,6 +60,18 @@ def test_properties_arrive_as_they_were_written(properties: Callable[[Object], d
     assert found["drain_delay_s"] == "10"  # the line after default_isolation's is one of its own
 
 
+def test_a_zero_or_a_false_property_is_no_missing_one(properties: Callable[[Object], dict[str, str]]) -> None:
+    given = {
+        "grpc_inference_max_connection_age_ms": 0,  # the chart suggests others for both
+        "grpc_inference_max_connection_age_grace_ms": "",
+        "decode_input_request": False,
+    }
+
+    found = properties(given)
+
+    assert [found[key] for key in given] == ["0", "", "false"]
+
+
 def test_recreate_has_nothing_of_the_rolling_update_that_helm_merges_in(
     rendered: Callable[[Object], dict[str, Object]],
 ) -> None:

@@ -121,41 +121,7 @@
 {{- fail (printf "service.ipFamilies and ipFamilyPolicy give clients IPv6 addresses, but server.address %s listens on IPv4 alone: set it to \"[::]\", which takes both." .Values.server.address) -}}
 {{- end -}}
 {{- include "torchere.conflicts" . -}}
-{{- $outside := ne .Values.service.type "ClusterIP" -}}
-{{- range list
-      (dict "read" (eq $store "pvc") "when" "modelStore.type pvc" "values" (pick .Values.modelStore.pvc "claimName" "subPath" "create" "annotations") "path" "modelStore.pvc")
-      (dict "read" (eq $store "image") "when" "modelStore.type image" "values" (pick .Values.modelStore.image "reference" "subPath") "path" "modelStore.image")
-      (dict "read" (eq $store "s3") "when" "modelStore.type s3" "values" (omit .Values.modelStore.s3 "image") "path" "modelStore.s3")
-      (dict "read" (eq $store "gcs") "when" "modelStore.type gcs" "values" (pick .Values.modelStore.gcs "uri" "secretName") "path" "modelStore.gcs")
-      (dict "read" (eq $store "azure") "when" "modelStore.type azure" "values" .Values.modelStore.azure "path" "modelStore.azure")
-      (dict "read" (eq $store "init") "when" "modelStore.type init" "values" .Values.modelStore.init "path" "modelStore.init")
-      (dict "read" .Values.modelStore.pvc.create "when" "modelStore.pvc.create" "values" (pick .Values.modelStore.pvc "storageClassName" "annotations") "path" "modelStore.pvc")
-      (dict "read" .Values.tls.enabled "when" "tls.enabled" "values" .Values.tls "path" "tls")
-      (dict "read" $lws.enabled "when" "leaderWorkerSet.enabled" "values" (pick $lws "secretName") "path" "leaderWorkerSet")
-      (dict "read" .Values.management.enabled "when" "management.enabled" "values" (pick .Values.networkPolicy "managementFrom") "path" "networkPolicy")
-      (dict "read" .Values.networkPolicy.enabled "when" "networkPolicy.enabled" "values" (pick .Values.networkPolicy "inferenceFrom" "managementFrom" "extraEgress") "path" "networkPolicy")
-      (dict "read" (eq .Values.service.type "LoadBalancer") "when" "service.type LoadBalancer" "values" (pick .Values.service "loadBalancerClass" "loadBalancerSourceRanges") "path" "service")
-      (dict "read" $outside "when" "service.type NodePort or LoadBalancer" "values" (pick .Values.service "externalTrafficPolicy" "httpNodePort" "grpcNodePort") "path" "service")
-      (dict "read" .Values.ingress.enabled "when" "ingress.enabled" "values" .Values.ingress "path" "ingress")
-      (dict "read" .Values.httpRoute.enabled "when" "httpRoute.enabled" "values" (omit .Values.httpRoute "paths" "weight") "path" "httpRoute")
-      (dict "read" .Values.autoscaling.enabled "when" "autoscaling.enabled" "values" (pick .Values.autoscaling "extraMetrics") "path" "autoscaling")
-      (dict "read" .Values.keda.enabled "when" "keda.enabled" "values" (pick .Values.keda "latencyThresholdSeconds" "extraTriggers" "authentication" "fallback") "path" "keda")
-      (dict "read" .Values.serviceMonitor.enabled "when" "serviceMonitor.enabled" "values" (pick .Values.serviceMonitor "scrapeTimeout" "labels" "relabelings" "metricRelabelings") "path" "serviceMonitor")
-      (dict "read" .Values.prometheusRule.enabled "when" "prometheusRule.enabled" "values" (pick .Values.prometheusRule "labels" "disabled" "extraGroups") "path" "prometheusRule")
-      (dict "read" .Values.dashboards.enabled "when" "dashboards.enabled" "values" (pick .Values.dashboards "annotations") "path" "dashboards")
-      (dict "read" .Values.serviceAccount.create "when" "serviceAccount.create" "values" (pick .Values.serviceAccount "annotations") "path" "serviceAccount")
-      (dict "read" (gt (int $v.gpus) 0) "when" "gpu.count above 0" "values" (dict "resourceName" (ternary "" .Values.gpu.resourceName (eq .Values.gpu.resourceName "nvidia.com/gpu"))) "path" "gpu")
-      (dict "read" (eq $v.configFrom "chart") "when" "server.configFrom chart" "values" (dict "address" (ternary "" .Values.server.address (eq .Values.server.address "0.0.0.0"))) "path" "server")
--}}
-{{- if not .read -}}
-{{- $where := . -}}
-{{- range $key, $value := .values -}}
-{{- if and $value (ne (toString $value) "0") -}}
-{{- fail (printf "%s.%s has no effect without %s. Set that, or remove the value." $where.path $key $where.when) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
+{{- include "torchere.unread" . -}}
 {{- end -}}
 
 {{/* A duration of the schema's form, 15s, in milliseconds. */}}

@@ -64,8 +64,12 @@
 {{- fail (printf "server.properties.%s: the chart makes this key of its other values; set those (see values.yaml)" $key) -}}
 {{- end -}}
 {{- end -}}
-{{- $suggested := dict "grpc_inference_max_connection_age_ms" 300000 "grpc_inference_max_connection_age_grace_ms" 60000 -}}
-{{- range $key, $value := merge $own .Values.server.properties $suggested }}
+{{- /* Not `merge`, which takes a 0, a false or an empty text for a key that is missing. */ -}}
+{{- $all := dict "grpc_inference_max_connection_age_ms" 300000 "grpc_inference_max_connection_age_grace_ms" 60000 -}}
+{{- range list .Values.server.properties $own -}}
+{{- range $key, $value := . -}}{{- $_ := set $all $key $value -}}{{- end -}}
+{{- end -}}
+{{- range $key, $value := $all }}
 {{ $key }}={{ include "torchere.escaped" $value }}
 {{- end }}
 {{- end -}}
