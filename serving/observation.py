@@ -10,8 +10,7 @@ from pathlib import Path
 
 from torchere.handlers.ts_compat.alias import __version__ as TORCHSERVE_VERSION
 from torchere.serving.errors import ServingError
-from torchere.serving.frontend.dataplane import CONDITIONS, condition
-from torchere.serving.registry.version import Version
+from torchere.serving.registry.version import CONDITIONS, Version, condition
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import UNREAD, VersionNumbers

@@ -31,10 +31,10 @@ from torchere.serving.errors import (
     UnregisterTimeout,
 )
 from torchere.serving.frontend.call_scope import manages
-from torchere.serving.frontend.dataplane import DataPlane, condition
+from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.registry.desired import Wanted
-from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.registry.version import Version, VersionState, condition
 from torchere.serving.registry.workflows import Workflows
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse
 from torchere.serving.workers.executor import ExecutorStatus

@@ -22,11 +22,10 @@ from torchere.serving.errors import (
 )
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.model_facts import ModelFacts, facts_of
-from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.registry.version import Version, VersionState, condition
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.predictions import Operation
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, ModelKey, StreamedResponse
-from torchere.serving.workers.executor import ExecutorState
 
 if TYPE_CHECKING:
     from torchere.serving.access.client_limits import ClientLimits
@@ -41,29 +40,6 @@ class Readiness:
 
     ready: bool
     reasons: tuple[str, ...] = ()
-
-
-# The order in which the states of executors name the state of a version that has none in service.
-_OUT_OF_SERVICE = (
-    ExecutorState.RESTARTING,
-    ExecutorState.STARTING,
-    ExecutorState.SUSPECT,
-    ExecutorState.FAILED,
-)
-# All that `condition` returns, without duplicates: both kinds of states have a "failed".
-CONDITIONS = tuple(dict.fromkeys(state.value for state in (*VersionState, *_OUT_OF_SERVICE)))
-
-
-def condition(version: Version) -> str:
-    """Return the state of a version; while a READY one has no executor in service, that of its executors.
-
-    Probes, describe and the metric of states use it, so that they agree.
-    """
-    if version.state is not VersionState.READY or version.ready:
-        return version.state.value
-    states = {status.state for status in version.pool.statuses()}
-    # A lost executor may still be called ready for a moment, until it is known how it ended.
-    return next((state for state in _OUT_OF_SERVICE if state in states), ExecutorState.RESTARTING).value
 
 
 def unready_because(version: Version) -> str:

@@ -60,6 +60,17 @@ def check_transition(old: VersionState, new: VersionState) -> VersionState:
     return new
 
 
+# The order in which the states of executors name the state of a version that has none in service.
+_OUT_OF_SERVICE = (
+    ExecutorState.RESTARTING,
+    ExecutorState.STARTING,
+    ExecutorState.SUSPECT,
+    ExecutorState.FAILED,
+)
+# All values of `condition`, without duplicates: both kinds of states have a "failed".
+CONDITIONS = tuple(dict.fromkeys(state.value for state in (*VersionState, *_OUT_OF_SERVICE)))
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The archive, handler, runtime and isolation of a version; fixed at registration."""
@@ -132,6 +143,18 @@ class Version:
         if self.failure is not None:
             return self.failure.detail
         return next((s.last_failure for s in self.pool.statuses() if s.last_failure), "")
+
+
+def condition(version: Version) -> str:
+    """Return the state of a version; while a READY one has no executor in service, that of its executors.
+
+    Probes, describe and the metric of states show it, so that they agree.
+    """
+    if version.state is not VersionState.READY or version.ready:
+        return version.state.value
+    states = {status.state for status in version.pool.statuses()}
+    # A lost executor may still be called ready for a moment, until it is known how it ended.
+    return next((state for state in _OUT_OF_SERVICE if state in states), ExecutorState.RESTARTING).value
 
 
 class Step(Enum):

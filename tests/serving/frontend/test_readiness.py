@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.frontend.dataplane import DataPlane, condition, living, unready_because
-from torchere.serving.registry.version import VersionState
+from torchere.serving.frontend.dataplane import DataPlane, living, unready_because
+from torchere.serving.registry.version import VersionState, condition
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.executor import ExecutorState
