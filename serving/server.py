@@ -29,6 +29,7 @@ from torchere.serving.access.reload import Reloadable, watch
 from torchere.serving.access.tls import Certificates, certificates_of
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ServingError
+from torchere.serving.frontend.connection_limit import open_file_limit, refuse_few_files
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
@@ -87,10 +88,11 @@ class Server:
         """Register the start-up models and open the ports; on cancellation, shut down everything started.
 
         Raises:
-            ServingError: a port is in use, keys or certificate are unusable, or management would be open to
-                the network; all opened ports are closed.
+            ServingError: a port is in use, keys or certificate are unusable, management would be open to the
+                network, or too few files may be open; all opened ports are closed.
         """
         settings = self._settings
+        refuse_few_files(open_file_limit())
         _refuse_open_management(settings)
         announce_sandbox(settings)
         await self._ports.refuse_if_taken()

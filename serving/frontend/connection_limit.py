@@ -12,9 +12,11 @@ from heapq import nsmallest
 from itertools import chain
 from typing import NamedTuple, Protocol, TypeVar
 
+from torchere.serving.errors import ServingError
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
 
 RESERVE_SHARE = 4  # 1/RESERVE_SHARE of the descriptors are for workers, archives and logs
+MIN_RESERVE = 48  # at least: an idle server has 20 of them open, and 5 for each worker
 CONTROL_SHARE = 32  # 1/CONTROL_SHARE of them are for each listener that serves no predictions
 CONTROL_LISTENERS = 3  # management, metrics and gRPC management
 INFERENCE_LISTENERS = 2  # REST and gRPC
@@ -22,7 +24,15 @@ DEFAULT_CONNECTIONS = (
     16_384  # of an inference listener, where descriptors allow it; idle ones take 4 to 7 KiB
 )
 MIN_CONNECTIONS = 16
+# uvloop accepts one connection of a listening socket per loop iteration (as libuv does since 1.45), and an
+# iteration may run a whole batch: of 128 clients connecting at once the last waited half a second. So the
+# loop watches the socket of a REST listener through this many descriptors.
+ACCEPTED_A_TURN = 32
+LISTENING_SHARE = 32  # but 1/LISTENING_SHARE of the descriptors at most
+REST_LISTENERS = 3  # inference, management and metrics
 UNLIMITED_FILES = 2**20  # Linux' own maximum (fs.nr_open), in place of "unlimited"
+# The least limit of open files with which every listener has MIN_CONNECTIONS.
+MIN_FILES = MIN_RESERVE + (CONTROL_LISTENERS + INFERENCE_LISTENERS) * MIN_CONNECTIONS + REST_LISTENERS * 4
 # Finding the idle connections takes a look at each one. So some are closed at once, and if all are busy, the
 # next search is a while later.
 CLOSED_AT_ONCE = 64  # 1/CLOSED_AT_ONCE of the limit
@@ -57,9 +67,28 @@ def connection_limits(files: int, wanted: int = 0) -> ConnectionLimits:
         wanted: configured limit for an inference listener; 0: `DEFAULT_CONNECTIONS`.
     """
     control = max(files // CONTROL_SHARE, MIN_CONNECTIONS)
-    left = files - files // RESERVE_SHARE - CONTROL_LISTENERS * control
+    reserve = max(files // RESERVE_SHARE, MIN_RESERVE)
+    left = files - reserve - CONTROL_LISTENERS * control - REST_LISTENERS * listening_descriptors(files)
     share = max(left // INFERENCE_LISTENERS, MIN_CONNECTIONS)
     return ConnectionLimits(min(wanted or DEFAULT_CONNECTIONS, share), min(control, DEFAULT_CONNECTIONS))
+
+
+def listening_descriptors(files: int) -> int:
+    """Return how many descriptors the loop watches the socket of a REST listener through. Pure."""
+    return max(1, min(ACCEPTED_A_TURN, files // LISTENING_SHARE))
+
+
+def refuse_few_files(files: int) -> None:
+    """Check that the process may open enough files for every listener to have `MIN_CONNECTIONS`.
+
+    Raises:
+        ServingError: it may not. Clients with idle connections could lock out probes and management.
+    """
+    if files < MIN_FILES:
+        raise ServingError(
+            f"At most {files} files may be open, and the server needs {MIN_FILES} at least.",
+            "Raise the hard limit of open files (ulimit -Hn).",
+        )
 
 
 def open_file_limit() -> int:

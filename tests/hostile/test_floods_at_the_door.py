@@ -12,6 +12,7 @@ import re
 import socket
 import ssl
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -28,6 +29,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from floods import CONTROL_S, RATE_BYTES, Figures
 from servers import start
+
+from torchere.serving.frontend.connection_limit import MIN_FILES
 
 MAX_CONNECTIONS = 150
 ATTACKERS = 8
@@ -164,6 +167,25 @@ def test_idle_connections_leave_room_for_others_and_for_the_other_ports(server, 
         control.check(f"idle connections, {port} port", capsys)
     assert held <= 2 * MAX_CONNECTIONS + 16
     assert refusals(server, "connections") >= 2 * MAX_CONNECTIONS
+
+
+def test_idle_connections_leave_room_where_there_are_few_descriptors(tmp_path):
+    for name in ("store", "server"):
+        (tmp_path / name).mkdir()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -n {MIN_FILES}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    running = start(tmp_path / "server", python=str(python))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(MIN_FILES):
+                for address in (*running.rest.values(), *running.grpc.values()):
+                    stack.enter_context(connected(address))
+            for api in ("inference", "management"):
+                assert running.call("GET", "/livez", api=api).status == 200
+            assert running.call("GET", "/metrics", api="metrics").status == 200
+    finally:
+        running.stop()
 
 
 def test_tls_handshakes_that_never_end_leave_room_for_others(tls_server, capsys):

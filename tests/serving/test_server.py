@@ -185,3 +185,12 @@ def test_a_server_takes_all_the_open_files_it_may_have() -> None:
         command = [sys.executable, "-c", LIMITED, str(running.getsockname()[1])]
         ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert ended.stdout.split() == ["1", "True"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such limits")
+def test_a_start_with_too_few_open_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ports, "open_file_limit", lambda: 64)
+    assert asyncio.run(run(settings_of(tmp_path))) == 1
+    assert "At most 64 files may be open, and the server needs 140 at least." in caplog.text

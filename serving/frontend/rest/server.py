@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from torchere.serving.access.tls import Certificates
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.authorisation import Surfaces
+from torchere.serving.frontend.connection_limit import listening_descriptors, open_file_limit
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.connection import Connection
@@ -21,10 +22,6 @@ from torchere.serving.frontend.services import Services
 from torchere.serving.frontend.tls_server import TlsServer
 
 BACKLOG = 1024
-# uvloop accepts one connection of a listening socket per loop iteration (as libuv does since 1.45), and an
-# iteration may run a whole batch: of 128 clients connecting at once the last waited half a second. So the
-# loop watches the same socket through this many descriptors.
-ACCEPTED_A_TURN = 32
 MIN_DRAIN_S = 1.0  # requests on their way to idle connections are answered even without a drain timeout
 LOOK_S = 0.05  # between two checks whether all connections are closed
 
@@ -82,7 +79,8 @@ class RestServer:
             limit, others = listener.connection_limit, listener.connections
             self._servers.append(TlsServer([bound], self._context, limit, others, connected))
             return self.address
-        self._sockets = [bound, *(bound.dup() for _ in range(ACCEPTED_A_TURN - 1))]
+        descriptors = listening_descriptors(open_file_limit())
+        self._sockets = [bound, *(bound.dup() for _ in range(descriptors - 1))]
         try:
             for each in self._sockets:
                 self._servers.append(await loop.create_server(connected, sock=each, backlog=BACKLOG))
