@@ -5,6 +5,7 @@ worker (its lanes socket, its control socket, its page, the pipe for its output)
 worker that needs torch's compiler (the first one lets the fork server import it), or `R` with those of a
 process for several versions (its room socket, the pipe). The fork server answers each, in order, with
 `P <pid>`, or with `E <errno>` if the fork failed. It sends `X <pid> <exit code>` when a worker has ended.
+Before that it sends `I <number>` ahead of the import of each module of `preload_modules`, and once behind.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Spawned:
 
     process: subprocess.Popen[bytes]
     control: socket.socket
+    modules: tuple[str, ...] = ()  # imported first
 
     def end(self) -> None:
         """Terminate the process and reap it; idempotent. Blocks for a moment."""
@@ -63,7 +65,7 @@ def spawn(environment: Mapping[str, str], modules: Sequence[str] = ()) -> Spawne
             env=environment,
             start_new_session=True,  # Ctrl+C in the terminal must reach the server only, which drains first
         )
-    return Spawned(process, ours)
+    return Spawned(process, ours, tuple(modules))
 
 
 class ForkServer:
@@ -76,6 +78,7 @@ class ForkServer:
         self._loop = asyncio.get_running_loop()
         self._forks: deque[asyncio.Future[tuple[int, asyncio.Future[int]]]] = deque()  # answered in order
         self._exits: dict[int, asyncio.Future[int]] = {}
+        self._importing = ""  # the module of `preload_modules` that is imported now
         self.lost = False
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._receive)
@@ -100,18 +103,27 @@ class ForkServer:
 
     async def _ask(self, kind: bytes, descriptors: Sequence[int]) -> tuple[int, asyncio.Future[int]]:
         if self.lost:
-            raise OSError("the fork server is lost")
+            raise OSError(self._said("the fork server is lost"))
         forked: asyncio.Future[tuple[int, asyncio.Future[int]]] = self._loop.create_future()
-        socket.send_fds(self._control, [kind], descriptors)
+        try:
+            socket.send_fds(self._control, [kind], descriptors)
+        except ConnectionError:  # it has ended; its last messages say during which import
+            while not self.lost:
+                self._receive()
+            raise OSError(self._said("the fork server was lost")) from None
         self._forks.append(forked)
         try:
             return await asyncio.wait_for(forked, FORK_TIMEOUT_S)
         except asyncio.TimeoutError:
             self._process.kill()  # its socket closes, which fails all pending forks
-            raise OSError(
-                f"the fork server did not answer within {FORK_TIMEOUT_S:g} s; it imports torch and "
-                "preload_modules first"
-            ) from None
+            late = f"the fork server did not answer within {FORK_TIMEOUT_S:g} s"
+            raise OSError(self._said(f"{late}; it imports torch and preload_modules first")) from None
+
+    def _said(self, text: str) -> str:
+        """Return the text of an error, with the module that is to blame if an import was under way."""
+        if not self._importing:
+            return text
+        return f"{text} while it imported {self._importing}: take it out of preload_modules"
 
     async def close(self) -> None:
         """Terminate the fork server; its remaining workers end with it."""
@@ -119,12 +131,15 @@ class ForkServer:
         await asyncio.to_thread(self._spawned.end)
 
     def _receive(self) -> None:
-        try:
-            message = self._control.recv(MAX_MESSAGE_BYTES)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            message = b""
+        message = b""
+        for _ in range(2):  # a reset is reported once, ahead of messages that are still queued
+            try:
+                message = self._control.recv(MAX_MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue
+            break
         if not message:
             self._lose()
             return
@@ -133,6 +148,8 @@ class ForkServer:
             self._forked(int(number))
         elif kind == b"E":
             self._not_forked(int(number))
+        elif kind == b"I":
+            self._importing = "".join(self._spawned.modules[int(number) :][:1])
         elif int(number) in self._exits:
             self._settle(self._exits.pop(int(number)), int(code[0]))
 
@@ -156,7 +173,7 @@ class ForkServer:
         self._control.close()
         for forked in self._forks:
             if not forked.done():
-                forked.set_exception(OSError("the fork server was lost"))
+                forked.set_exception(OSError(self._said("the fork server was lost")))
         self._forks.clear()
         for exited in self._exits.values():
             self._settle(exited, -9)

@@ -46,6 +46,10 @@ class ForkServer:
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)
 
+    def say_importing(self, number: int) -> None:
+        """Tell the server which of the operator's modules is imported next."""
+        self._send(b"I %d" % number)
+
     def serve(self) -> None:
         """Answer requests until the server closes the socket."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -150,8 +154,10 @@ def import_compiler() -> None:
     gc.enable()
 
 
-def preload(names: Sequence[str]) -> None:
+def preload(names: Sequence[str], say_importing: Callable[[int], None] = lambda number: None) -> None:
     """Import the modules that the operator named, and tell of faults on standard error.
+
+    `say_importing` is called ahead of each import, which may end the process, and once behind all.
 
     Workers share what is imported here, and start without importing it again. Threads and the use of GPUs do
     not survive a fork, so a module must begin neither when it is imported. It may compute, on one thread:
@@ -160,7 +166,8 @@ def preload(names: Sequence[str]) -> None:
     asks, computing = os.environ.get(ASKS_NVML), torch.get_num_threads()
     os.environ[ASKS_NVML] = "1"  # many modules count the GPUs, which otherwise initialises CUDA
     torch.set_num_threads(1)
-    for name in names:
+    for number, name in enumerate(names):
+        say_importing(number)
         threads, used = threading.active_count(), _uses_gpu()
         try:
             importlib.import_module(name)
@@ -171,6 +178,7 @@ def preload(names: Sequence[str]) -> None:
             _tell(f"preload_modules: {name} uses a GPU when imported, and so no worker can; leave it out")
         if threading.active_count() > threads:
             _tell(f"preload_modules: {name} starts threads, which workers do not have; leave it out")
+    say_importing(len(names))
     torch.set_num_threads(computing)
     if asks is None:
         del os.environ[ASKS_NVML]
@@ -200,6 +208,7 @@ def main() -> None:
     """
     die_with_parent()
     keep_freed_memory(os.environ)  # for the workers
-    preload(sys.argv[2:])
+    forks = ForkServer(socket.socket(fileno=int(sys.argv[1])))
+    preload(sys.argv[2:], forks.say_importing)
     os.environ.pop("PYTHONSAFEPATH", None)  # a handler's processes must not inherit it
-    ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+    forks.serve()

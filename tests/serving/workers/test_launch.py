@@ -394,6 +394,45 @@ def test_what_is_wrong_with_a_shared_module_is_told_and_the_others_are_imported(
     assert done.stderr.count("\n") == bool(told)
 
 
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_a_shared_module_that_ends_the_process_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    (tmp_path / "ends.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    environment, names = worker_environment(), ("wsgiref.headers", "ends", "json")
+    spawned = spawn(environment, names)
+    if asked == "after":
+        assert spawned.process.wait(60) == 7
+
+    async def main() -> None:
+        launcher = ForkLauncher(environment, spawned, names)
+        said = "the fork server was lost while it imported ends: take it out of preload_modules"
+        try:
+            with pytest.raises(OSError, match=said):
+                await launcher.launch(1)
+        finally:
+            await launcher.close()
+
+    asyncio.run(main())
+
+
+def test_a_fork_server_that_is_lost_later_blames_no_shared_module() -> None:
+    async def main() -> None:
+        launcher = ForkLauncher(worker_environment(), modules=("wsgiref.headers",))
+        try:
+            assert await end(await launcher.launch(1)) == 0
+            forks = launcher._fork_server
+            assert forks is not None
+            forks._lose()
+            with pytest.raises(OSError, match=r"the fork server is lost$"):
+                await forks.fork([], 0)
+        finally:
+            await launcher.close()
+
+    asyncio.run(main())
+
+
 def test_a_fork_server_without_the_compiler_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
