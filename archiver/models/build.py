@@ -321,7 +321,7 @@ class _Compilation:
                 say=self.say,
                 scales_by_batch=method == "int8-dynamic",
             )
-        if self.options.verify and target != TORCHSCRIPT:
+        if self.options.verify and target != TORCHSCRIPT:  # a trace is compared when it is made
             limit = max_drift_of(None if method == FP32 else method)
             refuse_other_sizes(job.model.module, packed.run, job.model.example, job.sizes, limit)
         load = self._load(packed, job, signature, quantised, target)
@@ -355,7 +355,11 @@ class _Compilation:
         limit = self.options.max_drift
         told = functools.cache(self.say)  # each line once: all traced candidates give the same ones
         compiled = functools.partial(
-            to_torchscript, script=self.options.script, only_trace=self.options.trace, say=told
+            to_torchscript,
+            sizes=job.sizes,
+            script=self.options.script,
+            only_trace=self.options.trace,
+            say=told,
         )
         with step(self.say, f"quantising ({method})", _NOT_QUANTISED):
             made = quantise(

@@ -70,8 +70,7 @@ def write_model(
 
     Args:
         module: in eval mode.
-        program: the exported program that the module comes from, if the module is unchanged and no other
-            dynamic dimensions are requested.
+        program: the exported program that the module comes from, if the module and `sizes` are its own.
         example: see `to_program`.
         sizes: the dynamic dimensions.
         options: `model_format` is TORCHSCRIPT, EXPORT or AOTI.
@@ -80,8 +79,7 @@ def write_model(
         script: the module's TorchScript file, which is written unchanged; None: the module is compiled.
 
     Raises:
-        ModelRefused: a compiler rejects the model (the message has the first line of its error), or the disk
-            has too little space.
+        ModelRefused: a compiler rejects the model (with the first line of its error), or the disk is full.
     """
     beside = work / "beside"
     target = work / "model" / _FILES[str(options.model_format)]
@@ -94,7 +92,9 @@ def write_model(
         return Packed(target, module, beside)
     if options.model_format == TORCHSCRIPT:
         with step(say, "scripting and freezing" if options.script else "tracing and freezing"):
-            frozen = to_torchscript(module, example, script=options.script, only_trace=options.trace, say=say)
+            frozen = to_torchscript(
+                module, example, sizes=sizes, script=options.script, only_trace=options.trace, say=say
+            )
             frozen.save(str(target))
         write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
         return Packed(target, frozen, beside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Encoder
-from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded
-from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded, shapes
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.load.source import input_names
 from torchere.archiver.models.load.torchscript import check_states
+from torchere.archiver.models.probe.free_sizes import examples_of_size
+from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.probe.precision import FINE, differing
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.steps import Say, silent
@@ -27,6 +29,7 @@ def to_torchscript(
     module: torch.nn.Module,
     example: Tensors,
     *,
+    sizes: Sequence[FreeSize] = (),
     script: bool = False,
     only_trace: bool = False,
     say: Say = silent,
@@ -36,6 +39,7 @@ def to_torchscript(
     Args:
         module: in eval mode; TorchScript is frozen, unless it is frozen already.
         example: the inputs of the trace. Tracing keeps only the branches that this example takes.
+        sizes: the sizes that requests vary, with which the trace is compared, too.
         script: compile the source of the module, with its branches and loops, instead of tracing.
         only_trace: do not compile the source where tracing fails or gives other results.
         say: receives a line if tracing may have fixed a value, or the source was compiled instead.
@@ -51,7 +55,7 @@ def to_torchscript(
         elif script:
             frozen = _frozen(torch.jit.script(module))
         else:
-            frozen = _traced_or_scripted(module, example, only_trace, say)
+            frozen = _traced_or_scripted(module, example, sizes, only_trace, say)
     check_states(frozen)
     return frozen
 
@@ -64,12 +68,12 @@ def _frozen(compiled: Any) -> torch.jit.ScriptModule:
 
 
 def _traced_or_scripted(
-    module: torch.nn.Module, example: Tensors, only_trace: bool, say: Say
+    module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSize], only_trace: bool, say: Say
 ) -> torch.jit.ScriptModule:
     if isinstance(module, torch.fx.GraphModule):
         _make_traceable(module)
     try:
-        frozen = _frozen(trace(module, example, say))
+        frozen = _frozen(trace(module, example, say, sizes))
         tell_unused(module, frozen, example, say)
         return frozen
     # Broad: the tracer runs the model's own code, and the compiler may take code that the tracer does not.
@@ -79,7 +83,7 @@ def _traced_or_scripted(
         refusal = error
     try:
         frozen = _frozen(torch.jit.script(module))
-        _refuse_other_answers(module, frozen, example)
+        _refuse_other_answers(module, frozen, example, sizes)
     # Broad: see above. The refusal of the trace has the advice.
     except Exception as error:
         raise _both(refusal, error) from refusal
@@ -170,14 +174,16 @@ _TORCH = Path(torch.__file__).parent  # its layers are made for tracing; `_refus
 _WAYS_OUT = "--script keeps branches and loops, and --format export refuses those it can't keep"
 
 
-def trace(module: torch.nn.Module, example: Tensors, say: Say) -> torch.jit.ScriptModule:
-    """Trace the module on the example, and check that the trace gives the same results for other values.
+def trace(
+    module: torch.nn.Module, example: Tensors, say: Say, sizes: Sequence[FreeSize] = ()
+) -> torch.jit.ScriptModule:
+    """Trace the module on the example, and check that the trace gives the same results for other inputs.
 
     Results without a TorchScript type (nested dicts, None) are returned as one flat dict, with the output
     names of a signature as keys.
 
     Raises:
-        ModelRefused: the trace gives other results than the module for other values of the inputs.
+        ModelRefused: the trace gives other results than the module for other values or sizes of the inputs.
         Exception: any error of torch's tracer.
     """
     with torch.no_grad():
@@ -186,7 +192,7 @@ def trace(module: torch.nn.Module, example: Tensors, say: Say) -> torch.jit.Scri
             made: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
                 module if is_plain else _Flat(module), _copies(example), strict=False, check_trace=False
             )
-    _refuse_other_answers(module, made, example)
+    _refuse_other_answers(module, made, example, sizes)
     if places:
         say(
             f"tracing fixed values that the model's code takes out of tensors, in {_places(len(places))} "
@@ -274,18 +280,54 @@ def _baked() -> Iterator[list[str]]:
             places.append(f"{what[:1].lower()}{what[1:]}, {warning.filename}:{warning.lineno}")
 
 
-def _refuse_other_answers(module: torch.nn.Module, made: torch.jit.ScriptModule, example: Tensors) -> None:
+def _refuse_other_answers(
+    module: torch.nn.Module, made: torch.jit.ScriptModule, example: Tensors, sizes: Sequence[FreeSize]
+) -> None:
     for variation in VARIATIONS:
         inputs = tuple(variation(tensor) for tensor in example)
         wanted = _answers(module, inputs)
-        if wanted is None or not _differ(wanted, _answers(made, inputs)):
-            continue  # the model rejects these values, or the results are the same
-        if _differ(wanted, _answers(module, inputs)):
-            return  # the model keeps state; `signature_of` reports that
-        raise ModelRefused(
-            "tracing kept the branches and loops that the example takes, and for other values of the inputs "
-            f"the model takes others; {_WAYS_OUT}"
-        )
+        if wanted is not None and _contradicts(module, inputs, wanted, _answers(made, inputs)):
+            raise ModelRefused(
+                "tracing kept the branches and loops that the example takes, and for other values of the "
+                f"inputs the model takes others; {_WAYS_OUT}"
+            )
+    if not sizes:
+        return
+
+    def work(tell: Say, say: Say) -> str:
+        for free in sizes:
+            found = free.sizes_to_try(example)
+            for size in found[:1] if free.is_batch(example) else found:  # large batches take long
+                if _fixes(module, made, examples_of_size(example, free, size), tell):
+                    raise ModelRefused(
+                        f"tracing fixed the size of {free.name}: the example has {free.size_in(example)}, "
+                        f"and when it is {size} the model answers differently; {_WAYS_OUT}"
+                    )
+        return ""
+
+    try:
+        isolated(work, silent)
+    except ModelEndedProcess:
+        return  # `signature_of` tries these sizes, too, and has the advice
+
+
+def _fixes(module: torch.nn.Module, made: Run, resized: Iterator[Tensors], tell: Say) -> bool:
+    """Return whether the trace differs on the first of the inputs, all of one size, that the module takes.
+
+    A trace that fails is left to `signature_of`, which finds the sizes that it takes.
+    """
+    for inputs in resized:
+        tell(shapes(inputs))
+        wanted = _answers(module, inputs)
+        if wanted is not None:
+            found = _answers(made, inputs)
+            return found is not None and _contradicts(module, inputs, wanted, found)
+    return False
+
+
+def _contradicts(module: torch.nn.Module, inputs: Tensors, wanted: Named, found: Named | None) -> bool:
+    """Return whether the results differ, and not since the model keeps state; `signature_of` reports that."""
+    return _differ(wanted, found) and not _differ(wanted, _answers(module, inputs))
 
 
 def _matters(module: torch.nn.Module, example: Tensors, index: int) -> bool:

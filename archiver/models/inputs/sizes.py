@@ -63,6 +63,11 @@ class FreeSize:
         ends = (-(-self.low // self.multiple) * self.multiple, most // self.multiple * self.multiple)
         return [size for size in dict.fromkeys(ends) if size != now]
 
+    def sizes_to_try(self, example: Tensors) -> list[int]:
+        """Return a size near to the example's, and those of `far_sizes`; the example's is left out."""
+        found = dict.fromkeys([self.other_size(example), *self.far_sizes(example)])
+        return [size for size in found if size != self.size_in(example)]
+
     @property
     def text(self) -> str:
         """The range as the option takes it: `2:512`, `64:`, `32*k`, `64:1024:32`."""

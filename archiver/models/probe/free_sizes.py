@@ -35,10 +35,7 @@ def varying_dimensions(trial: Trial, free: FreeSize, option: str, say: Say) -> P
             was found.
     """
     found: dict[tuple[int, int], None] = {}
-    sizes = dict.fromkeys([free.other_size(trial.example), *free.far_sizes(trial.example)])
-    for size in sizes:
-        if size == free.size_in(trial.example):
-            continue
+    for size in free.sizes_to_try(trial.example):
         try:
             found |= dict.fromkeys(_places(trial, free, size))
         except ModelRefused as reason:
@@ -71,24 +68,25 @@ def differing_dimensions(base: Named, other: Named, free: FreeSize, size: int) -
 
 def _places(trial: Trial, free: FreeSize, size: int) -> Places:
     refusal = None
-    for given in _contents(resized(trial.example, free, size), free.size_in(trial.example), size):
+    for given in examples_of_size(trial.example, free, size):
         try:
             other = trial.answers(given)
         except ModelRefused as reason:
             refusal = reason
         else:
             return differing_dimensions(trial.base, other, free, size)
-    assert refusal is not None  # `_contents` yields at least once
+    assert refusal is not None  # `examples_of_size` yields at least once
     raise refusal
 
 
-def _contents(given: Tensors, now: int, size: int) -> Iterator[Tensors]:
-    """Yield the inputs with integers that may be valid for the size, the likeliest first.
+def examples_of_size(example: Tensors, free: FreeSize, size: int) -> Iterator[Tensors]:
+    """Yield the example in another size, with integers that may be valid for it, the likeliest first.
 
     The example's integers may be indices below its own size, such as edges between nodes. In a compiled model
     an index beyond a smaller size can crash the process, so the first attempt clamps such indices to the
     size.
     """
+    given, now = resized(example, free, size), free.size_in(example)
 
     def counts(tensor: torch.Tensor) -> bool:
         whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)

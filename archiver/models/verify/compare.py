@@ -132,7 +132,7 @@ def refuse_other_sizes(
             raise DriftRefused(
                 f"the packed model is right for the example, and answers differently when {free.name} is "
                 f"{size}: drift {found.drift:.3g}, expected at most {max_drift:.3g}; take --format "
-                "torchscript, or fix the size"
+                "torchscript --script, which keeps loops over a size, or leave --dynamic out"
             )
 
 

@@ -247,6 +247,24 @@ def test_a_model_runs_a_few_times_before_it_is_verified(pack: Pack, tmp_path: Pa
     assert len((tmp_path / "runs").read_text()) <= 8
 
 
+@pytest.mark.parametrize("quantize", [None, "int8-dynamic"])
+def test_a_size_that_varies_is_right_in_torchscript(
+    pack: Pack, serve: Serve, tmp_path: Path, quantize: str | None
+) -> None:
+    (tmp_path / "mean.py").write_text(
+        "import torch\n\n\nclass Mean(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.one = torch.nn.Linear(4, 4)\n\n"
+        "    def forward(self, x):\n        return self.one(x).sum(1) / float(x.shape[1])\n"
+    )
+    torch.save(torch.rand(2, 6, 4), tmp_path / "x.pt")
+    given: dict[str, Any] = {"model_file": tmp_path / "mean.py", "example": tmp_path / "x.pt"}
+    given |= {"model_format": "torchscript", "dynamic_sizes": ("x:1=1:20",)}
+    given |= {"quantize": quantize, "accept_slower": True}
+    archive = pack(**given)
+    short, long = (serve(archive, [{"x": np.ones((1, n, 4), np.float32)}])[0] for n in (1, 20))
+    np.testing.assert_allclose(short, long, rtol=1e-4)
+
+
 def test_other_sizes_vary_together_when_told(pack: Pack, tmp_path: Path) -> None:
     (tmp_path / "masked.py").write_text(
         "import torch\n\n\nclass Masked(torch.nn.Module):\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torchere.archiver.models.convert.exported_program import to_program
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.inputs.run import run_on
-from torchere.archiver.models.inputs.sizes import batch_of
+from torchere.archiver.models.inputs.sizes import FreeSize, batch_of
 from torchere.archiver.signature import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -135,6 +136,46 @@ def test_the_source_is_compiled_where_tracing_fails_and_that_is_told(
     assert said[-1].startswith(
         "the source was compiled, as with --script, because tracing fails: tracing kept"
     )
+
+
+class Averaging(nn.Module):
+    """Divides by the root of a size, which a trace fixes; shapes do not show it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1) / math.sqrt(x.shape[1])
+
+
+class Recurrent(nn.Module):
+    """A loop over a size: its trace has as many steps as the example."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = torch.tanh(state + x[:, step])
+        return state
+
+
+@pytest.mark.parametrize("module", [Averaging(), Recurrent()])
+def test_the_source_is_compiled_where_tracing_fixes_a_size_that_varies(module: nn.Module) -> None:
+    said: list[str] = []
+    rows, sizes = (torch.rand(2, 6, 4),), [FreeSize("length", ((0, 1),), 6, 20)]
+    made = to_torchscript(module.eval(), rows, sizes=sizes, say=said.append)
+    for length in (6, 7, 20):
+        x = torch.rand(3, length, 4)
+        torch.testing.assert_close(made(x), module(x))
+    assert "tracing fixed the size of length: the example has 6, and when it is 8" in said[-1]
+    with pytest.raises(ModelRefused, match=r"fixed the size of length.*--script keeps"):
+        to_torchscript(module.eval(), rows, sizes=sizes, only_trace=True)
+
+
+def test_a_size_that_is_fixed_at_the_end_of_its_range_is_found() -> None:
+    def cropped(x: torch.Tensor) -> torch.Tensor:
+        return x[:, : min(x.shape[1], 10)].sum(1) if x.shape[1] > 10 else x.sum(1)
+
+    rows, sizes = (torch.rand(2, 6, 4),), [FreeSize("length", ((0, 1),), 2, 20)]
+    with pytest.raises(ModelRefused, match="fixed the size of length: the example has 6, and when it is 20"):
+        to_torchscript(Net(cropped).eval(), rows, sizes=sizes, only_trace=True)
+    to_torchscript(Net(lambda x: x.sum(1)).eval(), rows, sizes=sizes, only_trace=True)
 
 
 def test_a_model_that_the_tracer_raises_on_is_compiled_from_its_source() -> None:
