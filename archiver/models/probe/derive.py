@@ -229,8 +229,10 @@ def _varying(trial: Trial, free: FreeSize) -> _Places:
     now, size = free.size_in(trial.example), free.other_size(trial.example)
     other = trial.base if size == now else trial.answers(resized(trial.example, free, size))
     places = differing_dimensions(trial.base, other, free, size)
-    for (name, small), (_, large) in zip(trial.base, other, strict=True):
-        _check_row_count(name, small, large, now, size)
+    _check_row_count(other, size)
+    _check_row_count(trial.base, now)
+    if free.low <= 2 and free.multiple == 1 and 1 not in (now, size):  # 2 counts as 1, see `_limits`
+        _check_row_count(trial.answers(resized(trial.example, free, 1)), 1)
     refuse_mixing(trial, size)
     if size == now:  # a range of one size: no second size shows which dimension is the batch
         return [(index, 0) for index, (_, tensor) in enumerate(trial.base) if tensor.dim()]
@@ -243,11 +245,16 @@ def _varying_anywhere(trial: Trial, free: FreeSize, names: Sequence[str], say: S
     return varying_dimensions(trial, free, option, say)
 
 
-def _check_row_count(name: str, small: torch.Tensor, large: torch.Tensor, now: int, size: int) -> None:
-    if small.dim() == 0 or (small.shape[0], large.shape[0]) != (now, size):
-        raise ModelRefused(
-            f"the output {name!r} has the shape {tuple(large.shape)} for {size} rows; expected as many rows"
-        )
+def _check_row_count(results: Named, rows: int) -> None:
+    for name, tensor in results:
+        if not tensor.dim() or tensor.shape[0] != rows:
+            count, advice = f"{rows} rows", ""
+            if rows == 1:
+                count, advice = "one row", " (squeeze() removes this dimension, squeeze(-1) keeps it)"
+            raise ModelRefused(
+                f"the output {name!r} has the shape {tuple(tensor.shape)} for {count}; expected as many rows"
+                f"{advice}"
+            )
 
 
 def _spec(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> TensorSpec:

@@ -95,6 +95,22 @@ def test_a_recurrent_layer_is_batched_only_if_its_batch_is_first(
     assert is_batched(run(kind(4, 8, batch_first=True)), torch.randn(shape))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_model_that_drops_the_dimension_of_a_single_row_is_not_batched(rows: int, width: int) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return (x.sum(-1, keepdim=True) * torch.ones(1, 1, width)).squeeze()
+
+    said: list[str] = []
+    example = (torch.rand(rows, 1, 8),)
+    assert not signature_of(run, example, ["x"], [], probe_batch=True, say=said.append).batched
+    if rows > 1:
+        assert "for one row; expected as many rows (squeeze() removes this dimension" in said[-1]
+        with pytest.raises(ModelRefused, match="for one row; expected as many rows"):
+            signature_of(run, example, ["x"], [batch_of(example, (1, 8))], probe_batch=True)
+    assert is_batched(lambda x: run(x).reshape(len(x), width), *example)
+
+
 def test_numbers_with_one_dimension_are_varied_too() -> None:
     assert not is_batched(lambda x: x / x.max(), torch.rand(1) + 1)
     assert not is_batched(lambda n: n - n.sum(), torch.tensor([3]))
