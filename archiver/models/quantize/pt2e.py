@@ -45,11 +45,11 @@ def quantised_program(
         module: eager, in fp32; it is not modified.
         samples: arguments to measure the range of activations; only the first is used if `dynamic`.
         inputs: the signature of the inputs, whose free dimensions stay free.
-        dynamic: measure the range of activations at each call; linear layers only.
+        dynamic: measure the range of activations at each call.
         say: takes a line about progress now and then.
 
     Raises:
-        ModelRefused: torchao is not installed, or there is no sample.
+        ModelRefused: torchao is not installed, there is no sample, or no layer of the model becomes int8.
     """
     if not samples:
         raise ModelRefused(
@@ -71,8 +71,22 @@ def quantised_program(
             for sample in counted(given, len(given), "samples calibrated on", say):
                 prepared(*sample)
         converted: fx.GraphModule = pt2e.convert_pt2e(prepared)
+    if not _is_quantised(converted):
+        raise ModelRefused(_NO_LAYER.format("int8-dynamic" if dynamic else "int8-static"))
     _forget_unused(converted)
     return converted
+
+
+# torchao's quantiser for x86 finds one-dimensional convolutions only before an nn.ReLU.
+_NO_LAYER = (
+    "{} changes linear layers and two-dimensional convolutions in exported programs, and found none to "
+    "change in the model; take --format torchscript, where int8-static changes convolutions of one and three "
+    "dimensions, too, and int8-dynamic LSTM and GRU layers, or leave --quantize out"
+)
+
+
+def _is_quantised(graph: fx.GraphModule) -> bool:
+    return any(node.op == "call_function" and "dequantize" in str(node.target) for node in graph.graph.nodes)
 
 
 def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:

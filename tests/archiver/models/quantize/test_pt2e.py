@@ -103,6 +103,28 @@ def test_other_free_sizes_than_the_batch_stay_free() -> None:
         assert difference([((network(other),), (program.module()(other),))]).drift < 0.1
 
 
+class Signal(nn.Module):
+    """A layer that torchao's quantiser leaves in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(4, 8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu()
+
+
+@needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_a_model_of_which_no_layer_becomes_int8_is_refused(method: str) -> None:
+    example = (torch.rand(2, 4, 20),)
+    spec = (TensorSpec("x", "FP32", (-1, 4, 20)),)
+    model = LoadedModel(Signal().eval(), example, Signature(spec, spec), "eager", Path("net.py"))
+
+    with pytest.raises(ModelRefused, match=rf"^{method} changes linear layers.* found none .*torchscript"):
+        quantise(model, method, [example], target="export")
+
+
 @needs_torchao
 @pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
 def test_of_an_encoder_the_program_holds_int8_weights_and_no_fp32_ones(method: str) -> None:
