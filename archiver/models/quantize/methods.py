@@ -14,6 +14,7 @@ from torch import nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened, open_attention
+from torchere.archiver.models.fold.parametrizations import without_parametrizations
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.torchscript import load_script
@@ -110,13 +111,12 @@ def quantise(
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
     is_dynamic = method == "int8-dynamic"
     given = samples or ([model.example] if is_dynamic else [])
-    opened = open_attention(model.module, model.example).module
-    program = quantised_program(opened, given, model.signature.inputs, is_dynamic, say)
+    program = quantised_program(_plain(model).module, given, model.signature.inputs, is_dynamic, say)
     return Quantised(program, method, None, (), ("quantised by torchao PT2E for oneDNN",))
 
 
 def _weight_only(model: LoadedModel, method: str) -> Quantised:
-    made, note = weight_only(open_attention(model.module, model.example).module, _WEIGHTS[method])
+    made, note = weight_only(_plain(model).module, _WEIGHTS[method])
     with refusing(f"running the model with weights of {_WEIGHTS[method]} bits"):
         made(*(tensor.clone() for tensor in model.example))
     return Quantised(made, method, None, (), (note,))
@@ -206,7 +206,12 @@ def _check_weights(module: nn.Module, method: str) -> None:
 def _opened(model: LoadedModel, method: str) -> Opened:
     if method == "int8-trained":  # keeps the layers that it was trained with
         return Opened(model.module, 0)
-    return open_attention(model.module, model.example)
+    return _plain(model)
+
+
+def _plain(model: LoadedModel) -> Opened:
+    """Return the model with layers and weights that quantisers find."""
+    return open_attention(without_parametrizations(model.module), model.example)
 
 
 def _by_engine(maker: Maker, method: str) -> Quantised:

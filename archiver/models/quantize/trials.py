@@ -10,6 +10,7 @@ from torch import nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.files import Packed
+from torchere.archiver.models.fold.parametrizations import without_parametrizations
 from torchere.archiver.models.load.weight_only import large_layers
 from torchere.archiver.models.measure.cost import gain
 from torchere.archiver.models.quantize.methods import Quantised, processor_has_bf16
@@ -71,6 +72,7 @@ def methods_tried(module: nn.Module, method: str, target: str, samples: Sequence
     """Return the methods that `method` chooses from for this model; only `method` if it chooses from none."""
     if not METHODS[method].tries:
         return (method,)
+    module = without_parametrizations(module)
     layers = Counter(type(layer) for layer in module.modules())
     dynamic = sum(layers[kind] for kind in _DYNAMIC)
     convolutions = sum(layers[kind] for kind in _CONVOLUTIONS)
@@ -189,7 +191,7 @@ def _times(report: Report) -> str:
 
 def what_helps(module: nn.Module, method: str, target: str) -> str:
     """Return why a method gains nothing with this model, and another to try instead."""
-    found = Counter(type(layer) for layer in module.modules())
+    found = Counter(type(layer) for layer in without_parametrizations(module).modules())
     convolutions = sum(found[kind] for kind in _CONVOLUTIONS)
     in_fp32 = {kind.__name__: found[kind] for kind in _IN_FP32 if found[kind]}
     plain = f"--quantize {AUTO} tries the other methods and packs fp32 where none gains"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_qat_fx
+from torch.nn.utils.parametrizations import weight_norm
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import LoadedModel
@@ -61,7 +62,7 @@ class Recurrent(nn.Module):
         return scores
 
 
-def perceptron() -> nn.Module:
+def perceptron() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).eval()
 
@@ -114,6 +115,20 @@ def test_static_int8_agrees_with_fp32_and_names_its_engine_and_what_it_folded() 
     assert "1 batch normalisations" in made.notes[0]
     assert "2 ReLU6" in made.notes[0]
     assert made.notes[1].startswith("engines: ")
+
+
+@needs_engine
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_layers_with_normalised_weights_become_int8(method: str) -> None:
+    network = perceptron()
+    network[0], network[2] = weight_norm(network[0]), weight_norm(network[2])
+    samples: list[Tensors] = [(torch.randn(4, 64),) for _ in range(4)]
+
+    made = quantise(loaded(network, samples[0][0]), method, samples)
+
+    assert "2 layers" in made.notes[0]
+    assert "aten::linear" not in str(made.module.inlined_graph)
+    assert drift(network, made.module, samples) < 0.1
 
 
 @needs_engine

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from torchere.archiver.models.convert.files import Packed
 from torchere.archiver.models.measure import cost
@@ -24,6 +25,7 @@ from torchere.serving.commands.cli import main
 
 MODEL = """
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 
 class Net(nn.Sequential):
@@ -95,10 +97,11 @@ def test_the_table_shows_each_candidate_with_its_time_drift_and_verdict() -> Non
     [
         (nn.Sequential(nn.Linear(4, 4)), ("int8-static", "int8-dynamic")),
         (nn.Sequential(*[nn.Conv1d(4, 4, 1) for _ in range(9)], nn.Linear(4, 4)), ("int8-static",)),
+        (nn.Sequential(weight_norm(nn.Linear(4, 4))), ("int8-static", "int8-dynamic")),
         (nn.Sequential(nn.ReLU()), ()),
         (nn.LSTM(4, 4), ("int8-static", "int8-dynamic")),
     ],
-    ids=["linear", "one linear layer behind convolutions", "no weights", "recurrent"],
+    ids=["linear", "one linear layer behind convolutions", "weight normalisation", "no weights", "recurrent"],
 )
 def test_auto_tries_what_suits_the_layers(
     module: nn.Module, tried: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
