@@ -96,6 +96,8 @@ def refusing(name: str, advice: str = "") -> Iterator[None]:
         cause = lines[-1] if "in the TorchScript interpreter" in lines[0] else lines[0]
         if cause.startswith("Constraints violated"):  # torch.export gives the cause in the next line
             cause = ": ".join([cause.partition("!")[0], *(line.lstrip("- ") for line in lines[1:2])])
+        elif cause.endswith(":"):
+            cause = " ".join([cause, *lines[1:2]]).removesuffix(":")
         kind = f"{type(error).__name__}: "  # TorchScript's own text has it already
         told = f"{name} failed: {kind}{cause.removeprefix(kind)[:300]}"
         raise ModelRefused(f"{told}; {advice}" if advice else told) from error

@@ -24,6 +24,7 @@ from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.huggingface import files_to_serve
 from torchere.archiver.models.load.module import file_to_serve, take_along
 from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source, aoti_metadata
+from torchere.archiver.models.load.torchscript import save_script
 from torchere.archiver.models.load.weight_only import INT4_FOR_A_PROCESSOR, has_4_bits, torchao_kinds
 from torchere.archiver.models.probe.derive import signature_of
 from torchere.archiver.models.probe.id_ranges import with_id_ranges
@@ -95,7 +96,7 @@ def write_model(
             frozen = to_torchscript(
                 module, example, sizes=sizes, script=options.script, only_trace=options.trace, say=say
             )
-            frozen.save(str(target))
+            save_script(frozen, str(target))
         write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
         return Packed(target, frozen, beside)
     with step(say, "exporting", _NOT_EXPORTED):

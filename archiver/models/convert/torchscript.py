@@ -103,7 +103,7 @@ def _both(traced: Exception, scripted: Exception) -> ModelRefused:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    return lines[0][:300].removesuffix(":") if lines else type(error).__name__
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import functools
 import io
 import logging
 import os
+import re
 import sys
 import threading
 import zipfile
@@ -24,6 +25,7 @@ import torch
 from torch.jit._script import wrap_cpp_module
 
 from torchere.archiver.container.zip import DAMAGED, Malformed, read_local
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.scan.torchscript import check_script
 
 logger = logging.getLogger(__name__)
@@ -110,8 +112,29 @@ def _check(source: str | io.BytesIO) -> None:
 def saved(module: torch.jit.ScriptModule) -> bytes:
     """Return the bytes of the file that goes into an archive."""
     buffer = io.BytesIO()
-    torch.jit.save(module, buffer)
+    save_script(module, buffer)
     return buffer.getvalue()
+
+
+def save_script(module: torch.jit.ScriptModule, file: str | BinaryIO) -> None:
+    """Write TorchScript to a path or a stream.
+
+    Raises:
+        ModelRefused: it calls a Python function, such as one of a `torch.autograd.Function`.
+    """
+    try:
+        torch.jit.save(module, file)
+    except RuntimeError as error:
+        call = _PYTHON_CALL.search(str(error))
+        if call is None:
+            raise
+        raise ModelRefused(
+            f"the model calls {call[1]}, a torch.autograd.Function or another function of Python, which "
+            "TorchScript can't save; take --format export or aoti, or write it with operations of torch"
+        ) from error
+
+
+_PYTHON_CALL = re.compile(r"Could not export Python function call '?\^?([^'.\s]+)")
 
 
 # Mapping: the weights of the module are the pages of its file.

@@ -39,6 +39,15 @@ def test_of_other_failures_the_first_line_counts() -> None:
         raise ValueError("\n one\ntwo")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("the cause:\none\ntwo", "the cause: one; advice"), ("the cause:", "the cause; advice")],
+)
+def test_a_first_line_that_announces_the_next_brings_it_along(text: str, told: str) -> None:
+    with pytest.raises(ModelRefused, match=f"ValueError: {told}$"), refusing("running", "advice"):
+        raise ValueError(text)
+
+
 def test_of_sizes_that_an_export_has_fixed_it_is_said_which() -> None:
     class Flat(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

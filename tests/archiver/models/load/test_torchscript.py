@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.torchscript import (
     has_convolutions,
     has_linear_layers,
@@ -308,6 +309,24 @@ def test_code_that_writes_files_is_loaded_only_unchecked(tmp_path: Path, as_byte
                 load_script(source, check=check)
         else:
             assert load_script(source, check=check).original_name == "Writer"
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+class Squaring(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        squared: torch.Tensor = Square.apply(x)
+        return squared
+
+
+def test_a_function_of_python_that_no_file_can_hold_is_named_with_a_way_out() -> None:
+    traced = torch.jit.trace(Squaring().eval(), torch.rand(2))
+    with pytest.raises(ModelRefused, match=r"^the model calls Square, .*; take --format export or aoti, or "):
+        saved(traced)
 
 
 @pytest.mark.parametrize("shape", [(0, 15), (2, 15), (0,)])
