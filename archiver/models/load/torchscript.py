@@ -137,6 +137,15 @@ def save_script(module: torch.jit.ScriptModule, file: str | BinaryIO) -> None:
 _PYTHON_CALL = re.compile(r"Could not export Python function call '?\^?([^'.\s]+)")
 
 
+def refuse_fixed_layers(module: torch.nn.Module) -> None:
+    """Raise ModelRefused if the model is TorchScript, before its layers are replaced."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelRefused(
+            "the model is TorchScript, whose layers can't be changed any more; "
+            "quantise the eager model that it was made from (torchere archive --model-file or --factory)"
+        )
+
+
 # Mapping: the weights of the module are the pages of its file.
 #
 # `torch.jit.load` copies every weight to the heap with the GIL held: a third of a second for 400 MB, once

@@ -22,6 +22,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 
 GROUP = 32  # weights of a row that share a scale and a zero in 4 bits; 5 bits for each weight with these
 _OUTPUTS_OF_4_BITS = 16  # torch's kernel takes multiples of this
@@ -175,11 +176,7 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
         ModelRefused: there is no such layer, or the model is TorchScript.
     """
     name = f"int{bits}-weight"
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ModelRefused(
-            "the model is TorchScript, whose layers can't be changed any more; "
-            "quantise the eager model that it was made from (torchere archive --model-file or --factory)"
-        )
+    refuse_fixed_layers(module)
     made = copy.deepcopy(module).eval()
     found = large_layers(made)
     if not found:

@@ -29,6 +29,7 @@ from torch.ao.quantization import (
 from torch.ao.quantization.quantize_fx import convert_fx
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 
 _RECURRENT = (nn.LSTM, nn.GRU)
 # torch's int8 embedding bag supports only sums over all entries and treats every other mode as a sum. It
@@ -61,11 +62,7 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
     Raises:
         ModelRefused: there is no such layer, or the model is TorchScript.
     """
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ModelRefused(
-            "the model is TorchScript, whose layers can't be changed any more; "
-            "quantise the eager model that it was made from (torchere archive --model-file or --factory)"
-        )
+    refuse_fixed_layers(module)
     plan = {name: _configuration(layer) for name, layer in module.named_modules() if name not in kept}
     plan = {name: configuration for name, configuration in plan.items() if configuration is not None}
     if not plan:

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import by_parameter, exportable
 from torchere.archiver.models.fold.convolutions import NotTraceable, fold
+from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 from torchere.archiver.models.load.weight_only import quiet_torchao
 from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.signature import ANY, TensorSpec
@@ -49,8 +50,10 @@ def quantised_program(
         say: takes a line about progress now and then.
 
     Raises:
-        ModelRefused: torchao is not installed, there is no sample, or no layer of the model becomes int8.
+        ModelRefused: torchao is not installed, there is no sample, the model is TorchScript, or none of its
+            layers becomes int8.
     """
+    refuse_fixed_layers(module)
     if not samples:
         raise ModelRefused(
             "int8 needs samples to see how large activations are, and there are none; give some that are "

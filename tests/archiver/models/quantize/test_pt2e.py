@@ -103,6 +103,14 @@ def test_other_free_sizes_than_the_batch_stay_free() -> None:
         assert difference([((network(other),), (program.module()(other),))]).drift < 0.1
 
 
+@needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_torchscript_is_refused_as_by_other_methods(model: LoadedModel, method: str) -> None:
+    script = replace(model, module=torch.jit.script(model.module))
+    with pytest.raises(ModelRefused, match=r"^the model is TorchScript, whose layers .* eager model"):
+        quantise(script, method, [model.example], target="export")
+
+
 class Signal(nn.Module):
     """A layer that torchao's quantiser leaves in fp32."""
 
