@@ -20,12 +20,13 @@ from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.serving.access.fixed_keys import read_clients
 from torchere.serving.access.tls import TlsFiles, read_pair
 from torchere.serving.config.resolve import Configuration, Finding, Level
-from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.config.server_settings import Address, RendezvousSettings, ServerSettings
 from torchere.serving.errors import ServingError
 from torchere.serving.store.signing import TrustedKeys
 from torchere.serving.store.url_rules import is_remote
 from torchere.serving.telemetry.declared import read_metrics_config
-from torchere.serving.workers.sandbox import sandbox_of
+from torchere.serving.workers.rendezvous import secret_of
+from torchere.serving.workers.sandbox import check_readable, sandbox_of
 
 _Problem = tuple[str, Level, str]  # key, level, and text
 
@@ -52,12 +53,16 @@ def _problems(settings: ServerSettings) -> Iterator[_Problem]:
     yield from _files(settings)
     yield from _models(settings)
     yield from _handler(settings)
+    yield from _preloaded(settings)
+    yield from _rendezvous(settings.rendezvous)
     script = settings.system_metrics_command.split()[:1]
     if script and not Path(script[0]).is_file():
         yield "system_metrics_cmd", "warning", _absent(Path(script[0]), "the host is not sampled")
     try:
-        sandbox_of(settings)
-    except ServingError as err:
+        sandbox = sandbox_of(settings)
+        if sandbox is not None:
+            check_readable(sandbox)
+    except (ServingError, PermissionError) as err:
         yield ("worker_user" if settings.sandbox.user else "worker_sandbox"), "error", _said(err)
 
 
@@ -152,8 +157,32 @@ def _handler(settings: ServerSettings) -> Iterator[_Problem]:
     if top == module or module.endswith(".py") or module in BUILT_IN_HANDLERS or top == "ts":
         return
     if importlib.util.find_spec(top) is None:
-        where = f"installed beside {sys.executable}"
-        yield key, "error", f"the package {top} is not {where}, so archives without a handler do not load"
+        yield key, "error", f"{_not_installed(top)}, so archives without a handler do not load"
+
+
+def _preloaded(settings: ServerSettings) -> Iterator[_Problem]:
+    """Yield the first of `preload_modules` whose package is missing; nothing is imported."""
+    for name in settings.preload_modules:
+        top = name.partition(".")[0]
+        if top not in sys.modules and importlib.util.find_spec(top) is None:
+            yield "preload_modules", "error", f"{_not_installed(top)}, so workers do not share {name}"
+            return
+
+
+def _rendezvous(rendezvous: RendezvousSettings) -> Iterator[_Problem]:
+    file = rendezvous.secret_file
+    if file is not None and not file.is_file():
+        otherwise = "models over several machines do not load"
+        yield "rendezvous_secret_file", _level(file), _absent(file, otherwise)
+        return
+    try:
+        secret_of(rendezvous, needed=not Address(rendezvous.host).is_local)
+    except ServingError as err:
+        yield "rendezvous_secret_file" if file else "rendezvous_address", "error", _said(err)
+
+
+def _not_installed(package: str) -> str:
+    return f"the package {package} is not installed beside {sys.executable}"
 
 
 def _level(path: Path) -> Level:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
 from torchere.serving.config.keys import KEYS, METRICS_API, NO_KEYSTORES, Key
 from torchere.serving.config.kinds import BOOLEAN, INVERTED_BOOLEAN, PATH, PATHS, near
 from torchere.serving.config.properties import ConfigurationError, Entry, substitute
-from torchere.serving.config.server_settings import ServerSettings, SnapshotModel, SnapshotWorkflow
+from torchere.serving.config.server_settings import Address, ServerSettings, SnapshotModel, SnapshotWorkflow
 
 Level = Literal["effect", "warning", "error"]
 COMMAND_LINE = "command line"
@@ -128,6 +129,7 @@ def configure(
     outcome.findings += _contradictions(outcome.values, beside)
     settings = _build(outcome.values, beside)
     outcome.findings += [*_open_management(settings), *_shut_out(settings), *_plain_grpc(settings)]
+    outcome.findings += _equal_addresses(settings)
     findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
 
@@ -319,6 +321,33 @@ def _plain_grpc(settings: ServerSettings) -> Iterator[Finding]:
     if plain and not settings.grpc_tls_enabled and any(address.tls for address in rest):
         message = f"REST has TLS, and gRPC on {' and '.join(plain)} is plain text; set enable_grpc_ssl=true"
         yield Finding("warning", "configuration", "enable_grpc_ssl", "false", message)
+
+
+def _equal_addresses(settings: ServerSettings) -> Iterator[Finding]:
+    """Yield errors for two listeners at one place; only equal REST addresses share a listener."""
+    addresses = {
+        "inference_address": settings.inference_address,
+        "management_address": settings.management_address,
+        "metrics_address": settings.metrics_address,
+        "grpc_inference_port": settings.grpc_inference_address,
+        "grpc_management_port": settings.grpc_management_address,
+    }
+    for (first, one), (name, other) in combinations(addresses.items(), 2):
+        if one is None or other is None or (one == other and not name.startswith("grpc_")):
+            continue
+        if _overlap(one, other):
+            place = one.authority if one.unix_path is None else str(one)
+            message = f"{first} listens on {place} already; set another address or port"
+            yield Finding("error", "configuration", name, other.authority, message)
+
+
+def _overlap(one: Address, other: Address) -> bool:
+    """Return whether a listener at one address keeps a second one from the other; names are not looked up."""
+    if one.unix_path is not None or other.unix_path is not None:
+        return one.unix_path == other.unix_path
+    hosts = {"127.0.0.1" if each.host.lower() == "localhost" else each.host.lower() for each in (one, other)}
+    is_wild = "::" in hosts or ("0.0.0.0" in hosts and not any(":" in host for host in hosts))
+    return one.port == other.port != 0 and (len(hosts) == 1 or is_wild)
 
 
 def _open_management(settings: ServerSettings) -> Iterator[Finding]:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -242,6 +244,9 @@ def _secrets_in_view(server: ServerSettings, sandbox: Sandbox) -> Iterator[str]:
 CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 
 
+_FIRST_UNREADABLE = "import os, sys; print(next((p for p in sys.argv[1:] if not os.access(p, os.R_OK)), ''))"
+
+
 def enter(sandbox: Sandbox) -> None:
     """Confine the calling process for good; in a shared process, the calling thread where it can be alone.
 
@@ -301,9 +306,30 @@ def _become(sandbox: Sandbox, user: int) -> None:
     die_with_parent()  # the kernel has forgotten it with the change of the user
     for path in needed:
         if not os.access(path, os.R_OK):
-            raise PermissionError(
-                f"worker_user {user} can't read {path}; check the modes of it and its parents"
-            )
+            raise PermissionError(_unreadable(user, path))
+
+
+def _unreadable(user: int, path: str) -> str:
+    return f"worker_user {user} can't read {path}; check the modes of it and its parents"
+
+
+def check_readable(sandbox: Sandbox) -> None:
+    """Start this Python as the worker's user, and let it look at what workers read.
+
+    Raises:
+        PermissionError: the user can't read all of it.
+    """
+    user, paths = sandbox.user, [path for path in sandbox.readable if os.path.exists(path)]
+    if user is None:
+        return
+    command = [sys.executable, "-Sc", _FIRST_UNREADABLE, *paths]
+    ids: dict[str, Any] = {"user": user, "group": sandbox.group, "extra_groups": ()}
+    try:
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False, **ids)
+    except PermissionError:
+        raise PermissionError(_unreadable(user, sys.executable)) from None
+    if path := done.stdout.strip() or (paths[0] if done.returncode else ""):
+        raise PermissionError(_unreadable(user, path))
 
 
 def _open_to_group(folder: Path, group: int) -> None:

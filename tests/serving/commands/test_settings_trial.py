@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ USELESS = {
     "token_keys_file": ("broken.json", "error", "The file of token_keys_file can't be used."),
     "default_service_handler": ("no_package.handler:handle", "error", "no_package is not installed beside"),
     "system_metrics_cmd": ("no.py --gpu 0", "warning", "the host is not sampled"),
+    "preload_modules": ("json, no_package.part", "error", "no_package is not installed beside"),
+    "rendezvous_address": ("0.0.0.0", "error", "Set rendezvous_secret_file to a file with the same random"),
+    "rendezvous_secret_file": ("short", "error", "rendezvous_secret_file short holds 5 bytes, expected at"),
+    "grpc_inference_port": ("8080", "error", "inference_address listens on 127.0.0.1:8080 already"),
     "worker_user": ("no-such-user", "error", "'no-such-user' is none"),
 }
 
@@ -26,6 +31,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "broken.json").chmod(0o600)
+    (tmp_path / "short").write_text("short")
     (tmp_path / "broken.pem").write_text("no certificate")
     (tmp_path / "store" / "junk.mar").write_text("junk")
     monkeypatch.chdir(tmp_path)
@@ -56,6 +62,18 @@ def test_a_certificate_that_can_not_be_used_is_an_error(capsys: pytest.CaptureFi
     assert status == 1
     assert report.count("there is no none.pem on this machine") == 2
     assert "warning: there is no /none/ca.pem" in report
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change to another user")
+def test_a_user_that_can_not_read_what_workers_read_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hidden").mkdir(mode=0o700)
+    user = f"worker_user=nobody\nworker_read_paths={tmp_path / 'hidden'}\n"
+    status, report = checked(user, capsys)
+    assert status == 1
+    assert "error: worker_user " in report
+    assert "; check the modes of it and its parents" in report
 
 
 def test_of_the_models_to_load_those_are_named_that_are_missing_or_broken(

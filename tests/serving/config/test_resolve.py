@@ -287,6 +287,30 @@ def test_certificates_and_the_role_of_metrics_need_a_file_that_gives_roles(text:
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "grpc_inference_port=8080",
+            "grpc_inference_port: inference_address listens on 127.0.0.1:8080 already",
+        ),
+        ("grpc_inference_port=7071", "grpc_management_port: grpc_inference_port listens on 127.0.0.1:7071"),
+        ("inference_address=http://0.0.0.0:8081", "management_address: inference_address listens on 0.0.0.0"),
+        ("metrics_address=http://[::]:7070", "grpc_inference_port: metrics_address listens on [::]:7070"),
+        ("inference_address=http://localhost:8081", "management_address: inference_address listens on local"),
+        ("inference_address=unix:/run/s\nmetrics_address=unix:/run/s\ngrpc_inference_port=8082", ""),
+        ("inference_address=http://0.0.0.0:8081\nmanagement_address=http://[::1]:8081", ""),
+        ("inference_address=http://127.0.0.1:8081", ""),
+        ("inference_address=http://127.0.0.1:0\ngrpc_inference_port=0", ""),
+    ],
+)
+def test_of_two_listeners_at_one_place_both_are_named(text: str, message: str) -> None:
+    if message:
+        assert message in error(text)
+    else:
+        settings(text)
+
+
+@pytest.mark.parametrize(
     ("text", "address"),
     [
         ("management_address=http://0.0.0.0:8081", "0.0.0.0:8081"),
