@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 from promql import Family, NotUnderstood, Reader, Value
 
-from torchere.serving.frontend.dataplane import CONDITIONS
+from torchere.serving.registry.version import CONDITIONS
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.distributions import SECONDS_BUCKETS
 from torchere.serving.telemetry.numbers import SIZE_BUCKETS
