@@ -29,7 +29,7 @@ from torchere.serving.access.reload import Reloadable, watch
 from torchere.serving.access.tls import Certificates, certificates_of
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ServingError
-from torchere.serving.frontend.connection_limit import open_file_limit, refuse_few_files
+from torchere.serving.frontend.connection_limit import MIN_FILES, open_file_limit
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
@@ -92,7 +92,7 @@ class Server:
                 network, or too few files may be open; all opened ports are closed.
         """
         settings = self._settings
-        refuse_few_files(open_file_limit())
+        _refuse_few_files(open_file_limit())
         _refuse_open_management(settings)
         announce_sandbox(settings)
         await self._ports.refuse_if_taken()
@@ -363,6 +363,15 @@ def _refuse_open_management(settings: ServerSettings) -> None:
                 f"every client that reaches {address.authority} may change models, and so run code: "
                 "authorize clients, or set insecure_management",
             )
+
+
+def _refuse_few_files(files: int) -> None:
+    """Raise ServingError where idle connections could take the descriptors of probes and management."""
+    if files < MIN_FILES:
+        raise ServingError(
+            f"At most {files} files may be open, and the server needs {MIN_FILES} at least.",
+            "Raise the hard limit of open files (ulimit -Hn).",
+        )
 
 
 def _metrics_config(settings: ServerSettings) -> MetricsConfig:

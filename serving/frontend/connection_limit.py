@@ -12,7 +12,6 @@ from heapq import nsmallest
 from itertools import chain
 from typing import NamedTuple, Protocol, TypeVar
 
-from torchere.serving.errors import ServingError
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
 
 RESERVE_SHARE = 4  # 1/RESERVE_SHARE of the descriptors are for workers, archives and logs
@@ -76,19 +75,6 @@ def connection_limits(files: int, wanted: int = 0) -> ConnectionLimits:
 def listening_descriptors(files: int) -> int:
     """Return how many descriptors the loop watches the socket of a REST listener through. Pure."""
     return max(1, min(ACCEPTED_A_TURN, files // LISTENING_SHARE))
-
-
-def refuse_few_files(files: int) -> None:
-    """Check that the process may open enough files for every listener to have `MIN_CONNECTIONS`.
-
-    Raises:
-        ServingError: it may not. Clients with idle connections could lock out probes and management.
-    """
-    if files < MIN_FILES:
-        raise ServingError(
-            f"At most {files} files may be open, and the server needs {MIN_FILES} at least.",
-            "Raise the hard limit of open files (ulimit -Hn).",
-        )
 
 
 def open_file_limit() -> int:

@@ -191,6 +191,6 @@ def test_a_server_takes_all_the_open_files_it_may_have() -> None:
 def test_a_start_with_too_few_open_files_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ports, "open_file_limit", lambda: 64)
+    monkeypatch.setattr(ports, "open_file_limit", lambda: 139)
     assert asyncio.run(run(settings_of(tmp_path))) == 1
-    assert "At most 64 files may be open, and the server needs 140 at least." in caplog.text
+    assert "At most 139 files may be open, and the server needs 140 at least." in caplog.text

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from torchere.serving.errors import ServingError
 from torchere.serving.frontend import connection_limit as module
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
 from torchere.serving.frontend.connection_limit import ConnectionLimit, connection_limits
@@ -24,12 +23,6 @@ def test_all_listeners_together_leave_descriptors_to_workers_and_files(files):
 @pytest.mark.parametrize(("files", "descriptors"), [(16, 1), (150, 4), (1024, 32), (2**20, 32)])
 def test_a_listening_socket_takes_few_descriptors_where_there_are_few(files, descriptors):
     assert module.listening_descriptors(files) == descriptors
-
-
-def test_too_few_descriptors_are_refused_with_the_number_that_is_needed():
-    module.refuse_few_files(module.MIN_FILES)
-    with pytest.raises(ServingError, match="At most 139 files may be open, and the server needs 140"):
-        module.refuse_few_files(module.MIN_FILES - 1)
 
 
 def test_a_configured_limit_counts_as_far_as_descriptors_allow():
