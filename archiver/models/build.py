@@ -30,6 +30,7 @@ from torchere.archiver.models.convert.ranks import with_ranks
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import NotTraceable
 from torchere.archiver.models.fold.paddings import folded_paddings
+from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.examples import files_of, inputs_of, read_samples, spread
 from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of, with_other_sizes
@@ -323,7 +324,8 @@ class _Compilation:
             )
         if self.options.verify and target != TORCHSCRIPT:  # a trace is compared when it is made
             limit = max_drift_of(None if method == FP32 else method)
-            refuse_other_sizes(job.model.module, packed.run, job.model.example, job.sizes, limit)
+            with unchanged_buffers(job.model.module):
+                refuse_other_sizes(job.model.module, packed.run, job.model.example, job.sizes, limit)
         load = self._load(packed, job, signature, quantised, target)
         return Trial(method, packed, load, signature, quantised)
 
@@ -361,7 +363,7 @@ class _Compilation:
             only_trace=self.options.trace,
             say=told,
         )
-        with step(self.say, f"quantising ({method})", _NOT_QUANTISED):
+        with step(self.say, f"quantising ({method})", _NOT_QUANTISED), unchanged_buffers(job.model.module):
             made = quantise(
                 job.model,
                 method,
@@ -424,7 +426,7 @@ class _Compilation:
         """Return the trial with its report: outputs against the original's, times against fp32's."""
         limit = self.options.max_drift
         source = job.model.source if job.model.source.is_file() else None
-        with step(self.say, f"verifying ({trial.method})"):
+        with step(self.say, f"verifying ({trial.method})"), unchanged_buffers(job.model.module):
             report = verify(
                 job.model.module,
                 _as_served(trial),

@@ -13,6 +13,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Encoder
+from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded, shapes
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
 from torchere.archiver.models.load.module import traceable_lengths
@@ -74,7 +75,8 @@ def _traced_or_scripted(
         _make_traceable(module)
     try:
         frozen = _frozen(trace(module, example, say, sizes))
-        tell_unused(module, frozen, example, say)
+        with unchanged_buffers(module):  # those of the trace, too
+            tell_unused(module, frozen, example, say)
         return frozen
     # Broad: the tracer runs the model's own code, and the compiler may take code that the tracer does not.
     except Exception as error:
@@ -82,8 +84,10 @@ def _traced_or_scripted(
             raise
         refusal = error
     try:
-        frozen = _frozen(torch.jit.script(module))
-        _refuse_other_answers(module, frozen, example, sizes)
+        scripted = torch.jit.script(module)
+        with unchanged_buffers(module), unchanged_buffers(scripted):
+            _refuse_other_answers(module, scripted, example, sizes)
+        frozen = _frozen(scripted)
     # Broad: see above. The refusal of the trace has the advice.
     except Exception as error:
         raise _both(refusal, error) from refusal
@@ -187,12 +191,19 @@ def trace(
         Exception: any error of torch's tracer.
     """
     with torch.no_grad():
-        is_plain = _is_plain(module(*_copies(example)))
-        with _plain_encoders(module), traceable_lengths(module), _baked() as places:
+        with unchanged_buffers(module):
+            is_plain = _is_plain(module(*_copies(example)))
+        with (
+            unchanged_buffers(module),
+            _plain_encoders(module),
+            traceable_lengths(module),
+            _baked() as places,
+        ):
             made: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
                 module if is_plain else _Flat(module), _copies(example), strict=False, check_trace=False
             )
-    _refuse_other_answers(module, made, example, sizes)
+    with unchanged_buffers(module):  # those of the trace, too
+        _refuse_other_answers(module, made, example, sizes)
     if places:
         say(
             f"tracing fixed values that the model's code takes out of tensors, in {_places(len(places))} "
