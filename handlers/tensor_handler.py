@@ -18,6 +18,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading import onnx
 from torchere.handlers.loading.devices import CPU, to_device, without_gradients
+from torchere.handlers.loading.torchscript import changes_itself
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import refusal
 from torchere.handlers.tensors import DATATYPES, TensorError, torch_dtype
@@ -104,8 +105,12 @@ class TensorHandler(BaseHandler):
         """Return one row of zeros, or of ones if the model rejects zeros (as for lengths and masks).
 
         None if a shape is not fixed, if an integer input is on a GPU (an index out of range would cost the
-        process the GPU), or if the model rejects both rows: that does not show that the model is faulty.
+        process the GPU), if the model is TorchScript that changes itself, or if it rejects both rows: that
+        does not show that the model is faulty.
         """
+        if isinstance(self.model, torch.jit.ScriptModule) and changes_itself(self.model):
+            logger.info("not warmed up, as the model may keep state, which the warm-up would change")
+            return None
         shapes = [spec.shape[1:] if spec.batched else spec.shape for spec in self.signature.inputs]
         whole_numbers = any(spec.datatype.startswith(("INT", "UINT")) for spec in self.signature.inputs)
         # On a GPU an index out of range is more than an exception: the process can't use the GPU any more.

@@ -58,6 +58,19 @@ class Reusing(torch.nn.Module):
         return answer.copy_(x * 2)
 
 
+class Counting(torch.nn.Module):
+    """Keeps the number of its runs in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x + self.count
+
+
 class Conjugate(torch.nn.Module):
     """Gives a view that is negative."""
 
@@ -398,6 +411,16 @@ def test_a_model_that_refuses_made_up_rows_is_served_all_the_same(
     assert line.startswith("not warmed up, as the model takes neither zeros nor ones: ")
     assert "a length is too small" in line
     assert asked.body([2, 2, 3]) == [4, 4, 6]
+
+
+def test_the_first_request_meets_the_state_of_the_archive(
+    make_handler: Callable[..., Asked], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    asked = make_handler(Counting(), ONE)
+    assert asked.handler.warmup_data() is None
+    assert any(line.startswith("not warmed up, as the model may keep state") for line in caplog.messages)
+    assert [asked.body([1, 2, 3]) for _ in range(2)] == [[2, 3, 4], [3, 4, 5]]
 
 
 def test_describe_tells_the_signature(make_handler: Callable[..., Asked]) -> None:
