@@ -174,7 +174,8 @@ def _takes_sizes(node: torch.fx.Node) -> bool:
 
 
 _BAKED = "We can't record the data flow of Python values"  # torch's warning for a value read from a tensor
-_TORCH = Path(torch.__file__).parent  # its layers are made for tracing; `_refuse_other_answers` finds errors
+# Layers of torch and of the archiver are made for tracing; `_refuse_other_answers` finds errors.
+_MADE_FOR_IT = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _WAYS_OUT = "--script keeps branches and loops, and --format export refuses those it can't keep"
 
 
@@ -286,9 +287,13 @@ def _baked() -> Iterator[list[str]]:
         warnings.simplefilter("always", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         yield places
     for warning in caught:
-        if _BAKED in str(warning.message) and not Path(warning.filename).is_relative_to(_TORCH):
+        if _BAKED in str(warning.message) and not _is_made_for_it(Path(warning.filename)):
             what = str(warning.message).partition(" might cause")[0]
             places.append(f"{what[:1].lower()}{what[1:]}, {warning.filename}:{warning.lineno}")
+
+
+def _is_made_for_it(file: Path) -> bool:
+    return any(file.is_relative_to(folder) for folder in _MADE_FOR_IT)
 
 
 def _refuse_other_answers(

@@ -15,6 +15,7 @@ from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import to_program
 from torchere.archiver.models.convert.torchscript import to_torchscript
+from torchere.archiver.models.fold.attention import open_attention
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.inputs.run import run_on
 from torchere.archiver.models.inputs.sizes import FreeSize, batch_of
@@ -88,6 +89,26 @@ def test_nothing_is_told_of_what_torchs_own_layers_check() -> None:
     said: list[str] = []
     layer = nn.LSTM(4, 8, batch_first=True).eval()
     to_torchscript(layer, (torch.rand(2, 3, 4),), say=said.append)
+    assert said == []
+
+
+class Attending(nn.Module):
+    """Returns the weights of its attention, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attention(x, x, x)
+
+
+def test_nothing_is_told_of_what_opened_attention_reads() -> None:
+    said: list[str] = []
+    example = (torch.rand(2, 3, 8),)
+    opened = open_attention(Attending().eval(), example)
+    assert opened.attentions == 1
+    to_torchscript(opened.module, example, say=said.append)
     assert said == []
 
 
