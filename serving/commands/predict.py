@@ -48,7 +48,7 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         f"default: {REST_ADDRESS}, with --grpc {GRPC_ADDRESS}; https://host:port for TLS, with either",
     )
-    given = add_body_arguments(parser, required=True)
+    given = add_body_arguments(parser, required=True, by_inputs="; with --v2, arrays by input name")
     given.add_argument(
         "--npy", action="append", metavar="[NAME=]FILE", help="a NumPy array; with --v2 once for each input"
     )

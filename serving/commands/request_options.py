@@ -48,11 +48,14 @@ def add_server_arguments(parser: argparse.ArgumentParser, address: str = f"defau
 
 
 def add_body_arguments(
-    parser: argparse.ArgumentParser, *, required: bool
+    parser: argparse.ArgumentParser, *, required: bool, by_inputs: str = ""
 ) -> argparse._MutuallyExclusiveGroup:
-    """Add the ways to give the body of a request, and return their group."""
+    """Add the ways to give the body of a request, and return their group.
+
+    `by_inputs`: a further sentence on `--json`, where a command takes tensors by the names of inputs.
+    """
     given = parser.add_mutually_exclusive_group(required=required)
-    given.add_argument("--json", metavar="TEXT", help="JSON to send; with --v2, arrays by input name")
+    given.add_argument("--json", metavar="TEXT", help=f"JSON to send{by_inputs}")
     given.add_argument("--text", metavar="TEXT", help="a text to send")
     given.add_argument("--image", type=Path, metavar="FILE", help="a picture to send")
     given.add_argument("--file", type=Path, metavar="FILE", help="a file to send as it is")
