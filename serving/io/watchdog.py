@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from operator import eq
 from typing import Generic, TypeVar
 
+T = TypeVar("T")
 LATE_S = 1.0  # a timer this late: the event loop was stopped (Ctrl+Z, paused container, no CPU)
 
 
@@ -25,6 +26,28 @@ def was_late(due_s: float) -> bool:
             less than half a millisecond.
     """
     return time.monotonic() - due_s > LATE_S
+
+
+async def within(future: asyncio.Future[T], timeout_s: float) -> T:
+    """Wait for a future like `asyncio.wait_for`, but never lose a cancellation.
+
+    Up to Python 3.11 `wait_for` drops one that comes at the moment of the result (CPython issue 86296), and a
+    load that was given up went on.
+
+    Raises:
+        asyncio.TimeoutError: there is no result after `timeout_s`; the future is cancelled.
+        Exception: that of the future.
+    """
+    try:
+        done, _ = await asyncio.wait({future}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        if not future.cancel() and not future.cancelled():
+            future.exception()  # otherwise asyncio would log that it was not looked at
+        raise
+    if not done:
+        future.cancel()
+        raise asyncio.TimeoutError
+    return future.result()
 
 
 class Silence:
@@ -190,7 +213,6 @@ class Stalls(Generic[Key, Progress]):
 UNREAD_TIMEOUT_S = 150.0  # between two checks: a client that read nothing in between is disconnected
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:

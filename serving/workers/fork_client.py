@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchere.serving.io.watchdog import within
+
 MAX_MESSAGE_BYTES = 64
 DESCRIPTORS = {b"F": 4, b"C": 4, b"R": 2}  # of a request
 FORK_TIMEOUT_S = 120.0  # the first fork waits for imports; a fork server that hangs for longer is given up
@@ -113,7 +115,7 @@ class ForkServer:
             raise OSError(self._said("the fork server was lost")) from None
         self._forks.append(forked)
         try:
-            return await asyncio.wait_for(forked, FORK_TIMEOUT_S)
+            return await within(forked, FORK_TIMEOUT_S)
         except asyncio.TimeoutError:
             self._process.kill()  # its socket closes, which fails all pending forks
             late = f"the fork server did not answer within {FORK_TIMEOUT_S:g} s"

@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 
 from torchere.serving.errors import LoadFailed, OutOfResources, ServingError
-from torchere.serving.io.watchdog import was_late
+from torchere.serving.io.watchdog import was_late, within
 from torchere.serving.logs.levels import follow
 from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.workers import messages
@@ -190,7 +190,7 @@ class WorkerProcess:
         self._step_reply = self._loop.create_future()
         self._order(message)
         try:
-            await asyncio.wait_for(self._step_reply, timeout_s)
+            await within(self._step_reply, timeout_s)
         except asyncio.TimeoutError:
             if beside:
                 raise

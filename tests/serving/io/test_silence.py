@@ -15,7 +15,7 @@ import uvloop
 
 from torchere.serving.batching.request import Request
 from torchere.serving.io import watchdog as silence
-from torchere.serving.io.watchdog import Silence
+from torchere.serving.io.watchdog import Silence, within
 from torchere.serving.workers import lanes
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.lanes import LanePage
@@ -236,3 +236,34 @@ def test_a_loop_that_is_always_late_ends_a_silent_run_all_the_same(
             assert worker.overdue.done()
 
     run(main())
+
+
+@pytest.mark.parametrize("outcome", [1, OSError("no fork")])
+def test_a_cancellation_at_the_moment_of_the_result_is_not_lost(outcome: int | OSError) -> None:
+    async def main() -> None:
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(within(future, 60.0))
+        await asyncio.sleep(0)
+        if isinstance(outcome, OSError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+        await asyncio.sleep(0)  # the result is there, and the one who waits has not run yet
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(main())
+
+
+def test_a_result_in_time_is_returned_and_a_late_one_is_a_timeout() -> None:
+    async def main() -> None:
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        future.set_result(1)
+        assert await within(future, 60.0) == 1
+        late: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        with pytest.raises(asyncio.TimeoutError):
+            await within(late, 0.001)
+        assert late.cancelled()
+
+    asyncio.run(main())
