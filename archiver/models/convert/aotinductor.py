@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -278,7 +278,8 @@ def private_cache(folder: Path) -> Iterator[None]:
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list  # noqa: PLC0415  # torch._inductor takes seconds
     from torch._inductor.utils import clear_inductor_caches  # noqa: PLC0415
 
-    valid_vec_isa_list()  # the process remembers the result
+    with suppress(OSError):  # the usual place may be read-only: then they go into `folder`, too
+        valid_vec_isa_list()  # the process remembers the result
     before = os.environ.get(_VARIABLE)
     with tempfile.TemporaryDirectory(dir=folder, prefix="inductor-", ignore_cleanup_errors=True) as cache:
         clear_inductor_caches()  # drop in-memory references to files of other cache folders

@@ -57,3 +57,14 @@ def test_tests_of_the_instruction_sets_are_kept_for_the_next_compilation(
     with private_cache(private):
         found()
     assert asked_in == [str(usual)]
+
+
+def test_a_usual_cache_that_is_read_only_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", refuse)
+    with private_cache(tmp_path):
+        assert Path(cache_dir()).parent == tmp_path
