@@ -26,7 +26,7 @@ from harness.arguments import Listed, whole_seconds
 from harness.errors import Unavailable
 from harness.machine import facts
 from harness.models import Workshop
-from harness.paths import DOCUMENT, RESULTS
+from harness.paths import DOCUMENT, PLOT, RESULTS
 from harness.report import summary
 from harness.rows import Conditions, Row
 
@@ -55,9 +55,9 @@ def _draw_and_document(result: results.Result, options: argparse.Namespace) -> N
         DOCUMENT.write_text(text, encoding="utf-8")
         print(f"written to {DOCUMENT}")
         try:
-            throughput.PLOT.write_text(throughput.drawn(text), encoding="utf-8")
+            PLOT.write_text(throughput.drawn(text), encoding="utf-8")
         except ValueError as reason:  # the row or a contender was left out
-            print(f"{throughput.PLOT} is as before: {reason}")
+            print(f"{PLOT} is as before: {reason}")
     if options.plots:
         try:
             print("\n".join(f"drawn: {path}" for path in plots.draw(result, RESULTS)))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from html import escape
-from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-DOCUMENT, PLOT = DOCS / "benchmarks.md", DOCS / "throughput.svg"
+from harness.paths import DOCUMENT, PLOT
+
 TITLE = "Requests a second of a tiny MLP as JSON over REST, 32 clients"
 SECTION, COLUMN = "## Tiny MLP", "req/s, 32"
 LABELS = {

@@ -9,3 +9,4 @@ PEERS = ROOT / ".peers"  # one virtual environment per peer, never the project's
 SCRIPTS = ROOT / "benchmarks" / "peers"  # what runs inside those environments
 RESULTS = ROOT / ".bench"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
+PLOT = ROOT / "docs" / "throughput.svg"

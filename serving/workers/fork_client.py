@@ -118,8 +118,8 @@ class ForkServer:
             return await within(forked, FORK_TIMEOUT_S)
         except asyncio.TimeoutError:
             self._process.kill()  # its socket closes, which fails all pending forks
-            late = f"the fork server did not answer within {FORK_TIMEOUT_S:g} s"
-            raise OSError(self._said(f"{late}; it imports torch and preload_modules first")) from None
+            late = self._said(f"the fork server did not answer within {FORK_TIMEOUT_S:g} s")
+            raise OSError(late if self._importing else f"{late}; it imports torch first") from None
 
     def _said(self, text: str) -> str:
         """Return the text of an error, with the module that is to blame if an import was under way."""
@@ -151,7 +151,8 @@ class ForkServer:
         elif kind == b"E":
             self._not_forked(int(number))
         elif kind == b"I":
-            self._importing = "".join(self._spawned.modules[int(number) :][:1])
+            modules = self._spawned.modules
+            self._importing = modules[int(number)] if int(number) < len(modules) else ""
         elif int(number) in self._exits:
             self._settle(self._exits.pop(int(number)), int(code[0]))
 

@@ -244,9 +244,6 @@ def _secrets_in_view(server: ServerSettings, sandbox: Sandbox) -> Iterator[str]:
 CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 
 
-_FIRST_UNREADABLE = "import os, sys; print(next((p for p in sys.argv[1:] if not os.access(p, os.R_OK)), ''))"
-
-
 def enter(sandbox: Sandbox) -> None:
     """Confine the calling process for good; in a shared process, the calling thread where it can be alone.
 
@@ -311,6 +308,9 @@ def _become(sandbox: Sandbox, user: int) -> None:
 
 def _unreadable(user: int, path: str) -> str:
     return f"worker_user {user} can't read {path}; check the modes of it and its parents"
+
+
+_FIRST_UNREADABLE = "import os, sys; print(next((p for p in sys.argv[1:] if not os.access(p, os.R_OK)), ''))"
 
 
 def check_readable(sandbox: Sandbox) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import throughput
+from harness.paths import DOCUMENT, PLOT
 
 TABLE = """Measured today on AMD EPYC, 2 cores, 23 GiB; torchere 0.1.0 (commit abc123); 2 rounds.
 
@@ -19,8 +20,8 @@ def document(**rates: str) -> str:
 
 
 def test_the_plot_is_that_of_the_document():
-    text = throughput.DOCUMENT.read_text(encoding="utf-8")
-    assert throughput.PLOT.read_text(encoding="utf-8") == throughput.drawn(text)
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert PLOT.read_text(encoding="utf-8") == throughput.drawn(text)
 
 
 def test_the_fastest_comes_first_and_fills_the_width():

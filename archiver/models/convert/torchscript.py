@@ -342,7 +342,10 @@ def _fixes(module: torch.nn.Module, made: Run, resized: Iterator[Tensors], tell:
 
 
 def _contradicts(module: torch.nn.Module, inputs: Tensors, wanted: Named, found: Named | None) -> bool:
-    """Return whether the results differ, and not since the model keeps state; `signature_of` reports that."""
+    """Return whether the results differ although the module repeats its own.
+
+    A module that does not keeps state, which `signature_of` reports.
+    """
     return _differ(wanted, found) and not _differ(wanted, _answers(module, inputs))
 
 

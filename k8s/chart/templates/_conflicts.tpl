@@ -1,4 +1,4 @@
-{{/* Values of which Kubernetes refuses an object, or with which nothing answers. Each message says what to do. */}}
+{{/* Values with which Kubernetes refuses an object, or no socket listens on a port. Each message says what to do. */}}
 {{- define "torchere.conflicts" -}}
 {{- include "torchere.portConflicts" . -}}
 {{- include "torchere.rolloutConflicts" . -}}

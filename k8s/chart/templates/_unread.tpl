@@ -1,5 +1,5 @@
 {{/*
-Values that nothing reads. One with a default in values.yaml can be told from it only where it differs; `defaults` has those,
+Values that no template reads. One with a default in values.yaml can be told from it only where it differs; `defaults` has those,
 and the chart refuses its own values when values.yaml says something else.
 */}}
 {{- define "torchere.unread" -}}
