@@ -39,6 +39,12 @@ def test_the_reference_has_every_setting_and_metric(site: Path) -> None:
     assert [name for name in FAMILIES if f"<code>{name}</code>" not in metrics] == []
 
 
+def test_the_index_of_choices_names_every_record() -> None:
+    folder = Path(__file__).resolve().parents[2] / "docs/decisions"
+    index = (folder / "README.md").read_text()
+    assert [record.name for record in folder.glob("0*.md") if f"]({record.name}): " not in index] == []
+
+
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     loads = re.compile(
         r'<(?:script|img|iframe)[^>]*src="?(?:https?:)?//|<link[^>]*stylesheet[^>]*href="?(?:https?:)?//'
