@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 
 from torchere.archiver.signature import Signature
+from torchere.handlers.encode import parse_json
 from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError, shown
 from torchere.handlers.tensors.codec import (
     NO_JSON,
@@ -91,12 +93,20 @@ def _member(raw: msgspec.Raw) -> Any:
 
 def generated(part: bytes) -> Members:
     """Convert one JSON response of the protocol to members; an output of one element becomes a scalar."""
-    answer: Members = msgspec.json.decode(part)
+    answer: Members = parse_json(part)  # it may hold NaN and infinities
     members: Members = {name: answer[name] for name in _IDENTITY if name in answer}
     for output in answer["outputs"]:
         data = output["data"]
         members[output["name"]] = data[0] if len(data) == 1 else data
     return members
+
+
+def generated_text(members: Members) -> bytes:
+    """Return members as JSON, with NaN and infinities as `NaN`, `Infinity` and `-Infinity`."""
+    text = msgspec.json.encode(members)
+    if b"null" not in text:  # how msgspec writes NaN and infinities; no output holds None
+        return text
+    return json.dumps(members, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def joined(parts: list[Members]) -> Members:
@@ -127,14 +137,14 @@ def _datatype(name: str, value: Any) -> Datatype:
 
 def _input(name: str, value: Any, datatype: Datatype, rank: int) -> InputTensor:
     field = shown(name)[1:-1]
-    before = [1] * (max(rank, 1) - 1)
+    before = [1] * (rank - 1)
     try:
         if isinstance(value, ListText):
-            shape = (*before, value.count)
+            shape = (*before, value.count) if rank else ()
             raw = value.tensor_bytes(datatype, shape, field)
         else:
             data = value if isinstance(value, list) else [value]
-            shape = (*before, len(data))
+            shape = (*before, len(data)) if rank else ()
             raw = bytes_from_tensor(array_from_json(data, datatype, shape, field), datatype)
     except TensorError as err:
         raise InvalidRequest(str(err)) from err

@@ -8,7 +8,12 @@ import pytest
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.encode import decode_input
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.open_inference.generate import generate_request, generated, joined
+from torchere.serving.frontend.open_inference.generate import (
+    generate_request,
+    generated,
+    generated_text,
+    joined,
+)
 from torchere.serving.frontend.open_inference.tensor_request import infer_request
 
 SIGNATURE = Signature(
@@ -135,3 +140,22 @@ def test_outputs_of_one_element_are_no_lists() -> None:
 def test_parts_are_joined_where_they_are_texts() -> None:
     parts = [{"model_name": "m", "text": "a", "n": 1}, {"model_name": "m", "text": "b", "n": 2}]
     assert joined(parts) == {"model_name": "m", "text": "ab", "n": 2}
+
+
+def test_numbers_that_json_lacks_are_read_and_written() -> None:
+    part = b'{"model_name":"m","outputs":[{"name":"y","shape":[3],"data":[NaN,-Infinity,1.5]}]}'
+    assert generated_text(generated(part)) == b'{"model_name":"m","y":[NaN,-Infinity,1.5]}'
+    assert generated_text({"text": "é null"}) == '{"text":"é null"}'.encode()
+
+
+@pytest.mark.usefixtures("items")
+@pytest.mark.parametrize("given", [2.5, [2.5]])
+def test_an_input_without_dimensions_is_one_number(given: Any) -> None:
+    array = rows(Signature((TensorSpec("a", "FP32", ()),), ()), a=given)["a"]
+    assert (array.shape, array.tolist()) == ((), 2.5)
+
+
+@pytest.mark.usefixtures("items")
+def test_an_input_without_dimensions_is_no_list_of_several() -> None:
+    with pytest.raises(InvalidRequest, match=r"^a\.data: found 2 elements, expected 1 for shape \[\]"):
+        rows(Signature((TensorSpec("a", "FP32", ()),), ()), a=[2.5, 1])
