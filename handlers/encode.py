@@ -143,6 +143,16 @@ def one_line_json(value: object) -> str:
     return _escaped(b'"'.join(parts)).decode()
 
 
+def compact_json(value: object) -> bytes:
+    """Return `json.dumps(value, separators=(",", ":"))`; letters beyond ASCII may be UTF-8 in it.
+
+    Raises:
+        TypeError, ValueError, RecursionError: as `json.dumps`.
+    """
+    text = _written(value, _AS_PYTHON)
+    return json.dumps(value, separators=(",", ":")).encode() if text is None else text
+
+
 def parse_json(text: bytes | bytearray | memoryview | str, *, utf8_only: bool = False) -> Any:
     """Return `json.loads(text)`; with `utf8_only`, `json.loads(text.decode())`.
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -99,14 +98,6 @@ def generated(part: bytes) -> Members:
         data = output["data"]
         members[output["name"]] = data[0] if len(data) == 1 else data
     return members
-
-
-def generated_text(members: Members) -> bytes:
-    """Return members as JSON, with NaN and infinities as `NaN`, `Infinity` and `-Infinity`."""
-    text = msgspec.json.encode(members)
-    if b"null" not in text:  # how msgspec writes NaN and infinities; no output holds None
-        return text
-    return json.dumps(members, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def joined(parts: list[Members]) -> Members:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torchere.handlers.encode import compact_json, parse_json
 from torchere.handlers.tensors import BYTES, Datatype, TensorError, check_shape, datatype_named
 from torchere.handlers.tensors.answer import FRAME, Encoded, Output, Wish, encode_outputs, wanted_outputs
 from torchere.handlers.tensors.codec import (
@@ -100,7 +101,6 @@ class _Head(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Head)
-_encoder = msgspec.json.Encoder()
 
 
 def read_framed(response: InferResponse) -> TensorAnswer:
@@ -170,10 +170,7 @@ def read_json(response: InferResponse, *, quoted: bool = False) -> TensorAnswer:
 
 def _answer(body: bytes | memoryview, start: int, end: int, *, quoted: bool = False) -> TensorAnswer:
     view = memoryview(body)
-    try:
-        head = _decoder.decode(view[start:end])
-    except NO_JSON as err:
-        raise _no_tensors(str(err)) from err
+    head = _head_of(view[start:end])
     outputs = []
     for index, output in enumerate(head.outputs):
         where = f"outputs[{index}]"
@@ -191,6 +188,16 @@ def _answer(body: bytes | memoryview, start: int, end: int, *, quoted: bool = Fa
     return TensorAnswer(head.model_name, version, head.id or "", tuple(outputs))
 
 
+def _head_of(text: memoryview) -> _Head:
+    try:
+        return _decoder.decode(text)
+    except NO_JSON as err:
+        try:  # envelopes write NaN and infinities as Python does
+            return msgspec.convert(parse_json(text), _Head)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            raise _no_tensors(str(err)) from err
+
+
 def _binary(output: _Output, datatype: Datatype, raw: memoryview, where: str) -> bytes | memoryview:
     check_byte_count(len(raw), datatype, check_shape(output.shape, f"{where}.shape"), where)
     return raw
@@ -204,7 +211,7 @@ def _raw_of_json(output: _Output, datatype: Datatype, where: str, *, quoted: boo
 def _as_texts(data: Any, *, quoted: bool) -> Any:
     if isinstance(data, list):
         return [_as_texts(one, quoted=quoted) for one in data]
-    return data if isinstance(data, str) and not quoted else _encoder.encode(data).decode()
+    return data if isinstance(data, str) and not quoted else compact_json(data).decode()
 
 
 def _no_tensors(cause: str) -> ServingError:

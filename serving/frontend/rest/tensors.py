@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from torchere.handlers.encode import compact_json
 from torchere.serving.errors import HandlerFailed, NotFound, OverBudget, ServingError
 from torchere.serving.frontend.budgets import BudgetExceeded
 from torchere.serving.frontend.model_facts import ModelFacts
@@ -16,7 +17,6 @@ from torchere.serving.frontend.open_inference.generate import (
     Members,
     generate_request,
     generated,
-    generated_text,
     joined,
 )
 from torchere.serving.frontend.open_inference.json_request import (
@@ -222,7 +222,7 @@ class TensorPrediction(Prediction):
     async def _send_generated(self, outcome: InferResponse | StreamedResponse) -> None:
         """Send a response of any number of parts as one JSON object."""
         members = await _generated_whole(outcome, self.connection.listener.limits.max_response_bytes)
-        self._send_packed(200, [JSON], generated_text(members), self._wire.answer_coding)
+        self._send_packed(200, [JSON], compact_json(members), self._wire.answer_coding)
 
     async def _send_events(self, outcome: InferResponse | StreamedResponse, *, is_generate: bool) -> None:
         """Send each part as a server-sent event; a later error is sent as the last event."""
@@ -231,7 +231,7 @@ class TensorPrediction(Prediction):
         head = self.start(200, [(b"content-type", EVENTS)])
         try:
             while part is not None:
-                data = generated_text(generated(part)) if is_generate else part
+                data = compact_json(generated(part)) if is_generate else part
                 if head:
                     self.connection.write(head, self.framed(b"data: %b\n\n" % data))
                     head = b""

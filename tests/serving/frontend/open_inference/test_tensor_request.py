@@ -184,6 +184,14 @@ def test_bytes_of_an_envelope_that_are_no_texts_become_their_json() -> None:
     assert split_elements(raw, "y") == [b'{"cat":0.5}', b'"a"', b"null"]
 
 
+def test_an_envelopes_answer_may_hold_numbers_that_json_lacks() -> None:
+    number = b'{"name":"y","datatype":"FP64","data":[NaN, Infinity, 1.5],"shape":[3]}'
+    text = b'{"name":"t","datatype":"BYTES","data":[{"odds": NaN}, "NaN"],"shape":[2]}'
+    answer = read_json(InferResponse(b'{"outputs":[%b, %b]}' % (number, text)))
+    assert answer.outputs[0].raw == struct.pack("<3d", float("nan"), float("inf"), 1.5)
+    assert split_elements(answer.outputs[1].raw, "t") == [b'{"odds":NaN}', b"NaN"]
+
+
 @pytest.mark.parametrize(
     "body",
     [
