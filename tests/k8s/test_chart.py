@@ -331,6 +331,13 @@ def test_a_copied_store_is_there_before_the_server_starts_and_may_be_fetched(
     assert {"protocol": "TCP", "port": 9000} in [port for rule in egress for port in rule["ports"]]
 
 
+@pytest.mark.parametrize("values", ["gcs", "azure", "init-container"])
+def test_a_pod_may_reach_the_store_that_it_copies(values: str, render: Callable[..., list[Object]]) -> None:
+    egress = named(render(values), "NetworkPolicy")["spec"]["egress"]
+
+    assert {"ports": [{"protocol": "TCP", "port": 443}]} in egress
+
+
 def test_a_copied_store_of_google_and_azure_is_there_before_the_server_starts(
     render: Callable[..., list[Object]],
 ) -> None:
