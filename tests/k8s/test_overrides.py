@@ -125,6 +125,28 @@ def test_the_user_may_be_left_to_the_platform(
     assert {53, 5353} == {port["port"] for rule in egress for port in rule["ports"]}
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "policy"),
+    [
+        ("https://s3.example", {}),  # 443
+        ("http://s3.example:9000", {"storeEgress": [{"ports": [{"protocol": "TCP", "port": 9000}]}]}),
+        ("http://s3.example:9000", {"storeEgress": [{"ports": [{"port": 8000, "endPort": 9500}]}]}),
+        ("http://s3.example:9000", {"storeEgress": [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}]}),
+        ("https://[fd00::1]:9443", {"extraEgress": [{"ports": [{"port": "objects"}]}]}),
+        ("http://s3.example:9000", {"enabled": False}),
+    ],
+)
+def test_a_store_at_any_endpoint_is_taken_whose_port_is_open(
+    endpoint: str, policy: Object, rendered: Callable[[Object], dict[str, Object]]
+) -> None:
+    store = {"type": "s3", "s3": {"uri": "s3://models/production", "endpointUrl": endpoint}}
+
+    objects = rendered({"modelStore": store, "networkPolicy": policy})
+
+    (fetch,) = objects["Deployment/rel-torchere"]["spec"]["template"]["spec"]["initContainers"]
+    assert {"name": "AWS_ENDPOINT_URL", "value": endpoint} in fetch["env"]
+
+
 def test_helm_test_gets_through_a_narrow_network_policy_and_is_no_server(
     rendered: Callable[[Object], dict[str, Object]],
 ) -> None:

@@ -3,6 +3,7 @@
 {{- include "torchere.portConflicts" . -}}
 {{- include "torchere.rolloutConflicts" . -}}
 {{- include "torchere.podConflicts" . -}}
+{{- include "torchere.storeConflicts" . -}}
 {{- end -}}
 
 {{- define "torchere.portConflicts" -}}
@@ -85,6 +86,26 @@
 {{- fail (printf "extraVolumeMounts: %s is mounted already, from the volume %s. Mount %s on a path of its own." $path (get $mounted $path) .name) -}}
 {{- end -}}
 {{- $_ := set $mounted $path .name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "torchere.storeConflicts" -}}
+{{- $url := .Values.modelStore.s3.endpointUrl -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- if and $policy.enabled $url (eq (include "torchere.effective" . | fromYaml).storeType "s3") -}}
+{{- $port := regexFind ":[0-9]+$" (urlParse $url).host | trimPrefix ":" | default (ternary "443" "80" (hasPrefix "https:" $url)) | int -}}
+{{- $open := false -}}
+{{- range concat ($policy.storeEgress | default list) ($policy.extraEgress | default list) -}}
+{{- range .ports | default (list dict) -}}
+{{- /* A rule without a port is for all; a name is looked up in the pods of the store. */ -}}
+{{- $first := .port | default 0 | int -}}
+{{- $last := .endPort | default $first | int -}}
+{{- if and (ne (.protocol | default "TCP") "UDP") (or (eq $first 0) (and (le $first $port) (ge $last $port))) -}}{{- $open = true -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if not $open -}}
+{{- fail (printf "modelStore.s3.endpointUrl is on port %d, which no rule of networkPolicy.storeEgress opens: the copy would not reach the store. Set networkPolicy.storeEgress: [{ports: [{protocol: TCP, port: %d}]}]." $port $port) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
