@@ -22,9 +22,15 @@
 {{- fail (printf "autoscaling.metric %s is a counter: it never goes down, so replicas never would. Use a gauge, like torchere_saturation." .Values.autoscaling.metric) -}}
 {{- end -}}
 {{- $a := .Values.autoscaling -}}
-{{- $target := divf (trimSuffix "m" $a.averageValue | float64) (hasSuffix "m" $a.averageValue | ternary 1000 1) -}}
+{{- $target := include "torchere.quantity" $a.averageValue | float64 -}}
+{{- if le $target 0.0 -}}
+{{- fail "autoscaling.averageValue is 0: Kubernetes refuses a target that is not above 0. Set more, like 700m." -}}
+{{- end -}}
 {{- if and (eq $a.metric "torchere_saturation") (ge $target 2.0) -}}
 {{- fail (printf "autoscaling.averageValue is %s, and torchere_saturation 2 at most, when requests are refused: no pod would ever be added. Set less, like 700m." $a.averageValue) -}}
+{{- end -}}
+{{- if le (float64 .Values.keda.saturationThreshold) 0.0 -}}
+{{- fail "keda.saturationThreshold is 0: Kubernetes refuses a target that is not above 0. Set more, like \"0.7\"." -}}
 {{- end -}}
 {{- if ge (float64 .Values.keda.saturationThreshold) 2.0 -}}
 {{- fail (printf "keda.saturationThreshold is %s, and torchere_saturation 2 at most, when requests are refused: no pod would ever be added. Set less, like \"0.7\"." .Values.keda.saturationThreshold) -}}
@@ -32,6 +38,15 @@
 {{- range $path, $threshold := dict "keda.latencyThresholdSeconds" .Values.keda.latencyThresholdSeconds "prometheusRule.latencyThresholdSeconds" .Values.prometheusRule.latencyThresholdSeconds -}}
 {{- if ge (float64 ($threshold | default 0)) 120.0 -}}
 {{- fail (printf "%s is %v, and latency is measured up to 120 s, in the last bucket of its histogram: no quantile would ever be above it. Set less." $path $threshold) -}}
+{{- end -}}
+{{- end -}}
+{{- $alerts := list -}}
+{{- range (.Files.Get "rules/torchere.yaml" | fromYaml).groups -}}
+{{- range .rules -}}{{- with .alert -}}{{- $alerts = append $alerts . -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- range .Values.prometheusRule.disabled -}}
+{{- if not (has . $alerts) -}}
+{{- fail (printf "prometheusRule.disabled: no alert is called %s, so nothing would be left out. The names are %s." . (join ", " $alerts)) -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.keda.enabled (eq (int .Values.keda.minReplicas) 0) (not .Values.keda.extraTriggers) -}}
