@@ -149,7 +149,10 @@ class StreamTaskCall(TaskCall):
             if self._half_closed:
                 return
             self.stream.resume()
-            if not (self._messages or self._half_closed):
+            if self._messages:
+                # They were received before: a client of many small ones would keep the loop to itself.
+                await asyncio.sleep(0)
+            elif not self._half_closed:
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
 

@@ -778,6 +778,30 @@ def test_messages_that_came_while_nobody_took_any_are_all_taken_in_the_end(ends)
     assert run(main())
 
 
+def test_others_have_their_turn_between_many_small_messages_that_are_there_already():
+    """A method that waits for nothing would keep the loop until the last of them."""
+
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            wire.begin(1, "slow")
+            connection = await wire.connection(1)
+            wire.writer.write(
+                DataFrame(1, (b"\0\0\0\0\3" + BytesValue(value=b"x").SerializeToString()) * 2000).serialize()
+            )
+            wire.end(1)
+            (stream,) = connection._streams.values()
+            while stream.remote_open:
+                await asyncio.sleep(0)
+            served.service.go.set()
+            turns = 0
+            while not stream.ended:
+                turns += 1
+                await asyncio.sleep(0)
+            return turns
+
+    assert run(main()) > 2000 // streams.MESSAGES_AHEAD // 2
+
+
 def test_a_message_that_can_not_be_taken_behind_others_ends_the_call():
     async def main():
         async with serving() as served, Wire(served) as wire:
