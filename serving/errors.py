@@ -8,6 +8,13 @@ the message, the class repeats it verbatim. `detail` is for the operator: the lo
 
 from __future__ import annotations
 
+MAX_SHOWN_NAME = 255  # characters of a name in a message; names that exist are not longer
+
+
+def _shown(name: str) -> str:
+    """Return a client's name for a message, cut: a request may name a model by megabytes."""
+    return name if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]}..."
+
 
 class ServingError(Exception):
     """Base of all errors that reach a client; `code` is stable and names the class on the wire."""
@@ -41,7 +48,7 @@ class ModelNotFound(NotFound):
     @classmethod
     def named(cls, model: str) -> ModelNotFound:
         """Return the error for a model name that is not registered."""
-        return cls(f"Model not found: {model}")
+        return cls(f"Model not found: {_shown(model)}")
 
 
 class VersionNotFound(NotFound):
@@ -52,7 +59,7 @@ class VersionNotFound(NotFound):
     @classmethod
     def of(cls, model: str, version: str) -> VersionNotFound:
         """Return the error for a version that the registered model does not have."""
-        return cls(f"Model version: {version} does not exist for model: {model}")
+        return cls(f"Model version: {_shown(version)} does not exist for model: {_shown(model)}")
 
 
 class Conflict(ServingError):
@@ -117,7 +124,7 @@ class WorkflowNotFound(NotFound):
     @classmethod
     def named(cls, workflow: str) -> WorkflowNotFound:
         """Return the error for the name of a workflow that is not registered."""
-        return cls(f"Workflow not found: {workflow}")
+        return cls(f"Workflow not found: {_shown(workflow)}")
 
 
 class WorkflowFailed(ServingError):

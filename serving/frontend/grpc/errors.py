@@ -16,6 +16,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from torchere.serving import errors as e
+from torchere.serving.frontend.http2.header_blocks import MAX_MESSAGE_BYTES
 from torchere.serving.frontend.http2.messages import StatusCode
 
 _MODEL = "org.pytorch.serve.archive.model."
@@ -41,7 +42,9 @@ class Failure(NamedTuple):
         return f"{self.message}\n{self.reason}" if self.reason else self.message
 
     def trailers(self) -> tuple[StatusCode, str, bytes]:
-        """Return code, text, and the status as a serialized `google.rpc.Status`."""
+        """Return code, text, and the status as a serialized `google.rpc.Status`; b"" for a long text."""
+        if len(self.details) > MAX_MESSAGE_BYTES:  # not sent with its details, nor worth a place in the cache
+            return self.code, self.details, b""
         retry_tenths = None if self.retry_after_s is None else math.ceil(self.retry_after_s * 10)
         return self.code, self.details, _status(self.code, self.details, self.error, retry_tenths)
 

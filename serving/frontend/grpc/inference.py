@@ -22,6 +22,7 @@ from torchere.serving.frontend.grpc.protos.inference_pb2 import (
     TorchServeHealthResponse,
 )
 from torchere.serving.frontend.grpc.service import Callback, Implementation
+from torchere.serving.frontend.open_inference.tensor_request import MAX_NAME_LENGTH, check_length
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.logs.trace_context import trace_headers
@@ -68,11 +69,13 @@ class InferenceService:
             try:
                 if not request.sequence_id:
                     raise InvalidRequest("Parameter sequenceId is required.")
+                check_length("sequence_id", request.sequence_id)
                 headers = ((SEQUENCE_ID_HEADER, request.sequence_id),)
                 async for part in self._parts(request, call, headers):
                     yield PredictionResponse(prediction=part, sequence_id=request.sequence_id)
             except ServingError as error:
-                yield PredictionResponse(sequence_id=request.sequence_id, status=_status(error))
+                name = request.sequence_id[:MAX_NAME_LENGTH]
+                yield PredictionResponse(sequence_id=name, status=_status(error))
 
     async def _parts(
         self, message: PredictionsRequest, call: Call, headers: tuple[tuple[str, str], ...] = ()

@@ -42,7 +42,7 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
     read_framed_body,
     read_json,
 )
-from torchere.serving.frontend.open_inference.tensor_request import Pairs, check_length
+from torchere.serving.frontend.open_inference.tensor_request import MAX_NAME_LENGTH, Pairs, check_length
 from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.logs.trace_context import trace_headers
@@ -174,7 +174,10 @@ class TensorCalls:
             except ServingError as error:
                 yield ModelStreamInferResponse(
                     error_message=failure(error, OPEN_INFERENCE).message,
-                    infer_response=ModelInferResponse(model_name=message.model_name, id=message.id),
+                    # Cut: dozens of answers wait in memory, and megabytes of a name compress to a kilobyte.
+                    infer_response=ModelInferResponse(
+                        model_name=message.model_name[:MAX_NAME_LENGTH], id=message.id[:MAX_NAME_LENGTH]
+                    ),
                 )
 
         async for response in in_order(requests, told):

@@ -7,7 +7,8 @@ import pytest
 from google.protobuf import empty_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from torchere.serving.errors import HandlerFailed, QueueFull, Restarting
+from torchere.serving.errors import HandlerFailed, ModelNotFound, QueueFull, Restarting, VersionNotFound
+from torchere.serving.frontend.grpc.errors import INFERENCE, _status, failure
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
 
 
@@ -92,3 +93,12 @@ def test_a_text_too_long_for_both_is_sent_alone(rich_failure, size):
 def test_half_a_surrogate_in_a_text_fails_as_any_other(rich_failure):
     _, text, status = rich_failure(HandlerFailed("half \udce9", 500))
     assert (status.message, text.split("\n")[0]) == (text, "half ?")
+
+
+def test_the_status_of_a_long_text_is_not_kept():
+    _status.cache_clear()
+    found = failure(HandlerFailed("m" * 1_000_000), INFERENCE)
+    assert found.trailers()[2] == b""
+    assert _status.cache_info().currsize == 0
+    assert len(failure(ModelNotFound.named("m" * 1_000_000), INFERENCE).details) < 400
+    assert len(failure(VersionNotFound.of("m" * 1_000_000, "1" * 1_000_000), INFERENCE).details) < 800

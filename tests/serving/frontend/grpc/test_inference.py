@@ -253,6 +253,13 @@ def test_what_goes_wrong_in_a_sequence_is_told_in_band_and_the_stream_goes_on(se
     assert found[2].prediction == b"3"
 
 
+def test_the_id_of_a_sequence_has_a_limit_and_comes_back_cut(serving, planes):
+    (found,) = messages(serving, "StreamPredictions2", iter([request(sequence_id="s" * 3000, data=b"1")]))
+    assert "sequence_id: found a text of 3000 characters" in found.status.message
+    assert found.sequence_id == "s" * 1024
+    assert planes.data.asked == []
+
+
 def test_a_client_that_cancels_withdraws_its_request_which_counts_as_cancelled(serving, planes, caplog):
     meter = planes.metrics.meter("echo", "1.0")
     planes.metrics.show(meter)

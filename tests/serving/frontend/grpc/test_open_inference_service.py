@@ -186,6 +186,13 @@ def test_contents_beside_raw_contents_are_refused(oip):
     assert "found both" in oip.refused("ModelInfer", both)[1]
 
 
+def test_an_error_of_a_stream_does_not_send_megabytes_of_names_back(oip):
+    long = "m" * 900_000
+    (answer,) = oip.streams([pb.ModelInferRequest(model_name=long, id=long)], max_request_bytes=2_000_000)
+    assert "Model not found" in answer.error_message or "id" in answer.error_message
+    assert answer.ByteSize() < 4096
+
+
 def test_shared_memory_is_refused_in_words(oip):
     wanted = request(raw=RAW)
     wanted.inputs[0].parameters["shared_memory_region"].string_param = "region"

@@ -287,6 +287,17 @@ def test_a_long_status_text_is_cut_where_a_character_ends(begin, letter, end):
     assert message.startswith(unquote(sent, errors="strict")[:-3])
 
 
+def test_of_a_status_text_no_more_is_encoded_than_is_sent(monkeypatch):
+    encoded = []
+    quote = header_blocks._percent_encoded
+    monkeypatch.setattr(
+        header_blocks, "_percent_encoded", lambda text: encoded.append(len(text)) or quote(text)
+    )
+    sent = read_status(status_block(5, "\u20ac" * 1_000_000))["grpc-message"]
+    assert len(sent) > header_blocks.MAX_MESSAGE_BYTES - 12
+    assert sum(encoded) < 3 * header_blocks.MAX_MESSAGE_BYTES
+
+
 def test_the_details_of_a_status_are_sent_with_it_unless_both_are_too_long():
     sizes = (10, 5996, 5998)
     sent: list[Any] = [Decoder().decode(status_block(3, "m" * size, b"\x08\x03")) for size in sizes]
