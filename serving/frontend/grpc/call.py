@@ -20,7 +20,6 @@ from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.errors import Table, failure
 from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import (
-    INFLATED_IN_THREAD_BYTES,
     Compressed,
     MessageFailed,
     Received,
@@ -204,16 +203,16 @@ class UnaryCall(Call, ABC):
         """
         self._message = b""
         try:
-            if len(message) > INFLATED_IN_THREAD_BYTES:
-                lease = self.stream.hold_while_inflating(message)
-                inflating = asyncio.get_running_loop().run_in_executor(None, message.inflated)
-                inflating.add_done_callback(partial(self._inflated, lease))
+            inflated = message.inflated_if_short()
+            if inflated is not None:
+                self._decode(inflated)
                 return
-            inflated = message.inflated()
+            lease = self.stream.hold_while_inflating(message)
         except MessageFailed as err:
             self.fail(err)
-        else:
-            self._decode(inflated)
+            return
+        inflating = asyncio.get_running_loop().run_in_executor(None, message.inflated)
+        inflating.add_done_callback(partial(self._inflated, lease))
 
     def _inflated(self, lease: Lease, inflating: asyncio.Future[bytes]) -> None:
         lease.end()

@@ -14,12 +14,7 @@ from torchere.serving.batching.request import Request
 from torchere.serving.frontend.budgets import Lease
 from torchere.serving.frontend.call_scope import CANCELLED, CallScope
 from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
-from torchere.serving.frontend.http2.messages import (
-    INFLATED_IN_THREAD_BYTES,
-    Compressed,
-    Received,
-    StatusCode,
-)
+from torchere.serving.frontend.http2.messages import Compressed, Received, StatusCode
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import NO_DEADLINE
 
@@ -160,15 +155,16 @@ class StreamTaskCall(TaskCall):
         message = self._messages.popleft()
         size = len(message)
         self._messages_bytes -= size
-        if not isinstance(message, Compressed):
-            plain = message
-        elif size <= INFLATED_IN_THREAD_BYTES:
-            plain = message.inflated()
-        else:
-            lease = self.stream.hold_while_inflating(message)
-            plain = await asyncio.to_thread(_inflate, message, lease, asyncio.get_running_loop())
+        plain = message if not isinstance(message, Compressed) else await self._inflated(message)
         self.stream.consumed(size)
         return plain
+
+    async def _inflated(self, message: Compressed) -> bytes:
+        inflated = message.inflated_if_short()
+        if inflated is None:
+            lease = self.stream.hold_while_inflating(message)
+            inflated = await asyncio.to_thread(_inflate, message, lease, asyncio.get_running_loop())
+        return inflated
 
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():

@@ -12,8 +12,10 @@ PREFIX_BYTES = 5
 SPLIT_AT_ONCE = 16  # messages; each takes hundreds of bytes more than its own, which may be none
 # Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
-# zlib releases the GIL. A longer message may inflate to 1 MiB, which costs the loop more than a thread.
-INFLATED_IN_THREAD_BYTES = 1024
+# zlib releases the GIL. What takes longer than this to inflate costs the loop more than a thread does: a
+# kilobyte may hold a megabyte, and one read of a connection hundreds of them.
+INLINE_BYTES = 1024  # of a compressed message
+INLINE_INFLATED_BYTES = 16_384
 
 Received = bytes | memoryview
 
@@ -60,6 +62,24 @@ class Compressed:
 
     def __len__(self) -> int:
         return len(self._message)
+
+    def inflated_if_short(self) -> bytes | None:
+        """Decompress a message that is short in both forms; None: call `inflated`, in a thread.
+
+        Raises:
+            MessageFailed: as `inflated`, for a message whose limit is low.
+        """
+        if self._limit_bytes <= INLINE_INFLATED_BYTES:
+            return self.inflated()
+        bits = _WINDOW_BITS.get(self._encoding)
+        if len(self._message) > INLINE_BYTES or bits is None:
+            return None
+        inflating = zlib.decompressobj(bits)
+        try:
+            inflated = inflating.decompress(self._message, INLINE_INFLATED_BYTES)
+        except zlib.error:
+            return None
+        return inflated if inflating.eof else None
 
     def inflated(self) -> bytes:
         """Decompress the message. Thread-safe.

@@ -45,7 +45,6 @@ from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import (
     DEFLATED_IN_THREAD_BYTES,
     EVENTS,
-    INFLATED_IN_THREAD_BYTES,
     LENGTH,
     Coding,
     RawHeaders,
@@ -55,6 +54,7 @@ from torchere.serving.frontend.rest.wire import (
     handler_headers,
     handler_lines,
     inflate,
+    inflate_if_short,
     protocol_error,
     read_wire,
 )
@@ -89,13 +89,13 @@ class TensorPrediction(Prediction):
             self._read_inflated(body)
             return
         limit_bytes = self.connection.listener.limits.max_request_bytes
-        inflated = partial(inflate, body, coding, limit_bytes)
-        if len(body) <= INFLATED_IN_THREAD_BYTES:
-            self._keep_inflated(inflated())
+        short = inflate_if_short(body, coding)
+        if short is not None and len(short) <= limit_bytes:
+            self._keep_inflated(short)
         else:
             self._refuse_unknown()
             lease = _room(self.connection.budget.lease_inflation, len(body), limit_bytes)
-            self.off_loop(self._keep_inflated, inflated, lease)
+            self.off_loop(self._keep_inflated, partial(inflate, body, coding, limit_bytes), lease)
 
     def _keep_inflated(self, body: bytes) -> None:
         _room(self.connection.budget.take, len(body))

@@ -141,9 +141,10 @@ _CODINGS: dict[str, Coding] = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "def
 _WINDOW: dict[Coding, int] = {"gzip": 31, "deflate": 15}  # zlib's wbits; 15: inside zlib's own frame
 _BARE = -15  # raw deflate without zlib's frame, as some clients send it (RFC 9110, 8.4.1.2)
 _LEVEL = 1  # higher levels hardly shrink tensors more, and take several times as long
-# zlib releases the GIL. Above these sizes the loop would be blocked for longer than a thread costs: 1 KiB may
-# inflate to 1 MiB.
+# zlib releases the GIL. Above these sizes the loop would be blocked for longer than a thread costs; 1 KiB may
+# inflate to 1 MiB, so both sizes of a body count.
 INFLATED_IN_THREAD_BYTES = 1024
+INLINE_INFLATED_BYTES = 16_384
 DEFLATED_IN_THREAD_BYTES = 16_384
 
 
@@ -206,6 +207,18 @@ def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
             except zlib.error:
                 pass  # report the error of the standard form, not of the raw one
         raise InvalidRequest(f"Content-Encoding: found a body that is no {coding} ({err})") from err
+
+
+def inflate_if_short(body: bytes | memoryview, coding: Coding) -> bytes | None:
+    """Decompress a body that is short in both forms; None: call `inflate`, in a thread."""
+    if len(body) > INFLATED_IN_THREAD_BYTES:
+        return None
+    unpacker = zlib.decompressobj(_WINDOW[coding])
+    try:
+        found = unpacker.decompress(body, INLINE_INFLATED_BYTES)
+    except zlib.error:
+        return None
+    return found if unpacker.eof and not unpacker.unused_data else None
 
 
 def deflate(body: bytes, coding: Coding) -> bytes:

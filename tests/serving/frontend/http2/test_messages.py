@@ -1,6 +1,7 @@
 """Messages put together again from any pieces."""
 
 import gzip
+import random
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -167,3 +168,32 @@ def test_a_message_in_tiny_pieces_costs_about_its_size():
     finally:
         tracemalloc.stop()
     assert reader.feed(sent[size:]) == [sent[5:]]
+
+
+@pytest.mark.parametrize(
+    ("message", "limit_bytes", "is_short"),
+    [
+        (b"m" * 1000, 10**6, True),
+        (bytes(16_000), 10**6, True),
+        (bytes(900_000), 10**6, False),  # less than a kilobyte, but the loop would wait for it
+        (bytes(range(256)) * 3 + bytes(random.Random(0).randbytes(2000)), 10**6, False),
+    ],
+)
+def test_what_is_short_in_both_forms_is_inflated_at_once(message, limit_bytes, is_short):
+    packed = Compressed(gzip.compress(message), "gzip", limit_bytes)
+    assert packed.inflated_if_short() == (message if is_short else None)
+    assert is_short or packed.inflated() == message
+
+
+def test_a_call_with_a_low_limit_needs_no_thread():
+    assert Compressed(gzip.compress(b"m"), "gzip", 1024).inflated_if_short() == b"m"
+    with pytest.raises(MessageFailed):
+        Compressed(gzip.compress(bytes(900_000)), "gzip", 1024).inflated_if_short()
+
+
+@pytest.mark.parametrize("spoilt", [b"none", gzip.compress(b"m")[:-3]])
+def test_the_error_of_a_spoilt_message_is_left_to_the_thread(spoilt):
+    packed = Compressed(spoilt, "gzip", 10**6)
+    assert packed.inflated_if_short() is None
+    with pytest.raises(MessageFailed):
+        packed.inflated()
