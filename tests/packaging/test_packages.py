@@ -1,5 +1,6 @@
 """The packaging rewrites folder names, so three things could go wrong unseen: each has its guard."""
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from setuptools import find_packages
 
 if sys.version_info >= (3, 11):
@@ -37,6 +40,22 @@ def test_every_extra_is_listed_in_the_documentation() -> None:
     rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(listed) == sorted(extras)
+
+
+def test_the_oldest_python_can_install_what_is_pinned_for_it() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    refused = []
+    for pin in pins:
+        try:
+            found = importlib.metadata.distribution(pin.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for_oldest = pin.marker is None or pin.marker.evaluate({"python_version": "3.10"})
+        needs = SpecifierSet(found.metadata["Requires-Python"] or "")
+        if for_oldest and pin.specifier.contains(found.version) and "3.10.13" not in needs:
+            refused.append(f"{pin} needs Python {needs}")
+    assert refused == []  # of each, a second line with `python_version < '3.11'` names the last that has it
 
 
 def test_no_source_file_is_loaded_under_two_names() -> None:
