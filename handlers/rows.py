@@ -87,6 +87,7 @@ def read_each(rows: Sequence[Any], read: Callable[[Any], T]) -> list[T | Predict
 def refusal(context: Context, index: int, err: PredictionException) -> dict[str, object]:
     """Set the status of request `index`, and return its answer in the form of the server's own errors."""
     context.set_response_status(err.error_code, idx=index)
+    context.set_response_content_type(index, "application/json")  # clients read an error's text by it
     kind = _TYPES.get(err.error_code, "PredictionException")
     return {"code": err.error_code, "type": kind, "message": err.message}
 

@@ -90,6 +90,9 @@ class Context:
     def set_response_status(self, status: int, idx: int) -> None:
         self.requests[idx].report_status(status)
 
+    def set_response_content_type(self, idx: int, value: str) -> None:
+        self.requests[idx].add_response_property("content-type", value)
+
 
 def test_each_request_of_a_batch_gets_its_row_whatever_the_others_are() -> None:
     handler = built_in_class("densenet_handler")()

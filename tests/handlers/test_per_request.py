@@ -20,12 +20,15 @@ def test_each_row_is_read_or_keeps_what_is_wrong_with_it() -> None:
     assert isinstance(two, PredictionException)
 
 
-def test_a_refusal_sets_the_status_of_its_request_only(tmp_path: Path, make_context: Any, begin: Any) -> None:
+def test_a_refusal_sets_the_status_and_the_type_of_its_request_only(
+    tmp_path: Path, make_context: Any, begin: Any
+) -> None:
     context = make_context(tmp_path)
     begin(context, 2)
     answer = refusal(context, 1, PredictionException("too large", 413))
     assert answer == {"code": 413, "type": "RequestEntityTooLargeException", "message": "too large"}
     assert [context.get_response_status(index)[0] for index in range(2)] == [200, 413]
+    assert [context.get_response_content_type(index) for index in range(2)] == [None, "application/json"]
 
 
 def test_settings_are_the_defaults_with_what_the_configuration_says() -> None:
