@@ -88,6 +88,16 @@ def test_a_tensor_without_elements_is_a_tensor() -> None:
 
 
 @pytest.mark.usefixtures("items")
+@pytest.mark.parametrize("empty", ["[]", "[ ]", "null"])
+def test_empty_data_beside_a_binary_tensor_is_no_data(empty: str) -> None:
+    head = (
+        '{"inputs": [{"name": "x", "shape": [2], "datatype": "FP32", "parameters": {"binary_data_size": 8}, '
+        f'"data": {empty}}}]}}'
+    ).encode()
+    assert checked(head + RAW, len(head)).inputs[0].raw == RAW
+
+
+@pytest.mark.usefixtures("items")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
