@@ -231,9 +231,10 @@ def _varying(trial: Trial, free: FreeSize) -> _Places:
     places = differing_dimensions(trial.base, other, free, size)
     _check_row_count(other, size)
     _check_row_count(trial.base, now)
-    if free.low <= 2 and free.multiple == 1 and 1 not in (now, size):  # 2 counts as 1, see `_limits`
+    takes_one = free.low <= 2 and free.multiple == 1  # 2 counts as 1, see `_limits`
+    if takes_one and 1 not in (now, size):
         _check_row_count(trial.answers(resized(trial.example, free, 1)), 1)
-    refuse_mixing(trial, size)
+    refuse_mixing(trial, size, takes_one)
     if size == now:  # a range of one size: no second size shows which dimension is the batch
         return [(index, 0) for index, (_, tensor) in enumerate(trial.base) if tensor.dim()]
     return places

@@ -69,6 +69,7 @@ def _largest(tensor: torch.Tensor) -> int:
 
 # The first uses only values of the example.
 VARIATIONS: tuple[Variation, ...] = (shuffled, larger, opposite)
+_MOST_ALONE = 3  # rows of the example that are run without the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,16 @@ class Trial:
         return seeded(self.run, inputs) if self.is_random else run_on(self.run, inputs)
 
 
-def refuse_mixing(trial: Trial, size: int) -> None:
+def refuse_mixing(trial: Trial, size: int, takes_one: bool = False) -> None:
     """Raise ModelRefused when a row's result depends on the other rows of the batch.
 
-    Rows of the example are run after and before rows of other values.
+    Rows of the example are run after and before rows of other values, and these alone: a model that crops its
+    texts to the longest row, or takes the largest of a count, may answer the rows of the example alike.
 
     Args:
         trial: every input of the example has the batch as its first dimension.
         size: size of the batches to try, which the model takes.
+        takes_one: the model takes a batch of one, too: rows of the example are compared without the others.
 
     Raises:
         ModelRefused: a result depends on the other rows. Other values on which the model fails are skipped.
@@ -105,44 +108,83 @@ def refuse_mixing(trial: Trial, size: int) -> None:
     kept = now if size > now else max(size - 1, 1)
     strangers = size - kept
     precision = trial.precision or precision_of(trial.run, trial.example)
+    is_exact = not (trial.is_random or precision.scales_by_batch)
+    if is_exact and takes_one and now > 1:
+        _refuse_mixing_in_example(trial, precision)
     for variation in trial.variations[:1] if precision.scales_by_batch else trial.variations:
+        alone = _alone(trial, variation, strangers) if is_exact else None
         for front in (strangers // 2,) if strangers > 1 else (0, strangers):
-            name = _differing(trial, variation, slice(front, front + kept), size, precision)
+            name = _differing(trial, variation, slice(front, front + kept), size, precision, alone=alone)
             if name is not None:
-                raise ModelRefused(
-                    f"the output {name!r} of a row depends on the other rows of the batch, which are other "
-                    "clients'"
-                )
+                raise _mixing(name)
+
+
+def _refuse_mixing_in_example(trial: Trial, precision: Precision) -> None:
+    """Raise ModelRefused when one of the example's first rows has another result without the other rows."""
+    for row in range(min(trial.example[0].shape[0], _MOST_ALONE)):
+        found = trial.answers(tuple(tensor[row : row + 1] for tensor in trial.example))
+        if name := differing(_rows(trial.base, slice(row, row + 1)), found, precision):
+            raise _mixing(name)
+
+
+def _mixing(output: str) -> ModelRefused:
+    return ModelRefused(
+        f"the output {output!r} of a row depends on the other rows of the batch, which are other clients'"
+    )
+
+
+def _alone(trial: Trial, variation: Variation, count: int) -> Named | None:
+    """Return the answers to rows of other values without rows of the example; None if there are none."""
+    try:
+        return trial.answers(_strangers(trial.example, variation, count)) if count else None
+    except ModelRefused:
+        return None
 
 
 def _differing(
-    trial: Trial, variation: Variation, kept: slice, size: int, precision: Precision
+    trial: Trial, variation: Variation, kept: slice, size: int, precision: Precision, *, alone: Named | None
 ) -> str | None:
-    """Return the output that other rows change for rows of the example, which are at `kept`; or None."""
+    """Return the output that rows of another client change, or None.
+
+    Rows of the example are at `kept`; `alone` has the answers to the others without them.
+    """
 
     def answers(variation: Variation) -> Named:
-        return _rows(trial.answers(_among_strangers(trial.example, variation, kept, size)), kept)
+        return trial.answers(_among_strangers(trial.example, variation, kept, size))
 
     try:
         found = answers(variation)
     except ModelRefused:
         if variation is not shuffled:
             return None
-        found = answers(others)  # columns that mean different things can't be shuffled
+        found, alone = answers(others), None  # columns that mean different things can't be shuffled
     count = kept.stop - kept.start
-    wanted = answers(others) if trial.is_random else _rows(trial.base, slice(0, count))
-    return differing(wanted, found, precision)
+    wanted = _rows(answers(others), kept) if trial.is_random else _rows(trial.base, slice(0, count))
+    name = differing(wanted, _rows(found, kept), precision)
+    if name is None and alone is not None:
+        name = differing(alone, _without(found, kept), precision)
+    return name
+
+
+def _strangers(example: Tensors, variation: Variation, count: int) -> Tensors:
+    picked = torch.arange(count) % example[0].shape[0]
+    return tuple(variation(tensor)[picked] for tensor in example)
 
 
 def _among_strangers(example: Tensors, variation: Variation, kept: slice, size: int) -> Tensors:
     count = kept.stop - kept.start
-    picked = torch.arange(size - count) % example[0].shape[0]
     made = []
-    for tensor in example:
-        strangers = variation(tensor)[picked]
+    for tensor, strangers in zip(example, _strangers(example, variation, size - count), strict=True):
         made.append(torch.cat([strangers[: kept.start], tensor[:count], strangers[kept.start :]]))
     return tuple(made)
 
 
 def _rows(named: Named, rows: slice) -> Named:
     return [(name, tensor[rows] if tensor.dim() else tensor) for name, tensor in named]
+
+
+def _without(named: Named, rows: slice) -> Named:
+    return [
+        (name, torch.cat([tensor[: rows.start], tensor[rows.stop :]]) if tensor.dim() else tensor)
+        for name, tensor in named
+    ]

@@ -54,6 +54,15 @@ TEXTS: dict[str, Run] = {
 }
 
 
+COUNTS: dict[str, Run] = {
+    "as many as the largest count of all": lambda n: torch.ones(len(n), 2) * int(n.max()),
+}
+FULL_TEXTS: dict[str, Run] = {
+    "padding cut off that all rows have": lambda ids: WORDS(ids[:, : int((ids != 0).sum(1).max())]).mean(1),
+    "the last token of the longest": lambda ids: WORDS(ids[:, int((ids != 0).sum(1).max()) - 1]),
+}
+
+
 def texts(rows: int) -> torch.Tensor:
     ids = torch.randint(1, 50, (rows, 8))
     ids[:, 5:] = 0
@@ -71,16 +80,30 @@ def cases() -> list[tuple[Run, Callable[[int], torch.Tensor]]]:
         (FLOATS, lambda rows: torch.randn(rows, 8)),
         (IMAGES, lambda rows: torch.rand(rows, 3, 8, 8)),
         (TEXTS, texts),
+        (COUNTS, lambda rows: torch.full((rows,), 3)),
+        (FULL_TEXTS, lambda rows: torch.randint(1, 50, (rows, 8))),
     ]
     return [(run, make) for models, make in made for run in models.values()]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize(("run", "make"), cases(), ids=[*FLOATS, *IMAGES, *TEXTS])
+@pytest.mark.parametrize(("run", "make"), cases(), ids=[*FLOATS, *IMAGES, *TEXTS, *COUNTS, *FULL_TEXTS])
 def test_a_model_whose_rows_depend_on_one_another_is_not_batched(
     run: Run, make: Callable[[int], torch.Tensor], rows: int
 ) -> None:
     assert not is_batched(run, make(rows))
+
+
+@pytest.mark.parametrize("counts", [[3, 1], [1, 3], [3, 3, 1, 3, 3, 3]])
+def test_rows_of_the_example_are_tried_without_one_another(counts: list[int]) -> None:
+    def run(n: torch.Tensor) -> torch.Tensor:
+        return LINEAR(n[:, None].expand(-1, 8) / n.max().clamp(min=1))
+
+    example = torch.tensor(counts)
+    assert not is_batched(run, example)
+    assert is_batched(lambda n: LINEAR(n[:, None].expand(-1, 8) / 3), example)
+    with pytest.raises(ModelRefused, match="depends on the other rows of the batch"):
+        signature_of(run, (example,), ["n"], [batch_of((example,), (1, 8))], probe_batch=False)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
