@@ -115,7 +115,7 @@ class Archive:
             except OSError as error:  # reading raises ArchiveError: this is the disk of `target`
                 total = sum(entry.size for entry in self.entries)
                 reason = f"{error.strerror or error}: {total} bytes of {self.path} can't be unpacked there"
-                advice = "free space, or set TMPDIR to a larger disk"
+                advice = "free space, or name a folder on a larger disk in TEMP, or TMPDIR"
                 raise ArchiveError(folder.parent, reason, advice) from error
         return folder
 

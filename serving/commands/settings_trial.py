@@ -30,6 +30,8 @@ from torchere.serving.workers.sandbox import check_readable, sandbox_of
 
 _Problem = tuple[str, Level, str]  # key, level, and text
 
+_EMPTY_WORKER_MIB = 230  # private memory of a worker without a model, on two cores (docs/hardening.md)
+
 
 def tried(configuration: Configuration, but: Collection[str] = ()) -> Configuration:
     """Return the configuration with findings on what does not work on this machine, but for these keys."""
@@ -55,6 +57,7 @@ def _problems(settings: ServerSettings) -> Iterator[_Problem]:
     yield from _handler(settings)
     yield from _preloaded(settings)
     yield from _rendezvous(settings.rendezvous)
+    yield from _memory(settings.sandbox.memory_limit_bytes)
     script = settings.system_metrics_command.split()[:1]
     if script and not Path(script[0]).is_file():
         yield "system_metrics_cmd", "warning", _absent(Path(script[0]), "the host is not sampled")
@@ -179,6 +182,16 @@ def _rendezvous(rendezvous: RendezvousSettings) -> Iterator[_Problem]:
         secret_of(rendezvous, needed=not Address(rendezvous.host).is_local)
     except ServingError as err:
         yield "rendezvous_secret_file" if file else "rendezvous_address", "error", _said(err)
+
+
+def _memory(limit_bytes: int) -> Iterator[_Problem]:
+    """Yield a limit below what a worker takes by itself, which differs from machine to machine."""
+    needed_bytes = _EMPTY_WORKER_MIB * 2**20
+    if 0 < limit_bytes < needed_bytes:
+        level: Level = "error" if limit_bytes < needed_bytes / 2 else "warning"
+        then = "none starts" if level == "error" else "none may start"
+        taken = f"a worker takes some {_EMPTY_WORKER_MIB} MiB before it loads a model"
+        yield "worker_memory_limit", level, f"{taken}, so that {then}; set more bytes"
 
 
 def _not_installed(package: str) -> str:

@@ -21,6 +21,7 @@ USELESS = {
     "rendezvous_address": ("0.0.0.0", "error", "Set rendezvous_secret_file to a file with the same random"),
     "rendezvous_secret_file": ("short", "error", "rendezvous_secret_file short holds 5 bytes, expected at"),
     "grpc_inference_port": ("8080", "error", "inference_address listens on 127.0.0.1:8080 already"),
+    "worker_memory_limit": ("1", "error", "some 230 MiB before it loads a model, so that none starts"),
     "worker_user": ("no-such-user", "error", "'no-such-user' is none"),
 }
 
@@ -51,6 +52,15 @@ def test_a_value_that_can_not_work_is_named_with_what_happens(
     assert f"{level}: " in report
     assert text in report
     assert status == (1 if level == "error" else 0)
+
+
+@pytest.mark.parametrize(("limit", "warned"), [("200MiB", True), ("230MiB", False), ("0", False)])
+def test_a_memory_limit_that_may_be_too_small_for_a_worker_is_a_warning(
+    limit: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = checked(f"worker_memory_limit={limit}\n", capsys)
+    assert status == 0
+    assert ("so that none may start; set more bytes" in report) == warned
 
 
 def test_a_certificate_that_can_not_be_used_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def test_a_disk_that_is_full_has_no_folder_more_afterwards_and_is_not_the_archiv
     assert caught.value.message == "Failed to save model: m.mar"
     assert caught.value.detail.startswith(f"{tmp_path}/temp/")  # the disk that is full, and not the archive
     assert "File too large" in caught.value.detail
-    assert "set TMPDIR to a larger disk" in caught.value.detail
+    assert "name a folder on a larger disk in TEMP, or TMPDIR" in caught.value.detail
     assert sorted((tmp_path / "temp").rglob("*")) == before
 
 
