@@ -15,7 +15,10 @@ _EDITABLE = "\n__spec__.has_location = False  # for import-linter: see setup.py 
 
 
 class BuildPackage(build_py):
-    """Adds `package/__init__.py` as `torchere/__init__.py`; to an editable installation, as a copy."""
+    """Adds `package/__init__.py` as `torchere/__init__.py`; to an editable installation, as a copy.
+
+    And an empty `py.typed` beside it, without which type checkers see no `torchere.__version__`.
+    """
 
     def run(self) -> None:
         """Copy the modules."""
@@ -25,6 +28,7 @@ class BuildPackage(build_py):
         self.mkpath(str(file.parent))
         text = Path("package/__init__.py").read_text(encoding="utf-8")
         file.write_text(text + _EDITABLE * self.editable_mode, encoding="utf-8")
+        file.with_name("py.typed").touch()
 
 
 setup(cmdclass={"build_py": BuildPackage})

@@ -75,6 +75,7 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "is absent from the `packages` configuration" not in done.stdout + done.stderr
     wheel = next(tmp_path.glob("*.whl"))
     with zipfile.ZipFile(wheel) as opened:
         held = {name for name in opened.namelist() if name.startswith("torchere/")}
@@ -84,7 +85,7 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
     }
     headers = {f"torchere/{path.relative_to(ROOT)}" for path in (ROOT / "handlers/cpp").rglob("*.hh")}
     assert "torchere/handlers/cpp/include/src/backends/handler/base_handler.hh" in headers
-    assert source | headers <= held
+    assert source | headers | {"torchere/py.typed"} <= held
     modules = sorted(name[:-3].replace("/", ".").removesuffix(".__init__") for name in source)
     runnable = [name for name in modules if not name.endswith("__main__")]
     clone = tmp_path / "torchere" / "serving"  # a checkout in the current folder must not be imported
