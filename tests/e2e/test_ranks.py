@@ -3,14 +3,15 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+
+from torchere.archiver.models.convert.ranks import in_ranks
 
 ADDING_MODEL = """
 import torch
@@ -93,41 +94,34 @@ SPREAD = {  # model-config.yaml by model; `whole` has none
 }
 
 
-# Run by torchrun: saves the model, trained or not, as FSDP2 does, each rank its own shards.
-SAVE = """
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import fully_shard
-from model import Layers
-
-dist.init_process_group("gloo")
-model = Layers()
-with torch.no_grad():
-    for parameter in model.parameters():
-        parameter.add_(0.05)  # what the class does not make itself
-if dist.get_rank() == 0:
-    torch.save(model.state_dict(), "merged.pth")
-for block in model.blocks:
-    fully_shard(block)
-fully_shard(model)
-dcp.save({"model": get_model_state_dict(model)}, checkpoint_id="sharded")
-"""
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the shards of four ranks (`sharded`), and the same weights in one file."""
+    """A folder with the shards of four ranks (`sharded`), and the same weights in one file.
+
+    The ranks are forked, because under torchrun each would import torch.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
     folder = tmp_path_factory.mktemp("checkpoint")
-    (folder / "model.py").write_text(LAYERS_MODEL)
-    (folder / "save.py").write_text(SAVE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, "save.py"], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    space: dict[str, Any] = {}
+    exec(LAYERS_MODEL, space)
+
+    def save(rank: int) -> None:
+        """Save the model, trained or not, as FSDP2 does, each rank its own shards."""
+        model = space["Layers"]()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05)  # what the class does not make itself
+        if rank == 0:
+            torch.save(model.state_dict(), folder / "merged.pth")
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "sharded")
+
+    in_ranks(4, save)
     return folder
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -289,21 +288,26 @@ def test_a_loader_of_ones_own_is_not_shared(scripted_doubler: Path, make_context
     assert not handlers[0].model.training
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling ahead of time needs a C++ compiler")
+class ProbeHandler(BaseHandler):
+    """Gives the probe its other inputs, and takes one of its outputs."""
+
+    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().inference(data, torch.tensor([3]), scale=torch.tensor(2.0))["y"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_package_compiled_ahead_of_time_answers_like_its_model(
-    tmp_path: Path, make_context: Any, begin: Any
+    probe_archive: Path, make_context: Any, begin: Any
 ) -> None:
-    model = torch.nn.Linear(2, 1).eval()
-    program = torch.export.export(model, (torch.ones(3, 2),))
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "linear.pt2"))
-    handler = BaseHandler()
-    context = make_context(tmp_path, model={"serializedFile": "linear.pt2"})
+    handler = ProbeHandler()
+    context = make_context(probe_archive, model={"serializedFile": "probe.pt2"})
     handler.initialize(context)
     begin(context, 3)
-    rows = torch.rand(3, 2)
+    rows = torch.rand(3, 256)
     answer = handler.handle(rows.tolist(), context)
-    assert torch.allclose(torch.tensor(answer), model(rows), atol=1e-6)
+    model = torch.export.load(probe_archive / "probe.exported.pt2").module()
+    expected = model(rows, torch.tensor([3]), scale=torch.tensor(2.0))["y"]
+    assert torch.allclose(torch.tensor(answer), expected, atol=1e-4)
 
 
 class OwnBuffer(torch.nn.Module):
