@@ -138,6 +138,7 @@ def absent_routes(is_management: bool) -> APIRouter:
     for name, text in (_ABSENT if is_management else _ABSENT | _ELSEWHERE).items():
         router.add_api_route(f"/v2/{name}", refusing(text), methods=ANY_METHOD)
         router.add_api_route(f"/v2/{name}/{{rest:path}}", refusing(text), methods=ANY_METHOD)
+    router.add_api_route("/v2/models/{model}/trace/setting", refusing(_ABSENT["trace"]), methods=ANY_METHOD)
     return router
 
 

@@ -115,6 +115,7 @@ def test_with_the_switch_off_there_is_what_torchserve_has(ask_v2, target):
         ("/v2/systemsharedmemory/status", "There is no shared memory here."),
         ("/v2/cudasharedmemory/region/a/register", "There is no shared memory here."),
         ("/v2/trace/setting", "There are no trace settings here."),
+        ("/v2/models/echo/trace/setting", "There are no trace settings here."),
         ("/v2/logging", "There are no log settings of Triton's here."),
         ("/v2/repository/index", "The model repository is on the management port."),
         ("/v2/repository/models/echo/load", "The model repository is on the management port."),
