@@ -56,13 +56,19 @@ class Repository:
         Args:
             model: name of the model.
             parameters: `url`: its archive, by default `<model>.mar`; `initial_workers`: its initial number of
-                executors, by default 1.
+                executors, by default 1. Triton's `config` is ignored, and `file:NAME` refused.
 
         Raises:
             NotAllowed: the model API is off.
             InvalidRequest, ModelNotFound, InvalidArchive, DownloadFailed, LoadFailed: it is not loaded.
             Conflict: it was unregistered meanwhile.
         """
+        file = next((name for name in parameters if name.startswith("file:")), None)
+        if file is not None:  # a success would be taken for a load of these bytes
+            raise InvalidRequest(
+                f"parameters.{shown(file)[1:-1]}: found the bytes of a file, "
+                "expected none: models come from archives (parameters.url)"
+            )
         if any(entry.name == model for entry in self.index(ready_only=True)):
             return
         url = parameters.get("url", f"{model}.mar")

@@ -1,4 +1,4 @@
-"""Loading what is registered already."""
+"""Loading what is registered already, and what is no model of the store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.config.server_settings import ModelSettings
-from torchere.serving.errors import Conflict
+from torchere.serving.errors import Conflict, InvalidRequest
 from torchere.serving.frontend.open_inference.repository import Repository
 from torchere.serving.registry.version import VersionState
 
@@ -32,3 +32,9 @@ def test_what_is_registered_and_not_ready_is_brought_up(
     least, most = gets
     wish = {"min_executors": least, "max_executors": most, "synchronous": True}
     assert control.calls[-1] == ("scale", "echo", None, wish)
+
+
+def test_files_of_the_client_are_refused_and_not_ignored(planes: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^parameters\.file:1/model\.pt: found the bytes of a file"):
+        asyncio.run(Repository(planes.control).load("echo", {"config": "{}", "file:1/model.pt": b"x"}))
+    assert not planes.control.calls
