@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from torchere.handlers.tensors import Datatype, TensorError, datatype_named, shown
+from torchere.archiver.signature import ANY, Signature
+from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError, datatype_named, shown
 from torchere.handlers.tensors.answer import WantedOutput
-from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor, quoted_non_finite
+from torchere.handlers.tensors.codec import (
+    NO_JSON,
+    array_from_json,
+    bytes_from_tensor,
+    join_elements,
+    quoted_non_finite,
+)
 from torchere.handlers.tensors.list_text import ListText, count_members, has_many_items
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.tensor_request import (
@@ -23,6 +31,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     refuse_shared_memory,
 )
 
+_LENGTH = "Inference-Header-Content-Length"
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")  # the end of msgspec's error texts: path of the invalid member
 BEGINNING_BYTES = 4096
 _LONG_BYTES = 65_536  # a shorter text has too few lists for the garbage collector to matter
@@ -76,8 +85,7 @@ def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorReq
     """
     if json_bytes is not None and json_bytes > len(body):
         raise InvalidRequest(
-            f"Inference-Header-Content-Length: found {json_bytes}, "
-            f"expected at most the {len(body)} bytes of the body"
+            f"{_LENGTH}: found {json_bytes}, expected at most the {len(body)} bytes of the body"
         )
     head = decoded_or_quoted(_decoded_body, body if json_bytes is None else memoryview(body)[:json_bytes])
     check_names("inputs", [item.name for item in head.inputs])  # before each becomes a tensor
@@ -101,6 +109,38 @@ def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorReq
         outputs=tuple([_output(item, f"outputs[{i}]", binary) for i, item in enumerate(head.outputs or ())]),
         binary=binary,
     )
+
+
+def tensor_alone(body: bytes | memoryview, signature: Signature | None) -> TensorRequest:
+    """Return the request whose body is its only tensor, as `Inference-Header-Content-Length: 0` says.
+
+    The signature has name and datatype. Of the shape one dimension may be free, beside a batch, which is 1
+    then: it has the size that the bytes fill. BYTES are one element, without a length before it. All outputs
+    are binary.
+
+    Raises:
+        InvalidRequest: the model has no signature, several inputs or several free dimensions, or the number
+            of bytes does not match its shape.
+    """
+    found = f"{_LENGTH}: found 0, which is for models of one input;"
+    if signature is None:
+        raise InvalidRequest(f"{found} expected JSON: the model does not tell its inputs")
+    if len(signature.inputs) != 1:
+        raise InvalidRequest(f"{found} expected JSON: the model has {len(signature.inputs)} inputs")
+    (spec,) = signature.inputs
+    datatype, shape = DATATYPES[spec.datatype], list(spec.shape)
+    free = [place for place, size in enumerate(shape) if size == ANY]
+    if len(free) > 1 and signature.batched:
+        shape[free.pop(0)] = 1
+    if len(free) > 1:
+        raise InvalidRequest(f"{found} expected JSON with a shape: {shape} has {len(free)} free dimensions")
+    if free:
+        size = datatype.item_bytes * math.prod(size for size in shape if size != ANY)
+        shape[free[0]] = -(-len(body) // max(1, size)) if datatype is not BYTES else 1
+    if datatype is BYTES and math.prod(shape) != 1:
+        raise InvalidRequest(f"{found} expected JSON: its shape {shape} is more than one element of BYTES")
+    raw = join_elements([bytes(body)]) if datatype is BYTES else memoryview(body)
+    return TensorRequest((input_tensor(spec.name, datatype, shape, raw, "the body"),), binary=True)
 
 
 def looks_like_request(body: bytes | memoryview) -> bool:

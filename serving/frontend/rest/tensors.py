@@ -21,6 +21,7 @@ from torchere.serving.frontend.open_inference.generate import (
 )
 from torchere.serving.frontend.open_inference.json_request import (
     parse_request,
+    tensor_alone,
 )
 from torchere.serving.frontend.open_inference.service import (
     KNOWN_HEAD_BYTES,
@@ -115,7 +116,9 @@ class TensorPrediction(Prediction):
                 self.head = self.head.inflated()
             super().read(body)
             return
-        if target.verb == "infer":
+        if target.verb == "infer" and wire.json_bytes == 0:
+            parse, length = partial(tensor_alone, body, facts.signature), 0
+        elif target.verb == "infer":
             parse = partial(parse_request, body, wire.json_bytes)
             length = len(body) if wire.json_bytes is None else wire.json_bytes
         else:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors import list_text
 from torchere.handlers.tensors.answer import WantedOutput
 from torchere.handlers.tensors.codec import array_from_elements
@@ -22,11 +23,13 @@ from torchere.serving.frontend.open_inference.json_request import (
     decoded,
     looks_like_request,
     parse_request,
+    tensor_alone,
 )
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 
 X = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2]}
 RAW = np.array([1, 2], np.float32).tobytes()
+X_SPEC = TensorSpec("x", "FP32", (2,))
 
 
 def body(*inputs: Any, **members: Any) -> bytes:
@@ -375,3 +378,51 @@ def test_of_a_long_body_the_beginning_tells() -> None:
     assert begins_like_request(long)
     assert begins_like_request(long[:BEGINNING_BYTES])
     assert not begins_like_request(b"[" + b"[]," * BEGINNING_BYTES + b"[]]")
+
+
+def of_one(*shape: int, datatype: str = "FP32", batched: bool = True) -> Signature:
+    outputs = (TensorSpec("y", "FP32", (-1, 1) if batched else (1,)),)
+    return Signature((TensorSpec("x", datatype, shape),), outputs)
+
+
+@pytest.mark.parametrize(
+    ("signature", "text", "shape"),
+    [
+        (of_one(-1, 2), RAW, (1, 2)),
+        (of_one(-1, 1), RAW, (2, 1)),
+        (of_one(-1, -1), RAW, (1, 2)),
+        (of_one(-1, batched=False), RAW, (2,)),
+        (of_one(2, 1, batched=False), RAW, (2, 1)),
+        (of_one(batched=False), RAW[:4], ()),
+        (of_one(-1, 2), b"", (0, 2)),
+        (of_one(-1, 0, batched=False), b"", (0, 0)),
+        (of_one(1, datatype="BYTES"), b"a picture", (1,)),
+        (of_one(-1, 1, datatype="BYTES"), b"", (1, 1)),
+    ],
+)
+def test_a_body_may_be_the_only_tensor(signature: Signature, text: bytes, shape: tuple[int, ...]) -> None:
+    request = tensor_alone(text, signature)
+    request.check()
+    (tensor,) = request.inputs
+    is_text = tensor.datatype.name == "BYTES"
+    assert (tensor.name, tensor.shape, request.binary) == ("x", shape, True)
+    assert bytes(tensor.raw) == (struct.pack("<I", len(text)) + text if is_text else text)
+
+
+@pytest.mark.parametrize(
+    ("signature", "text", "why"),
+    [
+        (None, RAW, r"found 0, .* the model does not tell its inputs$"),
+        (Signature((X_SPEC, TensorSpec("z", "FP32", (2,))), ()), RAW, r"found 0, .* the model has 2 inputs$"),
+        (of_one(-1, -1, -1), RAW, r"found 0, .* \[1, -1, -1\] has 2 free dimensions$"),
+        (of_one(-1, -1, batched=False), RAW, r"found 0, .* \[-1, -1\] has 2 free dimensions$"),
+        (of_one(-1, 2), RAW + b"1", r"found 9 bytes, expected 16 "),
+        (of_one(3, batched=False), RAW, r"found 8 bytes, expected 12 "),
+        (of_one(2, datatype="BYTES"), RAW, r"found 0, .* its shape \[2\] is more than one element of BYTES$"),
+    ],
+)
+def test_a_body_that_is_no_tensor_of_the_model_is_refused(
+    signature: Signature | None, text: bytes, why: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        tensor_alone(text, signature)

@@ -87,6 +87,18 @@ def test_a_binary_body_says_how_much_of_it_is_json(post, planes):
     assert planes.data.asked[0][2].parameters[0].value == b"\5\6"
 
 
+def test_a_body_without_json_is_the_only_input(post, planes):
+    for raw in (b"\5\6", b"\7", b"\5\6"):
+        answer = post(raw, inference_header_content_length="0")
+        assert answer.status == 200, answer.body
+        (tensor,) = planes.data.asked.pop()[2].parameters
+        assert (tensor.name, tensor.value) == ("x", raw)
+        assert tensor.content_type.endswith(f"shape={len(raw)}")
+    planes.data.known = replace(planes.data.known, signature=None)
+    answer = post(b"\5", inference_header_content_length="0")
+    assert (answer.status, answer.json["error"][:41]) == (400, "Inference-Header-Content-Length: found 0,")
+
+
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 30, ""])
 def test_a_length_that_is_none_is_refused(post, length):
     answer = post(request(), inference_header_content_length=length)
