@@ -5,12 +5,15 @@ A row holds one value for each input by its name (multipart fields, tensors), or
 * JSON: `{"input": [...]}`, a bare nested list if the model has one input, `{"inputs": [row, ...]}` (or
   `instances`, as in KServe v1) where each row is a list, or an object with one list for each input;
 * a `.npy` file, or raw little-endian bytes of exactly the size of the shape, if the model has one input.
+
+A field of a form is one of these, or the text of a number for an input without dimensions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +38,9 @@ from torchere.handlers.tensors.npy import is_npy, read_npy
 _ROWS = ("inputs", "instances")
 _OCTETS = "application/octet-stream"
 _JSON_BEGINS = (b"[", b"{", b" ", b"\t", b"\r", b"\n")
+# One number as text. Raw bytes of four or more hardly ever are; of one or two they may be.
+_NUMBER = re.compile(rb"[-+.0-9][-+.0-9eE]*[ \t\r\n]*|-?Infinity|NaN")
+_NUMBER_BYTES = 4
 _PRINTABLE = bytes(range(32, 127)) + b"\t\r\n"
 _ENCODED = (str, bytes, bytearray)  # types of a value that was not decoded
 _MAX_DEPTH = 64  # of lists in lists: torch has no more dimensions
@@ -202,18 +208,22 @@ def _value(value: Any, spec: TensorSpec, content_type: str) -> Any:
         return read_npy(value, spec.name)
     if _is_json(content_type):
         return _parsed(bytes(value), spec.name, f"JSON, or raw bytes with the content type {_OCTETS}")
-    if content_type == _OCTETS or value[:1] not in _JSON_BEGINS:
+    if content_type == _OCTETS:
         return _of_raw(value, spec)
     return _of_json_or_raw(value, spec)
 
 
 def _of_json_or_raw(value: bytes | bytearray, spec: TensorSpec) -> Any:
-    """Parse bytes that begin like JSON; return them as a tensor if they can't be JSON."""
+    """Parse bytes that look like JSON; return them as a tensor if they can't be JSON."""
+    item_bytes = DATATYPES[spec.datatype].item_bytes
+    is_number = item_bytes >= _NUMBER_BYTES and _NUMBER.fullmatch(value)
+    if not is_number and value[:1] not in _JSON_BEGINS:
+        return _of_raw(value, spec)
     try:
         return _parsed(bytes(value), spec.name)
     except TensorError:
         # The first raw byte may equal a bracket; but numbers of several bytes are not all printable.
-        if DATATYPES[spec.datatype].item_bytes > 1 and not bytes(value).translate(None, _PRINTABLE):
+        if item_bytes > 1 and not bytes(value).translate(None, _PRINTABLE):
             raise
         with contextlib.suppress(TensorError):
             return _of_raw(value, spec)

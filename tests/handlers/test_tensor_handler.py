@@ -225,6 +225,25 @@ def test_a_broken_json_file_in_a_form_is_not_read_as_numbers(make_handler: Calla
             assert answer == [[2, 4, 6]]
 
 
+SCALARS = Signature((spec("a", ()), spec("b", ())), (spec("sum", ()), spec("difference", ())))
+
+
+@pytest.mark.parametrize("a", [b"1.5", b"1.50", b"15e-1\n"])
+def test_a_field_of_a_form_may_be_one_number(make_handler: Callable[..., Asked], a: bytes) -> None:
+    asked = make_handler(SumAndDifference(), SCALARS)
+    assert asked.rows({"a": bytearray(a), "b": bytearray(b"-2.0")}) == [{"sum": -0.5, "difference": 3.5}]
+    one = np.array(1.5, "<f4").tobytes()
+    assert asked.rows({"a": bytearray(one), "b": bytearray(one)}) == [{"sum": 3, "difference": 0}]
+
+
+@pytest.mark.parametrize("a", [b".500", b"+1.5", b"1.5.", b"1-15", b"1e99"])
+def test_text_like_a_number_is_never_read_as_raw_bytes(make_handler: Callable[..., Asked], a: bytes) -> None:
+    (answer,) = make_handler(SumAndDifference(), SCALARS).rows({"a": bytearray(a), "b": bytearray(b"1")})
+    assert (answer["code"], answer["message"][:1]) == (400, "a")
+    assert make_handler(Doubled(), ONE).refused(bytearray(b"1.50")).startswith("input: found 0 dimensions")
+    assert make_handler(Doubled(), ONE).body(bytearray(b"1.50" * 3), **OCTETS) != []
+
+
 def test_inputs_may_come_by_name(make_handler: Callable[..., Asked]) -> None:
     asked = make_handler(SumAndDifference(), TWO)
     wanted = {"sum": [4, 6], "difference": [-2, -2]}
