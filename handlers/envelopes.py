@@ -223,7 +223,7 @@ def _shaped(tensor: dict[str, Any]) -> Any:
     try:
         array = _elements(values).reshape(shape)
         _check_lists(array)
-    except (ValueError, TypeError) as err:
+    except (ValueError, TypeError, OverflowError) as err:
         raise PredictionException(
             f"The data of input {name} does not fit its shape {shown(shape)}: {err}", 400
         ) from err
@@ -231,11 +231,16 @@ def _shaped(tensor: dict[str, Any]) -> Any:
 
 
 def _elements(values: list[Any]) -> Array:
-    """Return the values as an array of objects: in an array of texts each takes as much as the longest."""
+    """Return the values as an array of objects: in an array of texts each takes as much as the longest.
+
+    Numbers of which one is a float are all floats, as in TorchServe: JavaScript writes 2.0 as `2`, and a
+    handler that makes a tensor of the row `[2]` would get whole numbers.
+    """
     array = np.array(values, dtype=object)
-    if list in set(map(type, array.flat)):
+    kinds = set(map(type, array.flat))
+    if list in kinds:
         raise ValueError("its lists are not of one length, or not of one depth")
-    return array
+    return array.astype(np.float64) if float in kinds and kinds <= {float, int, bool} else array
 
 
 def _check_lists(array: Array) -> None:

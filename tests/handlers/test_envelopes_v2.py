@@ -47,6 +47,15 @@ def test_numbers_are_reshaped_and_answers_flattened(context: Any) -> None:
     assert list(answer[0]["outputs"][0]) == ["name", "datatype", "data", "shape"]
 
 
+def test_whole_numbers_among_floats_are_floats(context: Any) -> None:
+    inputs = [{"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1.5, 2, True, 4]}]
+    seen: list[Any] = []
+    KServev2Envelope(lambda data, _: seen.append(data[0]["data"]) or [1]).handle(
+        [{"body": {"inputs": inputs}}], context
+    )
+    assert repr(seen[0]) == "[[1.5, 2.0], [1.0, 4.0]]"
+
+
 def test_bytes_come_as_their_first_item(context: Any) -> None:
     body = {"inputs": [{"name": "t", "shape": [1], "datatype": "BYTES", "data": ["hello"]}]}
     seen = []
@@ -103,6 +112,7 @@ def test_more_answers_than_inputs_get_names_of_their_own(context: Any) -> None:
         ({"inputs": [{"name": "x", "shape": "a", "data": [1, 2]}]}, "does not fit its shape"),
         ({"inputs": [{"name": "x", "shape": [2], "data": [[1], [2, 3]]}]}, "not of one length"),
         ({"inputs": [{"name": "x", "shape": [2], "data": [[1], 2]}]}, "or not of one depth"),
+        ({"inputs": [{"name": "x", "shape": [2], "data": [1.5, 10**400]}]}, "too large"),
         ({"inputs": [{"name": "x", "shape": [10**12, 0], "data": []}]}, "10{12} lists for 0 elements"),
         ({"inputs": [{"name": "x", "shape": [-1, *[1] * 60], "data": [1] * 2000}]}, "for 2000 elements"),
         ({"inputs": [{"name": "x" * 5000, "data": [1, 2], "shape": [1] * 5000}]}, "^.{,999}$"),
