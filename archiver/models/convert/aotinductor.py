@@ -19,7 +19,7 @@ from torchere.archiver.models.convert.exported_program import free_sizes
 from torchere.archiver.models.inputs.sizes import Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
 from torchere.archiver.models.measure.cost import Model, one_thread, processor_ms
-from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.steps import Say
 
 # Two ways to multiply matrices in a program that AOTInductor compiles, and which of them is faster here.
@@ -109,9 +109,9 @@ def timed(plain: Model, templates: Model, given: Sequence[Tensors]) -> Timed:
         given: inputs from `samples`; at least one.
     """
     with one_thread(), torch.inference_mode():
-        answers = [(flattened(plain(*one)), flattened(templates(*one))) for one in given]
+        pairs = [(answers(plain, one), answers(templates, one)) for one in given]
         times = [processor_ms([plain, templates], one, _BUDGET_S) for one in given]
-    return Timed(tuple(one[0] for one in times), tuple(one[1] for one in times), difference(answers).drift)
+    return Timed(tuple(one[0] for one in times), tuple(one[1] for one in times), difference(pairs).drift)
 
 
 # The compiler may use only the instructions that every CPU of the level has: "native" would tie the archive

@@ -78,9 +78,13 @@ def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], bud
 
 
 def _seconds(model: Model, arguments: Sequence[torch.Tensor]) -> float:
-    """Return the processor time of a run; the process's, as onnxruntime computes in threads of its own."""
+    """Return the processor time of a run; the process's, as onnxruntime computes in threads of its own.
+
+    The model gets copies: one that writes into its inputs (`x.sub_(mean).div_(std)`) would change the sample.
+    """
+    given = tuple(tensor.clone() for tensor in arguments)
     started = time.process_time()
-    model(*arguments)
+    model(*given)
     return time.process_time() - started
 
 

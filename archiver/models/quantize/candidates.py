@@ -25,7 +25,7 @@ from torchere.archiver.models.inputs.examples import spread
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
 from torchere.archiver.models.measure.cost import processor_ms, shapes_of
-from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
 from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.models.quantize.traced import Compile, plain_attention
@@ -105,7 +105,7 @@ def measured(
         with _failures(found, blank), torch.inference_mode():
             module = load_script(io.BytesIO(packed), check=False, engine=engine)
             for call in calls:
-                module(*call)
+                answers(module, call)
             running[engine] = module
     times = [processor_ms(list(running.values()), call, _BUDGET_S) for call in calls] if running else []
     for index, (engine, module) in enumerate(running.items()):
@@ -271,10 +271,10 @@ _CONVERTERS: dict[str, Callable[[nn.Module, Samples, Collection[str], Say], tupl
 
 def _judge(model: LoadedModel, samples: Samples) -> Callable[[Callable[..., Any]], float]:
     with torch.inference_mode():
-        wanted = [flattened(model.module(*copy.deepcopy(sample))) for sample in samples]
+        wanted = [answers(model.module, sample) for sample in samples]
 
     def judge(module: Callable[..., Any]) -> float:
-        found = (flattened(module(*sample)) for sample in samples)
+        found = (answers(module, sample) for sample in samples)
         return difference(zip(wanted, found, strict=True)).drift
 
     return judge
@@ -329,12 +329,12 @@ def sensitivities(
     """
     model = copy.deepcopy(module).eval()
     with torch.inference_mode(False), torch.no_grad():
-        wanted = [flattened(model(*sample)) for sample in samples]
+        wanted = [answers(model, sample) for sample in samples]
         found = []
         layers = [(name, layer) for name, layer in model.named_modules() if type(layer) in kinds]
         for name, layer in counted(layers, len(layers), "layers ranked by what int8 does to them", say):
             with _Rounded(layer):
-                pairs = ((one, flattened(model(*s))) for one, s in zip(wanted, samples, strict=True))
+                pairs = ((one, answers(model, s)) for one, s in zip(wanted, samples, strict=True))
                 drift = difference(pairs).drift
             found.append(Sensitive(name, drift, layer.weight.numel()))
     return sorted(found, key=lambda one: -one.drift)

@@ -20,6 +20,7 @@ from torchere.archiver.models.convert.exported_program import by_parameter, expo
 from torchere.archiver.models.fold.convolutions import NotTraceable, fold
 from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 from torchere.archiver.models.load.weight_only import quiet_torchao
+from torchere.archiver.models.measure.difference import answers
 from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.signature import ANY, TensorSpec
 
@@ -72,7 +73,7 @@ def quantised_program(
         with torch.no_grad():
             given = samples[:1] if dynamic else samples
             for sample in counted(given, len(given), "samples calibrated on", say):
-                prepared(*sample)
+                answers(prepared, sample)
         converted: fx.GraphModule = pt2e.convert_pt2e(prepared)
     if not _is_quantised(converted):
         raise ModelRefused(_NO_LAYER.format("int8-dynamic" if dynamic else "int8-static"))

@@ -43,6 +43,7 @@ from torchere.archiver.models.fold.convolutions import (
     module_at,
     replace_module,
 )
+from torchere.archiver.models.measure.difference import answers
 from torchere.archiver.models.steps import Say, counted, silent
 
 WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
@@ -151,7 +152,7 @@ def calibrate(
     _leave_whole_numbers(prepared, samples[0])
     with torch.no_grad():
         for sample in counted(samples, len(samples), "samples calibrated on", say):
-            prepared(*sample)
+            answers(prepared, sample)
     layers = sum(
         hasattr(layer, "weight") and getattr(layer, "qconfig", None) is not None
         for layer in prepared.modules()
@@ -250,7 +251,7 @@ def _leave_whole_numbers(prepared: fx.GraphModule, sample: tuple[torch.Tensor, .
     """Remove the observers of integer tensors: FX adds one before each operation that reshapes its input."""
     run = _WholeNumbers(copy.deepcopy(prepared))  # a copy, because each run calibrates the observers
     with torch.no_grad():
-        run.run(*sample)
+        run.run(*copy.deepcopy(sample))
     names = {node.name for node in run.found}
     for node in list(prepared.graph.nodes):
         if node.name in names and isinstance(module_at(prepared, node), (ObserverBase, FakeQuantizeBase)):

@@ -49,6 +49,19 @@ def test_models_are_timed_by_what_they_take_of_the_processor_and_no_other_clock_
     assert times == pytest.approx([3.0, 1.0])
 
 
+def test_a_model_that_writes_into_its_inputs_is_timed_on_the_sample_as_it_was() -> None:
+    seen: list[float] = []
+
+    def model(x: torch.Tensor) -> None:
+        seen.append(float(x))
+        x.mul_(2)
+
+    sample = torch.ones(1)
+    times_by_batch([model, model], [(sample,)], batched=False, budget_s=0.0)
+
+    assert set(seen) == {float(sample)} == {1.0}
+
+
 def test_models_run_in_turns_and_at_least_five_times(processor: Processor) -> None:
     order: list[str] = []
     models = [lambda _x, name=name: order.append(name) for name in ("one", "other")]

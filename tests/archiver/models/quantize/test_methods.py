@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import supported, using
-from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.measure.difference import answers, difference, flattened
 from torchere.archiver.models.quantize import candidates as module_under_test
 from torchere.archiver.models.quantize.dynamic import dynamic
 from torchere.archiver.models.quantize.methods import Quantised, bf16, quantise
@@ -209,6 +209,34 @@ def served(folder: Path, engine: str) -> BaseHandler:
         )
     )
     return handler
+
+
+class NormalisesInPlace(nn.Module):
+    """Writes into its inputs, as much code that normalises pictures does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layers(x.sub_(0.5).div_(0.2))
+        return scores
+
+
+@needs_engine
+@pytest.mark.parametrize("method", ["int8-dynamic", "int8-static"])
+def test_a_model_that_writes_into_its_inputs_is_quantised_on_the_samples_as_they_are(method: str) -> None:
+    torch.manual_seed(1)
+    samples: list[Tensors] = [(torch.rand(4, 8),) for _ in range(8)]
+    before = [tensor.clone() for (tensor,) in samples]
+    model = NormalisesInPlace().eval()
+
+    made = quantise(loaded(model, samples[0][0].clone()), method, samples)
+
+    assert all(torch.equal(one, sample[0]) for one, sample in zip(before, samples, strict=True))
+    found = [(answers(model, sample), answers(made.module, sample)) for sample in samples]
+    assert difference(found).drift < 0.05
 
 
 @needs_engine
