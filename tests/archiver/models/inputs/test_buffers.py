@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchere.archiver import open_archive
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
 
@@ -50,6 +51,82 @@ class Replacing(nn.Module):
         if bool(x.sum() > 1e9):
             return x + self.replaced
         return x * self.changed.sum()
+
+
+class Remembering(nn.Module):
+    """Keeps state in plain attributes, and a table that grows with its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: torch.Tensor | None = None
+        self.runs = 0
+        self.table = torch.zeros(0, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if len(self.table) < x.shape[1]:
+            self.table = torch.arange(x.shape[1])[:, None].expand(-1, 4).sin()
+        before = x if self.last is None else self.last
+        self.last = x + self.table[: x.shape[1]]
+        return before + self.last
+
+
+def test_plain_attributes_are_as_before() -> None:
+    module = Remembering()
+    with unchanged_buffers(module):
+        module(torch.rand(2, 3, 4))
+    assert module.last is None
+    assert module.runs == 0
+    assert len(module.table) == 0
+
+
+class Assigning(nn.Module):
+    """Assigns the mean of its inputs to a buffer, so slowly that no comparison of answers shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9999 * self.mean + 0.0001 * x.mean(0)
+        return x - self.mean
+
+
+class Unscriptable(Assigning):
+    """The same in code that does not compile."""
+
+    def forward(self, *inputs: torch.Tensor, **_: object) -> torch.Tensor:
+        return super().forward(inputs[0])
+
+
+def test_state_that_a_trace_would_lose_is_kept_by_compiling_the_source_or_refused() -> None:
+    said: list[str] = []
+    example = (torch.rand(2, 4) + 1,)
+    found = to_torchscript(Assigning().eval(), example, say=said.append)
+    assert "the model keeps state from one run to the next in 'mean'" in said[-1]
+    assert not torch.equal(found(*example), found(*example))
+    with pytest.raises(ModelRefused, match=r"change it in place \(self\.mean\.copy_\(\.\.\.\)\)"):
+        to_torchscript(Unscriptable().eval(), example)
+
+
+class Caching(nn.Module):
+    """Assigns a table that it makes anew with each run, and a counter that no answer depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.runs = torch.zeros(0), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table, self.runs = torch.arange(x.shape[1]), self.runs + 1
+        return x + self.table
+
+
+def test_what_is_assigned_and_changes_no_answer_is_traced() -> None:
+    said: list[str] = []
+    found = to_torchscript(Caching().eval(), (torch.rand(2, 4),), say=said.append)
+    assert torch.equal(found(torch.ones(1, 6)), torch.ones(1, 6) + torch.arange(6))
+    assert said == []
 
 
 @pytest.mark.parametrize("made", [lambda module: module, torch.jit.script], ids=["eager", "scripted"])
