@@ -18,7 +18,7 @@ from torchere.archiver.models.convert.aotinductor import compile_aoti, load_aoti
 from torchere.archiver.models.convert.exported_program import free_sizes, save_program, to_program
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.examples import check_against
-from torchere.archiver.models.inputs.run import Run
+from torchere.archiver.models.inputs.run import Run, run_on
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.huggingface import files_to_serve
@@ -28,6 +28,7 @@ from torchere.archiver.models.load.torchscript import save_script
 from torchere.archiver.models.load.weight_only import INT4_FOR_A_PROCESSOR, has_4_bits, torchao_kinds
 from torchere.archiver.models.probe.derive import signature_of
 from torchere.archiver.models.probe.id_ranges import with_id_ranges
+from torchere.archiver.models.probe.isolation import ModelEndedProcess
 from torchere.archiver.models.steps import Say, refusing, step
 from torchere.archiver.request import (
     AOTI,
@@ -44,6 +45,10 @@ from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _NOT_EXPORTED = "change that in the model, or take --format torchscript"
 _NOT_COMPILED = f"take --format {EXPORT}, which is not compiled, or --format {TORCHSCRIPT}"
+_NO_GRADIENTS = (
+    "a server runs models in inference mode, in which nothing has gradients: where forward needs them, let "
+    "it say `with torch.inference_mode(False), torch.enable_grad():` and clone its inputs there"
+)
 _FILES = {TORCHSCRIPT: "model.pt", EXPORT: "model.pt2", AOTI: "model.pt2"}
 
 
@@ -386,9 +391,35 @@ def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say
         sizes = free_sizes(source.program, example)
     if not options.dynamic_sizes:
         sizes += source.sizes
+    served = _in_inference_mode(run) if source.kind == EAGER else run
     with step(say, "trying sizes and batches"):
-        found = signature_of(run, example, names, sizes, probe_batch=source.program is None, say=say)
+        try:
+            found = signature_of(served, example, names, sizes, probe_batch=source.program is None, say=say)
+        except ModelEndedProcess:
+            raise
+        except ModelRefused as refusal:
+            if served is run or _runs(served, example) or not _runs(run, example):
+                raise
+            raise ModelRefused(f"{str(refusal).partition(';')[0]}; {_NO_GRADIENTS}") from refusal
         return with_id_ranges(found, run, example)
+
+
+def _in_inference_mode(run: Run) -> Run:
+    """Return the model as a server runs it, where gradients can't be switched on again."""
+
+    def served(*inputs: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            return run(*inputs)
+
+    return served
+
+
+def _runs(run: Run, example: Tensors) -> bool:
+    try:
+        run_on(run, example)
+    except ModelRefused:
+        return False
+    return True
 
 
 def _run(source: Source, options: BuildOptions) -> Run:

@@ -191,6 +191,37 @@ def test_scripting_keeps_a_branch_that_tracing_would_lose(pack: Pack, serve: Ser
     assert module(torch.ones(1, 5)).tolist() == [[2.0] * 5]
 
 
+FORCES = """\
+import torch
+
+
+class Forces(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.energy = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        with {gradients}:
+            x = x.{own}().requires_grad_(True)
+            return -torch.autograd.grad(self.energy(x).tanh().sum(), x)[0]
+"""
+
+
+def test_a_class_that_needs_gradients_is_refused_with_how_a_server_runs_it(
+    pack: Pack, serve: Serve, tmp_path: Path
+) -> None:
+    torch.save(torch.rand(2, 3), tmp_path / "example.pt")
+    file = tmp_path / "forces.py"
+    file.write_text(FORCES.format(gradients="torch.enable_grad()", own="detach"))
+    with pytest.raises(ModelRefused, match=r"in inference mode.*torch\.inference_mode\(False\)"):
+        pack(model_file=file, example=tmp_path / "example.pt", model_format="keep")
+
+    file.write_text(FORCES.format(gradients="torch.inference_mode(False), torch.enable_grad()", own="clone"))
+    archive = pack(model_file=file, example=tmp_path / "example.pt", model_format="keep")
+    (answer,) = serve(archive, [{"body": [0.1, 0.2, 0.3]}])
+    assert len(answer) == 3
+
+
 def test_a_model_that_mixes_rows_is_not_batched(pack: Pack, tmp_path: Path) -> None:
     (tmp_path / "mixing.py").write_text(
         "import torch\n\n\nclass Mixing(torch.nn.Module):\n"
