@@ -19,15 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchere.handlers.loading import xla
+from torchere.handlers.loading import device_files, xla
 
 logger = logging.getLogger(__name__)
 
 _WITH_MODULE = ("cuda", "xpu", "mps", "hpu")
 _BUILDS = ("cuda", "hip", "xpu")  # in `torch.version`: what this torch was built for
 _PLUGINS = ("torch_xla", "habana_frameworks")
-# Device files of NVIDIA's driver, WSL, Jetson, ROCm and Intel's GPUs, in this order.
-_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvmap", "/dev/kfd", "/dev/dri/renderD*")
 # Up to this size CUDA copies from pageable memory without waiting (API synchronization behavior).
 _PAGEABLE_BYTES = 65_536
 
@@ -96,7 +94,7 @@ def sees_only_cpu() -> bool:
         return False
     if not any(getattr(torch.version, build, None) for build in _BUILDS):
         return True
-    return sys.platform == "linux" and not any(map(glob, _DEVICE_FILES))
+    return sys.platform == "linux" and not any(map(glob, device_files.GPUS))
 
 
 def _has_xla() -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from glob import glob
 from pathlib import Path
 
+from torchere.handlers.loading import device_files
 from torchere.serving.workers.executor import ExecutorStatus, LoadSpec
 
 logger = logging.getLogger(__name__)
@@ -124,8 +125,6 @@ _NAMES = {"cuda": "CUDA", "xpu": "torch.xpu", "hpu": "torch.hpu"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VISIBLE_OF_KIND = {"xpu": "ZE_AFFINITY_MASK", "hpu": "HABANA_VISIBLE_MODULES"}  # others: `_VISIBLE`
 ASK_TIMEOUT_S = 120.0
-# Device files of the drivers: discrete GPUs, Windows' subsystem for Linux, Jetson, ROCm.
-_DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
 _ORDINALS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*")
 
 
@@ -145,7 +144,7 @@ def visible_gpus() -> int:
         there = _counted_by_driver() if any("c10_cuda" in name for name in libraries) else None
         if there is not None:
             return there if wanted is None else _shown([int(one) for one in wanted.split(",")], there)
-    if sys.platform == "linux" and not any(map(glob, _DEVICE_NODES)):
+    if sys.platform == "linux" and not any(map(glob, device_files.CUDA)):
         return 0  # a container without GPUs; common with torch's default build, which is for GPUs
     return _counted_by_torch()
 

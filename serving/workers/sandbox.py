@@ -20,11 +20,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from torchere.handlers.loading import device_files
 from torchere.serving.config.server_settings import SandboxSettings, ServerSettings
 from torchere.serving.errors import ServingError
 from torchere.serving.logs.lines import AT_START
@@ -54,7 +56,6 @@ SYSTEM = (
 )
 NETWORK = ("/etc/hosts", "/etc/host.conf", "/etc/resolv.conf", "/etc/gai.conf", "/etc/services")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_GPU_DEVICES = ("nvidia*", "dri", "kfd", "accel*")  # below /dev; accel: Gaudi, TPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +359,7 @@ def _rules(sandbox: Sandbox) -> Iterator[tuple[str, int]]:
     yield os.path.join(sandbox.folder, SCRATCH), WRITE
     yield os.path.join(sandbox.archive, LIBRARIES), WRITE
     if sandbox.gpu:
-        yield from ((str(path), DEVICE) for name in _GPU_DEVICES for path in Path("/dev").glob(name))
+        yield from ((path, DEVICE) for pattern in device_files.OPENED for path in glob(pattern))
 
 
 class Entry(msgspec.Struct, frozen=True):

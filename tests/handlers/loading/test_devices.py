@@ -48,7 +48,7 @@ def test_only_a_torch_for_gpus_beside_a_driver_sees_more_than_the_cpu(
     for name in ("cuda", "hip", "xpu"):
         monkeypatch.setattr(torch.version, name, None, raising=False)
     monkeypatch.setattr(torch.version, "cuda", build)
-    monkeypatch.setattr(devices, "_DEVICE_FILES", (str(tmp_path / "nvidia*"),))
+    monkeypatch.setattr(devices.device_files, "GPUS", (str(tmp_path / "nvidia*"),))
     if files:
         (tmp_path / "nvidia0").touch()
     assert sees_only_cpu() is only_cpu
