@@ -79,7 +79,7 @@ def config_of(archive: Archive) -> ModelConfig:
 def parse_model_config(text: str) -> ModelConfig:
     """Parse the text of a `model-config.yaml`.
 
-    A key with a value of the wrong type is ignored, as in TorchServe, and listed in `ignored`.
+    A value of the wrong type, or out of range, is ignored, as in TorchServe, and its key listed in `ignored`.
 
     Raises:
         InvalidArchive: the text is not YAML, not a mapping, contains itself or exceeds a `read_yaml` limit;
@@ -87,12 +87,13 @@ def parse_model_config(text: str) -> ModelConfig:
     """
     raw = _load_yaml(text)
     read = _Reader(raw)
+    least, most = read.workers()
     return ModelConfig(
         present=True,
         raw=raw,
         ignored=read.ignored,
-        min_workers=read.integer("minWorkers", 1),
-        max_workers=read.integer("maxWorkers", 0),
+        min_workers=least,
+        max_workers=most,
         batch_size=read.integer("batchSize", 1),
         max_batch_delay_ms=read.integer("maxBatchDelay", 1),  # 0 means unset, as in TorchServe
         response_timeout_s=read.integer("responseTimeout", 1),
@@ -151,7 +152,23 @@ class _Reader:
             return None
         if value > largest(key):
             raise InvalidArchive(f"{key} in the model config is too large, expected at most {largest(key)}")
-        return value if value >= minimum else (minimum if key in _CLAMPED else None)
+        if value >= minimum:
+            return value
+        if key in _CLAMPED:
+            self.ignored[key] = f"is {value}, expected at least {minimum}; it counts as {minimum}"
+            return minimum
+        if value:  # 0 stands for a key that is left out
+            self._ignore(key, f"at least {minimum}")
+        return None
+
+    def workers(self) -> tuple[int | None, int | None]:
+        """Return the least and the largest number of workers, which count together only, as in TorchServe."""
+        least, most = self.integer("minWorkers", 1), self.integer("maxWorkers", 0)
+        if least and (most or 0) < least:
+            self._ignore("minWorkers", "a maxWorkers of at least as much beside it")
+        elif most and not least:
+            self._ignore("maxWorkers", "a minWorkers beside it")
+        return least, most
 
     def choice(self, key: str, allowed: tuple[str, ...], default: Any) -> Any:
         value = self._raw.get(key)

@@ -43,6 +43,27 @@ def test_a_wrong_type_is_ignored_and_noted(text: str) -> None:
     assert config.ignored[key].endswith("; it is ignored")
 
 
+@pytest.mark.parametrize(
+    ("text", "remark"),
+    [
+        ("responseTimeout: -1", "is -1, expected at least 1; it is ignored"),
+        ("batchSize: 0", "is 0, expected at least 1; it counts as 1"),
+        ("minWorkers: 4", "is 4, expected a maxWorkers of at least as much beside it; it is ignored"),
+        ("minWorkers: 4\nmaxWorkers: 2", "is 4, expected a maxWorkers of at least as much beside it"),
+        ("maxWorkers: 2", "is 2, expected a minWorkers beside it; it is ignored"),
+    ],
+)
+def test_a_number_that_does_not_count_is_noted(text: str, remark: str) -> None:
+    ((key, noted),) = parse_model_config(text).ignored.items()
+    assert text.startswith(key)
+    assert noted.startswith(remark)
+
+
+@pytest.mark.parametrize("text", ["maxBatchDelay: 0\nresponseTimeout: 0", "minWorkers: 1\nmaxWorkers: 1"])
+def test_a_number_that_counts_or_stands_for_nothing_is_not_noted(text: str) -> None:
+    assert parse_model_config(text).ignored == {}
+
+
 def test_broken_yaml_is_told_by_line_without_the_parsers_drawing() -> None:
     with pytest.raises(InvalidArchive) as caught:
         parse_model_config("minWorkers: 1\na: [\n")
