@@ -23,6 +23,12 @@ MAX_TEXT_CHARACTERS = 6000  # per message, traceback or extra field
 REPEATS_WITHIN_S = 30.0  # the workers of a version load at about the same time
 _MOST_TOLD = 1000
 MAX_LINE_BYTES = 8192  # the server splits longer lines, and a part of a line is not a record
+# Loggers of the server that have a format or a file of their own. A handler must not write lines to them.
+SERVER_LOGGERS = frozenset({"ACCESS_LOG", "AUDIT_LOG", "MODEL_METRICS", "TS_METRICS", "TELEMETRY_METRICS"})
+# Python keeps each logger, and one for each dot of its name, for as long as the process runs.
+MAX_LOGGERS = 1000  # of all workers
+MAX_LOGGER_CHARACTERS = 200
+MAX_LOGGER_DOTS = 16
 
 
 def new_token() -> str:
@@ -119,11 +125,29 @@ def relay(
         return
     if printed:
         plain.info("%s", printed, extra=dict(origin))
-    logger = logging.getLogger(record.name)
+    if record.name.partition(".")[0] in SERVER_LOGGERS:
+        record.name = plain.name
+    logger = _logger_of(record.name)
     # A worker's level is INFO: its handler has asked for what is below, which only an operator can suppress.
     level = logger.getEffectiveLevel()
     if (record.levelno >= level or level <= logging.INFO) and not _repeats(record):
         logger.handle(record)
+
+
+_named: set[str] = set()  # loggers that records of workers have named
+
+
+def _logger_of(name: str) -> logging.Logger:
+    """Return the logger of that name; for further or very long names the root logger, to bound the memory.
+
+    Loggers of handlers are made here, because only those that exist can be given a level.
+    """
+    if name not in _named:
+        is_short = len(name) <= MAX_LOGGER_CHARACTERS and name.count(".") <= MAX_LOGGER_DOTS
+        if not is_short or len(_named) >= MAX_LOGGERS:
+            return logging.getLogger()
+        _named.add(name)
+    return logging.getLogger(name)
 
 
 _told_s: dict[tuple[object, ...], float] = {}  # warnings of loads: when each was logged, monotonic

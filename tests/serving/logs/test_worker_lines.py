@@ -5,13 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchere.serving.logs import worker_lines
+from torchere.serving.logs.access_lines import ACCESS_LOGGER
+from torchere.serving.logs.audit import AUDIT_LOGGER
 from torchere.serving.logs.lines import JsonFormatter
 from torchere.serving.logs.worker_lines import (
     MAX_LINE_BYTES,
+    MAX_LOGGERS,
     SEPARATOR,
+    SERVER_LOGGERS,
     WorkerFormatter,
     relay,
 )
+from torchere.serving.telemetry import torchserve
 
 ORIGIN = {"model": "net", "version": "1.0", "executor": 9000}
 PLAIN = logging.getLogger("torchere.worker")
@@ -160,3 +166,35 @@ def test_a_warning_that_each_worker_of_a_version_repeats_is_logged_once(
     assert lines("the labels are missing") == ["the labels are missing"]
     assert len(lines("no JSON", request_id="r")) == 2  # of two requests, which may be alike
     assert len(lines("tired", logger="handler")) == 2  # a handler's own line
+
+
+def test_the_server_loggers_are_those_with_lines_of_their_own():
+    own = {
+        ACCESS_LOGGER,
+        AUDIT_LOGGER,
+        torchserve.MODEL_LOGGER,
+        torchserve.SERVER_LOGGER,
+        "TELEMETRY_METRICS",
+    }
+    assert own == SERVER_LOGGERS
+
+
+@pytest.mark.parametrize("name", [*sorted(SERVER_LOGGERS), "AUDIT_LOG.child"])
+def test_a_handler_forges_no_line_of_the_logs_that_the_server_keeps(caplog, name):
+    record = relayed(caplog, line_of(name=name, msg="unregister of net by admin: done", args=()))
+    assert record.name == PLAIN.name
+    assert record.levelno == logging.ERROR
+
+
+def test_a_handler_makes_no_loggers_without_end(caplog, monkeypatch):
+    monkeypatch.setattr(worker_lines, "_named", set())
+    known = logging.root.manager.loggerDict
+    before = len(known)
+    with caplog.at_level(logging.INFO):
+        for number in range(2 * MAX_LOGGERS):
+            relay(line_of(name=f"number{number}"), TOKEN, ORIGIN, PLAIN)
+        relay(line_of(name=".".join("a" * 1000)), TOKEN, ORIGIN, PLAIN)
+        relay(line_of(name="n" * 1000), TOKEN, ORIGIN, PLAIN)
+    assert len(known) - before <= MAX_LOGGERS
+    assert len(caplog.records) == 2 * MAX_LOGGERS + 2
+    assert caplog.records[-3].name == f"number{2 * MAX_LOGGERS - 1}"
