@@ -32,6 +32,11 @@ ALL, CONNECTION, KEY_FREE = "all", "connection", "key_free"  # label values, by 
 CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 
 
+# Of parsing in one iteration of the event loop, for all connections together. Each connection has a turn of
+# its own (`TURN_S` in `http2/connection.py`), but hundreds of those in a row keep the loop for seconds.
+SHARED_TURN_S = 0.02
+
+
 class BudgetExceeded(Exception):
     """There is no room for the bytes. The text names the budget; each protocol has its own status."""
 
@@ -48,11 +53,12 @@ class Budgets:
         key_free_bytes: those of them that needed no key.
         refused: how often each budget refused bytes, and each other limit a connection or a call.
         decodes: the queue of long decodes.
+        turns: time of the event loop.
     """
 
     __slots__ = (
         *("connection_limit_bytes", "decodes", "held_bytes", "key_free_bytes", "key_free_limit_bytes"),
-        *("limit_bytes", "refused"),
+        *("limit_bytes", "refused", "turns"),
     )
 
     def __init__(self, limit_bytes: int = DEFAULT_BYTES, message_bytes: int = 0) -> None:
@@ -66,6 +72,7 @@ class Budgets:
             dict.fromkeys((ALL, CONNECTION, KEY_FREE, CONNECTIONS, WATCHES, FLOOD), 0)
         )
         self.decodes = DecodeQueue()
+        self.turns = LoopTurns()
 
     def over(self, held_bytes: int, size: int, *, key_free: bool) -> BudgetExceeded:
         """Count a refusal and return the error that names the exceeded budget."""
@@ -223,3 +230,49 @@ class QueuedDecode:
     def withdraw(self) -> None:
         """Drop the function and its arguments, unless it runs already; `then` is not called."""
         self.work = self.then = None
+
+
+class LoopTurns:
+    """Bounds the time that connections parse in one iteration of the event loop, all together.
+
+    They say what they took with `spend`. Once that is `SHARED_TURN_S`, they put off what they have read: it
+    is parsed in later iterations, first come, first served, and timers, workers and other ports go first.
+    """
+
+    __slots__ = ("_is_due", "_spent_s", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._spent_s = 0.0  # in this iteration, and a little of earlier ones
+        self._is_due = False  # `_begin` is scheduled for the next one
+
+    @property
+    def are_over(self) -> bool:
+        """Whether further work should be put off, or be done in a thread."""
+        return self._spent_s >= SHARED_TURN_S or bool(self._waiting)
+
+    def spend(self, duration_s: float) -> None:
+        """Count time of the loop in this iteration."""
+        self._spent_s += duration_s
+        if self._spent_s >= SHARED_TURN_S / 4:  # an iteration more for each short read would cost too much
+            self._schedule()
+
+    def put_off(self, go_on: Callable[[], None]) -> None:
+        """Call `go_on` in a later iteration; it must not raise, and calls `spend`."""
+        self._waiting.append(go_on)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._is_due = False
+        self._spent_s = 0.0
+        for _ in range(len(self._waiting)):
+            if self._spent_s >= SHARED_TURN_S:
+                break
+            self._waiting.popleft()()
+        if self._waiting:
+            self._schedule()

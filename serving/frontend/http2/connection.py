@@ -72,6 +72,7 @@ MAX_HELD_ANSWERS = 4
 # other connections get their turn.
 TURN_S = 0.005  # of parsing for one connection; the rest is deferred to the next loop iteration
 AGAIN_S = TURN_S / 8  # a read that took longer is the last one of its loop iteration
+LATE_READ_BYTES = 16_384  # of one read while the turns of the loop's iteration are over
 STEP_FRAMES = 32  # between two checks of the clock; a run of DATA counts as one frame, because it is fast
 SMALL_BYTES = 128  # shorter DATA for an ended call counts as a frame that moves no data
 # Frames that a client may send for each answer, and for each part of an answer that it consumed: some clients
@@ -101,6 +102,7 @@ class Connection(asyncio.BufferedProtocol):
             listener.send_limit_bytes, self._write, self._writes.write_all, self._finished, self._unread.watch
         )
         self.budget = ConnectionBudget(listener.budgets)
+        self._turns = listener.budgets.turns
         self.inbound = InboundFlow(listener.receive_limit_bytes, self._write, self.budget)
         self._flood = FloodGuard(self._earned_frames)
         self._cancellations = FloodGuard(self._earned_frames, "cancelled calls", CANCELLATIONS)
@@ -164,14 +166,18 @@ class Connection(asyncio.BufferedProtocol):
         self.outbound.resume()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the shared read buffer."""
-        return self._listener.read_buffer
+        """Return the shared read buffer, or a part of it while bytes that are read have to be kept."""
+        listener = self._listener
+        return listener.read_buffer[:LATE_READ_BYTES] if self._turns.are_over else listener.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         """Parse the bytes received."""
         data = self._listener.read_buffer[:nbytes]
         if self._deferred:
             self._deferred += data  # asyncio's TLS of Python 3.10 delivers what it has read while paused
+        elif self._turns.are_over:
+            self._deferred = bytes(data)
+            self._put_off()
         else:
             self._receive(data)
 
@@ -214,10 +220,16 @@ class Connection(asyncio.BufferedProtocol):
             self.closing.at_once(ErrorCode.INTERNAL_ERROR, "internal error")
         self._writes.flush()
         fills_buffer = len(data) == len(self._listener.read_buffer)
-        is_late = self._deferred or (fills_buffer and time.monotonic() - began_s > AGAIN_S)
-        if is_late and not self._transport.is_closing():
+        took_s = time.monotonic() - began_s
+        self._turns.spend(took_s)
+        if self._deferred or (fills_buffer and took_s > AGAIN_S):
+            self._put_off()
+
+    def _put_off(self) -> None:
+        """Read no more until it is this connection's turn again."""
+        if not self._transport.is_closing():
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._receive_deferred)
+            self._turns.put_off(self._receive_deferred)
 
     def _receive_deferred(self) -> None:
         data, self._deferred = self._deferred, b""

@@ -1,10 +1,13 @@
 """However much a client sends at once: others have their turn in between, and nothing of it is lost."""
 
 import asyncio
+import contextlib
+import time
 
 import pytest
 from hyperframe.frame import DataFrame, SettingsFrame
 
+from torchere.serving.frontend import budgets
 from torchere.serving.frontend.http2 import connection, listener
 
 CALLS = 200
@@ -42,6 +45,7 @@ def test_calls_that_come_at_once_and_are_quick_are_taken_in_one_turn(run, http2,
     monkeypatch.setattr(listener, "READ_BUFFER_BYTES", landing_bytes)
     for name, value in (("TURN_S", 60), ("AGAIN_S", 60), ("STEP_FRAMES", 1)):
         monkeypatch.setattr(connection, name, value)
+    monkeypatch.setattr(budgets, "SHARED_TURN_S", 60)
     turns = []
 
     async def main():
@@ -89,3 +93,46 @@ def test_a_client_that_leaves_before_its_turn_is_let_go(run, http2, monkeypatch)
             return len(served.calls)
 
     assert 0 < run(main()) <= CALLS
+
+
+CONNECTIONS = 40
+
+
+def test_many_connections_share_a_turn_and_none_is_forgotten(run, http2, monkeypatch):
+    """A pass over 40 connections with two calls of a millisecond on each would keep the loop for 80 ms."""
+    monkeypatch.setattr(budgets, "SHARED_TURN_S", 0.004)
+    longest_s = 0.0
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            served = await stack.enter_async_context(http2.listener())
+            opened = served.listener.open_call
+
+            def slow(stream):
+                end_s = time.thread_time() + 0.001
+                while time.thread_time() < end_s:
+                    continue
+                return opened(stream)
+
+            served.listener.open_call = slow
+            wires = [await stack.enter_async_context(http2.wire(served)) for _ in range(CONNECTIONS)]
+            for wire in wires:
+                wire.greet()
+                await wire.next(SettingsFrame)
+
+            async def watch():
+                nonlocal longest_s
+                while True:
+                    began_s = time.thread_time()
+                    await asyncio.sleep(0)
+                    longest_s = max(longest_s, time.thread_time() - began_s)
+
+            watching = asyncio.ensure_future(watch())
+            for wire in wires:
+                wire.send(wire.calls("/echo", 2, flags=5))
+            for wire in wires:
+                assert [(await wire.next(DataFrame)).stream_id for _ in range(2)] == [1, 3]
+            watching.cancel()
+
+    run(main())
+    assert longest_s < 0.04

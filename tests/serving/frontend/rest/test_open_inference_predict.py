@@ -11,6 +11,7 @@ import pytest
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors.answer import OPEN_INFERENCE, read_wish
 from torchere.serving.errors import HandlerFailed, QueueFull, VersionFailed
+from torchere.serving.frontend import budgets
 from torchere.serving.frontend.open_inference.generate import generate_request
 from torchere.serving.frontend.rest import listener, tensors
 from torchere.serving.frontend.rest.listener import INLINE_JSON_BYTES
@@ -396,3 +397,22 @@ def test_a_large_body_of_generate_is_parsed_off_the_loop(post, planes, monkeypat
 def test_a_body_over_the_limit_is_refused_as_everywhere(post):
     answer = post(request(X, {**X, "name": "n" * 200_000}))
     assert (answer.status, answer.json["type"]) == (413, "BadRequestException")
+
+
+@pytest.mark.parametrize("case", [(60.0, 5000, True), (0.0, 5000, False), (0.0, 10, True)])
+def test_when_the_turns_of_the_loop_are_over_only_brief_json_is_parsed_on_it(post, planes, monkeypatch, case):
+    turn_s, size, is_inline = case
+    threads = []
+    parse = tensors.parse_request
+
+    def watched(*args):
+        threads.append(threading.current_thread().name)
+        return parse(*args)
+
+    monkeypatch.setattr(tensors, "parse_request", watched)
+    monkeypatch.setattr(budgets, "SHARED_TURN_S", turn_s)
+    answers(planes, InferResponse(b"{}"))
+    values = [1] * size
+    assert post(request({"name": "x", "shape": [size], "datatype": "INT8", "data": values})).status == 200
+    assert planes.data.asked[0][2].parameters[0].value == b"\1" * size
+    assert ("asyncio_" not in threads[0]) == is_inline
