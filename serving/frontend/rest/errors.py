@@ -55,6 +55,13 @@ class BodyTooLong(e.InvalidRequest):
         super().__init__(f"The body is longer than max_request_size={max_bytes} bytes.")
 
 
+class ParametersTooLong(BodyTooLong):
+    """The parameters of a call that is no prediction have more than `bodies.MAX_PARAMETERS_BYTES`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        e.InvalidRequest.__init__(self, f"The parameters of this call have more than {max_bytes} bytes.")
+
+
 class InflatesTooFar(e.InvalidRequest):
     """The decompressed body is longer than `limits.max_request_bytes`."""
 

@@ -20,7 +20,7 @@ from torchere.serving.frontend.control import ControlPlane, Progress, flag, inte
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
-from torchere.serving.frontend.rest.bodies import read_body
+from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.codec import request_headers, text_values
 from torchere.serving.frontend.rest.openapi import management_document
 from torchere.serving.frontend.rest.wire import checked_status, handler_headers
@@ -175,8 +175,7 @@ async def parameters_of(request: Request, max_bytes: int, is_strict: bool = Fals
     if content_type.partition(";")[0].strip().lower() != "application/json":
         query = text_values(request.scope["query_string"])
         return {**(as_torchserve_reads(query) if is_strict else query)}
-    length = int(request.headers.get("content-length", "0"))
-    body = await read_body(request.receive, length, max_bytes)
+    body = await read_parameters(request, max_bytes)
     try:
         return msgspec.json.decode(body, type=dict[str, object])
     except NO_JSON as err:

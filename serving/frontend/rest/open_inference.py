@@ -20,7 +20,7 @@ from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference import metadata
 from torchere.serving.frontend.open_inference.repository import Repository
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer
-from torchere.serving.frontend.rest.bodies import read_body
+from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.wire import protocol_error
 
 _READ = ["GET", "HEAD"]
@@ -169,8 +169,7 @@ def _without_blanks(members: dict[str, Any]) -> dict[str, Any]:
 
 async def _object(request: Request, max_request_bytes: int) -> dict[str, Any]:
     """Return the JSON object in a request's body; an empty body counts as `{}`."""
-    length = int(request.headers.get("content-length", "0"))
-    body = await read_body(request.receive, length, max_request_bytes)
+    body = await read_parameters(request, max_request_bytes)
     if not body.strip():
         return {}
     try:

@@ -114,7 +114,7 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> APIRou
         CallScope("rest", started_s, lambda: headers, status_of, caller=caller, many=True)
         timeout_ms = request.headers.get("x-torchere-timeout-ms", "").encode("latin-1", "replace")
         deadline_s = deadline(timeout_ms, started_s) if timeout_ms else NO_DEADLINE
-        length = int(request.headers.get("content-length", "0"))
+        length = int(request.headers.get("content-length", "0")[-20:])  # `int` refuses thousands of zeros
         body = await read_body(request.receive, length, max_bytes)
         parameters = await _parameters(decodes, request.headers.get("content-type", ""), body)
         asked = prioritised(InferRequest(new_request_id(), parameters, headers, deadline_s))

@@ -202,3 +202,27 @@ def test_the_repository_is_management(ask_v2, planes):
         ask_v2("/v2/repository/index", method="POST", keys=planes.keys).json["type"] == "InvalidKeyException"
     )
     assert ask_v2("/v2/models/echo", keys=planes.keys).status == 200
+
+
+@pytest.mark.parametrize(
+    ("target", "content_type"),
+    [("/v2/repository/index", ""), ("/v2/repository/models/a/load", ""), ("/models", "application/json")],
+)
+def test_parameters_of_a_call_have_a_limit_because_they_are_decoded_on_the_loop(
+    planes, ask_listener, target, content_type
+):
+    app = listener_of(
+        frozenset({"inference", "management"}),
+        planes.data,
+        planes.control,
+        planes.services(max_request_bytes=10**6),
+    )
+
+    def ask(size, **headers):
+        body = b'{"parameters": {"a": "%b"}}' % (b"x" * size)
+        return asyncio.run(ask_listener(app, "POST", target, body, content_type=content_type, **headers))
+
+    answer = ask(70_000)
+    assert answer.status == 413
+    assert b"The parameters of this call have more than 65536 bytes." in answer.body
+    assert ask(60_000).status in (200, 400)
