@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FAMILIES = 500  # undeclared names of all handlers together, with auto-detection
 MAX_LABEL_SETS = 1000  # combinations of label values per name
+MAX_SERIES = 50_000  # combinations of all names together; each takes a kilobyte, and time of every scrape
+MAX_TEXT_CHARACTERS = 1024  # of a name, a unit and the value of a label
 _UNDECLARED = "the metrics configuration does not declare it, and model_metrics_auto_detect is false"
 
 Dimensions = tuple[tuple[str, str], ...]
@@ -103,6 +105,7 @@ class HandlerMetrics:
         self._log = MetricLog(MODEL_LOGGER, hostname)
         self._lock = threading.Lock()  # guards the fields below
         self._refused: set[str] = set()
+        self._series = 0
         self._known: dict[str, _Known] = {}
         for metric in declared.values():
             self._declare(metric)
@@ -148,6 +151,7 @@ class HandlerMetrics:
                 gone = [dimensions for dimensions, child in known.children.items() if child.model == model]
                 for dimensions in gone:
                     child = known.children.pop(dimensions)
+                    self._series -= 1
                     if known.family is not None:
                         known.family.remove(*child.values)
 
@@ -157,12 +161,18 @@ class HandlerMetrics:
         if child is None:
             if len(known.children) >= MAX_LABEL_SETS:
                 raise ValueError(f"it has {MAX_LABEL_SETS} combinations of label values already")
+            if self._series >= MAX_SERIES:
+                raise ValueError(
+                    f"metrics of handlers have {MAX_SERIES} combinations of label values already"
+                )
             child = known.children[sample.dimensions] = self._new_child(known, sample.dimensions)
+            self._series += 1
         return child
 
     def _new_child(self, known: _Known, dimensions: Dimensions) -> _Child:
         labels = known.declared.labels[:-1]
         values = _label_values(labels, dimensions)
+        _check_lengths("the value of a label", values)
         model = dict(dimensions).get("ModelName")
         if known.family is None:
             named = tuple(zip(labels, values, strict=True))
@@ -181,6 +191,8 @@ class HandlerMetrics:
             raise ValueError(_UNDECLARED)
         if len(self._known) >= MAX_FAMILIES:
             raise ValueError(f"there are {MAX_FAMILIES} metrics of handlers already")
+        names = [name for name, _ in sample.dimensions]
+        _check_lengths("its name, its unit or the name of a label", [sample.name, sample.unit, *names])
         labels = (*_label_names(sample.dimensions), HOSTNAME)
         check_names(sample.metric_type, sample.name, labels)
         if sample.name.startswith(OWN_PREFIX):
@@ -196,6 +208,7 @@ class HandlerMetrics:
 
     def _refuse(self, name: str, cause: str) -> None:
         # Bounded as well: a handler that generates names must not fill the log or this set.
+        name = name[:MAX_TEXT_CHARACTERS]
         if name not in self._refused and len(self._refused) < MAX_FAMILIES:
             self._refused.add(name)
             logger.warning("metric %.100r of a handler is dropped: %s", name, cause)
@@ -203,6 +216,13 @@ class HandlerMetrics:
 
 def _ignore(value: float, ids: Sequence[str]) -> None:
     """Ignore the value, because the metric is not recorded."""
+
+
+def _check_lengths(where: str, texts: Iterable[str]) -> None:
+    """Raise `ValueError` for a text that is too long to be kept for as long as the model is served."""
+    longest = max(map(len, texts), default=0)
+    if longest > MAX_TEXT_CHARACTERS:
+        raise ValueError(f"{where} has {longest} characters, expected at most {MAX_TEXT_CHARACTERS}")
 
 
 def _label_names(dimensions: Dimensions) -> list[str]:

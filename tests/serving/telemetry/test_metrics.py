@@ -330,6 +330,38 @@ def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch):
     assert len(lines(metrics, "Name{")) == 5
 
 
+def test_handlers_can_not_invent_series_of_many_names_without_end(metrics, monkeypatch):
+    monkeypatch.setattr(bounds, "MAX_SERIES", 8)
+    metrics.handler_metrics(
+        [
+            Sample(f"Name{i}", 1, dimensions=(("ModelName", "m"), ("user", str(j))))
+            for i in range(3)
+            for j in range(4)
+        ]
+    )
+    assert len(lines(metrics, "Name")) == 8
+    metrics._of_handlers.forget("m")
+    metrics.handler_metrics([Sample("Name0", 1, dimensions=(("ModelName", "m"), ("user", "another")))])
+    assert len(lines(metrics, "Name")) == 1
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Sample("N" * 2000, 1),
+        Sample("Name", 1, unit="u" * 2000),
+        Sample("Name", 1, dimensions=(("user", "v" * 2000),)),
+        Sample("Name", 1, dimensions=(("l" * 2000, "v"),)),
+    ],
+)
+def test_long_texts_of_handlers_are_not_kept(metrics, caplog, sample):
+    metrics.handler_metrics([sample])
+    assert lines(metrics, "N") == []
+    (warning,) = [record.getMessage() for record in caplog.records if "is dropped" in record.getMessage()]
+    assert "2000 characters, expected at most 1024" in warning
+    assert len(warning) < 300
+
+
 @settings(deadline=None)
 @given(
     st.lists(
