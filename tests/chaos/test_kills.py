@@ -19,7 +19,7 @@ import psutil
 import pytest
 from ranked_model import RANKS, pack_ranked
 
-KILLS = int(os.environ.get("TORCHERE_KILLS", "60"))
+KILLS = int(os.environ.get("TORCHERE_KILLS", "30"))
 PAUSE_S = 0.4  # at most, between two kills
 CLIENTS = 3  # of each model
 CONTENTS = 4

@@ -219,7 +219,7 @@ def test_versions_come_scale_and_go(server: Any) -> None:
 
 
 def test_probes_answer_soon_after_the_start(
-    start_server: Callable[..., Any], server: Any, capsys: pytest.CaptureFixture[str]
+    start_server: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     began_s = time.monotonic()
     other = start_server(properties="disable_token_authorization=true\n")
