@@ -192,12 +192,23 @@ class TensorHandler(BaseHandler):
         results = []
         with without_gradients(self.device):
             for group in data.groups:
-                result = flattened(self.model(*(to_device(tensor, self.device) for tensor in group.inputs)))
-                check_results(result, group, self.signature)
+                result = self._result(group)
                 # A model may return its own buffer, which the run of the next group overwrites.
                 is_kept = group is not data.groups[-1]
                 results.append([tensor.to("cpu", copy=is_kept).resolve_neg() for tensor in result])
         return data._replace(results=tuple(results))
+
+    def _result(self, group: Group) -> list[torch.Tensor]:
+        try:
+            result = flattened(self.model(*(to_device(tensor, self.device) for tensor in group.inputs)))
+            check_results(result, group, self.signature)
+        except Exception as err:
+            for name, tensor in zip(self.layout.names, group.inputs, strict=True):
+                if not tensor.numel():  # most models take such an input, and packing does not try it
+                    found, expected = f"the shape {list(tensor.shape)}", "an element: the model fails without"
+                    raise PredictionException(str(TensorError(name, found, expected)), 400) from err
+            raise
+        return result
 
     @timed
     def postprocess(self, data: Any) -> Any:

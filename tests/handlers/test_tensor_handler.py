@@ -12,6 +12,7 @@ import torch
 
 from torchere.archiver.signature import Signature, SignatureError, TensorSpec
 from torchere.handlers.context import Context, RequestProcessor
+from torchere.handlers.errors import PredictionException
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.tensor_handler import TensorHandler
 from torchere.handlers.tensors.answer import Wish, wish_header
@@ -223,6 +224,24 @@ def test_a_broken_json_file_in_a_form_is_not_read_as_numbers(make_handler: Calla
             assert "found text that is no JSON" in answer["message"]
             answer = asked.rows({name: bytearray(b"[1, 2, 3]")}, **{name: {"content-type": said}})
             assert answer == [[2, 4, 6]]
+
+
+class Reshaping(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(x):
+            raise RuntimeError("cannot reshape tensor of 0 elements")
+        return x * 2
+
+
+def test_an_input_without_elements_that_fails_the_model_is_refused(
+    make_handler: Callable[..., Asked],
+) -> None:
+    empty = npy(np.zeros((0, 3), np.float32))
+    assert make_handler(Doubled(), ONE).body(empty) == []
+    with pytest.raises(PredictionException) as refused:
+        make_handler(Reshaping(), ONE).body(empty)
+    wanted = "input: found the shape [0, 3], expected an element: the model fails without"
+    assert (refused.value.error_code, refused.value.message) == (400, wanted)
 
 
 SCALARS = Signature((spec("a", ()), spec("b", ())), (spec("sum", ()), spec("difference", ())))
