@@ -17,6 +17,10 @@ _JSON_AS_FORM = (
     " of a form: JSON that came as application/x-www-form-urlencoded, which is what curl -d says of it; "
     "send it with -H 'Content-Type: application/json'"
 )
+_FILE_AS_FORM = (
+    "a file that came as application/x-www-form-urlencoded, which is what curl --data-binary says of it "
+    "(send it with curl -T FILE)"
+)
 
 
 def value_of(row: Any) -> Any:
@@ -41,7 +45,10 @@ def fields_of(row: Mapping[str, Any]) -> str:
     """Return the names of a row's fields for an error text, limited in number and length.
 
     JSON that was sent as a form is parsed as a name up to the first `=`; then the text says how to send JSON.
+    A file is parsed into names that nobody can read; then the text says how to send a file, and names none.
     """
+    if any("\0" in name for name in row):
+        return _FILE_AS_FORM
     names = list(row)[:_MAX_FIELDS_SHOWN]
     found = f"the fields {', '.join(map(shown, names)) or 'none'}"
     return found + _JSON_AS_FORM if names and names[0].lstrip().startswith(("{", "[")) else found

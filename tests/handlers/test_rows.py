@@ -58,6 +58,12 @@ def test_json_that_was_sent_as_a_form_is_told_what_to_say_of_itself(text: str) -
     assert found.endswith("send it with -H 'Content-Type: application/json'")
 
 
+def test_a_file_that_was_sent_as_a_form_is_told_what_to_say_of_itself() -> None:
+    found = fields_of({"\ufffdPNG\r\n": b"", "\0\0IHDR": b"7"})
+    assert found.startswith("a file that came as application/x-www-form-urlencoded")
+    assert "curl -T FILE" in found and "PNG" not in found
+
+
 def test_a_sole_element_comes_as_bytes() -> None:
     assert sole_element(np.array([[b"x"]], object), "a text") == b"x"
     assert sole_element(np.array(["é"], object), "a text") == "é".encode()
