@@ -32,6 +32,7 @@ from torchere.archiver.models.load.huggingface import Loaded, is_model_folder, l
 from torchere.archiver.models.load.module import module_from_factory, module_from_file
 from torchere.archiver.models.load.onnx import OnnxForm, read_onnx
 from torchere.archiver.models.load.torchscript import load_script
+from torchere.archiver.models.load.unsaved import random_ones, unsaved
 from torchere.archiver.models.load.weight_only import torchao_kinds
 from torchere.archiver.models.steps import Say, refusing
 from torchere.archiver.request import BuildOptions
@@ -146,14 +147,20 @@ def _eager(
     given = weights.hyper_parameters if weights else None
     arguments = None if kept else given
     try:
-        module, told = (
-            module_from_file(model_file, arguments)
-            if model_file
-            else (module_from_factory(str(factory), arguments), "")
-        )
+
+        def made() -> tuple[torch.nn.Module, str]:
+            if model_file:
+                return module_from_file(model_file, arguments)
+            return module_from_factory(str(factory), arguments), ""
+
+        module, told = made()
         is_plain = not torchao_kinds(module)
         notes = [told] if told else []
-        notes += load_into(module, weights, serialized, strict) if weights and serialized else []
+        if weights and serialized:
+            before = unsaved(module)
+            notes += load_into(module, weights, serialized, strict)
+            if before and (warning := random_ones(before, unsaved(module), lambda: made()[0])):
+                notes.append(warning)
         if kept and is_plain and (quantised := torchao_kinds(module)):
             raise ModelRefused(
                 f"{serialized}: weights of torchao ({quantised}), which a server can't load into a class "
