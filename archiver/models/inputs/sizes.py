@@ -68,6 +68,14 @@ class FreeSize:
         found = dict.fromkeys([self.other_size(example), *self.far_sizes(example)])
         return [size for size in found if size != self.size_in(example)]
 
+    def sizes_to_compare(self, example: Tensors) -> list[int]:
+        """Return those of `sizes_to_try` at which a packed model is compared with the original.
+
+        It is one of a batch: large batches take long.
+        """
+        found = self.sizes_to_try(example)
+        return found[:1] if self.is_batch(example) else found
+
     @property
     def text(self) -> str:
         """The range as the option takes it: `2:512`, `64:`, `32*k`, `64:1024:32`."""

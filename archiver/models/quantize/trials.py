@@ -150,7 +150,7 @@ def check_trial(
     if trial.report is None:
         return ""
     if not accept_drift:
-        refuse_drift(trial.report)
+        refuse_drift(trial.report, quantised=trial.quantised is not None)
     if trial.quantised is None:
         return _beside_eager(trial.report) if target == EXPORT else ""
     if trial.report.speedup is None or trial.report.speedup >= LITTLE:

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.sizes import FreeSize, resized
+from torchere.archiver.models.inputs.run import shapes
+from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.measure.cost import Samples, fewer_threads_when_busy, times_by_batch
 from torchere.archiver.models.measure.difference import Outputs, answers, difference
+from torchere.archiver.models.probe.free_sizes import examples_of_size
+from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.steps import Say, counted, silent
 from torchere.archiver.models.verify.memory import resident_bytes
 from torchere.archiver.models.verify.report import Report, Side, this_machine
@@ -103,10 +106,15 @@ def with_memory(
     )
 
 
-def refuse_drift(report: Report) -> None:
-    """Raise DriftRefused unless the report is accepted; the message gives the drift and the reason."""
+def refuse_drift(report: Report, quantised: bool = True) -> None:
+    """Raise DriftRefused unless the report is accepted; the message gives the drift and the reason.
+
+    Args:
+        report: of the packed model.
+        quantised: the packed model is quantised; the message advises on that, else on the format.
+    """
     if not report.accepted:
-        raise DriftRefused(f"{reason_of(report)}; --accept-drift packs it all the same")
+        raise DriftRefused(f"{reason_of(report, quantised)}; --accept-drift packs it all the same")
 
 
 def refuse_other_sizes(
@@ -119,25 +127,39 @@ def refuse_other_sizes(
     """Raise DriftRefused when the packed model answers differently at another size than the example's.
 
     A compiler may have fixed a size that is said to be free, as the number of steps of an unrolled loop; the
-    shapes of the answers need not show it.
+    shapes of the answers need not show it. A size that the original does not take is left out.
     """
-    for free in sizes:
-        size = free.other_size(example)
-        if size == free.size_in(example):
-            continue
-        other = resized(example, free, size)
-        with torch.inference_mode():
-            found = difference([(answers(original, other), answers(packed, other))])
-        if not found.undefined and found.drift > max_drift:
-            raise DriftRefused(
-                f"the packed model is right for the example, and answers differently when {free.name} is "
-                f"{size}: drift {found.drift:.3g}, expected at most {max_drift:.3g}; take --format "
-                "torchscript --script, which keeps loops over a size, or leave --dynamic out"
-            )
+
+    def work(tell: Say, _say: Say) -> str:
+        for free, size in [(one, size) for one in sizes for size in one.sizes_to_compare(example)]:
+            given = next(examples_of_size(example, free, size))
+            tell(shapes(given))
+            with torch.inference_mode():
+                try:
+                    pair = answers(original, given), answers(packed, given)
+                except RuntimeError:  # `signature_of` tries these sizes, too, and has the advice
+                    continue
+                found = difference([pair])
+            if not found.undefined and found.drift > max_drift:
+                return (
+                    f"the packed model is right for the example, and answers differently when {free.name} is "
+                    f"{size}: drift {found.drift:.3g}, expected at most {max_drift:.3g}"
+                )
+        return ""
+
+    try:
+        refusal = isolated(work, silent) if sizes else ""
+    except ModelEndedProcess:
+        return  # see above
+    if refusal:
+        raise DriftRefused(
+            f"{refusal}; take --format torchscript --script, which keeps loops over a size, or leave "
+            "--dynamic out"
+        )
 
 
-def reason_of(report: Report) -> str:
-    """Return why a report is not accepted, with advice."""
+def reason_of(report: Report, quantised: bool = True) -> str:
+    """Return why a report is not accepted, with advice; see `refuse_drift`."""
     found = report.difference
     names = f"the {report.packed.name} model", f"the {report.original.name} one"
     if found.undefined:
@@ -148,23 +170,25 @@ def reason_of(report: Report) -> str:
     off = f"drift {found.drift:.3g}, expected at most {report.max_drift:.3g}"
     if report.doubts:
         return f"{names[0]} answers too differently from {names[1]}: {off}; {'; '.join(report.doubts)}"
+    advice = "take another --quantize" if quantised else "take another --format"
+    calibrate = "calibrate with more samples {}, " if quantised else ""
     if found.drift <= report.max_drift and not found.silenced and found.channel:
         return (
             f"{names[0]} answers too differently from {names[1]} in one output: "
             f"{found.channel.note}, which counts as {found.channel.beyond_chance:.2g}, expected at most "
             f"{report.max_channel_drift:.2g}; "
-            "calibrate with more samples in which it varies, take another --quantize, or allow more by "
-            "--max-drift"
+            f"{calibrate.format('in which it varies')}{advice}, or allow more by --max-drift"
         )
     if found.drift <= report.max_drift:
+        apart = "give outputs of such different sizes apart instead of joined, or " if quantised else ""
         return (
             f"{names[0]} has lost outputs of {names[1]}: {'; '.join(one.note for one in found.silenced)}; "
-            "give outputs of such different sizes apart instead of joined, or take another --quantize"
+            f"{apart}{advice}"
         )
     return (
         f"{names[0]} answers too differently from {names[1]}: {off} (largest difference "
-        f"{found.largest_abs:.3g}); calibrate with more samples that are like real requests, take another "
-        "--quantize, or allow more by --max-drift"
+        f"{found.largest_abs:.3g}); {calibrate.format('that are like real requests')}{advice}, or allow more "
+        "by --max-drift"
     )
 
 

@@ -77,6 +77,8 @@ def test_a_model_that_drifts_is_refused_in_one_line_that_says_by_how_much(networ
     ) as refusal:
         refuse_drift(report)
     assert "\n" not in str(refusal.value)
+    with pytest.raises(DriftRefused, match=r"\(largest difference [\d.]+\); take another --format, or allow"):
+        refuse_drift(report, quantised=False)
 
 
 def test_a_model_without_batches_is_timed_on_the_sample_as_it_is() -> None:
@@ -262,3 +264,5 @@ def test_another_answer_at_another_size_is_refused() -> None:
     refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, [], 1e-3)
     with pytest.raises(DriftRefused, match=r"when length is 9: drift .* --format torchscript --script, "):
         refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, sizes, 1e-3)
+    with pytest.raises(DriftRefused, match=r"when length is 50: drift "):
+        refuse_other_sizes(original, lambda x: x[:, :40].sum(1), example, sizes, 1e-3)
