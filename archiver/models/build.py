@@ -223,9 +223,11 @@ class _Compilation:
         else:
             program = None  # to be exported again
         # Check first, so that a model that is refused anyway is not compiled.
+        lines: list[str] = []
         with step(self.say, "running the model"):
+            tried = VARIATIONS if self._has_fixed_batch else VARIATIONS[:1]
             signature = signature_of(
-                module, example, names, sizes, probe_batch=True, variations=VARIATIONS[:1]
+                module, example, names, sizes, probe_batch=True, say=lines.append, variations=tried
             )
         model = LoadedModel(module, example, signature, self.source.kind, self.source.path)
         samples = self._samples(names, example)
@@ -239,7 +241,7 @@ class _Compilation:
             trial = self._best(
                 job, methods_tried(model.module, method, str(self.options.model_format), samples)
             )
-        self._tell_batch(trial.signature)
+        self._tell_batch(trial.signature, lines if not signature.batched else ())
         self._accept(job, trial)
         config = config_with(self.options.config_file, trial.load, self.work)
         signature = with_id_ranges(trial.signature, module, example)
@@ -470,10 +472,15 @@ class _Compilation:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(report.to_json(), encoding="utf-8")
 
-    def _tell_batch(self, signature: Signature) -> None:
-        fixed = self.options.model_format in (EXPORT, AOTI) and self.options.dynamic_batch is None
-        if fixed and not signature.batched:
-            self.say("it takes the batch size of the example only; --dynamic-batch 1:64 lets it vary")
+    @property
+    def _has_fixed_batch(self) -> bool:
+        return self.options.model_format in (EXPORT, AOTI) and self.options.dynamic_batch is None
+
+    def _tell_batch(self, signature: Signature, reasons: Sequence[str]) -> None:
+        """Say how the batch can vary, or why not: `reasons` is of the original that takes no batches."""
+        if self._has_fixed_batch and not signature.batched:
+            lets_vary = "it takes the batch size of the example only; --dynamic-batch 1:64 lets it vary"
+            self.say(reasons[-1] if reasons else lets_vary)
 
 
 def _finished(built: Built, signature: Signature | None, say: Say) -> Built:

@@ -326,3 +326,29 @@ def test_a_class_that_stays_as_it_is_is_tried_and_told_why_it_takes_no_batches(t
         "other rows of the batch, which are other clients'"
     ]
     assert "  in: x FP32[5, 1, 4]" in said
+
+
+@pytest.mark.parametrize(
+    ("forward", "line"),
+    [
+        ("x.softmax(-1)", "it takes the batch size of the example only; --dynamic-batch 1:64 lets it vary"),
+        ("x / (1 + x.abs().amax())", "not batched, requests go through the model one by one: the output "),
+    ],
+)
+def test_an_export_is_told_to_free_its_batch_only_where_rows_are_independent(
+    forward: str, line: str, tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n"
+        f"    def forward(self, x):\n        return {forward}\n"
+    )
+    torch.save(torch.rand(2, 4), tmp_path / "x.pt")
+    work, said = tmp_path / "work", list[str]()
+    work.mkdir()
+    options = BuildOptions(
+        model_file=tmp_path / "net.py", example=tmp_path / "x.pt", model_format="export", verify=False
+    )
+    build(options, work, said.append)
+    told = [one for one in said if one.startswith(("it takes the batch size", "not batched"))]
+    assert len(told) == 1
+    assert told[0].startswith(line)
