@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
+from torchere.serving.errors import LoadFailed
 from torchere.serving.workers.devices import CoreShares, first_devices, new_places
 from torchere.serving.workers.executor import (
     ExecutorState,
@@ -139,7 +141,8 @@ class WorkerPool:
         A surplus executor finishes its batches first.
 
         Raises:
-            LoadFailed: an executor could not be loaded; running executors stay.
+            LoadFailed: an executor could not be loaded; running executors stay, and new ones that were loaded
+                are in service beside them.
         """
         await self._drop([worker for worker in self._workers if worker.state is ExecutorState.FAILED])
         if self._spec.shares_weights and count and self._workers:
@@ -156,7 +159,13 @@ class WorkerPool:
             fresh = [Worker(self._settings, [place]) for place in places]
         self._workers += fresh
         self._count()
-        await self._bring_up(fresh, [worker.start() for worker in fresh])
+        try:
+            await self._bring_up(fresh, [worker.start() for worker in fresh])
+        except LoadFailed:
+            if self.in_service:  # else the version fails, and its pool is closed
+                with suppress(LoadFailed):  # the first failure is the cause
+                    await self.warm_up()  # or they would keep their memory, and answer nothing
+            raise
 
     def _count(self) -> None:
         if self._cores is not None:

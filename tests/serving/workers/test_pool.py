@@ -740,6 +740,32 @@ def test_an_executor_that_gave_up_is_tried_again_when_somebody_scales(
     asyncio.run(main())
 
 
+def test_workers_that_were_loaded_beside_one_that_was_not_serve(make_spec: Any) -> None:
+    source = """
+        import os
+        class Handler:
+            def initialize(self, context):
+                for place in ("first", "second", "third"):
+                    try:
+                        return os.close(os.open(place, os.O_CREAT | os.O_EXCL))
+                    except FileExistsError:
+                        pass
+                raise MemoryError("no place is left")
+            def handle(self, data, context):
+                return ["ok"]
+    """
+
+    async def main() -> None:
+        async with pool_in_service(make_spec(source)) as pool:
+            with pytest.raises(LoadFailed) as failure:
+                await pool.resize(5)
+            assert "no place is left" in failure.value.detail
+            assert pool.in_service == pool.size == 3
+            assert {status.state for status in pool.statuses()} == {ExecutorState.READY}
+
+    asyncio.run(main())
+
+
 def test_scaling_down_keeps_the_worker_that_serves_rather_than_one_that_was_lost(
     make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
 ) -> None:
