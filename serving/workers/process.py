@@ -318,8 +318,7 @@ class WorkerMain:
             self._spec = spec = spec_of(message)
             self.page = LanePage(self._page_descriptor, requests_of(spec.batch_size))
             os.close(self._page_descriptor)
-            self._take_process(spec, message.log_token)
-            return self._step(lambda: self._load_first(message.gpu_ids))
+            return self._step(lambda: self._load_first(message.gpu_ids, message.log_token))
         elif isinstance(message, AddLanes):
             return self._step(lambda: self._load(message.gpu_ids))
         elif isinstance(message, WarmUp):
@@ -354,15 +353,16 @@ class WorkerMain:
         if spec.shares_weights:
             sys.setswitchinterval(SWITCH_INTERVAL_S)
 
-    def _load_first(self, gpu_ids: Sequence[int | None]) -> None:
-        """Enter the sandbox and load the first lanes."""
-        spec = self.loaded_spec()
-        if spec.sandbox is not None:
-            try:
+    def _load_first(self, gpu_ids: Sequence[int | None], log_token: str) -> None:
+        """Take the process for its version, enter the sandbox, and load the first lanes."""
+        spec, failed = self.loaded_spec(), "the unpacked archive can't be used (does something delete it?)"
+        try:
+            self._take_process(spec, log_token)
+            if spec.sandbox is not None:
+                failed = "the worker can't enter its sandbox"
                 enter(spec.sandbox)
-            except OSError as err:
-                detail = f"the worker can't enter its sandbox: {err}"
-                raise LoadFailed.of(spec.model_name, spec.model_version, detail) from err
+        except OSError as err:
+            raise LoadFailed.of(spec.model_name, spec.model_version, f"{failed}: {err}") from err
         self._load(gpu_ids)
 
     def _load(self, gpu_ids: Sequence[int | None]) -> None:

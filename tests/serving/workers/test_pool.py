@@ -548,6 +548,20 @@ def test_a_handler_that_does_not_load_is_refused_with_its_cause(
     asyncio.run(main())
 
 
+def test_a_worker_whose_archive_was_cleaned_away_says_so(
+    make_spec: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_spec()) as pool:
+            tmp_path.rename(tmp_path_factory.mktemp("cleaned") / "away")
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            await until(lambda: pool.statuses()[0].losses == 2)
+            assert "the unpacked archive can't be used" in pool.statuses()[0].last_failure
+            assert str(tmp_path) in pool.statuses()[0].last_failure
+
+    asyncio.run(main())
+
+
 READS_WEIGHTS = """
 class Handler:
     def initialize(self, context):
