@@ -84,6 +84,7 @@ class Heartbeat:
     def start(self) -> None:
         """Begin to watch a new worker, which has just reported that it is ready."""
         self.stop()
+        self.suspect = False  # without `on_change`: the suspicion was of the worker before it
         self.answered()
         self._tick()
 
