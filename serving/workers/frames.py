@@ -46,6 +46,7 @@ class FrameSocket:
         on_frame: gets each payload, which is valid until it returns.
         on_end: called once, in its own turn of the event loop, after the last byte was read, with a
             description of the protocol error that ended the stream, or "".
+        max_frame_bytes: a longer frame is a protocol error.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class FrameSocket:
         connection: socket.socket,
         on_frame: Callable[[memoryview], None],
         on_end: Callable[[str], None],
+        max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self._connection = connection
         self._on_frame = on_frame
         self._on_end = on_end
+        self._max_frame_bytes = max_frame_bytes
         self._loop = asyncio.get_running_loop()
         self._room = _of_thread.room
         self._begun = bytearray()  # the beginning of a frame
@@ -177,8 +180,8 @@ class FrameSocket:
             if begin > size:
                 break
             (length,) = HEADER.unpack_from(view, start)
-            if length > MAX_FRAME_BYTES:
-                self._end(f"sent a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
+            if length > self._max_frame_bytes:
+                self._end(f"sent a frame of {length} bytes, expected at most {self._max_frame_bytes}")
             elif begin + length <= size:
                 start = begin + length
                 self._on_frame(view[begin:start])

@@ -19,7 +19,9 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 
+from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameSocket
+from torchere.serving.workers.messages import most_report_bytes
 
 MAX_LANES = 1024
 LANES_A_MESSAGE = 128  # sockets sent to a worker in one message; the kernel allows 253
@@ -136,6 +138,7 @@ class LaneSocket:
         data: the socket; closed by `frames`.
         on_data: gets the lane and each payload.
         on_end: gets the lane and the fault, once, when the stream has ended.
+        spec: of the worker.
     """
 
     __slots__ = ("ended", "frames", "inside", "since_s")
@@ -145,6 +148,7 @@ class LaneSocket:
         data: socket.socket,
         on_data: Callable[[LaneSocket, memoryview], None],
         on_end: Callable[[LaneSocket, str], None],
+        spec: LoadSpec,
     ) -> None:
         self.inside = 0
         self.since_s = 0.0  # monotonic, when it last got a run while it had none
@@ -155,7 +159,7 @@ class LaneSocket:
                 self.ended.set_result(None)
             on_end(self, fault)
 
-        self.frames = FrameSocket(data, partial(on_data, self), end)
+        self.frames = FrameSocket(data, partial(on_data, self), end, most_report_bytes(spec))
 
 
 def load_of_lane(lane: LaneSocket) -> tuple[int, float]:

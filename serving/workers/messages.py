@@ -39,6 +39,9 @@ from torchere.serving.workers.frames import HEADER, MAX_FRAME_BYTES, Parts
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 32_768
+# A worker's frames are decoded in the server. These bound what a hostile one makes it hold.
+REPORT_BYTES = 2**27
+CONTROL_BYTES = 2**24
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -252,6 +255,36 @@ def raw_bytes(message: Run | Done) -> int:
         ValueError: the message has invalid sizes for them.
     """
     return _check_sum(message.large)
+
+
+def raw_answer_bytes(done: Done, spec: LoadSpec, requests: Sequence[Any] | None) -> int:
+    """As `raw_bytes`, for the report of a batch. The worker has checked its answers, but it may be hostile.
+
+    Args:
+        done: the report.
+        spec: of the worker.
+        requests: of the batch; None: it is not known any more.
+
+    Raises:
+        ValueError: more answers than requests, or one longer than `max_response_bytes`, too.
+    """
+    most, longest = spec.max_response_bytes, max([size for _, size in done.large], default=0)
+    if longest > most or (requests is not None and len(done.large) > len(requests)):
+        raise ValueError(
+            f"{len(done.large)} answers of up to {longest} bytes, expected at most {most} for each request"
+        )
+    return _check_sum(done.large)
+
+
+def most_report_bytes(spec: LoadSpec) -> int:
+    """Return the greatest size of a frame that a worker may send on a data socket.
+
+    A report has an answer of up to `LARGE_BYTES` for each request, headers, and metrics. A part of a streamed
+    answer may be as long as what its client may leave unread.
+    """
+    return min(
+        MAX_FRAME_BYTES, REPORT_BYTES + 4 * spec.batch_size * LARGE_BYTES + 2 * spec.max_response_bytes
+    )
 
 
 def _check_sum(large: Sequence[tuple[int, ...]]) -> int:

@@ -123,7 +123,7 @@ class WorkerProcess:
             self._launched = launched = await self._launcher.launch(requests_of(self._spec.batch_size))
         except OSError as err:
             raise self._load_failed(f"the worker process could not be started: {err}") from err
-        self._control = FrameSocket(launched.control, self._on_control, self._on_end)
+        self._control = FrameSocket(launched.control, self._on_control, self._on_end, messages.CONTROL_BYTES)
         # The exit ends it too, because a forked child may keep the sockets open.
         launched.exit_code.add_done_callback(lambda _: self._on_end(""))
         spec = self._spec
@@ -168,7 +168,7 @@ class WorkerProcess:
             sockets = open_lanes(self._launched, count)
         except OSError as err:
             raise self._load_failed(f"its sockets could not be opened: {err}") from err
-        lanes = [LaneSocket(each, self._on_data, self._on_lane_end) for each in sockets]
+        lanes = [LaneSocket(each, self._on_data, self._on_lane_end, self._spec) for each in sockets]
         self._lanes += lanes
         self._lanes_loaded += count
         return lanes
@@ -275,7 +275,9 @@ class WorkerProcess:
         try:
             message = messages.data_from_worker.decode(payload)
             if isinstance(message, messages.Done) and message.large:
-                lane.frames.take(messages.raw_bytes(message), partial(self._on_large, lane, message))
+                run = self.inside.get(message.run_id)
+                size = messages.raw_answer_bytes(message, self._spec, None if run is None else run.requests)
+                lane.frames.take(size, partial(self._on_large, lane, message))
                 return
         except (msgspec.MsgspecError, RecursionError, ValueError) as err:
             lane.frames.fail(f"sent a frame that is not a message: {err}")

@@ -90,6 +90,25 @@ def test_forged_large_answers_cost_the_worker_alone(hostile: Any, said: str, the
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    "attack",
+    [
+        f"write({DATA}, struct.pack('>I', 2**30)); [write({DATA}, bytes(2**20)) for _ in range(1024)]",
+        f"write({DATA}, frame([13, 1, [[21, [b'']]], 0.0, 0.0, [], [0.0] * 3, '', [[0, 2**30]]])); "
+        f"[write({DATA}, bytes(2**20)) for _ in range(1024)]",
+    ],
+    ids=["a frame", "an answer"],
+)
+def test_a_worker_that_sends_a_gigabyte_is_not_read_to_its_end(hostile: Any, attack: str) -> None:
+    async def main() -> None:
+        async with rig_of(hostile()) as rig:
+            outcome = await rig.run(attack)
+            assert "expected at most" in f"{outcome} {outcome.detail}"
+            await rig.answers_again()
+
+    asyncio.run(main())
+
+
 def test_times_that_are_no_times_harm_nothing(hostile: Any) -> None:
     async def main() -> None:
         async with rig_of(hostile()) as rig:
