@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export import Dim, ExportedProgram, _patches
+from torch.export import Dim, ExportedProgram
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
@@ -71,7 +71,10 @@ def exportable(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _whole_recurrent_layers() -> Iterator[None]:
     """Register torch's loops for recurrent layers (torch 2.9 on), so that their lengths are not unrolled."""
-    found = [getattr(_patches, f"register_{kind}_while_loop_decomposition", None) for kind in ("lstm", "gru")]
+    patches: Any = None
+    with contextlib.suppress(ImportError):  # torch 2.6 to 2.8 have no such module
+        from torch.export import _patches as patches  # noqa: PLC0415
+    found = [getattr(patches, f"register_{kind}_while_loop_decomposition", None) for kind in ("lstm", "gru")]
     layers = (torch.ops.aten.lstm.input, torch.ops.aten.gru.input)
     with contextlib.ExitStack() as stack:
         for register, layer in zip(found, layers, strict=True):

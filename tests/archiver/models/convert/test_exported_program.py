@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,16 @@ def test_recurrent_layers_and_torchs_transformer_keep_their_lengths_free(
         found = to_program(module, example, [batch_of(example, (1, 8)), LENGTH]).module()
         rows = torch.rand(3, 12, width)
         torch.testing.assert_close(found(rows), module(rows))
+
+
+def test_a_torch_without_loops_for_recurrent_layers_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.export._patches", raising=False)  # as with torch 2.6 to 2.8
+    monkeypatch.setitem(sys.modules, "torch.export._patches", None)
+    monkeypatch.delitem(sys.modules, "torchere.archiver.models.convert.exported_program")
+    module = importlib.import_module("torchere.archiver.models.convert.exported_program")
+    example = torch.ones(2, 4)
+    layer = nn.Linear(4, 3).eval()
+    assert torch.equal(module.to_program(layer, (example,), []).module()(example), layer(example))
 
 
 def test_a_gru_of_a_free_length_is_not_compiled(tmp_path: Path) -> None:
