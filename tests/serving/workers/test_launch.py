@@ -361,37 +361,50 @@ def test_workers_share_the_modules_that_the_operator_names(imported: Any) -> Non
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        (
-            "raise OSError('no licence')",
-            "bad can't be imported (OSError('no licence')); workers import it themselves",
-        ),
-        ("raise SystemExit(3)", "bad can't be imported (SystemExit(3)); workers"),
-        (
-            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
-            "bad starts",
-        ),
-        ("import torch\ntorch.cuda.is_initialized = lambda: True", "bad uses a GPU when imported"),
-        ("import os\nassert os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] == '1'", ""),
-    ],
-)
+# Each folder has a module `bad`, and is for a process of its own, which is forked behind the import of torch.
+PRELOADS = """
+import os, sys
+from torchere.serving.workers.fork_server import preload
+for folder in sys.argv[1:]:
+    if os.fork() == 0:
+        os.dup2(os.open(folder + "/said", os.O_CREAT | os.O_WRONLY), 2)
+        sys.path.insert(0, folder)
+        preload(["bad", "wsgiref.headers"])
+        assert "wsgiref.headers" in sys.modules and "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+        open(folder + "/went_well", "w").close()
+        os._exit(0)
+    os.wait()
+"""
+WRONG = {
+    "raise OSError('no licence')": (
+        "bad can't be imported (OSError('no licence')); workers import it themselves"
+    ),
+    "raise SystemExit(3)": "bad can't be imported (SystemExit(3)); workers",
+    "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()": "bad starts",
+    "import torch\ntorch.cuda.is_initialized = lambda: True": "bad uses a GPU when imported",
+    "import os\nassert os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] == '1'": "",
+}
+
+
+@pytest.fixture(scope="module")
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of each module of `WRONG`, behind its import: `said`, and `went_well` if it did."""
+    folders = {source: tmp_path_factory.mktemp("preloaded") for source in WRONG}
+    for source, folder in folders.items():
+        (folder / "bad.py").write_text(source)
+    subprocess.run([sys.executable, "-c", PRELOADS, *map(str, folders.values())], check=True)
+    return folders
+
+
+@pytest.mark.parametrize("source", WRONG)
 def test_what_is_wrong_with_a_shared_module_is_told_and_the_others_are_imported(
-    tmp_path: Path, source: str, told: str
+    preloaded: dict[str, Path], source: str
 ) -> None:
-    (tmp_path / "bad.py").write_text(source)
-    code = (
-        "import os, sys\nfrom torchere.serving.workers.fork_server import preload\n"
-        "preload(['bad', 'wsgiref.headers'])\n"
-        "assert 'wsgiref.headers' in sys.modules and 'PYTORCH_NVML_BASED_CUDA_CHECK' not in os.environ"
-    )
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith(f"preload_modules: {told}" if told else "")
-    assert done.stderr.count("\n") == bool(told)
+    folder, told = preloaded[source], WRONG[source]
+    said = (folder / "said").read_text()
+    assert (folder / "went_well").exists(), said
+    assert said.startswith(f"preload_modules: {told}" if told else "")
+    assert said.count("\n") == bool(told)
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
