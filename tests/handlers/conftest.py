@@ -134,8 +134,10 @@ def scripted_doubler(tmp_path: Path) -> Path:
     return directory
 
 
+# The compiler's options are those of the archiver: each other set would compile torch's headers once more.
 PROBE_SCRIPT = """
 import sys, torch
+from torchere.archiver.models.convert import aotinductor
 
 class Probe(torch.nn.Module):
     def __init__(self):
@@ -155,7 +157,7 @@ program = torch.export.export(
     dynamic_shapes={"x": {0: batch}, "count": None, "scale": None},
 )
 torch.export.save(program, sys.argv[1] + "/probe.exported.pt2")
-options = {"aot_inductor.check_lowerbound": False}  # else a batch of one is refused
+options = aotinductor._settings(None, freezing=False)
 torch._inductor.aoti_compile_and_package(
     program, package_path=sys.argv[1] + "/probe.pt2", inductor_configs=options
 )
