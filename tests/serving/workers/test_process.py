@@ -178,7 +178,7 @@ def test_a_handler_gets_the_dates_and_sets_of_its_model_config(
     spec = make_spec(SHOWING, manifest={"model": {"configFile": "c.yaml"}}, model_config=read_yaml(text))
 
     async def main() -> None:
-        async with worker_of(ExecLauncher(worker_environment()), spec) as peer:
+        async with launcher_of(ForkLauncher) as launcher, worker_of(launcher, spec) as peer:
             done = await peer.run(Run(1, 0, (InferRequest("a", ()),)))
         assert done.outcomes[0].response.body == b"{'since': datetime.date(2024, 1, 2), 'names': {'a'}}"
 
@@ -207,7 +207,7 @@ def test_a_worker_leaves_large_weights_in_the_file_that_all_workers_share(
     make_spec: Callable[..., LoadSpec],
 ) -> None:
     async def main() -> None:
-        async with worker_of(ExecLauncher(worker_environment()), make_spec(OPTIMISED)) as peer:
+        async with launcher_of(ForkLauncher) as launcher, worker_of(launcher, make_spec(OPTIMISED)) as peer:
             done = await peer.run(Run(1, 0, (InferRequest("a", ()),)))
         assert json.loads(done.outcomes[0].response.body) == [1, 1]  # 66 MiB are not packed
 
@@ -219,9 +219,8 @@ def test_parts_that_several_threads_send_at_once_stay_whole(
     make_spec: Callable[..., LoadSpec], shares_weights: bool
 ) -> None:
     async def main() -> None:
-        async with worker_of(
-            ExecLauncher(worker_environment()), make_spec(THREADED, shares_weights=shares_weights)
-        ) as peer:
+        spec = make_spec(THREADED, shares_weights=shares_weights)
+        async with launcher_of(ForkLauncher) as launcher, worker_of(launcher, spec) as peer:
             message = await peer.run(Run(1, 0, (InferRequest("a", ()),)))
             parts = []
             while not isinstance(message, Done):
