@@ -268,6 +268,8 @@ def _tensor(value: Any, spec: TensorSpec, single: bool) -> Any:
         tensor = _cast(value, datatype, spec.name)
     if single:
         tensor = tensor[None]
+    elif tuple(tensor.shape) == (0,) and spec.batched and ANY not in spec.shape[1:]:
+        tensor = tensor.reshape((0, *spec.shape[1:]))  # an empty list of rows
     shape = tuple(tensor.shape)
     if len(shape) != len(spec.shape) or any(
         wanted not in (ANY, size) for size, wanted in zip(shape, spec.shape, strict=True)

@@ -226,6 +226,12 @@ def test_a_broken_json_file_in_a_form_is_not_read_as_numbers(make_handler: Calla
             assert answer == [[2, 4, 6]]
 
 
+def test_a_list_of_no_rows_is_an_empty_batch(make_handler: Callable[..., Asked]) -> None:
+    assert make_handler(Doubled(), ONE).body({"instances": []}) == {"predictions": []}
+    assert make_handler(Doubled(), ONE).body({"inputs": []}) == []
+    assert make_handler(Doubled(), ONE).refused([]).startswith("input: found the shape [0]")
+
+
 class Reshaping(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not len(x):
