@@ -250,9 +250,9 @@ def test_a_load_over_the_network_brings_no_content_of_files(planes, talk):
         surface="management",
         open_inference_protocol=True,
     )
-    assert statuses(said) == [b"200"]
-    (wish,) = [call[1] for call in planes.control.calls if call[0] == "register"]
-    assert (wish.url, wish.model_name, wish.initial_executors) == ("new.mar", "new", 2)
+    assert statuses(said) == [b"400"]
+    assert b"parameters.file:1/../../x: found the bytes of a file" in said
+    assert not [call for call in planes.control.calls if call[0] == "register"]
 
 
 @pytest.mark.parametrize(
