@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.aotinductor import compile_aoti, load_aoti
 from torchere.archiver.models.convert.exported_program import free_sizes, save_program, to_program
-from torchere.archiver.models.convert.torchscript import to_torchscript
+from torchere.archiver.models.convert.torchscript import AS_PYTHON, to_torchscript
 from torchere.archiver.models.inputs.examples import check_against
 from torchere.archiver.models.inputs.run import Run, run_on
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
@@ -43,7 +43,7 @@ from torchere.archiver.scan import weights as kinds
 from torchere.archiver.signature import Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
-_NOT_EXPORTED = "change that in the model, or take --format torchscript"
+_NOT_EXPORTED = f"change that in the model, or take --format torchscript; {AS_PYTHON}"
 _NOT_COMPILED = f"take --format {EXPORT}, which is not compiled, or --format {TORCHSCRIPT}"
 _NO_GRADIENTS = (
     "a server runs models in inference mode, in which nothing has gradients: where forward needs them, let "
@@ -349,7 +349,7 @@ def _built(source: Source, options: BuildOptions, work: Path) -> Built:
         return Built(_with_suffix(source, work), None, options.config_file, beside, data)
     raise ModelRefused(
         f"{source.path}: {source.kind} is not a form that a server loads by itself; expected --format "
-        "torchscript, export or aoti"
+        "torchscript, export or aoti, or a --handler of your own that loads it from --extra-files"
     )
 
 

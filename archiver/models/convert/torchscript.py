@@ -101,7 +101,7 @@ def _both(traced: Exception, scripted: Exception) -> ModelRefused:
         text = f"tracing failed: {_first_line(traced)}"
     return ModelRefused(
         f"{text}; nor does its source compile, as with --script: {_first_line(scripted)}; change that in the "
-        "model, or take --format export, which says what it can't keep"
+        f"model, or take --format export, which says what it can't keep; {AS_PYTHON}"
     )
 
 
@@ -173,6 +173,11 @@ def _takes_sizes(node: torch.fx.Node) -> bool:
     return any(isinstance(item.meta.get("val"), torch.SymInt) for item in node.all_input_nodes)
 
 
+# For models that no compiler takes, so that the advice of one does not only name the other.
+AS_PYTHON = (
+    "where neither works, serve it as Python: a class by --format keep with --model-file, others by a "
+    "--handler of your own that loads them from --extra-files"
+)
 _BAKED = "We can't record the data flow of Python values"  # torch's warning for a value read from a tensor
 # Layers of torch and of the archiver are made for tracing; `_refuse_other_answers` finds errors.
 _MADE_FOR_IT = (Path(torch.__file__).parent, Path(__file__).parents[2])

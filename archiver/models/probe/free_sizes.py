@@ -111,7 +111,8 @@ def _advice(trial: Trial, free: FreeSize, option: str) -> str:
 
     narrower = _narrower(free, free.size_in(trial.example), free.far_sizes(trial.example), runs)
     if narrower is None:
-        return f"it was found to run with {free.size_in(trial.example)} only: leave --dynamic {option} out"
+        only = f"it was found to run with {free.size_in(trial.example)} only: leave --dynamic {option} out"
+        return f"{only}; a Hugging Face folder, whose lengths vary without it, takes --example for one length"
     return f"it was found to run with --dynamic {option}={narrower.text}"
 
 

@@ -530,7 +530,12 @@ CASES = (
         r"it was found to run with --dynamic (?P<size>\S+)$",
         f"--factory=odd:Squares --example={{image}} {TORCHSCRIPT} --dynamic={{size}}",
     ),
-    Case("a fixed size", f"{PLAIN} --dynamic=x.1=1:64", r"leave --dynamic x\.1 out", PLAIN),
+    Case(
+        "a fixed size",
+        f"{PLAIN} --dynamic=x.1=1:64",
+        r"leave --dynamic x\.1 out; a Hugging Face .* --example",
+        PLAIN,
+    ),
     Case(
         "a branch, exported",
         "--factory=odd:Branching --example={x} --format=export --no-verify",
