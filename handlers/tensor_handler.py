@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchere.archiver.models.inputs.buffers import unchanged_buffers
+from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, read_signature
 from torchere.archiver.split import Split
 from torchere.handlers.base import BaseHandler, refusal_of
@@ -39,6 +41,13 @@ from torchere.handlers.tensors.request import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+_KEEPS_STATE = "not warmed up, as the model may keep state, which the warm-up would change"
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, equal_nan=True)
 
 
 class Batch(NamedTuple):
@@ -105,11 +114,11 @@ class TensorHandler(BaseHandler):
         """Return one row of zeros, or of ones if the model rejects zeros (as for lengths and masks).
 
         None if a shape is not fixed, if an integer input is on a GPU (an index out of range would cost the
-        process the GPU), if the model is TorchScript that changes itself, or if it rejects both rows: that
+        process the GPU), if the model keeps state from one run to the next, or if it rejects both rows: that
         does not show that the model is faulty.
         """
-        if isinstance(self.model, torch.jit.ScriptModule) and changes_itself(self.model):
-            logger.info("not warmed up, as the model may keep state, which the warm-up would change")
+        if self._may_keep_state():
+            logger.info(_KEEPS_STATE)
             return None
         shapes = [spec.shape[1:] if spec.batched else spec.shape for spec in self.signature.inputs]
         whole_numbers = any(spec.datatype.startswith(("INT", "UINT")) for spec in self.signature.inputs)
@@ -127,21 +136,42 @@ class TensorHandler(BaseHandler):
                     if dtype.numpy is None
                     else np.full(sizes, number, dtype.numpy)
                 )
-            found = self._refusal(row)
+            found, is_steady = self._tried(row)
+            if found is None and not is_steady:
+                logger.info(_KEEPS_STATE)
+                return None
             if found is None:
                 return [row]
         last_line = "".join(str(found).strip().splitlines()[-1:])  # TorchScript puts the cause there
         logger.warning("not warmed up, as the model takes neither zeros nor ones: %s", last_line)
         return None
 
-    def _refusal(self, row: dict[str, object]) -> Exception | None:
+    def _may_keep_state(self) -> bool:
+        """Whether the form of the model says so; that of a class is found by `_tried`."""
+        if isinstance(self.model, torch.jit.ScriptModule):
+            return changes_itself(self.model)
+        return isinstance(self.model, ServedProgram) and self.model.keeps_state
+
+    def _tried(self, row: dict[str, object]) -> tuple[Exception | None, bool]:
+        """Run the model on a row; return its refusal, and whether a second answer of a class is the same.
+
+        The buffers of the class are then as before.
+        """
         (group,) = self._groups([example_of(row, self.layout, lambda _: "")])
+        answers: list[Any] = []
 
         def run() -> None:
-            with without_gradients(self.device):
-                self.model(*(to_device(tensor, self.device) for tensor in group.inputs))
+            with without_gradients(self.device), torch.random.fork_rng(devices=()):
+                torch.manual_seed(0)
+                inputs = (to_device(tensor.clone(), self.device) for tensor in group.inputs)
+                answers.append([tensor.clone() for tensor in flattened(self.model(*inputs))])
 
-        return refusal_of(run)
+        is_module = isinstance(self.model, torch.nn.Module)
+        if not is_module or isinstance(self.model, (torch.jit.ScriptModule, ServedProgram)):
+            return refusal_of(run), True
+        with unchanged_buffers(self.model):
+            refusal = refusal_of(run) or refusal_of(run)
+        return refusal, refusal is not None or all(map(_are_equal, *answers))
 
     def describe_handle(self) -> Any:
         """Return the signature as parsed JSON."""

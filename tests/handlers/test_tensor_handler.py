@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.signature import Signature, SignatureError, TensorSpec
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.errors import PredictionException
@@ -465,6 +466,27 @@ def test_the_first_request_meets_the_state_of_the_archive(
     assert asked.handler.warmup_data() is None
     assert any(line.startswith("not warmed up, as the model may keep state") for line in caplog.messages)
     assert [asked.body([1, 2, 3]) for _ in range(2)] == [[2, 3, 4], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("form", ["a class", "an exported program"])
+def test_the_first_request_meets_the_state_of_an_archive_that_is_no_torchscript(
+    make_handler: Callable[..., Asked], caplog: pytest.LogCaptureFixture, form: str
+) -> None:
+    caplog.set_level("INFO")
+    asked = make_handler(Doubled(), ONE)
+    model: torch.nn.Module = Counting().eval()
+    if form == "an exported program":
+        model = ServedProgram(torch.export.export(model, (torch.rand(1, 3),)))
+    asked.handler.model = model
+    assert asked.handler.warmup_data() is None
+    assert any(line.startswith("not warmed up, as the model may keep state") for line in caplog.messages)
+    assert [asked.body([1, 2, 3]) for _ in range(2)] == [[2, 3, 4], [3, 4, 5]]
+
+
+def test_a_class_without_state_is_warmed_up(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(Doubled(), ONE)
+    asked.handler.model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout()).train()
+    assert asked.handler.warmup_data() is not None
 
 
 def test_describe_tells_the_signature(make_handler: Callable[..., Asked]) -> None:

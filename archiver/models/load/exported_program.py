@@ -47,6 +47,14 @@ def _spec(program: ExportedProgram) -> Any:
     return json.loads(pytree.treespec_dumps(program.call_spec.in_spec))
 
 
+def _writes_to_buffer(node: fx.Node) -> bool:
+    """Whether the node changes a tensor of the module; torch.export writes back what a model changes."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return False
+    written = node.args[0] if node.args else None
+    return isinstance(written, fx.Node) and written.op == "get_attr"
+
+
 class ServedProgram(torch.nn.Module):
     """An exported program as a server runs it: inputs by position or by keyword, as it was exported.
 
@@ -54,6 +62,7 @@ class ServedProgram(torch.nn.Module):
     modules, which took longer than a small model itself. The checks read types and shapes only, so inputs of
     each kind are checked once, and then given to the graph alone
     (docs/decisions/0029-exported-programs-as-fast-as-eager.md). Thread-safe, as the program is.
+    `keeps_state`: a run changes a buffer, which the next run may read.
     """
 
     def __init__(self, program: ExportedProgram) -> None:
@@ -63,6 +72,7 @@ class ServedProgram(torch.nn.Module):
         self._out_spec: Any = self.checked._out_spec
         self._is_tensor = self._out_spec == pytree.tree_structure(0)
         self._positional, self._keywords = keyword_inputs(program)
+        self.keeps_state = any(map(_writes_to_buffer, self.checked.graph.nodes))
         self._passed: set[tuple[Any, ...]] = set()  # types and shapes of inputs that torch has accepted
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

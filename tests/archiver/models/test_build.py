@@ -275,7 +275,7 @@ def test_a_model_runs_a_few_times_before_it_is_verified(pack: Pack, tmp_path: Pa
     )
     torch.save(torch.rand(2, 5), tmp_path / "x.pt")
     pack(model_file=tmp_path / "counted.py", model_format="keep", example=tmp_path / "x.pt")
-    assert len((tmp_path / "runs").read_text()) <= 8
+    assert len((tmp_path / "runs").read_text()) <= 13
 
 
 @pytest.mark.parametrize("quantize", [None, "int8-dynamic"])
