@@ -17,6 +17,7 @@ _RANGE = re.compile(r"([0-9]+):([0-9]*)(?::([0-9]+))?")
 _MULTIPLES = re.compile(r"([0-9]+)\*[a-z_]+")
 _SPEC = re.compile(r"(.+)[:.]([0-9]+)=([^=]+)")
 BATCH = "batch"
+TOKENS, DECODER_TOKENS = "tokens", "decoder_tokens"  # lengths that a Hugging Face folder lets vary unasked
 _FAR = 16  # sizes are tried up to this many times that of the example, or up to `_FAR_SIZE`
 _FAR_SIZE = 1024
 _MOST_VALUES = 2**24  # in all inputs that are tried

@@ -18,7 +18,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import flat
-from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors
+from torchere.archiver.models.inputs.sizes import DECODER_TOKENS, LARGEST, TOKENS, FreeSize, Tensors
 from torchere.archiver.models.load.checkpoint import read_weights
 from torchere.archiver.models.steps import refusing
 
@@ -285,8 +285,8 @@ _EXAMPLES: dict[str, Callable[[Any], torch.Tensor]] = {
 }
 # Inputs whose dimension 1 is a length, and the length of the example, by the group that shares it.
 _LENGTHS = {
-    "tokens": ("input_ids", "attention_mask", "token_type_ids", "bbox"),
-    "decoder_tokens": ("decoder_input_ids",),
+    TOKENS: ("input_ids", "attention_mask", "token_type_ids", "bbox"),
+    DECODER_TOKENS: ("decoder_input_ids",),
 }
 
 

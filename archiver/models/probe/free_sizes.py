@@ -9,7 +9,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import Named
-from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, resized
+from torchere.archiver.models.inputs.sizes import DECODER_TOKENS, TOKENS, FreeSize, Tensors, resized
 from torchere.archiver.models.probe.row_independence import Trial
 from torchere.archiver.models.steps import Say
 
@@ -111,8 +111,10 @@ def _advice(trial: Trial, free: FreeSize, option: str) -> str:
 
     narrower = _narrower(free, free.size_in(trial.example), free.far_sizes(trial.example), runs)
     if narrower is None:
-        only = f"it was found to run with {free.size_in(trial.example)} only: leave --dynamic {option} out"
-        return f"{only}; a Hugging Face folder, whose lengths vary without it, takes --example for one length"
+        only = f"it was found to run with {free.size_in(trial.example)} only"
+        if free.name in (TOKENS, DECODER_TOKENS):  # they vary without an option
+            return f"{only}: give --example, which fixes the length"
+        return f"{only}: leave --dynamic {option} out"
     return f"it was found to run with --dynamic {option}={narrower.text}"
 
 

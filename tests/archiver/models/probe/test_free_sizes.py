@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.sizes import FreeSize, parse_free_size, parse_range
+from torchere.archiver.models.inputs.sizes import TOKENS, FreeSize, parse_free_size, parse_range
 from torchere.archiver.models.probe.derive import signature_of
 from torchere.archiver.signature import Limit, Signature, TensorSpec, parse
 
@@ -70,6 +70,12 @@ def test_a_range_that_a_model_takes_a_part_of_is_refused_with_that_part(name: st
 def test_a_model_of_one_size_says_to_leave_the_option_out() -> None:
     with pytest.raises(ModelRefused, match=r"found to run with 64 only: leave --dynamic x\.1 out"):
         signature_of(lambda x: x.reshape(-1, 64), WAVE, ["x"], [free("x.1=1:99")], probe_batch=False)
+
+
+def test_a_text_model_of_one_length_says_to_give_an_example() -> None:
+    lengths = FreeSize(TOKENS, ((0, 1),), 1, 99)
+    with pytest.raises(ModelRefused, match=r"found to run with 64 only: give --example, which fixes"):
+        signature_of(lambda x: x.reshape(-1, 64), WAVE, ["x"], [lengths], probe_batch=False)
 
 
 def test_outputs_that_vary_for_far_sizes_only_are_free() -> None:
