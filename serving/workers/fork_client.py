@@ -11,6 +11,7 @@ Before that it sends `I <number>` ahead of the import of each module of `preload
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchere.serving.io.watchdog import within
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64
 DESCRIPTORS = {b"F": 4, b"C": 4, b"R": 2}  # of a request
@@ -143,6 +146,8 @@ class ForkServer:
                 continue
             break
         if not message:
+            text = "the process that workers are forked from was lost, and all workers with it: process %d"
+            logger.error(text, self._process.pid)
             self._lose()
             return
         kind, number, *code = message.split()

@@ -191,13 +191,16 @@ def test_a_worker_that_can_not_be_started_leaves_nothing_open(run: Any) -> None:
     assert run(main()) == 0
 
 
-def test_workers_of_a_lost_fork_server_are_lost_and_the_next_launch_starts_another() -> None:
+def test_workers_of_a_lost_fork_server_are_lost_and_the_next_launch_starts_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test(launcher: ForkLauncher) -> None:
         first = await launcher.launch(1)
         fork_server = launcher._fork_server
         assert fork_server is not None
         os.kill(fork_server._process.pid, signal.SIGKILL)
         assert await end(first) == -signal.SIGKILL
+        assert f"and all workers with it: process {fork_server._process.pid}" in caplog.text
         await asyncio.to_thread(fork_server._process.wait)
         second = await launcher.launch(1)
         assert await end(second) == 0
