@@ -65,11 +65,11 @@ def test_a_body_beyond_the_budget_is_answered_with_503(planes, upload):
 
 
 def test_a_body_of_the_app_beyond_the_budget_is_answered_with_503(planes):
-    budgets = Budgets(400_000)
+    budgets, size = Budgets(100_000), 60_000
 
     async def main():
         async with connected(planes, budgets, surface="management") as (_, reader, writer):
-            writer.write(LOAD % LARGE + bytes(LARGE))
+            writer.write(LOAD % size + bytes(size))
             try:
                 return await asyncio.wait_for(reader.read(), 20)
             except ConnectionResetError:  # the rest of the body was not read
