@@ -54,11 +54,12 @@ class Budgets:
         refused: how often each budget refused bytes, and each other limit a connection or a call.
         decodes: the queue of long decodes.
         turns: time of the event loop.
+        unsent_bytes: of answers that clients of gRPC have not taken, of all connections.
     """
 
     __slots__ = (
         *("connection_limit_bytes", "decodes", "held_bytes", "key_free_bytes", "key_free_limit_bytes"),
-        *("limit_bytes", "refused", "turns"),
+        *("limit_bytes", "refused", "turns", "unsent_bytes"),
     )
 
     def __init__(self, limit_bytes: int = DEFAULT_BYTES, message_bytes: int = 0) -> None:
@@ -73,6 +74,7 @@ class Budgets:
         )
         self.decodes = DecodeQueue()
         self.turns = LoopTurns()
+        self.unsent_bytes = 0
 
     def over(self, held_bytes: int, size: int, *, key_free: bool) -> BudgetExceeded:
         """Count a refusal and return the error that names the exceeded budget."""

@@ -20,6 +20,7 @@ from torchere.serving.frontend.http2 import frames as f
 from torchere.serving.frontend.http2.flood_guard import CANCELLATIONS, FloodGuard
 from torchere.serving.frontend.http2.flow_control import (
     CONNECTION_WINDOW_BYTES,
+    MAX_HELD_ANSWERS,
     STREAM_WINDOW_BYTES,
     InboundFlow,
     OutboundFlow,
@@ -67,7 +68,6 @@ MAX_UNREAD_BYTES = 32 * 2**20  # in the socket's buffer while the client opens f
 # Further calls are refused while the answers that wait for the client's windows have more than this many
 # bytes, or more than four answers of the maximum size if that is more.
 MAX_HELD_BYTES = 2**29
-MAX_HELD_ANSWERS = 4
 # One read may bring two thousand calls, and while reads fill the buffer, uvloop reads up to 32 times before
 # other connections get their turn.
 TURN_S = 0.005  # of parsing for one connection; the rest is deferred to the next loop iteration
@@ -99,7 +99,12 @@ class Connection(asyncio.BufferedProtocol):
             INCOMPLETE_TIMEOUT_S, self._incomplete_progress, self._end_incomplete, self._has_stalled
         )
         self.outbound = OutboundFlow(
-            listener.send_limit_bytes, self._write, self._writes.write_all, self._finished, self._unread.watch
+            listener.send_limit_bytes,
+            self._write,
+            self._writes.write_all,
+            self._finished,
+            self._unread.watch,
+            budgets=listener.budgets,
         )
         self.budget = ConnectionBudget(listener.budgets)
         self._turns = listener.budgets.turns
@@ -262,7 +267,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.closing.last_taken is not None or len(self._streams) >= MAX_STREAMS:
             self._write(f.reset_stream(stream_id, ErrorCode.REFUSED_STREAM))  # clients may retry it
             return
-        if self.outbound.held_bytes > MAX_HELD_BYTES:
+        if self.outbound.held_bytes:
             request = self._unaffordable(request)
         stream = Stream(stream_id, request, self.client, self.inbound, self.outbound)
         stream.subjects = self._subjects
@@ -277,9 +282,11 @@ class Connection(asyncio.BufferedProtocol):
     def _unaffordable(self, request: Request) -> Request:
         """Refuse a call while the client leaves too much of its answers unread."""
         limit_bytes = max(MAX_HELD_BYTES, MAX_HELD_ANSWERS * self._listener.send_limit_bytes)
-        if self.outbound.held_bytes <= limit_bytes:
+        flaw = self.outbound.flaw_of_all()
+        if self.outbound.held_bytes > limit_bytes:
+            flaw = f"SERVER: Answers that this connection has not taken have more than {limit_bytes} bytes"
+        if not flaw:
             return request
-        flaw = f"SERVER: Answers that this connection has not taken have more than {limit_bytes} bytes"
         return request[0]._replace(flaw=flaw, flaw_code=StatusCode.RESOURCE_EXHAUSTED), request[1]
 
     def _on_trailers(self, stream: Stream, found: RequestHead, *, is_last: bool) -> None:

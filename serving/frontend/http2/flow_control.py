@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchere.serving.frontend.budgets import BudgetExceeded, ConnectionBudget, Lease
+from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ConnectionBudget, Lease
 from torchere.serving.frontend.http2.frames import (
     DATA,
     DEFAULT_FRAME_BYTES,
@@ -35,6 +35,10 @@ CONNECTION_WINDOW_BYTES = 16 * 2**20  # of all streams together; four whole wind
 MOST_FRAME_BYTES = 2**20  # of one stream, before another one gets its turn
 MOST_WRITTEN_BYTES = 2**20  # of one write; after it the socket may report that its buffer is full
 HIGH_WATER_BYTES = 65_536  # of a stream's unsent bytes; above it the producer has to wait
+# Unsent answers of all connections together. Beyond it, or four answers of the greatest size if that is more,
+# a connection that holds some gets no further long ones.
+MAX_ALL_HELD_BYTES = 2**30
+MAX_HELD_ANSWERS = 4
 DEFAULT_TABLE_BYTES = 4096  # of HPACK's table, which our encoder does not use
 # A table size update to 0, sent when a client lowers the table's maximum size (RFC 7541, 4.2).
 TABLE_UNUSED = b"\x20"
@@ -166,10 +170,20 @@ class OutboundFlow:
         write_all: sends whole frames from several buffers.
         finished: called after a stream's last frame was written.
         waits: called when a stream has to wait for the client.
+        budgets: count the unsent answers of all connections.
     """
 
     __slots__ = (
-        *("_table_note", "_waiting", "_waits", "_window", "_write_all", "finished", "frame_bytes"),
+        *(
+            "_budgets",
+            "_table_note",
+            "_waiting",
+            "_waits",
+            "_window",
+            "_write_all",
+            "finished",
+            "frame_bytes",
+        ),
         *("held_bytes", "initial_window", "limit_bytes", "sends", "sent_bytes", "stopped", "write"),
     )
 
@@ -180,7 +194,10 @@ class OutboundFlow:
         write_all: Callable[[Buffers], None],
         finished: Callable[[Any], None],
         waits: Callable[[], None],
+        *,
+        budgets: Budgets | None = None,
     ) -> None:
+        self._budgets = budgets or Budgets()
         self.limit_bytes = limit_bytes
         self.write = write
         self._write_all = write_all
@@ -209,24 +226,40 @@ class OutboundFlow:
         return True
 
     def check(self, size: int) -> None:
-        """Raise `MessageFailed` for a message that is longer than the limit."""
+        """Raise `MessageFailed` for a message over the limit, or a long one beyond that of all connections.
+
+        Calls are admitted before their answers exist, so those are checked here, too.
+        """
         if size > self.limit_bytes:
             raise MessageFailed(
                 StatusCode.RESOURCE_EXHAUSTED,
                 f"SERVER: Sent message larger than max ({size} vs. {self.limit_bytes})",
             )
+        if size > HIGH_WATER_BYTES and self.held_bytes and (flaw := self.flaw_of_all()):
+            raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, flaw)
+
+    def flaw_of_all(self) -> str:
+        """Return an error if clients of all connections have left too much of their answers; else ""."""
+        limit_bytes = max(MAX_ALL_HELD_BYTES, MAX_HELD_ANSWERS * self.limit_bytes)
+        if self._budgets.unsent_bytes <= limit_bytes:
+            return ""
+        return f"SERVER: Answers that clients have not taken have more than {limit_bytes} bytes"
 
     def queue(self, stream: StreamFlow, parts: Iterable[bytes | memoryview], size: int) -> None:
         """Append parts to a stream's outbox, `size` bytes in all; `pump` sends them."""
         stream.outbox += parts
         stream.count_unsent(size)
-        self.held_bytes += size
+        self._hold(size)
 
     def drop(self, stream: StreamFlow) -> None:
         """Discard a stream's unsent bytes."""
         stream.outbox.clear()
-        self.held_bytes -= stream.unsent_bytes
+        self._hold(-stream.unsent_bytes)
         stream.count_unsent(-stream.unsent_bytes)
+
+    def _hold(self, size: int) -> None:
+        self.held_bytes += size
+        self._budgets.unsent_bytes += size
 
     def pump(self, stream: StreamFlow) -> None:
         """Send as many queued bytes as the windows allow, then the trailers when the outbox is empty."""
@@ -261,7 +294,7 @@ class OutboundFlow:
         if sent:
             self.sends += 1
             self.sent_bytes += sent
-            self.held_bytes -= sent
+            self._hold(-sent)
             stream.sent_bytes += sent
             stream.count_unsent(-sent)
         if is_last:

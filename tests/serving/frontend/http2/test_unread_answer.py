@@ -7,11 +7,12 @@ import pytest
 from h2.settings import SettingCodes
 from hyperframe.frame import SettingsFrame, WindowUpdateFrame
 
-from torchere.serving.frontend.http2 import connection
+from torchere.serving.frontend.budgets import Budgets
+from torchere.serving.frontend.http2 import connection, flow_control
 from torchere.serving.frontend.http2.frames import ErrorCode
 from torchere.serving.frontend.http2.header_blocks import request_head
 from torchere.serving.frontend.http2.listener import Listener
-from torchere.serving.frontend.http2.messages import StatusCode
+from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
 from torchere.serving.io import watchdog as unread
 
 TIMEOUT_S = 0.2
@@ -167,6 +168,50 @@ def test_who_takes_none_of_many_answers_gets_no_more_until_that_ends(run, http2,
             return [call.stream.head.flaw_code == StatusCode.RESOURCE_EXHAUSTED for call in served.calls]
 
     assert run(main()) == [*[False] * 7, True, True, False]
+
+
+def test_answers_that_wait_have_a_limit_over_all_connections(run, http2, monkeypatch):
+    monkeypatch.setattr(flow_control, "MAX_ALL_HELD_BYTES", 150)
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 60)
+
+    async def main():
+        async with (
+            http2.listener(limit_bytes=90 // 4) as served,
+            http2.peer(served, settings={WINDOW: 0}, eats=False) as first,
+            http2.peer(served, settings={WINDOW: 0}, eats=False) as second,
+        ):
+            budgets = served.listener.budgets
+            for peer in (first, first, first, second, second, second, second, first):  # 25 bytes each
+                peer.begin("/echo", bytes(20))
+                await peer.round_trip()
+            refused = [call.stream.head.flaw_code == StatusCode.RESOURCE_EXHAUSTED for call in served.calls]
+            held = budgets.unsent_bytes
+            for each in list(served.listener.connections):
+                each.abort()
+            while served.listener.connections:
+                await asyncio.sleep(0)
+            return refused, held, budgets.unsent_bytes
+
+    refused, held, left = run(main())
+    assert refused == [*[False] * 7, True]
+    assert held == 8 * 25  # the service of this test answers calls with a flaw, too
+    assert left == 0
+
+
+def test_an_answer_beyond_what_all_connections_may_hold_fails_its_call(monkeypatch):
+    monkeypatch.setattr(flow_control, "MAX_ALL_HELD_BYTES", 2**20)
+    unused: Any = None
+    budgets = Budgets()
+    flow = flow_control.OutboundFlow(2**17, unused, unused, unused, unused, budgets=budgets)
+    budgets.unsent_bytes = 2**20 + 1  # of other connections
+    flow.check(2**17)  # the first one of this connection
+    flow.queue(flow_control.StreamFlow(1, 0), [bytes(10)], 10)
+    flow.check(1000)
+    with pytest.raises(MessageFailed, match="have not taken") as failed:
+        flow.check(2**17)
+    assert failed.value.code is StatusCode.RESOURCE_EXHAUSTED
+    budgets.unsent_bytes = 2**20
+    flow.check(2**17)
 
 
 def test_where_answers_may_be_long_four_of_them_may_wait(run, http2):
