@@ -94,8 +94,19 @@ _HOMES = {  # modules by name; loaded on first use, since most of them import ht
 
 
 def __getattr__(name: str) -> object:
-    """Import the module that defines a public name."""
+    """Import the module that defines a public name.
+
+    Raises:
+        ModuleNotFoundError: httpx is not installed.
+        AttributeError: there is no such name.
+    """
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"torchere.client.{module}"), name)
+            try:
+                return getattr(import_module(f"torchere.client.{module}"), name)
+            except ModuleNotFoundError as err:
+                if err.name != "httpx":
+                    raise
+                said = f"{name} of torchere.client needs httpx: pip install 'torchere[client]'"
+                raise ModuleNotFoundError(said, name=err.name) from err
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

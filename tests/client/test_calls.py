@@ -1,4 +1,5 @@
 import json
+import sys
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from scripted_transport import Caller, Clock, Server
 
+import torchere.client
 from torchere.client import (
     Client,
     ConnectionFailed,
@@ -454,3 +456,11 @@ def test_events_may_be_cut_anywhere(size_bytes: int) -> None:
     events = Events()
     parts = [sent[start : start + size_bytes] for start in range(0, len(sent), size_bytes)]
     assert [result.id for part in parts for result in events.feed(part)] == ["1", "2"]
+
+
+def test_a_client_without_httpx_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "torchere.client.client")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'torchere\[client\]'") as refused:
+        torchere.client.Client  # noqa: B018
+    assert refused.value.name == "httpx"
