@@ -126,6 +126,18 @@ def write_safetensors(path: Path, state: dict[str, torch.Tensor]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + numbers)
 
 
+@pytest.fixture
+def measured_memory() -> None:
+    """The memory of models is measured where they are packed."""
+
+
+@pytest.fixture(autouse=True)
+def memory_is_not_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack without measuring the memory, but for `measured_memory`: its process imports torch each time."""
+    if "measured_memory" not in request.fixturenames:
+        monkeypatch.setattr("torchere.archiver.models.build.with_memory", lambda report, *_: report)
+
+
 Pack = Callable[..., Path]
 
 

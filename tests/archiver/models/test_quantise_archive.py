@@ -59,6 +59,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
+@pytest.mark.usefixtures("measured_memory")
 def test_the_archive_says_which_engine_and_how_well_and_the_handler_answers_as_reported(
     command: list[str], tmp_path: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_archive_says_which_engine_and_how_well_and_the_handler_answers_as_r
     assert report["accepted"] is True
     assert 0 < report["difference"]["drift"] < 0.1
     assert any("engines: " in note for note in report["notes"])
+    assert report["packed"]["memory_bytes"] is not None
     folder = archive.extract(tmp_path / "unpacked")
     handler = BaseHandler()
     handler.initialize(
