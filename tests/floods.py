@@ -15,7 +15,8 @@ import psutil
 
 CONNECTIONS = 8
 RATE_BYTES = 1_000_000  # a second, of all connections
-FLOOD_S = 3.0
+FLOOD_S = float(os.environ.get("TORCHERE_FLOOD_S", "2"))  # most of an attack is in its first second
+CONTROL_EVERY_S = 0.005  # without a pause, the control requests would take a core
 # Bound of the slowest control request in a hundred. The goal is 250 ms: set it on an idle machine, as for the
 # figures in docs/operations.md. On a machine with other work the scheduler alone takes longer.
 CONTROL_S = float(os.environ.get("TORCHERE_CONTROL_MS", "2000")) / 1000

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from floods import FLOOD_S, PATIENCE_S, Figures, Flood, rss_bytes
+from floods import CONTROL_EVERY_S, FLOOD_S, PATIENCE_S, Figures, Flood, rss_bytes
 from servers import pack, start_server, store
 
 __all__ = ["pack", "start_server", "store"]
@@ -44,6 +44,7 @@ def flood(capsys: pytest.CaptureFixture[str]) -> Callable[[Any, str, bytes, str]
                 figures.control_s.append(time.perf_counter() - began_s)
                 assert answer.status == 200
                 figures.grown_bytes = max(figures.grown_bytes, rss_bytes(process) - before)
+                time.sleep(CONTROL_EVERY_S)
         finally:
             attack.end()
             client.close()
