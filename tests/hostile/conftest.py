@@ -4,6 +4,7 @@ Each test file starts one server and has a table of attacks. An attack is the by
 sends it again and again on CONNECTIONS connections, at RATE_BYTES a second in all, and makes control requests
 on a connection of its own meanwhile. The test prints the figures and asserts bounds: the slowest
 control request in a hundred takes `CONTROL_S`, and memory grows within the sum of the limits and 256 MiB.
+`TORCHERE_FLOOD_S=30` floods for longer.
 
 A new attack is a row in the table. It must exceed a bound on the code before its hole was closed.
 """
