@@ -31,6 +31,18 @@ class Mean(nn.Module):
 
 
 @pytest.fixture
+def measured_memory() -> None:
+    """The memory of both models is measured."""
+
+
+@pytest.fixture(autouse=True)
+def memory_is_not_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare without the memory, but for `measured_memory`: its process imports torch each time."""
+    if "measured_memory" not in request.fixturenames:
+        monkeypatch.setattr(verify, "with_memory", lambda report, *_: report)
+
+
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Archives `one.mar`, `close.mar` and `far.mar`, and a folder `data` with an array and a picture."""
     monkeypatch.setattr(verify, "_BUDGET_S", 0.01)
@@ -67,6 +79,7 @@ def pack(
     )
 
 
+@pytest.mark.usefixtures("measured_memory")
 def test_models_that_are_close_are_accepted_and_drawn(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +96,7 @@ def test_models_that_are_close_are_accepted_and_drawn(
     # The picture is red all over: 1, 0 and 0.2, prepared as the archive says.
     assert report["difference"]["largest_abs"] == pytest.approx(0.01, rel=1e-3)
     assert report["samples"] == 2
+    assert report["packed"]["memory_bytes"] is not None
     assert (folder / "p.svg").read_text().startswith("<svg")
 
 
