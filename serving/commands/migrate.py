@@ -73,21 +73,28 @@ class MigrationReport:
 
 
 def check_migration(
-    config: Path | None, model_store: Path | None, snapshots: Path | None, environ: Mapping[str, str]
+    config: Path | None,
+    model_store: Path | None,
+    snapshots: Path | None,
+    environ: Mapping[str, str],
+    workflow_store: Path | None = None,
 ) -> MigrationReport:
-    """Read the given files and the configured model store, and return the findings.
+    """Read the given files and the configured stores, and return the findings.
 
     Args:
         config: a `config.properties`, or None.
         model_store: a folder of archives; None: the model store of the configuration.
         snapshots: the folder of snapshots; the newest one is read, because a start restores it.
         environ: the environment variables with which the server would be started.
+        workflow_store: a folder of workflow archives; None: the workflow store of the configuration, if any.
 
     Raises:
-        ConfigurationError: a given file or folder can't be read, or all three arguments are None.
+        ConfigurationError: a given file or folder can't be read, or none is given.
     """
-    if config is None and model_store is None and snapshots is None:
-        raise ConfigurationError("nothing to check: name --ts-config, --model-store or --snapshots")
+    if config is None and model_store is None and snapshots is None and workflow_store is None:
+        raise ConfigurationError(
+            "nothing to check: name --ts-config, --model-store, --workflow-store or --snapshots"
+        )
     findings: list[MigrationFinding] = []
     settings = ServerSettings()
     if config is not None:
@@ -99,6 +106,13 @@ def check_migration(
         findings += _snapshot(snapshots, store, environ)
     if store is not None:
         findings += _store(store, settings)
+    if workflow_store is not None and not workflow_store.is_dir():
+        raise ConfigurationError(f"{workflow_store}: expected the folder of the workflow store")
+    workflows = (
+        workflow_store or settings.workflow_store
+    )  # where this one is not there, a finding says so above
+    if workflows is not None and workflows != store:
+        findings += _workflows(workflows)
     return MigrationReport(tuple(findings))
 
 
@@ -114,11 +128,16 @@ def _snapshot(folder: Path, store: Path | None, environ: Mapping[str, str]) -> S
 def _store(store: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
     if not store.is_dir():
         raise ConfigurationError(f"{store}: expected the folder of the model store")
+    yield from _workflows(store)
     for path in sorted(store.iterdir()):
-        if path.suffix == ".war" and not path.name.startswith("."):
-            yield _workflow(path)
-        elif is_archive(path):
+        if path.suffix != ".war" and is_archive(path):
             yield from archive_findings(path, settings)
+
+
+def _workflows(store: Path) -> Iterator[MigrationFinding]:
+    for path in sorted(store.glob("*.war")):
+        if not path.name.startswith("."):
+            yield _workflow(path)
 
 
 def _workflow(path: Path) -> MigrationFinding:

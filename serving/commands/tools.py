@@ -176,6 +176,8 @@ def add_migrate(parser: argparse.ArgumentParser) -> None:
     add = check.add_argument
     add("--ts-config", type=Path, metavar="FILE", help="its config.properties")
     add("--model-store", type=Path, metavar="DIR", help="its archives (default: the file's model_store)")
+    text = "its workflow archives (default: the file's workflow_store, else the model store)"
+    add("--workflow-store", type=Path, metavar="DIR", help=text)
     add("--snapshots", type=Path, metavar="DIR", help="its snapshots, usually logs/config")
     add("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check_migration)
@@ -239,7 +241,9 @@ def _check_config(options: argparse.Namespace) -> int:
 def _check_migration(options: argparse.Namespace) -> int:
     from torchere.serving.commands.migrate import check_migration
 
-    report = check_migration(options.ts_config, options.model_store, options.snapshots, os.environ)
+    report = check_migration(
+        options.ts_config, options.model_store, options.snapshots, os.environ, options.workflow_store
+    )
     print(report.as_json() if options.json else report.as_text())
     return 1 if report.count("unsupported") else 0
 

@@ -211,6 +211,29 @@ def test_what_cannot_be_used_at_all_is_unsupported(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("named", ["by the configuration", "by the caller"])
+def test_workflows_are_read_from_their_own_store(tmp_path: Path, named: str) -> None:
+    models, workflows = tmp_path / "models", tmp_path / "workflows"
+    models.mkdir()
+    workflows.mkdir()
+    (workflows / "flow.war").write_text("no zip")
+    config = tmp_path / "config.properties"
+    config.write_text(f"workflow_store={workflows}" if named == "by the configuration" else "")
+    given = workflows if named == "by the caller" else None
+    report = check_migration(config, models, None, {}, given)
+    found = [(one.subject, one.verdict) for one in report.findings if one.item == "workflow"]
+    assert found == [(str(workflows / "flow.war"), "unsupported")]
+
+
+def test_a_workflow_store_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="gone: expected the folder of the workflow store"):
+        check_migration(None, None, None, {}, tmp_path / "gone")
+    config = tmp_path / "config.properties"
+    config.write_text(f"workflow_store={tmp_path / 'gone'}")
+    unsupported = {one.item for one in check_migration(config, None, None, {}).findings}
+    assert f"workflow_store={tmp_path / 'gone'}" in unsupported
+
+
 STAMP = b"torchere handler, interface 1, torch %b\0" % importlib.metadata.version("torch").encode()
 
 
