@@ -68,7 +68,7 @@ def check_program(file: BinaryIO, size: int, allow_pickle: bool = False) -> None
 def _check_records(archive: zipfile.ZipFile) -> frozenset[str]:
     """Check every record of the package; return the base names of those that are unpickled."""
     names = [info.orig_filename for info in archive.infolist()]
-    if _OLD_PROGRAM in names:  # the format of torch before 2.7
+    if _OLD_PROGRAM in names:  # the format of torch before 2.8
         _refuse_others([name for name in names if name != _OLD_PROGRAM and not _is_old_record(name)])
         check_graph(_json(archive, _OLD_PROGRAM))
         return frozenset(name for name in names if _OLD_PICKLES.fullmatch(name))

@@ -28,6 +28,7 @@ EXPORTED_PROGRAM, AOTINDUCTOR = "ExportedProgram", "AOTInductor"
 ONNX, SAFETENSORS = "ONNX", "safetensors"
 _COMPILED_FOLDER = "data/aotinductor/"  # of one model or several, each in a folder of its own
 _MAX_LISTED = 100_000
+_OLD_PROGRAM = "serialized_exported_program.json"
 _PICKLE_RISK = "its pickle can run any Python code unless read with weights_only"
 _MAX_HEADER_BYTES = 100_000_000  # of safetensors: its own limit
 # ModelProto begins with field 1, ir_version; the next field is one of its others (onnx.proto).
@@ -99,12 +100,16 @@ def classify_file(path: Path) -> Weights:
 
 
 def _classify_records(name: str, found: list[tuple[str, int]], file: BinaryIO) -> Weights:
-    """Classify a zip as torch does: by its records, whose names begin with the file's own folder."""
+    """Classify a zip as torch does: by its records, whose names begin with the file's own folder.
+
+    Programs that torch 2.6 and 2.7 export have no such folder.
+    """
     records: dict[str, int] = {}
+    has_folder = all(inner != _OLD_PROGRAM for inner, _ in found)
     for inner, size in found:  # an empty record does not hide another of its name
-        record = inner.partition("/")[2]
+        record = inner.partition("/")[2] if has_folder else inner
         records[record] = max(size, records.get(record, 0))
-    if records.keys() & {"archive_format", "serialized_exported_program.json"}:
+    if records.keys() & {"archive_format", _OLD_PROGRAM}:
         return _package(name, records, file)
     if "constants.pkl" in records:
         return _torchscript(name, file)

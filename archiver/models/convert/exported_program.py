@@ -111,7 +111,7 @@ def save_program(program: ExportedProgram, path: Path) -> None:
     Raises:
         ModelRefused: the saved file has content that servers do not load.
     """
-    program.example_inputs = None
+    program._example_inputs = None  # the property of torch 2.6 takes no None
     _forget_origins(program)
     torch.export.save(program, path)
     try:

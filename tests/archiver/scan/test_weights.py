@@ -50,6 +50,16 @@ def test_an_exported_program_without_example_inputs_has_no_pickle() -> None:
     assert (found.kind, found.pickled) == ("ExportedProgram", False)
 
 
+def test_an_exported_program_of_torch_2_7_has_no_folder() -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("version", "8.2")
+        archive.writestr("serialized_exported_program.json", "{}")
+        archive.writestr("serialized_state_dict.pt", b"weights")
+    found = classify("model.pt2", buffer)
+    assert (found.kind, found.pickled) == ("ExportedProgram", True)
+
+
 def test_an_empty_record_does_not_hide_a_pickle_of_the_same_name() -> None:
     buffer = zip_with("archive_format", "data/sample_inputs/model.pt")
     with zipfile.ZipFile(buffer, "a") as archive:
