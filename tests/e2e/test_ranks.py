@@ -100,8 +100,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     The ranks are forked, because under torchrun each would import torch.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
     from torch.distributed.fsdp import fully_shard
 
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -119,7 +119,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "sharded")
+        save_shards({"model": get_model_state_dict(model)}, checkpoint_id=folder / "sharded")
 
     in_ranks(4, save)
     return folder
