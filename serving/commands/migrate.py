@@ -108,9 +108,7 @@ def check_migration(
         findings += _store(store, settings)
     if workflow_store is not None and not workflow_store.is_dir():
         raise ConfigurationError(f"{workflow_store}: expected the folder of the workflow store")
-    workflows = (
-        workflow_store or settings.workflow_store
-    )  # where this one is not there, a finding says so above
+    workflows = workflow_store or settings.workflow_store  # its absence is a finding of the configuration
     if workflows is not None and workflows != store:
         findings += _workflows(workflows)
     return MigrationReport(tuple(findings))
