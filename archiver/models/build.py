@@ -5,6 +5,7 @@ Nothing is written outside of the work folder; the caller packs the files into a
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.examples import files_of, inputs_of, read_samples, spread
 from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of, with_other_sizes
+from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.source import Source, read_source, source_with_example
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
@@ -194,7 +196,12 @@ class _Job:
 
 
 def _as_served(trial: Trial) -> Run:
-    """Return TorchScript freshly loaded: probing has run it on shapes that a server does not begin with."""
+    """Return TorchScript freshly loaded: probing has run it on shapes that a server does not begin with.
+
+    An exported program that keeps state gets buffers of its own: it shares those of the original.
+    """
+    if isinstance(trial.packed.run, ServedProgram) and trial.packed.run.keeps_state:
+        return copy.deepcopy(trial.packed.run)
     is_script = isinstance(trial.packed.run, torch.jit.ScriptModule)
     return loaded(trial.packed.file, trial.load) if is_script else trial.packed.run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.run import shapes
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.measure.cost import Samples, fewer_threads_when_busy, times_by_batch
@@ -69,7 +71,11 @@ def verify(
     if not samples:
         raise ModelRefused("there are no samples to verify the packed model on; give at least one")
     models = [original, packed, *([fp32] if fp32 else [])]
-    times = times_by_batch(models, timed or samples, batched, _BUDGET_S)
+    with contextlib.ExitStack() as stack:
+        for model in models:  # those that keep state are compared from the same one
+            if isinstance(model, torch.nn.Module):
+                stack.enter_context(unchanged_buffers(model))
+        times = times_by_batch(models, timed or samples, batched, _BUDGET_S)
     watched = Original(original, samples)
     with torch.inference_mode():
         found = difference(counted(watched.beside(packed), len(samples), "samples compared", say))

@@ -222,6 +222,37 @@ def test_a_class_that_needs_gradients_is_refused_with_how_a_server_runs_it(
     assert len(answer) == 3
 
 
+COUNTED = """\
+import torch
+
+
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return x + self.count
+"""
+
+
+@pytest.mark.parametrize("model_format", ["torchscript", "export"])
+def test_a_model_that_keeps_state_is_compared_from_the_same_state(
+    pack: Pack, serve: Serve, tmp_path: Path, model_format: str
+) -> None:
+    torch.save(torch.rand(2, 3), tmp_path / "example.pt")
+    (tmp_path / "counted.py").write_text(COUNTED)
+    archive = pack(
+        model_file=tmp_path / "counted.py",
+        example=tmp_path / "example.pt",
+        model_format=model_format,
+        verify=True,
+    )
+    (answer,) = serve(archive, [{"body": [[0.0, 0.0, 0.0]] * 2}])
+    assert answer == [[1.0, 1.0, 1.0]] * 2
+
+
 def test_a_model_that_mixes_rows_is_not_batched(pack: Pack, tmp_path: Path) -> None:
     (tmp_path / "mixing.py").write_text(
         "import torch\n\n\nclass Mixing(torch.nn.Module):\n"
