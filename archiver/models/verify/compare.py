@@ -71,10 +71,7 @@ def verify(
     if not samples:
         raise ModelRefused("there are no samples to verify the packed model on; give at least one")
     models = [original, packed, *([fp32] if fp32 else [])]
-    with contextlib.ExitStack() as stack:
-        for model in models:  # those that keep state are compared from the same one
-            if isinstance(model, torch.nn.Module):
-                stack.enter_context(unchanged_buffers(model))
+    with _as_before(models):
         times = times_by_batch(models, timed or samples, batched, _BUDGET_S)
     watched = Original(original, samples)
     with torch.inference_mode():
@@ -95,6 +92,16 @@ def verify(
         doubts=doubts,
         fp32=Side("fp32", None, None, times[2]) if fp32 else None,
     )
+
+
+@contextlib.contextmanager
+def _as_before(models: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Restore the buffers at block exit, so that models that keep state are compared from the same one."""
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if isinstance(model, torch.nn.Module):
+                stack.enter_context(unchanged_buffers(model))
+        yield
 
 
 def with_memory(
