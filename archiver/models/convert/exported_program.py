@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
+from torchere.archiver.models.load.exported_program import unguarded_module
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.load.weight_only import with_plain_weights, without_torchao
 from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
@@ -174,4 +175,4 @@ def _from_torchscript(module: torch.jit.ScriptModule, example: Tensors) -> torch
     # torch's own converter, which the error of torch.export for TorchScript recommends.
     from torch._export.converter import TS2EPConverter  # noqa: PLC0415  # seconds
 
-    return TS2EPConverter(module, example).convert().module(check_guards=False)
+    return unguarded_module(TS2EPConverter(module, example).convert())

@@ -6,6 +6,7 @@ Servers pass all inputs by position, in the order in which the program names the
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -40,6 +41,12 @@ def take_by_position(program: ExportedProgram) -> None:
     if program.example_inputs is not None:
         args, kwargs = program.example_inputs
         program.example_inputs = ((*args, *kwargs.values()), {})
+
+
+def unguarded_module(program: ExportedProgram) -> torch.nn.Module:
+    """Return the module of a program whose operators check sizes: guards (torch 2.9 on) can't be traced."""
+    has_guards = "check_guards" in inspect.signature(program.module).parameters
+    return program.module(check_guards=False) if has_guards else program.module()
 
 
 def _spec(program: ExportedProgram) -> Any:

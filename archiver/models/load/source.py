@@ -26,7 +26,7 @@ from torchere.archiver.models.inputs.examples import Example, example_of, files_
 from torchere.archiver.models.inputs.run import DATATYPES
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors
 from torchere.archiver.models.load.checkpoint import Weights, read_weights
-from torchere.archiver.models.load.exported_program import take_by_position
+from torchere.archiver.models.load.exported_program import take_by_position, unguarded_module
 from torchere.archiver.models.load.fitting import ADAPTER, is_adapter, load_into, unwrapped
 from torchere.archiver.models.load.huggingface import Loaded, is_model_folder, load_folder
 from torchere.archiver.models.load.module import module_from_factory, module_from_file
@@ -276,8 +276,7 @@ def _program(path: Path, allow_pickle: bool) -> Source:
         importlib.import_module(INT8_OPERATORS)
         program = torch.export.load(path)
         take_by_position(program)
-        # Sizes are checked by the program's own operators; its guards can't be traced.
-        module = program.module(check_guards=False)
+        module = unguarded_module(program)
     tensors, _ = program.example_inputs or ((), {})
     plain = bool(tensors) and all(isinstance(item, torch.Tensor) for item in tensors)
     names = tuple(str(name) for name in program.graph_signature.user_inputs)
