@@ -71,7 +71,7 @@ def soak(plant: Plant, seconds: float, clients: int) -> tuple[list[Sample], list
     """Let everybody work for that long, or until the server ends; returns samples and workers."""
     over = threading.Event()
     actors: list[Actor] = [Client(plant, over, seed) for seed in range(clients)]
-    actors += [Operator(plant, over, 1001), Killer(plant, over, 1002), Crowd(plant, over, 1003, seconds)]
+    actors += [Operator(plant, over, 1001), Killer(plant, over, 1002), Crowd(plant, over, 1003)]
     for actor in actors:
         actor.start()
     process, started_s = psutil.Process(plant.process.pid), time.monotonic()

@@ -13,7 +13,7 @@ from soaking.actors import Actor
 from soaking.plant import FEATURES, Plant
 
 CLIENTS = 32
-STAYS_S = 15.0  # at most; in a short soak a third of it
+STAYS_S = 15
 _AT_LEAST_S = 120.0  # for its own start, and answers that are late
 STAYS_AWAY_S = 90.0  # longer than a worker that helps is kept unused
 
@@ -21,9 +21,8 @@ STAYS_AWAY_S = 90.0  # longer than a worker that helps is kept unused
 class Crowd(Actor):
     """`torchere bench`, which has a process of its own, for seconds, again and again."""
 
-    def __init__(self, plant: Plant, over: threading.Event, seed: int, soak_s: float) -> None:
+    def __init__(self, plant: Plant, over: threading.Event, seed: int) -> None:
         super().__init__(plant, over, seed)
-        self._stays_s = min(STAYS_S, soak_s / 3)
         body = Path(plant.temp.parent, "crowd.json")
         body.write_text(json.dumps({"x": [0.5] * FEATURES}))
         self._command = [
@@ -35,13 +34,14 @@ class Crowd(Actor):
             "--address",
             plant.inference,
         ]
-        self._command += ["--clients", str(CLIENTS), "--seconds", f"{self._stays_s:g}"]
+        self._command += ["--clients", str(CLIENTS), "--seconds", str(STAYS_S)]
         self._command += ["--file", str(body), "--header", "content-type: application/json"]
 
     def act(self) -> None:
         """Come, ask, and go."""
-        limit_s = self._stays_s + _AT_LEAST_S
-        done = subprocess.run(self._command, capture_output=True, text=True, check=False, timeout=limit_s)
+        done = subprocess.run(
+            self._command, capture_output=True, text=True, check=False, timeout=STAYS_S + _AT_LEAST_S
+        )
         answered = re.search(r"(\d+) answers", done.stdout)
         if done.returncode or answered is None or re.search(r"^\d+ x ", done.stdout, re.MULTILINE):
             self.found(f"crowd: {done.stdout} {done.stderr}")

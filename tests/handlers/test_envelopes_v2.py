@@ -50,9 +50,13 @@ def test_numbers_are_reshaped_and_answers_flattened(context: Any) -> None:
 def test_whole_numbers_among_floats_are_floats(context: Any) -> None:
     inputs = [{"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1.5, 2, True, 4]}]
     seen: list[Any] = []
-    KServev2Envelope(lambda data, _: seen.append(data[0]["data"]) or [1]).handle(
-        [{"body": {"inputs": inputs}}], context
-    )
+
+
+    def handle(data: Any, context: Any) -> list[int]:
+        seen.append(data[0]["data"])
+        return [1]
+
+    KServev2Envelope(handle).handle([{"body": {"inputs": inputs}}], context)
     assert repr(seen[0]) == "[[1.5, 2.0], [1.0, 4.0]]"
 
 

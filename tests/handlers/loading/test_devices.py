@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchere.handlers.loading import devices
+from torchere.handlers.loading import device_files, devices
 from torchere.handlers.loading.devices import (
     choose_device,
     gpu_is_usable,
@@ -48,7 +48,7 @@ def test_only_a_torch_for_gpus_beside_a_driver_sees_more_than_the_cpu(
     for name in ("cuda", "hip", "xpu"):
         monkeypatch.setattr(torch.version, name, None, raising=False)
     monkeypatch.setattr(torch.version, "cuda", build)
-    monkeypatch.setattr(devices.device_files, "GPUS", (str(tmp_path / "nvidia*"),))
+    monkeypatch.setattr(device_files, "GPUS", (str(tmp_path / "nvidia*"),))
     if files:
         (tmp_path / "nvidia0").touch()
     assert sees_only_cpu() is only_cpu

@@ -288,11 +288,14 @@ def test_a_long_status_text_is_cut_where_a_character_ends(begin, letter, end):
 
 
 def test_of_a_status_text_no_more_is_encoded_than_is_sent(monkeypatch):
-    encoded = []
+    encoded: list[int] = []
     quote = header_blocks._percent_encoded
-    monkeypatch.setattr(
-        header_blocks, "_percent_encoded", lambda text: encoded.append(len(text)) or quote(text)
-    )
+
+    def watched(text: str) -> str:
+        encoded.append(len(text))
+        return quote(text)
+
+    monkeypatch.setattr(header_blocks, "_percent_encoded", watched)
     sent = read_status(status_block(5, "\u20ac" * 1_000_000))["grpc-message"]
     assert len(sent) > header_blocks.MAX_MESSAGE_BYTES - 12
     assert sum(encoded) < 3 * header_blocks.MAX_MESSAGE_BYTES

@@ -12,6 +12,7 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors.answer import OPEN_INFERENCE, read_wish
 from torchere.serving.errors import HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend import budgets
+from torchere.serving.frontend.open_inference import json_request
 from torchere.serving.frontend.open_inference.generate import generate_request
 from torchere.serving.frontend.rest import listener, tensors
 from torchere.serving.frontend.rest.listener import INLINE_JSON_BYTES
@@ -403,7 +404,7 @@ def test_a_body_over_the_limit_is_refused_as_everywhere(post):
 def test_when_the_turns_of_the_loop_are_over_only_brief_json_is_parsed_on_it(post, planes, monkeypatch, case):
     turn_s, size, is_inline = case
     threads = []
-    parse = tensors.parse_request
+    parse = json_request.parse_request
 
     def watched(*args):
         threads.append(threading.current_thread().name)
