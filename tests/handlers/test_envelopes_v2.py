@@ -51,7 +51,6 @@ def test_whole_numbers_among_floats_are_floats(context: Any) -> None:
     inputs = [{"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1.5, 2, True, 4]}]
     seen: list[Any] = []
 
-
     def handle(data: Any, context: Any) -> list[int]:
         seen.append(data[0]["data"])
         return [1]

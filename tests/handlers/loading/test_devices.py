@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchere.handlers.loading import device_files, devices
+from torchere.handlers.loading import device_files
 from torchere.handlers.loading.devices import (
     choose_device,
     gpu_is_usable,
