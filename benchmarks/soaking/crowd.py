@@ -1,4 +1,4 @@
-"""A crowd that comes and goes: more for a tiny model than the event loop can run, so that a worker helps."""
+"""A crowd that comes and goes: more requests for a tiny model than the server can answer at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from soaking.plant import FEATURES, Plant
 CLIENTS = 32
 STAYS_S = 15
 _AT_LEAST_S = 120.0  # for its own start, and answers that are late
-STAYS_AWAY_S = 90.0  # longer than a worker that helps is kept unused
+STAYS_AWAY_S = 90.0  # the server is as before the crowd, until the next one
 
 
 class Crowd(Actor):

@@ -64,10 +64,6 @@ class Plant:
         answer = requests.get(f"{self.management}/models/processes", timeout=60)
         return [worker["pid"] for worker in answer.json()[0]["workers"]]
 
-    def helped(self) -> int:
-        """How often a worker process came to help the event loop."""
-        return self.log.read_text(errors="replace").count("a worker process helps")
-
     def ledger(self) -> tuple[int, int]:
         """After the end: how many predictions it accepted, and how many it answered."""
         found = re.findall(r"(\d+) predictions accepted, (\d+) answered", self.log.read_text())
