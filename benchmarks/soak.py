@@ -4,11 +4,11 @@
     nohup python benchmarks/soak.py > soak.log 2>&1 &       # by itself: the last line is the verdict
 
 Clients predict with thread and process executors, stream, make the handler fail and go away in the middle; a
-crowd asks a tiny model for more than the server can answer at once, and goes again; an operator registers, scales
-and unregisters a model; workers are killed with signal 9. Memory, descriptors, threads and temporary files
-are sampled; after a warm-up their level in the last third must be that in the first. Exit status 1 when one
-has risen, when an answer was none that was expected, when the server ended by itself, or when its own count
-of accepted and answered predictions differ. SIGTERM ends it and the server. Linux only.
+crowd asks a tiny model for more than the server can answer at once, and goes again; an operator registers,
+scales and unregisters a model; workers are killed with signal 9. Memory, descriptors, threads and temporary
+files are sampled; after a warm-up their level in the last third must be that in the first. Exit status 1 when
+one has risen, when an answer was none that was expected, when the server ended by itself, or when its own
+count of accepted and answered predictions differ. SIGTERM ends it and the server. Linux only.
 """
 
 from __future__ import annotations

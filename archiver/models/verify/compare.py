@@ -70,8 +70,7 @@ def verify(
     """
     if not samples:
         raise ModelRefused("there are no samples to verify the packed model on; give at least one")
-    models = [original, packed, *([fp32] if fp32 else [])]
-    with _as_before(models):
+    with _as_before(models := [original, packed, *([fp32] if fp32 else [])]):
         times = times_by_batch(models, timed or samples, batched, _BUDGET_S)
     watched = Original(original, samples)
     with torch.inference_mode():
