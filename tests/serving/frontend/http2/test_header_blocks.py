@@ -291,7 +291,7 @@ def test_of_a_status_text_no_more_is_encoded_than_is_sent(monkeypatch):
     encoded: list[int] = []
     quote = header_blocks._percent_encoded
 
-    def watched(text: str) -> str:
+    def watched(text: str) -> bytes:
         encoded.append(len(text))
         return quote(text)
 
