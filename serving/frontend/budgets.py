@@ -1,4 +1,4 @@
-"""Budgets of what clients make the server hold and do: buffered bytes of requests, and long decodes.
+"""Budgets of what clients make the server hold and do: bytes of requests and answers, and long decodes.
 
 Frontends reserve bytes before they buffer a body or an unfinished message, and before they start to inflate
 one. Requests that need no key (the health service, paths without a key) have a small budget of their own, so
@@ -28,6 +28,7 @@ MIN_KEY_FREE_BYTES = 2**20
 MAX_INFLATION = 1032
 
 ALL, CONNECTION, KEY_FREE = "all", "connection", "key_free"  # label values, by the budget that refuses
+UNSENT = "unsent"  # answers that clients have not taken
 # Limits on counts instead of bytes: connections of a listener, health watches, and useless frames (floods).
 CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 
@@ -45,7 +46,7 @@ class Budgets:
     """The budgets of one server.
 
     Args:
-        limit_bytes: of all connections together.
+        limit_bytes: of all connections together, of requests, and as much again of answers.
         message_bytes: the greatest size of a message.
 
     Attributes:
@@ -54,7 +55,7 @@ class Budgets:
         refused: how often each budget refused bytes, and each other limit a connection or a call.
         decodes: the queue of long decodes.
         turns: time of the event loop.
-        unsent_bytes: of answers that clients of gRPC have not taken, of all connections.
+        unsent_bytes: of answers that clients have not taken, of all connections.
     """
 
     __slots__ = (
@@ -70,7 +71,7 @@ class Budgets:
         self.held_bytes = 0
         self.key_free_bytes = 0
         self.refused: Counter[str] = Counter(
-            dict.fromkeys((ALL, CONNECTION, KEY_FREE, CONNECTIONS, WATCHES, FLOOD), 0)
+            dict.fromkeys((ALL, CONNECTION, KEY_FREE, UNSENT, CONNECTIONS, WATCHES, FLOOD), 0)
         )
         self.decodes = DecodeQueue()
         self.turns = LoopTurns()
@@ -88,6 +89,18 @@ class Budgets:
             text = f"Unfinished calls of all clients have more than {self.limit_bytes} bytes: try again later"
         self.refused[budget] += 1
         return BudgetExceeded(text)
+
+    def flaw_of_answers(self, longest_bytes: int) -> str:
+        """Return an error, and count it, if clients have left too much of their answers; else "".
+
+        Args:
+            longest_bytes: the greatest size of an answer.
+        """
+        limit_bytes = max(self.limit_bytes, MIN_MESSAGES * longest_bytes)
+        if self.unsent_bytes <= limit_bytes:
+            return ""
+        self.refused[UNSENT] += 1
+        return f"Answers that clients have not taken have more than {limit_bytes} bytes"
 
 
 class ConnectionBudget:

@@ -26,7 +26,7 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
 )
 from torchere.serving.frontend.grpc.service import Callback, Implementation, WithCodec
 from torchere.serving.frontend.http2.header_blocks import Metadata
-from torchere.serving.frontend.http2.messages import Received
+from torchere.serving.frontend.http2.messages import MessageFailed, Received
 from torchere.serving.frontend.http2.stream import Encoded, Stream
 from torchere.serving.frontend.open_inference.service import (
     Outcome,
@@ -165,23 +165,37 @@ class TensorCalls:
         self, requests: AsyncIterator[TensorMessage], call: Call
     ) -> AsyncIterator[ModelStreamInferResponse]:
         """Answer the requests of a stream in order; an error is reported in place of the response."""
+        ahead_bytes = 0  # of answers that wait for those before them
+
+        def counted(part: ModelStreamInferResponse) -> ModelStreamInferResponse:
+            nonlocal ahead_bytes
+            size = part.ByteSize()
+            call.stream.hold(size)
+            ahead_bytes += size
+            return part
 
         async def told(request: TensorMessage) -> AsyncIterator[ModelStreamInferResponse]:
-            message = request.fields
             try:
                 async for response in self._parts(request, call):
-                    yield ModelStreamInferResponse(infer_response=response)
+                    yield counted(ModelStreamInferResponse(infer_response=response))
+                return
             except ServingError as error:
-                yield ModelStreamInferResponse(
-                    error_message=failure(error, OPEN_INFERENCE).message,
-                    # Cut: dozens of answers wait in memory, and megabytes of a name compress to a kilobyte.
-                    infer_response=ModelInferResponse(
-                        model_name=message.model_name[:MAX_NAME_LENGTH], id=message.id[:MAX_NAME_LENGTH]
-                    ),
-                )
+                text = failure(error, OPEN_INFERENCE).message
+            except MessageFailed as error:
+                text = str(error)
+            # Cut: dozens of answers wait in memory, and megabytes of a name compress to a kilobyte.
+            names = request.fields.model_name[:MAX_NAME_LENGTH], request.fields.id[:MAX_NAME_LENGTH]
+            named = ModelInferResponse(model_name=names[0], id=names[1])
+            yield counted(ModelStreamInferResponse(error_message=text, infer_response=named))
 
-        async for response in in_order(requests, told):
-            yield response
+        try:
+            async for part in in_order(requests, told):
+                size = part.ByteSize()
+                ahead_bytes -= size
+                call.stream.release(size)
+                yield part
+        finally:
+            call.stream.release(ahead_bytes)
 
     async def _parts(self, asked: TensorMessage, call: Call) -> AsyncIterator[ModelInferResponse]:
         (model, version, request), read = self._tensors.asked(asked, call)

@@ -20,7 +20,6 @@ from torchere.serving.frontend.http2 import frames as f
 from torchere.serving.frontend.http2.flood_guard import CANCELLATIONS, FloodGuard
 from torchere.serving.frontend.http2.flow_control import (
     CONNECTION_WINDOW_BYTES,
-    MAX_HELD_ANSWERS,
     STREAM_WINDOW_BYTES,
     InboundFlow,
     OutboundFlow,
@@ -68,6 +67,7 @@ MAX_UNREAD_BYTES = 32 * 2**20  # in the socket's buffer while the client opens f
 # Further calls are refused while the answers that wait for the client's windows have more than this many
 # bytes, or more than four answers of the maximum size if that is more.
 MAX_HELD_BYTES = 2**29
+MAX_HELD_ANSWERS = 4
 # One read may bring two thousand calls, and while reads fill the buffer, uvloop reads up to 32 times before
 # other connections get their turn.
 TURN_S = 0.005  # of parsing for one connection; the rest is deferred to the next loop iteration

@@ -35,10 +35,6 @@ CONNECTION_WINDOW_BYTES = 16 * 2**20  # of all streams together; four whole wind
 MOST_FRAME_BYTES = 2**20  # of one stream, before another one gets its turn
 MOST_WRITTEN_BYTES = 2**20  # of one write; after it the socket may report that its buffer is full
 HIGH_WATER_BYTES = 65_536  # of a stream's unsent bytes; above it the producer has to wait
-# Unsent answers of all connections together. Beyond it, or four answers of the greatest size if that is more,
-# a connection that holds some gets no further long ones.
-MAX_ALL_HELD_BYTES = 2**30
-MAX_HELD_ANSWERS = 4
 DEFAULT_TABLE_BYTES = 4096  # of HPACK's table, which our encoder does not use
 # A table size update to 0, sent when a client lowers the table's maximum size (RFC 7541, 4.2).
 TABLE_UNUSED = b"\x20"
@@ -235,29 +231,32 @@ class OutboundFlow:
                 StatusCode.RESOURCE_EXHAUSTED,
                 f"SERVER: Sent message larger than max ({size} vs. {self.limit_bytes})",
             )
+        self.check_room(size)
+
+    def check_room(self, size: int) -> None:
+        """Raise `MessageFailed` for a long answer while all connections hold too much, this one included."""
         if size > HIGH_WATER_BYTES and self.held_bytes and (flaw := self.flaw_of_all()):
             raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, flaw)
 
     def flaw_of_all(self) -> str:
         """Return an error if clients of all connections have left too much of their answers; else ""."""
-        limit_bytes = max(MAX_ALL_HELD_BYTES, MAX_HELD_ANSWERS * self.limit_bytes)
-        if self._budgets.unsent_bytes <= limit_bytes:
-            return ""
-        return f"SERVER: Answers that clients have not taken have more than {limit_bytes} bytes"
+        flaw = self._budgets.flaw_of_answers(self.limit_bytes)
+        return f"SERVER: {flaw}" if flaw else ""
 
     def queue(self, stream: StreamFlow, parts: Iterable[bytes | memoryview], size: int) -> None:
         """Append parts to a stream's outbox, `size` bytes in all; `pump` sends them."""
         stream.outbox += parts
         stream.count_unsent(size)
-        self._hold(size)
+        self.hold(size)
 
     def drop(self, stream: StreamFlow) -> None:
         """Discard a stream's unsent bytes."""
         stream.outbox.clear()
-        self._hold(-stream.unsent_bytes)
+        self.hold(-stream.unsent_bytes)
         stream.count_unsent(-stream.unsent_bytes)
 
-    def _hold(self, size: int) -> None:
+    def hold(self, size: int) -> None:
+        """Count bytes of answers that the client has not taken; below 0: it has, or they are dropped."""
         self.held_bytes += size
         self._budgets.unsent_bytes += size
 
@@ -294,7 +293,7 @@ class OutboundFlow:
         if sent:
             self.sends += 1
             self.sent_bytes += sent
-            self._hold(-sent)
+            self.hold(-sent)
             stream.sent_bytes += sent
             stream.count_unsent(-sent)
         if is_last:

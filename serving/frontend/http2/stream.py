@@ -290,6 +290,19 @@ class Stream(StreamFlow):
         """Raise `MessageFailed` if a message of `size` bytes is too long to be sent."""
         self._outbound.check(size)
 
+    def hold(self, size: int) -> None:
+        """Count an answer of `size` bytes that waits behind others of its stream; `release` ends that.
+
+        Raises:
+            MessageFailed: clients have left too much of their answers.
+        """
+        self._outbound.check_room(size)
+        self._outbound.hold(size)
+
+    def release(self, size: int) -> None:
+        """Count `size` bytes less."""
+        self._outbound.hold(-size)
+
     def pause(self) -> None:
         """Stop consuming messages: once its window is used up, the client waits until `resume`."""
         self.paused = True

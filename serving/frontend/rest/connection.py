@@ -51,8 +51,8 @@ class Connection(asyncio.BufferedProtocol):
     __slots__ = (
         *("__weakref__", "_ahead", "_body_left", "_chunks", "_drained", "_idle", "_is_free", "_is_held"),
         *("_known", "_known_size", "_known_text", "_loop", "_opened_s", "_reader", "_room", "_timer"),
-        *("_times_full", "_unread", "_upload", "address", "budget", "client", "exchange", "listener"),
-        *("subjects", "transport", "write_paused"),
+        *("_times_full", "_unread", "_unsent_bytes", "_upload", "address", "budget", "client", "exchange"),
+        *("listener", "subjects", "transport", "write_paused"),
     )
     transport: asyncio.Transport
 
@@ -75,6 +75,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_held = False  # reading is paused
         self._drained: asyncio.Future[None] | None = None  # set when the write buffer has room again
         self._times_full = 0  # how often the write buffer was full
+        self._unsent_bytes = 0  # in it, when it was last full; counted in the budgets
         self._timer: asyncio.TimerHandle | None = None  # timeout of a head, or of reading a refused body
         self._idle: Silence | None = None  # idle timeout since the last answer
         self._upload: Upload | None = None  # read timeout of a body that did not arrive with its head
@@ -343,6 +344,16 @@ class Connection(asyncio.BufferedProtocol):
         if self._unread is None:
             self._unread = Unread(self._held_back, lambda _: self.transport.abort())
         self._unread.watch()
+        budgets = self.listener.budgets
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        budgets.unsent_bytes += self._unsent_bytes
+        if flaw := budgets.flaw_of_answers(self.listener.limits.max_response_bytes):
+            logger.warning("a connection of %s is closed: %s", self.address, flaw)
+            self.transport.abort()
+
+    def _taken(self) -> None:
+        self.listener.budgets.unsent_bytes -= self._unsent_bytes
+        self._unsent_bytes = 0
 
     def _held_back(self) -> tuple[int, int] | None:
         untaken = untaken_bytes(self.transport) if self.write_paused else None
@@ -351,6 +362,7 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Record that the write buffer has room again, and go on with writers and pipelined bytes."""
         self.write_paused = False
+        self._taken()
         self._wake()
         if not self.is_busy() and not self.transport.is_closing() and self.exchange is not None:
             if self._ahead is not None:
@@ -398,6 +410,7 @@ class Connection(asyncio.BufferedProtocol):
             exchange.ended()
         self.budget.give_all()
         self.write_paused = False
+        self._taken()
         self._wake()
 
     def announce_end(self) -> None:

@@ -15,6 +15,8 @@ from torchere.handlers.tensors import DATATYPES, parse_tensor_type
 from torchere.handlers.tensors.answer import OPEN_INFERENCE, Output, encode_outputs, read_wish
 from torchere.handlers.tensors.codec import tensor_from_bytes
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull, VersionFailed
+from torchere.serving.frontend import budgets as budget_module
+from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb
 from torchere.serving.frontend.model_facts import ModelFacts
@@ -347,6 +349,66 @@ def test_a_stream_tells_errors_in_their_place(oip):
     assert [answer.infer_response.id for answer in answers] == ["1", "2", "3"]
     assert [bool(answer.error_message) for answer in answers] == [False, True, False]
     assert answers[0].infer_response.parameters["triton_final_response"].bool_param
+
+
+def test_answers_that_wait_on_a_stream_count_as_answers_that_clients_leave(oip, planes, serving, monkeypatch):
+    monkeypatch.setattr(budget_module, "MIN_MESSAGES", 0)
+    budgets = Budgets()
+    budgets.limit_bytes = 350_000
+    given = [request(shape=(25_000,), raw=bytes(100_000), id=f"{number}") for number in range(6)]
+
+    async def main():
+        answered, may_end = asyncio.Event(), asyncio.Event()
+
+        async def first_last(asked):
+            if len(planes.data.asked) == len(given):
+                answered.set()
+            if asked is planes.data.asked[0][2]:
+                await may_end.wait()
+            return await echo(asked)
+
+        planes.data.behave = first_last
+        async with serving("inference", budgets=budgets, max_request_bytes=2**20) as served:
+            call = stub(served.channel, "ModelStreamInfer")(iter(given), timeout=20)
+            await asyncio.wait_for(answered.wait(), 20)
+            while budgets.unsent_bytes < 400_000:
+                await asyncio.sleep(0.001)
+            may_end.set()
+            return [(answer.infer_response.id, answer.error_message) async for answer in call]
+
+    answers = asyncio.run(asyncio.wait_for(main(), 30))
+    assert [name for name, _ in answers] == ["0", "1", "2", "3", "4", "5"]
+    # The fifth of those that wait is one too many, and so is the first one, which comes last.
+    assert [name for name, text in answers if "have not taken" in text] == ["0", "5"]
+    assert budgets.unsent_bytes == 0
+
+
+def test_answers_that_wait_on_a_stream_are_given_back_when_its_client_leaves(oip, planes, serving):
+    budgets = Budgets()
+
+    async def main():
+        async with serving("inference", budgets=budgets) as served:
+            entered = asyncio.Event()
+
+            async def first_never(asked):
+                if asked is planes.data.asked[0][2]:
+                    await asyncio.Event().wait()
+                entered.set()
+                return await echo(asked)
+
+            planes.data.behave = first_never
+            call = stub(served.channel, "ModelStreamInfer")(iter([request(raw=RAW), request(raw=RAW)]))
+            reading = asyncio.ensure_future(call.read())
+            await asyncio.wait_for(entered.wait(), 20)
+            while not budgets.unsent_bytes:
+                await asyncio.sleep(0.001)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            while budgets.unsent_bytes:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_a_streamed_answer_comes_in_parts_and_an_end_on_request(oip, planes):

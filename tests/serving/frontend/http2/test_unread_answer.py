@@ -171,7 +171,6 @@ def test_who_takes_none_of_many_answers_gets_no_more_until_that_ends(run, http2,
 
 
 def test_answers_that_wait_have_a_limit_over_all_connections(run, http2, monkeypatch):
-    monkeypatch.setattr(flow_control, "MAX_ALL_HELD_BYTES", 150)
     monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 60)
 
     async def main():
@@ -181,6 +180,7 @@ def test_answers_that_wait_have_a_limit_over_all_connections(run, http2, monkeyp
             http2.peer(served, settings={WINDOW: 0}, eats=False) as second,
         ):
             budgets = served.listener.budgets
+            budgets.limit_bytes = 150
             for peer in (first, first, first, second, second, second, second, first):  # 25 bytes each
                 peer.begin("/echo", bytes(20))
                 await peer.round_trip()
@@ -198,10 +198,9 @@ def test_answers_that_wait_have_a_limit_over_all_connections(run, http2, monkeyp
     assert left == 0
 
 
-def test_an_answer_beyond_what_all_connections_may_hold_fails_its_call(monkeypatch):
-    monkeypatch.setattr(flow_control, "MAX_ALL_HELD_BYTES", 2**20)
+def test_an_answer_beyond_what_all_connections_may_hold_fails_its_call():
     unused: Any = None
-    budgets = Budgets()
+    budgets = Budgets(2**20)
     flow = flow_control.OutboundFlow(2**17, unused, unused, unused, unused, budgets=budgets)
     budgets.unsent_bytes = 2**20 + 1  # of other connections
     flow.check(2**17)  # the first one of this connection

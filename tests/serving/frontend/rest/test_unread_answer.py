@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from torchere.serving.frontend import budgets as budget_module
 from torchere.serving.io import watchdog as unread
 from torchere.serving.types import InferResponse
 
@@ -24,7 +25,7 @@ def impatient(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def asked(planes, request):
+async def asked(planes, request, **settings):
     """A connection with little room, on which the request for a long answer is out."""
 
     async def long_answer(_):
@@ -32,7 +33,7 @@ async def asked(planes, request):
 
     planes.data.behave = long_answer
     loop = asyncio.get_running_loop()
-    async with planes.serving() as server:
+    async with planes.serving(**settings) as server:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
             client.setblocking(False)
@@ -51,6 +52,24 @@ async def read_all(client, *, every_s=0.0):
         taken += len(data)
         await asyncio.sleep(every_s)
     return taken
+
+
+@pytest.mark.parametrize("others_bytes", [0, 2 * len(ANSWER)])
+def test_answers_that_clients_leave_have_a_limit_over_all_connections(planes, monkeypatch, others_bytes):
+    monkeypatch.setattr(budget_module, "MIN_MESSAGES", 0)
+    budgets = budget_module.Budgets(2 * len(ANSWER))
+
+    async def main():
+        budgets.unsent_bytes = others_bytes
+        async with asked(planes, REQUESTS["a length"], budgets=budgets) as client:
+            while budgets.unsent_bytes == others_bytes and not budgets.refused["unsent"]:
+                await asyncio.sleep(0.001)
+            with contextlib.suppress(ConnectionResetError):
+                return await read_all(client)
+
+    taken = asyncio.run(main())
+    assert (taken is None or taken < len(ANSWER)) == bool(others_bytes)
+    assert (budgets.unsent_bytes, budgets.refused["unsent"]) == (others_bytes, bool(others_bytes))
 
 
 @pytest.mark.usefixtures("impatient")
