@@ -451,7 +451,7 @@ class Connection(asyncio.BufferedProtocol):
     def _refuse(self, error: Exception) -> None:
         """Reject a malformed or oversized request, and close the connection."""
         logger.debug("%s sent a malformed request: %s", self.client, error)  # else clients can flood the log
-        self._end(INVALID_HTTP)
+        self._end(error.last_words if isinstance(error, BadHead) else INVALID_HTTP)
 
     def _end(self, last_words: LastWords) -> None:
         if self.transport.is_closing():

@@ -24,6 +24,9 @@ def _last_words(status: int, phrase: str, kind: str, message: str) -> LastWords:
 
 # The complete response to a malformed request, in TorchServe's words.
 INVALID_HTTP = _last_words(400, "Bad Request", "BadRequestException", "Invalid HTTP message.")
+UNKNOWN_TRANSFER_CODING = _last_words(
+    501, "Not Implemented", "NotImplementedException", "Transfer-Encoding: expected chunked alone."
+)
 STALLED_BODY = _last_words(
     408, "Request Timeout", "RequestTimeoutException", "The rest of the request's body did not come in time."
 )

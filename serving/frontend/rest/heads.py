@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from copy import copy
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from urllib.parse import unquote
 
 import httptools
@@ -16,6 +16,7 @@ from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, i
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import media_type, text_headers
+from torchere.serving.frontend.rest.errors import INVALID_HTTP, UNKNOWN_TRANSFER_CODING, LastWords
 from torchere.serving.frontend.rest.page import wants_page
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
 from torchere.serving.frontend.rest.wire import Wire, read_wire
@@ -43,7 +44,15 @@ MAX_KNOWN_BYTES = 2048  # of a cached head
 
 
 class BadHead(Exception):
-    """The bytes are not an HTTP/1 head, or exceed a limit: answer 400 and close."""
+    """The bytes are not an HTTP/1 head, or exceed a limit: answer with `last_words`, a 400, and close."""
+
+    last_words: ClassVar[LastWords] = INVALID_HTTP
+
+
+class UnknownTransferCoding(BadHead):
+    """The body has transfer codings besides `chunked`: answer 501 and close."""
+
+    last_words = UNKNOWN_TRANSFER_CODING
 
 
 class HeadReader:
@@ -226,8 +235,11 @@ class Head:
             self.headers = [line for line in self.headers if line[0].lower() != b"upgrade"]
         codings = [value for name, value in self.headers if name.lower() == b"transfer-encoding"]
         if codings and self.method != "CONNECT":
-            if codings[-1].rpartition(b",")[2].strip(b" \t").lower() != b"chunked":
+            names = [name.strip(b" \t").lower() for name in b",".join(codings).split(b",")]
+            if names[-1] != b"chunked":
                 raise BadHead("its body has no end that can be told")  # RFC 9112, 6.3
+            if len(names) > 1:  # RFC 9112, 6.1: they would have to be decoded before a handler has the body
+                raise UnknownTransferCoding(names[0].decode("latin-1"))
             self.length = CHUNKED
 
     def inflated(self) -> Head:

@@ -214,6 +214,16 @@ def test_a_request_that_a_proxy_may_read_otherwise_ends_the_connection(planes, t
 
 
 @pytest.mark.parametrize(
+    "lines",
+    [b"Transfer-Encoding: gzip, chunked", b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked"],
+)
+def test_a_transfer_coding_that_is_not_decoded_is_refused_as_such(planes, talk, lines):
+    said = talk(HEAD + lines + b"\r\n\r\n0\r\n\r\n" + SMUGGLED)
+    assert statuses(said) == [b"501"]
+    assert not planes.data.asked
+
+
+@pytest.mark.parametrize(
     ("path", "lines", "status"),
     [
         (b"", b"Authorization: Bearer inference\r\n", b"200"),

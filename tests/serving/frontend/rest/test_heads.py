@@ -98,7 +98,7 @@ def test_a_head_of_another_version_is_refused(heads, version):
         read(heads, BYTES.replace(b"HTTP/1.1", b"HTTP/" + version))
 
 
-@pytest.mark.parametrize("coding", [b"chunked", b"Chunked ", b"gzip, chunked"])
+@pytest.mark.parametrize("coding", [b"chunked", b"Chunked "])
 def test_a_body_in_chunks_has_no_length(heads, coding):
     head = read(heads, BYTES.replace(b"Content-Length: 3", b"Transfer-Encoding: " + coding))
     assert head.length == CHUNKED
