@@ -108,7 +108,7 @@ TABLE: tuple[Row, ...] = (
     *_rest("inference", "inference", *[f"{_V2_VERSION}{end}" for end in ("", "/config", "/stats", "/ready")]),
     *_rest("inference", "inference", "/v2/systemsharedmemory", "/v2/systemsharedmemory/{rest:path}"),
     *_rest("inference", "inference", "/v2/cudasharedmemory", "/v2/cudasharedmemory/{rest:path}"),
-    *_rest("inference", "inference", "/v2/trace", "/v2/trace/{rest:path}"),
+    *_rest("inference", "inference", "/v2/trace", "/v2/trace/{rest:path}", f"{_V2_MODEL}/trace/setting"),
     *_rest("inference", "inference", "/v2/logging", "/v2/logging/{rest:path}"),
     *_rest("inference", "inference", "/v2/repository", "/v2/repository/{rest:path}"),
     *_rest("management", "management", "/v1/models/{model}"),
