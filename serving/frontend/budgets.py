@@ -252,30 +252,34 @@ class LoopTurns:
 
     They say what they took with `spend`. Once that is `SHARED_TURN_S`, they put off what they have read: it
     is parsed in later iterations, first come, first served, and timers, workers and other ports go first.
+
+    Attributes:
+        are_over: whether further work should be put off, or be done in a thread.
     """
 
-    __slots__ = ("_is_due", "_spent_s", "_waiting")
+    __slots__ = ("_is_due", "_spent_s", "_waiting", "are_over")
 
     def __init__(self) -> None:
+        self.are_over = False
         self._waiting: deque[Callable[[], None]] = deque()
         self._spent_s = 0.0  # in this iteration, and a little of earlier ones
         self._is_due = False  # `_begin` is scheduled for the next one
-
-    @property
-    def are_over(self) -> bool:
-        """Whether further work should be put off, or be done in a thread."""
-        return self._spent_s >= SHARED_TURN_S or bool(self._waiting)
 
     def spend(self, duration_s: float) -> None:
         """Count time of the loop in this iteration."""
         self._spent_s += duration_s
         if self._spent_s >= SHARED_TURN_S / 4:  # an iteration more for each short read would cost too much
+            self._look()
             self._schedule()
 
     def put_off(self, go_on: Callable[[], None]) -> None:
         """Call `go_on` in a later iteration; it must not raise, and calls `spend`."""
         self._waiting.append(go_on)
+        self._look()
         self._schedule()
+
+    def _look(self) -> None:
+        self.are_over = self._spent_s >= SHARED_TURN_S or bool(self._waiting)
 
     def _schedule(self) -> None:
         if not self._is_due:
@@ -289,5 +293,6 @@ class LoopTurns:
             if self._spent_s >= SHARED_TURN_S:
                 break
             self._waiting.popleft()()
+        self._look()
         if self._waiting:
             self._schedule()

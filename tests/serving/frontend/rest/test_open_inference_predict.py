@@ -400,9 +400,11 @@ def test_a_body_over_the_limit_is_refused_as_everywhere(post):
     assert (answer.status, answer.json["type"]) == (413, "BadRequestException")
 
 
-@pytest.mark.parametrize("case", [(60.0, 5000, True), (0.0, 5000, False), (0.0, 10, True)])
+@pytest.mark.parametrize("case", [(False, 5000, True), (True, 5000, False), (True, 10, True)])
 def test_when_the_turns_of_the_loop_are_over_only_brief_json_is_parsed_on_it(post, planes, monkeypatch, case):
-    turn_s, size, is_inline = case
+    are_over, size, is_inline = case
+    held = budgets.Budgets()
+    held.turns.are_over = are_over
     threads = []
     parse = json_request.parse_request
 
@@ -411,9 +413,9 @@ def test_when_the_turns_of_the_loop_are_over_only_brief_json_is_parsed_on_it(pos
         return parse(*args)
 
     monkeypatch.setattr(tensors, "parse_request", watched)
-    monkeypatch.setattr(budgets, "SHARED_TURN_S", turn_s)
     answers(planes, InferResponse(b"{}"))
     values = [1] * size
-    assert post(request({"name": "x", "shape": [size], "datatype": "INT8", "data": values})).status == 200
+    asked = request({"name": "x", "shape": [size], "datatype": "INT8", "data": values})
+    assert post(asked, settings={"budgets": held}).status == 200
     assert planes.data.asked[0][2].parameters[0].value == b"\1" * size
     assert ("asyncio_" not in threads[0]) == is_inline
