@@ -409,6 +409,6 @@ def test_convert_has_the_flags_that_refusals_of_models_name() -> None:
         for flag in re.findall(r"--[a-z][a-z-]+", file.read_text(encoding="utf-8"))
     }
     assert {"--format", "--allow-pickle"} <= named
-    # Where these are named, the refusal names a file of the archive, too, or `torchere archive`, or a handler.
+    # Where these are named, the refusal names a file of the archive, `torchere archive` or a handler, too.
     lacking = {"--model-file", "--factory", "--serialized-file", "--parallel", "--extra-files"}
     assert named - set(parser._option_string_actions) == lacking
