@@ -26,7 +26,7 @@ __all__ = ["INT8_OPERATORS", "UnsafeProgram", "check_program"]
 
 # Registers the operators of quantised programs (torchao's PT2E); without it torch can't load them.
 INT8_OPERATORS = "torch.ao.quantization.fx._decomposed"
-_OLD_PROGRAM = "serialized_exported_program.json"
+OLD_PROGRAM = "serialized_exported_program.json"
 _OLD_PICKLES = re.compile(r"serialized_(state_dict|constants)\.(pt|json)|serialized_example_inputs\.pt")
 _MAX_JSON_BYTES = 2**28
 _PROGRAM = "models/model.json"
@@ -68,9 +68,9 @@ def check_program(file: BinaryIO, size: int, allow_pickle: bool = False) -> None
 def _check_records(archive: zipfile.ZipFile) -> frozenset[str]:
     """Check every record of the package; return the base names of those that are unpickled."""
     names = [info.orig_filename for info in archive.infolist()]
-    if _OLD_PROGRAM in names:  # the format of torch before 2.8
-        _refuse_others([name for name in names if name != _OLD_PROGRAM and not _is_old_record(name)])
-        check_graph(_json(archive, _OLD_PROGRAM))
+    if OLD_PROGRAM in names:  # the format of torch before 2.8
+        _refuse_others([name for name in names if name != OLD_PROGRAM and not _is_old_record(name)])
+        check_graph(_json(archive, OLD_PROGRAM))
         return frozenset(name for name in names if _OLD_PICKLES.fullmatch(name))
     roots = {name.partition("/")[0] for name in names}
     _refuse_others([name for name in names if not _RECORD.fullmatch(name.partition("/")[2])])

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from torchere.archiver.container.entries import open_regular
 from torchere.archiver.container.zip import Malformed, read_central, read_directory
-from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
+from torchere.archiver.scan.exported_program import OLD_PROGRAM, UnsafeProgram, check_program
 from torchere.archiver.scan.pickles import MAX_PICKLE_BYTES, foreign_names_in, is_pickle
 from torchere.archiver.scan.torchscript import UnsafeScript, check_script
 
@@ -28,7 +28,6 @@ EXPORTED_PROGRAM, AOTINDUCTOR = "ExportedProgram", "AOTInductor"
 ONNX, SAFETENSORS = "ONNX", "safetensors"
 _COMPILED_FOLDER = "data/aotinductor/"  # of one model or several, each in a folder of its own
 _MAX_LISTED = 100_000
-_OLD_PROGRAM = "serialized_exported_program.json"
 _PICKLE_RISK = "its pickle can run any Python code unless read with weights_only"
 _MAX_HEADER_BYTES = 100_000_000  # of safetensors: its own limit
 # ModelProto begins with field 1, ir_version; the next field is one of its others (onnx.proto).
@@ -105,11 +104,11 @@ def _classify_records(name: str, found: list[tuple[str, int]], file: BinaryIO) -
     Programs that torch 2.6 and 2.7 export have no such folder.
     """
     records: dict[str, int] = {}
-    has_folder = all(inner != _OLD_PROGRAM for inner, _ in found)
+    has_folder = all(inner != OLD_PROGRAM for inner, _ in found)
     for inner, size in found:  # an empty record does not hide another of its name
         record = inner.partition("/")[2] if has_folder else inner
         records[record] = max(size, records.get(record, 0))
-    if records.keys() & {"archive_format", _OLD_PROGRAM}:
+    if records.keys() & {"archive_format", OLD_PROGRAM}:
         return _package(name, records, file)
     if "constants.pkl" in records:
         return _torchscript(name, file)

@@ -10,6 +10,7 @@ Used on the event loop only.
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
@@ -32,10 +33,26 @@ UNSENT = "unsent"  # answers that clients have not taken
 # Limits on counts instead of bytes: connections of a listener, health watches, and useless frames (floods).
 CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 
+# zlib releases the GIL. What takes longer to inflate than these costs the loop more than a thread does; a
+# kilobyte may hold a megabyte, and one read of a connection hundreds of them, so both sizes count.
+INLINE_BYTES = 1024  # compressed
+INLINE_INFLATED_BYTES = 16_384
 
 # Of parsing in one iteration of the event loop, for all connections together. Each connection has a turn of
 # its own (`TURN_S` in `http2/connection.py`), but hundreds of those in a row keep the loop for seconds.
 SHARED_TURN_S = 0.02
+
+
+def inflated_if_short(data: bytes | memoryview, window_bits: int) -> bytes | None:
+    """Decompress bytes that are short in both forms; None: they are long or malformed, so use a thread."""
+    if len(data) > INLINE_BYTES:
+        return None
+    unpacker = zlib.decompressobj(window_bits)
+    try:
+        found = unpacker.decompress(data, INLINE_INFLATED_BYTES)
+    except zlib.error:
+        return None
+    return found if unpacker.eof and not unpacker.unused_data else None
 
 
 class BudgetExceeded(Exception):

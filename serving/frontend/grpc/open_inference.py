@@ -167,14 +167,14 @@ class TensorCalls:
         """Answer the requests of a stream in order; an error is reported in place of the response."""
         ahead_bytes = 0  # of answers that wait for those before them
 
-        def counted(part: ModelStreamInferResponse) -> ModelStreamInferResponse:
+        def counted(part: ModelStreamInferResponse) -> tuple[ModelStreamInferResponse, int]:
             nonlocal ahead_bytes
             size = part.ByteSize()
             call.stream.hold(size)
             ahead_bytes += size
-            return part
+            return part, size
 
-        async def told(request: TensorMessage) -> AsyncIterator[ModelStreamInferResponse]:
+        async def told(request: TensorMessage) -> AsyncIterator[tuple[ModelStreamInferResponse, int]]:
             try:
                 async for response in self._parts(request, call):
                     yield counted(ModelStreamInferResponse(infer_response=response))
@@ -189,8 +189,7 @@ class TensorCalls:
             yield counted(ModelStreamInferResponse(error_message=text, infer_response=named))
 
         try:
-            async for part in in_order(requests, told):
-                size = part.ByteSize()
+            async for part, size in in_order(requests, told):
                 ahead_bytes -= size
                 call.stream.release(size)
                 yield part

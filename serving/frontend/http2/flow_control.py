@@ -170,17 +170,9 @@ class OutboundFlow:
     """
 
     __slots__ = (
-        *(
-            "_budgets",
-            "_table_note",
-            "_waiting",
-            "_waits",
-            "_window",
-            "_write_all",
-            "finished",
-            "frame_bytes",
-        ),
-        *("held_bytes", "initial_window", "limit_bytes", "sends", "sent_bytes", "stopped", "write"),
+        *("_budgets", "_table_note", "_waiting", "_waits", "_window", "_write_all", "finished"),
+        *("frame_bytes", "held_bytes", "initial_window", "limit_bytes", "sends", "sent_bytes"),
+        *("stopped", "write"),
     )
 
     def __init__(

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from torchere.serving.frontend.alignment import room_before
+from torchere.serving.frontend.budgets import INLINE_INFLATED_BYTES, inflated_if_short
 
 PREFIX_BYTES = 5
 SPLIT_AT_ONCE = 16  # messages; each takes hundreds of bytes more than its own, which may be none
 # Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
-# zlib releases the GIL. What takes longer than this to inflate costs the loop more than a thread does: a
-# kilobyte may hold a megabyte, and one read of a connection hundreds of them.
-INLINE_BYTES = 1024  # of a compressed message
-INLINE_INFLATED_BYTES = 16_384
 
 Received = bytes | memoryview
 
@@ -72,14 +69,7 @@ class Compressed:
         if self._limit_bytes <= INLINE_INFLATED_BYTES:
             return self.inflated()
         bits = _WINDOW_BITS.get(self._encoding)
-        if len(self._message) > INLINE_BYTES or bits is None:
-            return None
-        inflating = zlib.decompressobj(bits)
-        try:
-            inflated = inflating.decompress(self._message, INLINE_INFLATED_BYTES)
-        except zlib.error:
-            return None
-        return inflated if inflating.eof else None
+        return None if bits is None else inflated_if_short(self._message, bits)
 
     def inflated(self) -> bytes:
         """Decompress the message. Thread-safe.

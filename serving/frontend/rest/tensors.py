@@ -14,12 +14,7 @@ from torchere.handlers.encode import compact_json
 from torchere.serving.errors import HandlerFailed, NotFound, OverBudget, ServingError
 from torchere.serving.frontend.budgets import BudgetExceeded
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.open_inference.generate import (
-    Members,
-    generate_request,
-    generated,
-    joined,
-)
+from torchere.serving.frontend.open_inference.generate import Members, generate_request, generated, joined
 from torchere.serving.frontend.open_inference.json_request import (
     parse_request,
     tensor_alone,

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
+from torchere.serving.frontend.budgets import inflated_if_short
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding, error_body, status_and_type
@@ -141,10 +142,7 @@ _CODINGS: dict[str, Coding] = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "def
 _WINDOW: dict[Coding, int] = {"gzip": 31, "deflate": 15}  # zlib's wbits; 15: inside zlib's own frame
 _BARE = -15  # raw deflate without zlib's frame, as some clients send it (RFC 9110, 8.4.1.2)
 _LEVEL = 1  # higher levels hardly shrink tensors more, and take several times as long
-# zlib releases the GIL. Above these sizes the loop would be blocked for longer than a thread costs; 1 KiB may
-# inflate to 1 MiB, so both sizes of a body count.
-INFLATED_IN_THREAD_BYTES = 1024
-INLINE_INFLATED_BYTES = 16_384
+# zlib releases the GIL. Above this size the loop would be blocked for longer than a thread costs.
 DEFLATED_IN_THREAD_BYTES = 16_384
 
 
@@ -211,14 +209,7 @@ def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
 
 def inflate_if_short(body: bytes | memoryview, coding: Coding) -> bytes | None:
     """Decompress a body that is short in both forms; None: call `inflate`, in a thread."""
-    if len(body) > INFLATED_IN_THREAD_BYTES:
-        return None
-    unpacker = zlib.decompressobj(_WINDOW[coding])
-    try:
-        found = unpacker.decompress(body, INLINE_INFLATED_BYTES)
-    except zlib.error:
-        return None
-    return found if unpacker.eof and not unpacker.unused_data else None
+    return inflated_if_short(body, _WINDOW[coding])
 
 
 def deflate(body: bytes, coding: Coding) -> bytes:

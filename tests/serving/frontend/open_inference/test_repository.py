@@ -1,4 +1,4 @@
-"""Loading what is registered already, and what is no model of the store."""
+"""Loading of models that are registered already, and of names that the store has no archive for."""
 
 from __future__ import annotations
 
