@@ -145,6 +145,14 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a test with binary data after the argument: the header of gzip, for one, differs each second.
+
+    The processes that share the tests must collect the same names.
+    """
+    return argname if isinstance(val, bytes) and not (val.isascii() and val.decode().isprintable()) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of `make unit`, by their folder."""
     for item in items:
