@@ -303,5 +303,5 @@ class TensorHandler(BaseHandler):
         if self.context.get_request_header(index, OPEN_INFERENCE) is not None:
             return "tensors"
         headers = self.context.get_all_request_header(index)
-        accepts = [value for name, value in headers.items() if name.lower() == "accept"]
+        accepts = [value for name, value in headers.items() if len(name) == 6 and name.lower() == "accept"]
         return "npy" if accepts and NPY_TYPE in str(accepts[-1]) else "lists"

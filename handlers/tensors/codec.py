@@ -286,9 +286,11 @@ def array_from_elements(flat: list[Any], datatype: Datatype, name: str, first: i
     """
     kind = _kind(datatype)
     allowed = _ALLOWED[kind][0]
-    if kind == "f" and str in set(map(type, flat)):
+    types = set(map(type, flat))
+    if kind == "f" and str in types:
         flat = [_NON_FINITE.get(item, item) if type(item) is str else item for item in flat]
-    if not allowed.issuperset(map(type, flat)):
+        types = set(map(type, flat))
+    if not types <= allowed:
         place, item = next((i, item) for i, item in enumerate(flat) if type(item) not in allowed)
         raise wrong_type(kind_of(item), datatype, name, first + place)
     if datatype is BYTES:

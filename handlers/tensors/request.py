@@ -101,7 +101,9 @@ def example_of(row: Mapping[str, Any], layout: Layout, type_of: Callable[[str], 
     body = row.get(name)
     if body is None:
         raise TensorError("the request", fields_of(row), f"{_names(layout)}, or a body")
-    return _of_body(_value(body, layout.specs[0], _said(name, type_of)), layout)
+    if isinstance(body, _ENCODED):
+        body = _value(body, layout.specs[0], _said(name, type_of))
+    return _of_body(body, layout)
 
 
 def _said(name: str, type_of: Callable[[str], str]) -> str:
@@ -196,12 +198,10 @@ def _rank(value: Any) -> int:
     return getattr(value, "ndim", 0)
 
 
-def _value(value: Any, spec: TensorSpec, content_type: str) -> Any:
-    """Parse bytes or text into an array or JSON; other values are returned unchanged."""
+def _value(value: str | bytes | bytearray, spec: TensorSpec, content_type: str) -> Any:
+    """Parse bytes or text into an array or JSON."""
     if isinstance(value, str):
         return _parsed(value.encode(), spec.name)
-    if not isinstance(value, (bytes, bytearray)):
-        return value
     if not value:
         raise TensorError(spec.name, "an empty body", "JSON, a .npy file or raw bytes")
     if is_npy(value):
@@ -321,8 +321,7 @@ def _kind(value: object) -> str:
     return shown(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """The rows of one request in a group: `rows` rows from `start`."""
 
     place: int  # index of the request in the batch
@@ -330,8 +329,7 @@ class Member:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Requests that run through the model together; `inputs` are torch tensors on the CPU."""
 
     members: tuple[Member, ...]
@@ -373,7 +371,7 @@ def _parts(items: Sequence[tuple[int, list[Any]]], most_rows: int) -> list[list[
 
 def whole_group(inputs: Sequence[Any]) -> Group:
     """Return the group of requests with one row each, from `inputs` that hold all the rows."""
-    members = tuple(Member(place, place, 1) for place in range(len(inputs[0])))
+    members = tuple([Member(place, place, 1) for place in range(len(inputs[0]))])
     return Group(members, tuple(_joined([tensor]) for tensor in inputs))
 
 
