@@ -1,0 +1,102 @@
+"""A handler that breaks its worker on demand: an instance is the name of a function here.
+
+For the envelope `json` and batch size 1. `ready` breaks nothing. A hang lasts until the server ends the
+worker for its `responseTimeout`.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+FOREVER_S = 1000
+
+
+def segfault():
+    """End by a signal of its own."""
+    ctypes.string_at(0)
+
+
+def leave():
+    """End with a status."""
+    os._exit(7)
+
+
+def be_killed():
+    """End by a signal from outside, as the system's killer sends it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_stopped():
+    """Stay, and do nothing any more."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def lack_memory():
+    """Ask for more than there is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), hard))
+    try:
+        bytearray(1 << 32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def spin():
+    """Compute in Python without end."""
+    while True:
+        pass
+
+
+def hold_the_gil():
+    """Wait in C, with the lock that all threads of the interpreter need."""
+    ctypes.PyDLL(None).sleep(FOREVER_S)
+
+
+def sleep():
+    """Wait; the socket is not read, and fills."""
+    time.sleep(FOREVER_S)
+
+
+def chatter():
+    """Write lines to its output without end."""
+    while True:
+        print("x" * 1000, file=sys.stdout)
+
+
+def garbage():
+    """Write bytes that are no frame to all of its sockets."""
+    _write(b"\0\0\0\x08garbage!")
+
+
+def large_head():
+    """Announce a frame of 2 GiB on all of its sockets, and send the beginning."""
+    _write(b"\x7f\xff\xff\xff" + bytes(1000))
+
+
+def _write(content):
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as line:
+                line.sendall(content)
+        except OSError:  # no socket
+            pass
+    time.sleep(FOREVER_S)
+
+
+class Faults:
+    """Does as each request says."""
+
+    def initialize(self, context):
+        """There is nothing to load."""
+
+    def handle(self, data, context):
+        """One request."""
+        if data[0] != "ready":
+            globals()[data[0]]()
+        return [data[0]]
