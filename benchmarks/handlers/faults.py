@@ -69,6 +69,12 @@ def chatter():
         print("x" * 1000, file=sys.stdout)
 
 
+def mumble():
+    """Write empty lines to its output without end."""
+    while True:
+        print(file=sys.stdout)
+
+
 def garbage():
     """Write bytes that are no frame to all of its sockets."""
     _write(b"\0\0\0\x08garbage!")

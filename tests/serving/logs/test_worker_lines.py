@@ -1,3 +1,4 @@
+import asyncio
 import json
 import logging
 
@@ -198,3 +199,43 @@ def test_a_handler_makes_no_loggers_without_end(caplog, monkeypatch):
     assert len(known) - before <= MAX_LOGGERS
     assert len(caplog.records) == 2 * MAX_LOGGERS + 2
     assert caplog.records[-3].name == f"number{2 * MAX_LOGGERS - 1}"
+
+
+class Clock:
+    """A clock that a line moves by a millisecond, and a sleep by its time."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.lines_at_once: list[int] = [0]
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    async def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+        self.lines_at_once.append(0)
+
+    def relay(self, *_: object, **__: object) -> None:
+        self.now_s += 0.001
+        self.lines_at_once[-1] += 1
+
+
+def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch):
+    clock, lines = Clock(), 1000
+
+    async def relayed() -> None:
+        output = asyncio.StreamReader()
+        output.feed_data(b"x\n" * lines)
+        output.feed_eof()
+        await worker_lines.relay_all(output, TOKEN, ORIGIN, PLAIN)
+
+    monkeypatch.setattr(worker_lines, "time", clock)
+    monkeypatch.setattr(worker_lines, "asyncio", clock)
+    monkeypatch.setattr(worker_lines, "relay", clock.relay)
+    began_s = clock.now_s
+    asyncio.run(relayed())
+    assert sum(clock.lines_at_once) == lines
+    assert max(clock.lines_at_once) <= 3  # then other work of the loop has its turn
+    alone_s = lines * 0.001
+    saved_s = worker_lines.UNUSED_S
+    assert clock.now_s - began_s == pytest.approx(alone_s / worker_lines.LOOP_SHARE - saved_s, abs=0.05)
