@@ -4,6 +4,7 @@ For the envelope `json` and batch size 1. `ready` breaks nothing. A hang lasts u
 worker for its `responseTimeout`.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -78,6 +79,18 @@ def mumble():
 def garbage():
     """Write bytes that are no frame to all of its sockets."""
     _write(b"\0\0\0\x08garbage!")
+
+
+def frames():
+    """Send parts of an unknown answer on its data socket, which is the first, without end."""
+    from torchere.serving.types import InferResponse  # noqa: PLC0415 - a malicious handler knows them
+    from torchere.serving.workers.messages import Partial, encode_frame  # noqa: PLC0415 - as above
+
+    content = bytes(encode_frame(Partial(0, 0, InferResponse(b"")))) * 1000
+    for name in sorted(map(int, os.listdir("/proc/self/fd"))):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(name)) as line:
+            while True:
+                line.sendall(content)
 
 
 def large_head():

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from torchere.serving.io.loop_share import TURN_S, LoopShare
 from torchere.serving.logs.lines import OWN_FIELDS, extras_of, trace_of
 
 SEPARATOR = "\x1e"  # ASCII's record separator, which is rarely printed
@@ -30,11 +31,9 @@ SERVER_LOGGERS = frozenset({"ACCESS_LOG", "AUDIT_LOG", "MODEL_METRICS", "TS_METR
 MAX_LOGGERS = 1000  # of all workers
 MAX_LOGGER_CHARACTERS = 200
 MAX_LOGGER_DOTS = 16
-# Of the event loop's time, for the lines of all workers. A line takes some 30 us; those beyond the share wait in
-# the pipe of their worker, whose handler waits in its `print`: it must not take the time of other models.
+# Of all workers' lines, which take some 30 us each; the handlers of further ones wait in their `print`.
 LOOP_SHARE = 0.25
-TURN_S = 0.002  # before the loop does other work
-UNUSED_S = 0.4  # what a pause saves up: a burst of so many seconds' share is logged at once
+UNUSED_S = 0.4
 
 
 def new_token() -> str:
@@ -95,26 +94,7 @@ async def relay_all(
     await _relay_each([rest] if rest else [], token, origin, plain)
 
 
-class _LoopShare:
-    """Keeps the time that all workers' lines take of the event loop within `LOOP_SHARE`."""
-
-    def __init__(self) -> None:
-        self._next_s = 0.0  # monotonic, when a line may be relayed again
-
-    async def begin(self) -> float:
-        """Wait for a turn, and return the time when it is over."""
-        while (wait_s := self._next_s - time.monotonic()) > 0:
-            await asyncio.sleep(wait_s)
-        return time.monotonic() + TURN_S
-
-    def end(self, over_s: float) -> None:
-        """End the turn that would have been over at that time."""
-        now_s = time.monotonic()
-        took_s = now_s - (over_s - TURN_S)
-        self._next_s = max(self._next_s, now_s - UNUSED_S) + took_s / LOOP_SHARE
-
-
-_share = _LoopShare()
+_share = LoopShare(LOOP_SHARE, UNUSED_S)
 
 
 async def _relay_each(
@@ -126,16 +106,18 @@ async def _relay_each(
     is_shared = callable(origin)
     waiting = deque(lines)
     while waiting:
-        over_s = await _share.begin()
+        while (wait_s := _share.wait_s()) > 0:
+            await asyncio.sleep(wait_s)
+        began_s = time.monotonic()
         known = origin() if callable(origin) else origin
-        while waiting and time.monotonic() < over_s:
+        while waiting and time.monotonic() - began_s < TURN_S:
             line = waiting.popleft()
             try:
                 relay(line.decode(errors="replace"), token, known, plain, is_shared=is_shared)
             except Exception:  # keep reading after any error: a worker whose pipe is full hangs
                 with suppress(Exception):
                     plain.exception("a line of worker %s could not be logged", known.get("executor"))
-        _share.end(over_s)
+        _share.spend(time.monotonic() - began_s)
         if waiting:
             await asyncio.sleep(0)
 

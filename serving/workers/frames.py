@@ -11,15 +11,21 @@ import mmap
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
+
+from torchere.serving.io.loop_share import TURN_S, LoopShare
 
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 2**31  # a longer one is a protocol error
 _ROOM_BYTES = 65_536  # buffer of a reader: holds all batches that are sent ahead, unless they are large
 _RECEIVE_BYTES = 262_144
 _RECEIVES_A_TURN = 16  # limit for a worker that writes without pause, so that other sockets get a turn
+FRAMES_A_LOOK = 32  # between two looks at the clock
+LOOP_SHARE = 0.25  # of all workers that send more frames at once than fit into a turn
+UNUSED_S = 0.4
 _SEND_PARTS = 64  # buffers that go out with one system call, far below IOV_MAX
 
 Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]  # a frame and the raw bytes that follow it
@@ -33,6 +39,9 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
+
+
+_share = LoopShare(LOOP_SHARE, UNUSED_S)
 
 
 class FrameSocket:
@@ -70,6 +79,7 @@ class FrameSocket:
         self._sent_this_turn = False
         self._writer_waits = False
         self._finishing = False  # writing closes once all unsent bytes are sent
+        self._turn_ends_s = 0.0  # monotonic; frames that are read later wait
         self.open = True  # frames may be sent
         connection.setblocking(False)
         self._descriptor = connection.fileno()
@@ -124,6 +134,7 @@ class FrameSocket:
             self._loop.remove_writer(self._descriptor)
 
     def _readable(self) -> None:
+        self._turn_ends_s = time.monotonic() + TURN_S
         for _ in range(_RECEIVES_A_TURN):
             target = self._room if self._large is None else self._large[self._filled :]
             try:
@@ -160,12 +171,27 @@ class FrameSocket:
                 with room[:count] as view:
                     return self._cut(view)
             self._begun += room[:count]
+        return self._cut_begun()
+
+    def _cut_begun(self) -> bool:
         begun, self._begun = self._begun, bytearray()
         with memoryview(begun) as view:
             return self._cut(view)
 
+    def _go_on(self) -> None:
+        """Pass on the frames that had to wait, and read further ones when none waits."""
+        if not self._is_reading:
+            return
+        if (wait_s := _share.wait_s()) > 0:
+            self._loop.call_later(wait_s, self._go_on)
+            return
+        self._turn_ends_s = time.monotonic() + TURN_S
+        if self._cut_begun():
+            self._loop.add_reader(self._descriptor, self._readable)
+
     def _cut(self, view: memoryview) -> bool:
-        start, size = 0, len(view)
+        """Pass on the frames in `view`; False: the stream has ended, or the rest waits for another turn."""
+        start, size, frames = 0, len(view), 0
         while self._is_reading:
             if self._large is not None:
                 some = min(len(self._large) - self._filled, size - start)
@@ -185,6 +211,10 @@ class FrameSocket:
             elif begin + length <= size:
                 start = begin + length
                 self._on_frame(view[begin:start])
+                frames += 1
+                if frames % FRAMES_A_LOOK == 0 and time.monotonic() > self._turn_ends_s:
+                    self._put_off(view[start:])
+                    return False
             elif length > _RECEIVE_BYTES:
                 start = begin
                 self._begin_large(length)
@@ -193,6 +223,14 @@ class FrameSocket:
         if self._is_reading:
             self._begun += view[start:]
         return self._is_reading
+
+    def _put_off(self, rest: memoryview) -> None:
+        """Leave the rest, and what is still in the socket, for a later turn."""
+        if self._is_reading:
+            _share.spend(time.monotonic() - self._turn_ends_s + TURN_S)
+            self._begun += rest
+            self._loop.remove_reader(self._descriptor)
+            self._loop.call_soon(self._go_on)
 
     def _begin_large(self, length: int) -> None:
         try:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchere.serving.io import loop_share
 from torchere.serving.logs import worker_lines
 from torchere.serving.logs.access_lines import ACCESS_LOGGER
 from torchere.serving.logs.audit import AUDIT_LOGGER
@@ -230,6 +231,7 @@ def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch)
         await worker_lines.relay_all(output, TOKEN, ORIGIN, PLAIN)
 
     monkeypatch.setattr(worker_lines, "time", clock)
+    monkeypatch.setattr(loop_share, "time", clock)
     monkeypatch.setattr(worker_lines, "asyncio", clock)
     monkeypatch.setattr(worker_lines, "relay", clock.relay)
     began_s = clock.now_s

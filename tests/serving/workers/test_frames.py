@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchere.serving.workers import frames
 from torchere.serving.workers.frames import HEADER, MAX_FRAME_BYTES, FrameReader, FrameSocket, send_all
 
 
@@ -62,6 +64,32 @@ def test_frames_come_out_as_they_went_in(payloads: list[bytes], piece: int) -> N
             server.theirs.close()
             assert await server.fault() == ""
             assert server.seen == payloads
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("length", [0, 65_536, 262_145, 600_000])
+def test_frames_beyond_a_turn_wait_while_the_loop_does_other_work(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(frames, "TURN_S", -1.0)  # each turn is over at the first look at the clock
+
+    async def main() -> None:
+        async with serving() as server:
+            payloads = [b"%d" % number for number in range(500)] + [b"x" * length, b"after"]
+            turns = []
+
+            def other_work() -> None:
+                turns.append(len(server.seen))
+                if not server.end.done():
+                    asyncio.get_running_loop().call_soon(other_work)
+
+            other_work()
+            await in_thread(server.theirs.sendall, stream_of(payloads))
+            server.theirs.close()
+            assert await server.fault() == ""
+            assert server.seen == payloads
+            assert max(later - earlier for earlier, later in pairwise(turns)) <= frames.FRAMES_A_LOOK
 
     asyncio.run(main())
 
