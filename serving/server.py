@@ -375,7 +375,7 @@ def _refuse_few_files(files: int) -> None:
 
 
 def _metrics_config(settings: ServerSettings) -> MetricsConfig:
-    """Return the declared metrics of `metrics_config`; none if the file is invalid (contract)."""
+    """Return the declared metrics of `metrics_config`; an invalid file has none, and is logged."""
     if settings.metrics_config is None:
         return built_in_config()
     try:

@@ -60,7 +60,7 @@ class FixedKey:
 
 @dataclass(slots=True)
 class Clients:
-    """The contents of the file.
+    """The contents of a key file: keys, names in certificates, limits.
 
     Attributes:
         keys: by role and SHA-256 of the key. A look-up by digest takes as long for a wrong key as for a right
@@ -243,7 +243,7 @@ def _add_limits(clients: Clients, entry: Mapping[str, object], identity: Identit
 def _identity_name(entry: Mapping[str, object]) -> str:
     name = entry.get("identity")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _Flaw("the name of an identity is missing, or has others than letters, digits and ._@/:-")
+        raise _Flaw("the name of an identity is missing, or is not 1 to 100 letters, digits and ._@/:-")
     return name
 
 
@@ -267,7 +267,7 @@ def _secrets(entry: Mapping[str, object], place: str) -> Iterator[str]:
             raise _Flaw(f"no key in {place!r}")
         if not _KEY.fullmatch(secret):
             raise _Flaw(
-                f"a key in {place!r} is shorter than 8 characters, or has others than printable ASCII"
+                f"a key in {place!r} is shorter than 8 characters, or is not printable ASCII"
             )
         yield secret
 

@@ -271,7 +271,7 @@ class Admission(ABC):
         self.withdraw(request, reason)
 
     def _refuse_displaced(self, request: Request) -> None:
-        """Refuse a waiting request whose place another client's has taken; see `FairQueue.displace`."""
+        """Refuse a waiting request that gave its place to another client's; see `FairQueue.displace`."""
         if request.account is not None:
             request.account.count_refusal(QUEUE_SHARE)
         self.withdraw(request, QueueFull(self.refusal))

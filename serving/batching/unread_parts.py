@@ -75,7 +75,7 @@ class UnreadOfAll:
         self._moved_s.setdefault(stream, time.monotonic())
 
     def gone(self, stream: UnreadParts, size: int) -> None:
-        """Subtract bytes of a stream that were taken or dropped."""
+        """Subtract bytes that the client of a stream took, or that were dropped."""
         self.unread_bytes -= size
         self._moved_s.pop(stream, None)
         if stream.unread_bytes:

@@ -216,7 +216,7 @@ def _whole(path: Path | None) -> str | None:
 
 def _log_account(plan: Plan, options: argparse.Namespace, names_file: bool) -> None:
     origin = plan.config_file or "no configuration file"
-    if names_file:  # the start block has it, too
+    if names_file:  # the summary of the start repeats it
         logger.info("Config file: %s", origin, extra=AT_START)
     for finding in plan.configuration.of_level("warning"):
         logger.warning("%s, %s", origin, finding)

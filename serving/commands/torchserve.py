@@ -204,9 +204,9 @@ def running(pid: int | None) -> bool:
 
 
 def pid_without_file(file: Path) -> int | None:
-    """Return the pid of a server of this user whose pid file would be this one; None if no such server runs.
+    """Return the pid of a server of this user whose pid file was deleted; None if no such server runs.
 
-    Temporary folders are emptied of files that are old, and a server may run for months.
+    Programs that clean temporary folders delete old files, and a server may run for months.
     """
     for process in psutil.process_iter():
         try:

@@ -165,9 +165,9 @@ class _Reader:
         """Return the least and the largest number of workers, which count together only, as in TorchServe."""
         least, most = self.integer("minWorkers", 1), self.integer("maxWorkers", 0)
         if least and (most or 0) < least:
-            self._ignore("minWorkers", "a maxWorkers of at least as much beside it")
+            self._ignore("minWorkers", "a maxWorkers that is at least as large")
         elif most and not least:
-            self._ignore("maxWorkers", "a minWorkers beside it")
+            self._ignore("maxWorkers", "a minWorkers, too")
         return least, most
 
     def choice(self, key: str, allowed: tuple[str, ...], default: Any) -> Any:
@@ -227,7 +227,8 @@ class _Reader:
         if endpoint and not (port.isdecimal() and 0 < int(port) <= MAX_PORT):
             self._ignore("rdzv-endpoint", "HOST:PORT")
             port = ""
-        self.choice("rdzv-backend", ("c10d", "static"), None)  # the same here; the others are other programs
+        # Both mean the same here; torch's other backends need a server program.
+        self.choice("rdzv-backend", ("c10d", "static"), None)
         return replace(
             settings,
             level=self.integer("parallelLevel", 1) or 1,

@@ -227,7 +227,7 @@ def _take(given: _Given, outcome: _Outcome) -> None:
 
 def _unreadable(given: _Given, err: ValueError) -> Finding:
     message = str(err) or f"found {_shown(given.text)!r}"
-    if ", expected " not in message:  # otherwise the message is about a member of the value, and more precise
+    if ", expected " not in message:  # otherwise the message already names the wrong member
         message = f"{message}, expected {given.key.kind.expected}"
     if given.key.lenient:
         return given.finding("warning", f"{message}; the default stays")

@@ -154,7 +154,7 @@ class ModelSettings:
     max_retry_timeout_s: float = 300.0  # after crashing for this long, an executor is not restarted
     isolation: Isolation = "auto"
     sequences: SequenceSettings | None = None  # None: requests are independent
-    sequences_unbounded: bool = False  # no idle time is set, so no request is admitted (contract)
+    sequences_unbounded: bool = False  # no idle time is set, so no request is admitted
     continuous: bool = False  # continuous batching: a request may rejoin the next batch
     device_ids: tuple[int, ...] = ()  # GPUs that the model requests; all are available
     gpu_ids: tuple[int, ...] = ()  # GPUs assigned to executors in rotation; empty: CPU, or a kind without ids
@@ -187,8 +187,8 @@ class Limits:
     max_download_bytes: int = 16 * 2**30  # of an archive downloaded from a URL
 
 
-# Member of a snapshot, and of its models, with what only torchere knows. TorchServe ignores keys that it does
-# not know, so its users' files may hold any others.
+# Member of a snapshot, and of each model in it, with torchere's own settings. TorchServe ignores keys that it
+# does not know, so a file of its users may hold any others.
 OURS = "torchere"
 
 

@@ -2,7 +2,7 @@
 
 Python's logging would spend a fifth of the time of a small request on its line: it creates a record, calls
 each handler, formats and writes. Here the event loop only formats the line, which takes a few microseconds,
-and a thread writes the lines of a tenth of a second at once. The thread takes the GIL rarely, because the
+and a thread writes the lines together, every tenth of a second. It takes the GIL this rarely because the
 event loop is blocked each time. A blocked output delays only that thread: lines beyond the limit are dropped,
 counted, and reported when the output accepts lines again.
 """

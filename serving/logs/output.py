@@ -3,7 +3,7 @@
 A pipe that is not read holds 64 KiB and then blocks its writer. Text that fits into the pipe is therefore
 written immediately, and survives a crash of the process; a separate thread writes the remaining text. Text
 beyond the limit is dropped, counted, and reported when the pipe accepts text again. Text that an output
-refuses, such as a pipe whose reader has ended, is counted, too.
+refuses, such as a pipe whose reader has ended, counts as dropped, too.
 """
 
 from __future__ import annotations

@@ -145,7 +145,8 @@ def relay(
     if record.name.partition(".")[0] in SERVER_LOGGERS:
         record.name = plain.name
     logger = _logger_of(record.name)
-    # A worker's level is INFO: its handler has asked for what is below, which only an operator can suppress.
+    # The worker drops records below INFO unless its handler sets a lower level. So a record that arrives is
+    # wanted, and only a level above INFO, which an operator sets, suppresses it.
     level = logger.getEffectiveLevel()
     if (record.levelno >= level or level <= logging.INFO) and not _repeats(record):
         logger.handle(record)
@@ -187,7 +188,7 @@ _told_s: dict[tuple[object, ...], float] = {}  # warnings of loads: when each wa
 def _repeats(record: logging.LogRecord) -> bool:
     """Return whether another worker of the version has just logged this warning: all load the same files.
 
-    A warning about a request names the request, and is never a repetition. Nor is one of a handler's own.
+    A warning that names its request, or that a handler's own logger wrote, is never a repetition.
     """
     is_ours = record.name.partition(".")[0] == "torchere"
     if not is_ours or record.levelno != logging.WARNING or hasattr(record, "request_id"):

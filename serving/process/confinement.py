@@ -6,8 +6,8 @@ thread only.
 
 Landlock is called by its three system calls, because the package `landlock` has neither its rules for TCP and
 signals nor a release (docs/decisions/0024-worker-sandbox.md). Constants are those of linux/landlock.h,
-linux/prctl.h and linux/seccomp.h. seccomp's program is made by libseccomp through `pyseccomp` (extra
-`sandbox`), once in the server, and only installed here.
+linux/prctl.h and linux/seccomp.h. libseccomp makes the seccomp filter through `pyseccomp` (extra
+`sandbox`), once in the server; a worker only installs it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _ODD_FAMILIES = (15, 17, 29, 38, 40, 44)  # key, packet, CAN, ALG, vsock, XDP: n
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The means that this system has."""
+    """The means of confinement that this system has."""
 
     is_linux: bool
     landlock_abi: int  # 0: none
@@ -96,7 +96,7 @@ class Kernel:
 
 
 def kernel() -> Kernel:
-    """Return the means of this system; starts `ldconfig` once, through pyseccomp."""
+    """Return the means of confinement that this system has; starts `ldconfig` once, through pyseccomp."""
     if sys.platform != "linux":
         return Kernel(False, 0, False, f"seccomp is Linux's, and this is {sys.platform}")
     why = _why_no_seccomp()

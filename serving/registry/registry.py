@@ -299,7 +299,7 @@ class Registry:
                 await self.register(wanted)
             except ServingError as err:
                 is_there = isinstance(err, Conflict)
-                if is_there and self._server.snapshot_models:  # restored, with the settings that it had
+                if is_there and self._server.snapshot_models:  # the snapshot has restored it
                     continue
                 if not is_there:
                     self._missing.add(wanted)

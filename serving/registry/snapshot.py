@@ -30,7 +30,7 @@ FIRST_LINE = "#Snapshot of torchere"  # tells our files from TorchServe's, which
 NAME = re.compile(r"([0-9]{17})-(startup|snapshot|shutdown)\.cfg")
 _LOOKED_AT = 1000  # newest files checked by a prune: TorchServe's files, which it never deletes, may be many
 _DRAFT_PREFIX = ".snapshot-"
-_DRAFT_IDLE_S = 60.0  # writing takes less; an older draft is from a killed server
+_DRAFT_IDLE_S = 60.0  # a write takes less; a killed server left an older draft
 _PARTS = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(\d\d)(\d\d)(\d{3})", re.ASCII)
 _LAST_BUT_ONE = datetime.max - timedelta(milliseconds=1)
 _TO_ESCAPE = re.compile(r"[^ -~]|\\")
@@ -303,7 +303,7 @@ class SnapshotKeeper:
         begun = self._begun
         async with self._turn:
             if kind == "snapshot" and self._newest > begun:
-                return  # a snapshot begun after this change holds it
+                return  # a snapshot that began after this change includes it
             self._begun = number = self._begun + 1
             content = self._content()
             settings = self._settings

@@ -208,12 +208,12 @@ class Store:
             raise _invalid(err) from err
 
     def check_weights(self, config: ModelConfig) -> None:
-        """Refuse an archive of a client's URL whose weights are where `allowed_urls` does not match.
+        """Refuse an archive from a client's URL if `allowed_urls` does not match the URL of its weights.
 
         Its workers would read them with the server's credentials. Blocks, see `allow`.
 
         Raises:
-            InvalidArchive: it does.
+            InvalidArchive: `allowed_urls` does not match.
         """
         split = Split.read(config.raw)
         if split is None or not split.weights:
@@ -431,7 +431,7 @@ class StoreFolder:
                 store.
 
         Raises:
-            ModelNotFound: no archive of that name exists; the message is TorchServe's (contract).
+            ModelNotFound: no archive of that name exists; the message is TorchServe's.
             DownloadFailed: `url` is a remote URL, which must be downloaded first.
         """
         if not url:

@@ -153,7 +153,7 @@ class Metrics:
             await asyncio.sleep(TICK_S)
 
     def request_finished(self, status: int, *, is_probe: bool = False) -> None:
-        """Count a REST response on any port; a status other than 2xx or 4xx counts as 5xx (contract).
+        """Count a REST response on any port; a status other than 2xx or 4xx counts as 5xx, as in TorchServe.
 
         A probe that reports "not ready" is not an error of the server, and is not counted.
         """

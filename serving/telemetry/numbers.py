@@ -431,7 +431,7 @@ class ServerNumbers:
         return True
 
     def rest_answered(self, status: int) -> int:
-        """Count a REST response; return its class: 2, 4, or 5 for every other status (contract)."""
+        """Count a REST response; return its class: 2, 4, or 5 for every other status, as in TorchServe."""
         digit = status // 100
         if digit not in self.answers:
             digit = 5

@@ -89,7 +89,7 @@ class BatchReport(msgspec.Struct, frozen=True):
 
     @property
     def all_stages_s(self) -> tuple[float, float, float, float]:
-        """The seconds of the three stages, and the rest of `handler_s`."""
+        """Seconds of preprocess, inference and postprocess, and the rest of `handler_s`."""
         preprocess, inference, postprocess = self.stages_s
         rest = self.handler_s - preprocess - inference - postprocess
         return preprocess, inference, postprocess, rest if rest > 0 else 0.0

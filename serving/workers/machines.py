@@ -381,7 +381,7 @@ def _expect(message: FromLeader, kind: type[Any]) -> Any:
 
 
 def _proof(secret: bytes, side: str, nonce: bytes, hello: Hello) -> bytes:
-    """Return the proof, for the other side, that this side has the secret; the sides can't be swapped."""
+    """Return the proof that `side` has the secret; it can't be sent back as the proof of the other side."""
     words = [side, nonce, hello.nonce, hello.machine, hello.number, hello.release]
     return hmac.digest(secret, msgspec.msgpack.encode(words), "sha256")
 

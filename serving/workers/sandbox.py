@@ -315,10 +315,10 @@ _FIRST_UNREADABLE = "import os, sys; print(next((p for p in sys.argv[1:] if not 
 
 
 def check_readable(sandbox: Sandbox) -> None:
-    """Start this Python as the worker's user, and let it look at what workers read.
+    """Check in a process of the worker's user that it can read the files that workers need.
 
     Raises:
-        PermissionError: the user can't read all of it.
+        PermissionError: the user can't read one of them.
     """
     user, paths = sandbox.user, [path for path in sandbox.readable if os.path.exists(path)]
     if user is None:

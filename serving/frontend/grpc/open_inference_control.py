@@ -24,7 +24,7 @@ Filled = TypeVar("Filled", bound=Message)
 class ModelCalls:
     """All methods but inference; used on the event loop of the planes only.
 
-    The JSON members of the protocol have the names of its message fields, so `metadata` supplies both.
+    `metadata` fills both JSON bodies and gRPC messages, because members and fields have the same names.
 
     Args:
         dataplane: supplies the facts of the models.

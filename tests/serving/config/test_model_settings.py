@@ -48,9 +48,9 @@ def test_a_wrong_type_is_ignored_and_noted(text: str) -> None:
     [
         ("responseTimeout: -1", "is -1, expected at least 1; it is ignored"),
         ("batchSize: 0", "is 0, expected at least 1; it counts as 1"),
-        ("minWorkers: 4", "is 4, expected a maxWorkers of at least as much beside it; it is ignored"),
-        ("minWorkers: 4\nmaxWorkers: 2", "is 4, expected a maxWorkers of at least as much beside it"),
-        ("maxWorkers: 2", "is 2, expected a minWorkers beside it; it is ignored"),
+        ("minWorkers: 4", "is 4, expected a maxWorkers that is at least as large; it is ignored"),
+        ("minWorkers: 4\nmaxWorkers: 2", "is 4, expected a maxWorkers that is at least as large"),
+        ("maxWorkers: 2", "is 2, expected a minWorkers, too; it is ignored"),
     ],
 )
 def test_a_number_that_does_not_count_is_noted(text: str, remark: str) -> None:
