@@ -62,7 +62,7 @@ class SignatureError(ValueError):
 class Limit:
     """The sizes that a free dimension may have: multiples of `multiple` from `least` to `most`.
 
-    Dimensions with the same `name` have the same size in a request; "": it has none in common.
+    Dimensions with the same `name` have the same size in a request; "": the size is independent of others.
     """
 
     dimension: int

@@ -56,8 +56,8 @@ class Sink(Protocol):
 class _Zip(zipfile.ZipFile):
     """A zip file that only `close` completes, never the garbage collector.
 
-    An abandoned file is to be removed, so completing it is useless. That would also fail after a signal in
-    the middle of an entry, with an error that hides why the file was abandoned.
+    An abandoned file is to be removed, so completing it is useless. After a signal in the middle of an entry,
+    completing it would also fail, with an error that hides why the file was abandoned.
     """
 
     def __del__(self) -> None:

@@ -23,7 +23,7 @@ UNKNOWN = "a name that can't be told"
 _PICKLES_IN_OLD_FORMAT = 5
 _DEPTH = 2  # a .pt2 holds .pt files, which hold a pickle; deeper nesting is not in use
 
-# torch/_weights_only_unpickler.py allows these. A dotted name below one of them is another name.
+# torch/_weights_only_unpickler.py allows these names, but not their attributes.
 _PLAIN_NAMES = frozenset(
     {
         "collections.OrderedDict",

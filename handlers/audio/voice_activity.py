@@ -129,7 +129,7 @@ class VoiceActivity(BaseHandler):
 
     The model is Silero VAD as TorchScript, or one with its interface: `model(chunk, rate)` takes float32
     [batch, 512] at 16 kHz or [batch, 256] at 8 kHz, returns probabilities [batch, 1], and keeps state until
-    `model.reset_states()`. So every executor has its own copy.
+    `model.reset_states()`. So every executor has its own copy of the model.
 
     Requests: the file as the body, or as the field `audio`, `data` or `body`. Answer: `{"segments":
     [{"start_s": 1.2, "end_s": 2.53}, ...], "duration_s": 6.0}`. A client that sends `Accept:

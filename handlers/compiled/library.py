@@ -155,7 +155,7 @@ def first_run(check_inputs: bool) -> Iterator[None]:
 
     Without the check, an input of a wrong shape makes the library read memory out of bounds. Each library
     reads the environment variable `_CHECK_VARIABLE` once, at its first run; a value that the operator has set
-    is kept. One thread of the process at a time.
+    is kept. A lock admits one thread of the process at a time.
     """
     with _CONSTRUCTION_LOCK:
         if not check_inputs or _CHECK_VARIABLE in os.environ:

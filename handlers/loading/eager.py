@@ -43,7 +43,7 @@ def load_eager(archive: ArchiveModules, model_file: str, model_pt_path: str | No
         if type(model).load_state_dict is torch.nn.Module.load_state_dict:
             model.load_state_dict(state, assign=_may_replace(model, state))
         else:
-            model.load_state_dict(state)  # a method of its own, to rename keys, may not know `assign`
+            model.load_state_dict(state)  # the class's own, to rename keys; it may not take `assign`
     return model
 
 

@@ -117,7 +117,7 @@ def _array_to_json(array_like: Any) -> str:
 
 def _array_to_npy(array_like: Any) -> bytes:
     buffer = io.BytesIO()
-    np.save(buffer, array_like)  # a dictionary is pickled, as by the toolkit: it is the client that reads it
+    np.save(buffer, array_like)  # pickles a dictionary, as the toolkit does; only the client reads it
     return buffer.getvalue()
 
 

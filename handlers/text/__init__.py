@@ -226,7 +226,7 @@ class TextClassifier(TextHandler):
         text = self._expand_contractions(self._remove_html_tags(text).lower())
         text = self._remove_punctuation(self._remove_accented_characters(text))
         words = self._tokenize(text)
-        if not words:  # the model would answer with what it makes of nothing
+        if not words:  # the model would give an answer without a meaning
             raise PredictionException("The request has no text: expected at least one word, found none", 400)
         indices = [self.source_vocab[token] for token in ngrams(words, self.ngrams)]
         return torch.as_tensor(indices, dtype=torch.int64, device=self.device), words

@@ -248,7 +248,7 @@ class TransformerHandler(BaseHandler):
 
     @abstractmethod
     def result_of(self, output: Any, mask: torch.Tensor) -> torch.Tensor:
-        """Return float32 [texts, size] on the CPU for what the model gave; `mask` is [texts, tokens]."""
+        """Return float32 [texts, size] on the CPU, made of the model's output; `mask` is [texts, tokens]."""
 
     @abstractmethod
     def answer_of(self, result: torch.Tensor) -> Any:

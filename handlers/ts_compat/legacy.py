@@ -103,7 +103,7 @@ def emit_metrics(metrics: Iterable[Metric | MetricSample]) -> None:
 
 
 class MetricsCacheYamlImpl(MetricsCache):
-    """The collector with the constructor of scripts and tests: it reads a metrics configuration.
+    """The collector of scripts and tests, whose constructor reads a metrics configuration.
 
     Args:
         config_file_path: a `metrics.yaml`; `initialize_cache` declares the metrics of its `model_metrics`.

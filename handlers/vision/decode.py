@@ -125,7 +125,7 @@ def _decoded_bytes(image: Image.Image) -> int:
 
 
 class _Bound(threading.local):
-    """The most pixels of a picture that Pillow opens inside another one, in this thread; None: no bound."""
+    """The largest number of pixels that Pillow may open in this thread; None: no bound."""
 
     pixels: float | None = None
 

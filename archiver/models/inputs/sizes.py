@@ -42,7 +42,7 @@ class FreeSize:
         return example[index].shape[dimension]
 
     def is_batch(self, example: Tensors) -> bool:
-        """Return whether this size is the first dimension of every input; its name does not count."""
+        """Return whether this size is the first dimension of every input, whatever its name is."""
         return set(self.places) == {(index, 0) for index in range(len(example))}
 
     def takes(self, size: int) -> bool:

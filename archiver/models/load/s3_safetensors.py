@@ -51,7 +51,7 @@ class S3Weights(ABC):
 
     @abstractmethod
     def files(self) -> list[list[str]]:
-        """Return the objects that the ranks read; which those of a list are, the ones before it say."""
+        """Return the objects that the ranks read, in lists; each list's objects name those of the next."""
 
     @abstractmethod
     def is_in_rows(self, name: str) -> bool:
