@@ -59,7 +59,7 @@ else
   done
 fi
 
-# What the line begins with says who reads it.
+# The first word of the line says which program reads the rest: the server or a shell.
 line=${line#"${line%%[![:space:]]*}"}
 case ${line%%[[:space:]]*} in
   torchserve | */torchserve | serve)

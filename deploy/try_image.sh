@@ -45,12 +45,12 @@ make_base() {
   ! buildah inspect --type image "$base" > /dev/null 2>&1 || return 0 # of an earlier run
   mirror=${DEBIAN_MIRROR:-$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources 2> /dev/null || true)}
   [ -n "$mirror" ] || { echo "found no Debian mirror of this machine: set DEBIAN_MIRROR=URL" >&2 && exit 1; }
-  # In mounts of its own: an end before its time would leave /proc mounted in a folder that is about to be removed.
+  # In its own mount namespace: if it is stopped early, /proc must not stay mounted in a folder that is removed next.
   unshare --mount debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
     "$suite" "$work/base" "$mirror" > "$work/debootstrap.log" \
     || { tail -5 "$work/debootstrap.log" >&2 && exit 1; }
   ln -s /usr/bin/python3 "$work/base/usr/local/bin/python"
-  # What the machine trusts, for a mirror of its own.
+  # The certificate authorities of this machine, which its mirrors of Debian and of packages may need.
   cp /etc/ssl/certs/ca-certificates.crt "$work/base/etc/ssl/certs/ca-certificates.crt"
   made=$(buildah from scratch)
   mounted=$(buildah mount "$made")

@@ -15,7 +15,7 @@ from typing import Any
 
 import promql_parser as promql
 
-# What a scrape adds, on Kubernetes and elsewhere.
+# Labels that Prometheus adds to each series at a scrape, on Kubernetes and elsewhere.
 TARGET_LABELS = frozenset({"job", "instance", "namespace", "pod", "service", "node"})
 _SAME = ("min_over_time", "max_over_time", "avg_over_time", "last_over_time")
 _GROWTH, _SLOPE = ("rate", "irate", "increase"), ("deriv", "delta")

@@ -97,7 +97,7 @@
 {{- $open := false -}}
 {{- range concat ($policy.storeEgress | default list) ($policy.extraEgress | default list) -}}
 {{- range .ports | default (list dict) -}}
-{{- /* A rule without a port is for all; a name is looked up in the pods of the store. */ -}}
+{{- /* A rule without a port opens all ports. A port's name has a meaning in the store's pods only, and counts as open. */ -}}
 {{- $first := .port | default 0 | int -}}
 {{- $last := .endPort | default $first | int -}}
 {{- if and (ne (.protocol | default "TCP") "UDP") (or (eq $first 0) (and (le $first $port) (ge $last $port))) -}}{{- $open = true -}}{{- end -}}
