@@ -266,9 +266,7 @@ def _secrets(entry: Mapping[str, object], place: str) -> Iterator[str]:
         if not isinstance(secret, str):
             raise _Flaw(f"no key in {place!r}")
         if not _KEY.fullmatch(secret):
-            raise _Flaw(
-                f"a key in {place!r} is shorter than 8 characters, or is not printable ASCII"
-            )
+            raise _Flaw(f"a key in {place!r} is shorter than 8 characters, or is not printable ASCII")
         yield secret
 
 
