@@ -16,7 +16,7 @@ _EQUAL = 0.97  # the ratio of two equal models may come out as low
 
 _HEAD = """# AOTInductor beside TorchScript
 
-Written by `python benchmarks/aoti.py --write-docs`; do not edit, but its text in
+How fast models are that `--format aoti` compiles ahead of time, beside the same models as TorchScript. Written by `python benchmarks/aoti.py --write-docs`; do not edit, but its text in
 `benchmarks/quantised/compiled_document.py`.
 
 The same fp32 model as `--format aoti --dynamic-batch 1:64` and as `--format torchscript`, with the server's
