@@ -183,7 +183,7 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
     how.add_argument(
         "--trace",
         action="store_true",
-        help="TorchScript by tracing the model on the example, only (default: --script where that fails)",
+        help="TorchScript by tracing the model on the example only (default: --script if tracing fails)",
     )
     how.add_argument(
         "--script",

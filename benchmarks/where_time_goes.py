@@ -199,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _HEAD = """# Where the time goes
 
-How long the server's event loop works for a request, by part of the code. Written by `python benchmarks/where_time_goes.py --write-docs`; do not edit. The loads are those of rows of
+How long the server's event loop works for a request, by part of the code.
+Written by `python benchmarks/where_time_goes.py --write-docs`; do not edit. The loads are those of rows of
 [benchmarks.md](benchmarks.md) that a faster event loop would help: its thread takes in every request, and
 sends every answer.
 """

@@ -47,7 +47,7 @@ def settings() -> str:
     rows = [
         "# Settings",
         "",
-        "The keys of `config.properties`, made from the code. Ours: [operations.md](operations.md#settings).",
+        "All keys of `config.properties`, made from the code; [operations.md](operations.md#settings) explains torchere's.",
         "",
         "| key | value | default | environment variable | note |",
         "| --- | --- | --- | --- | --- |",
@@ -74,7 +74,7 @@ def metrics() -> str:
     rows = [
         "# Metrics",
         "",
-        "Made from the code; TorchServe's families are in [operations.md](operations.md#metrics).",
+        "torchere's metric families, made from the code; [operations.md](operations.md#metrics) has TorchServe's, too.",
         "",
     ]
     rows += ["| metric | type | labels | what |", "| --- | --- | --- | --- |"]

@@ -10,7 +10,8 @@ from harness.rounds import Measured
 
 _HEAD = """# Benchmarks
 
-Throughput, latency and start of torchere beside TorchServe, mosec, LitServe and Triton. Written by `python benchmarks/run.py --write-docs`; do not edit. `make bench` repeats the run on your machine.
+Throughput, latency and start of torchere beside TorchServe, mosec, LitServe and Triton.
+Written by `python benchmarks/run.py --write-docs`; do not edit. `make bench` repeats the run on your machine.
 
 Every figure is the median over the rounds, with the least and the greatest in brackets. One server is up at a
 time, all with the same client, on the same cores as the client; each round measures every contender once.

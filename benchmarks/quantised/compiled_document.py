@@ -16,14 +16,15 @@ _EQUAL = 0.97  # the ratio of two equal models may come out as low
 
 _HEAD = """# AOTInductor beside TorchScript
 
-How fast models are that `--format aoti` compiles ahead of time, beside the same models as TorchScript. Written by `python benchmarks/aoti.py --write-docs`; do not edit, but its text in
+How fast models are that `--format aoti` compiles ahead of time, beside the same models as TorchScript.
+Written by `python benchmarks/aoti.py --write-docs`; do not edit, but its text in
 `benchmarks/quantised/compiled_document.py`.
 
 The same fp32 model as `--format aoti --dynamic-batch 1:64` and as `--format torchscript`, with the server's
 settings of the allocator. Paddings are folded into convolutions in both. Models
 with convolutions or LSTMs have their weights packed for oneDNN while they are
-compiled (Inductor's freezing), which makes them faster. Others have not: with a free batch freezing takes
-oneDNN's matrix multiplication for linear layers instead of MKL's, and that was 0.6 times as fast as
+compiled (Inductor's freezing), which makes them faster. Other models are not frozen: with a free batch, freezing
+uses oneDNN's matrix multiplication for linear layers instead of MKL's, and that was 0.6 times as fast as
 TorchScript for one row of the MLP, and 0.7 times for eight of MiniLM, on a processor without VNNI. They are
 compiled twice, with MKL's multiplication and with Inductor's C++ templates, both are measured at batches 1
 and 8, and the templates are taken where they gain and are not slower at either by more than two equal builds

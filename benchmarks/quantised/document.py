@@ -15,7 +15,8 @@ SIZE, COSINE, TOP1 = 0.35, 0.99, 0.97  # goals for each model: of its file again
 
 _HEAD = """# Quantisation
 
-How `torchere archive --quantize` makes a model smaller and faster, and how much. Written by `python benchmarks/quantization.py --write-docs`; do not edit, but its text in
+How `torchere archive --quantize` makes a model smaller and faster, and how much.
+Written by `python benchmarks/quantization.py --write-docs`; do not edit, but its text in
 `benchmarks/quantised/document.py`.
 
     torchere archive --model-name net --model-file net.py --serialized-file net.pth \\

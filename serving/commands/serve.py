@@ -83,8 +83,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--log-format",
         choices=LOG_FORMATS,
         help=f"default: the {LOG_FORMAT_VARIABLE} environment variable, or auto: console on a terminal, "
-        "JSON lines otherwise; console: a summary and short lines; torchserve: TorchServe's console format, "
-        "with metrics if metrics_mode=log",
+        "json otherwise; console: a summary and short lines; json: JSON lines; text: whole lines to read; "
+        "torchserve: TorchServe's console format, with metrics if metrics_mode=log",
     )
     parser.add_argument("--process-name", help=argparse.SUPPRESS)  # only marks the command line
     parser.add_argument(OLD_DEFAULTS, action="store_true", help=argparse.SUPPRESS)
