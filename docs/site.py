@@ -47,7 +47,7 @@ def settings() -> str:
     rows = [
         "# Settings",
         "",
-        "All keys of `config.properties`, made from the code; [operations.md](operations.md#settings) explains torchere's.",
+        "All keys of `config.properties`. Those of torchere: [operations.md](operations.md#settings).",
         "",
         "| key | value | default | environment variable | note |",
         "| --- | --- | --- | --- | --- |",
@@ -74,7 +74,7 @@ def metrics() -> str:
     rows = [
         "# Metrics",
         "",
-        "torchere's metric families, made from the code; [operations.md](operations.md#metrics) has TorchServe's, too.",
+        "torchere's metrics; [operations.md](operations.md#metrics) has TorchServe's, too.",
         "",
     ]
     rows += ["| metric | type | labels | what |", "| --- | --- | --- | --- |"]

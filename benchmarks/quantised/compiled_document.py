@@ -21,17 +21,16 @@ Written by `python benchmarks/aoti.py --write-docs`; do not edit, but its text i
 `benchmarks/quantised/compiled_document.py`.
 
 The same fp32 model as `--format aoti --dynamic-batch 1:64` and as `--format torchscript`, with the server's
-settings of the allocator. Paddings are folded into convolutions in both. Models
-with convolutions or LSTMs have their weights packed for oneDNN while they are
-compiled (Inductor's freezing), which makes them faster. Other models are not frozen: with a free batch, freezing
-uses oneDNN's matrix multiplication for linear layers instead of MKL's, and that was 0.6 times as fast as
-TorchScript for one row of the MLP, and 0.7 times for eight of MiniLM, on a processor without VNNI. They are
-compiled twice, with MKL's multiplication and with Inductor's C++ templates, both are measured at batches 1
-and 8, and the templates are taken where they gain and are not slower at either by more than two equal builds
-differ. The processor decides as much as the model: without VNNI the encoder gained by the templates at both
-batches, MiniLM for one text and the MLP for eight rows; with VNNI and AVX-512 the library came out faster for
-both transformers, and the templates for the MLP, above all for one row. The column "layers by" says what was
-taken in this run.
+settings of the allocator. Paddings are folded into convolutions in both. Models with convolutions or LSTMs
+have their weights packed for oneDNN while they are compiled (Inductor's freezing), which makes them faster.
+Other models are not frozen: with a free batch, freezing uses oneDNN's matrix multiplication for linear
+layers instead of MKL's, and that was 0.6 times as fast as TorchScript for one row of the MLP, and 0.7 times
+for eight of MiniLM, on a processor without VNNI. They are compiled twice, with MKL's multiplication and
+with Inductor's C++ templates, both are measured at batches 1 and 8, and the templates are taken where they
+gain and are not slower at either by more than two equal builds differ. The processor decides as much as the
+model: without VNNI the encoder gained by the templates at both batches, MiniLM for one text and the MLP for
+eight rows; with VNNI and AVX-512 the library came out faster for both transformers, and the templates for
+the MLP, above all for one row. The column "layers by" says what was taken in this run.
 
 TorchScript is frozen, as it is in the file, and the goals are counted against that. `torchere archive` also
 measures what it gains by being [made for the processor](formats.md#torchscript-for-the-processor), and has

@@ -25,13 +25,13 @@ Written by `python benchmarks/quantization.py --write-docs`; do not edit, but it
 | method | what it does | needs |
 | --- | --- | --- |
 | `int8-dynamic` | linear, LSTM, GRU layers, large embeddings: weights in 8 bits | the eager model |
-| `int8-static` | convolutions, linear layers: weights and activations in 8 bits | the eager model, which `torch.fx` can trace; samples |
+| `int8-static` | convolutions, linear layers: weights, activations in 8 bits | a traceable model; samples |
 | `int8` | both of these; the faster one that agrees | samples, or only the first is tried |
 | `int8-trained` | takes a model as it is, and chooses the engine | QAT, or int8 TorchScript |
 | `int8-weight` | linear layers, embeddings: weights in 8 bits, products in bfloat16 | the eager model |
 | `int4-weight` | the same in 4 bits | the eager model; `--format export` or `aoti` |
 | `bf16` | weights and sums in bfloat16, float32 in and out | the eager model, a processor that has it |
-| `auto` | tries what suits; packs the fastest that agrees, or fp32 where none gains a tenth | the eager model; samples for the static methods |
+| `auto` | tries what suits; packs the fastest that agrees, or fp32 | samples, for static int8 |
 
 Dynamic int8 scales activations at each call. Static int8 takes their ranges from samples: some tens of
 inputs like real requests (`--max-samples`, 100 files of a folder by default); a model whose forward branches
@@ -93,21 +93,25 @@ fp32, and `keep` would load them into a class that is not quantised: both are re
 Whatever becomes of a model, the packed one is compared with the original before it is packed
 (`--no-verify` leaves that out), on `--samples`, or on the example without any. *Drift* is the root of the
 mean squared difference over the root of the mean square of the original's values: 0 means equal, 1
-means unrelated. Above `--max-drift` (0.001 for a format alone, 0.05 for bf16 and
-`int8-weight`, 0.25 for other int8 and int4) nothing
-is packed, with exit status 2. Neither is it when channels of an output that vary in the original have
-one and the same value in the packed model, which one figure over a whole output does not show: scores beside
-boxes that are 640 times as large may all be zero. The worst channel is reported with its own drift, measured by
-what varies in this channel; channels are the last dimension of an output, and dimension 1 of those with
-three or more. Nor when that counts for more than 1.6 times `--max-drift`: a channel that varies by less
-than a quarter of its size counts by that quarter, and the worst of many channels over few values is divided
-by how far it would be off by chance (by 3.0 for 1000 classes over 13 photographs). Nor when all values of the original's
-answer are not-a-number (NaN). An original that answers one input
-in two ways (dropout left on), or all samples alike, is reported. `--accept-drift` packs it all the same;
-`-f` only overwrites. The report is `MAR-INF/report.json` in the
-archive: differences, agreement of the first class, cosine, times at batch 1 and 8, sizes, memory, the
-engine and how it was chosen. It holds times, so two archives packed
-from the same files differ by it, and by what was chosen for its times.
+means unrelated. Nothing is packed, and the
+exit status is 2, if
+
+* the drift is above `--max-drift` (0.001 for a format alone, 0.05 for bf16 and `int8-weight`, 0.25 for other
+  int8 and int4);
+* a channel of an output varies in the original and has a single value in the packed model. One figure over
+  a whole output does not show that: scores beside boxes that are 640 times as large may all be zero;
+* the worst channel drifts by more than 1.6 times `--max-drift`. It is reported with its own drift, measured
+  by what varies in this channel; channels are the last dimension of an output, and dimension 1 of those
+  with three or more. A channel that varies by less than a quarter of its size counts by that quarter, and
+  the worst of many channels over few values is divided by how far it would be off by chance (by 3.0 for
+  1000 classes over 13 photographs);
+* all values of the original's answer are not-a-number (NaN).
+
+An original that answers one input in two ways (dropout left on), or all samples alike, is reported.
+`--accept-drift` packs the model all the same; `-f` only overwrites. The report is `MAR-INF/report.json` in
+the archive: differences, agreement of the first class, cosine, times at batch 1 and 8, sizes, memory, the
+engine and how it was chosen. It holds times, so two archives packed from the same files differ by it, and
+by what was chosen for its times.
 
 `torchere compare A.mar B.mar --data DIR --picture out.svg` compares the models of two archives in the
 same way.
@@ -127,10 +131,10 @@ engine that is fast in its first size alone is not chosen.
 A quantised model is timed beside the form in fp32 that would be packed instead: TorchScript, optimised for
 inference where that gains; an exported program for `--format export`; for `aoti` TorchScript, too, and the
 compiled program with `auto`. One that is not faster (geometric mean over the batches) is refused with what
-would help; `--accept-slower` packs it with a warning. What gains less than a tenth is packed, and a line says
-what would help. Mostly that is: `int8-dynamic` leaves convolutions in fp32; SiLU, GELU and the like stay in fp32
-between the int8 layers of TorchScript, and `--format aoti` compiles them together with these; an exported
-program computes in fp32 until it is compiled; small layers gain nothing in any way.
+would help; `--accept-slower` packs it with a warning. What gains less than a tenth is packed, and a line
+says what would help. Usual reasons: `int8-dynamic` leaves convolutions in fp32; SiLU, GELU and the like
+stay in fp32 between the int8 layers of TorchScript, and `--format aoti` compiles them together with these;
+an exported program computes in fp32 until it is compiled; small layers gain nothingin any way.
 """
 
 _LIMITS = """## What stays in fp32
