@@ -134,7 +134,7 @@ compiled program with `auto`. One that is not faster (geometric mean over the ba
 would help; `--accept-slower` packs it with a warning. What gains less than a tenth is packed, and a line
 says what would help. Usual reasons: `int8-dynamic` leaves convolutions in fp32; SiLU, GELU and the like
 stay in fp32 between the int8 layers of TorchScript, and `--format aoti` compiles them together with these;
-an exported program computes in fp32 until it is compiled; small layers gain nothingin any way.
+an exported program computes in fp32 until it is compiled; small layers gain nothing in any way.
 """
 
 _LIMITS = """## What stays in fp32

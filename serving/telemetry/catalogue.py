@@ -209,7 +209,7 @@ Family = Counter | Gauge | Histogram
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 KINDS = ("counter", "gauge", "histogram")
-# The default buckets of Prometheus's Java client, in the unit of the metric (contract: metrics).
+# The default buckets of Prometheus's Java client, in the unit of the metric, as in TorchServe.
 DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
 
