@@ -283,8 +283,9 @@ logger = logging.getLogger(__name__)
 
 # The precedence of the sources of a setting: a pure function of all sources.
 # TorchServe's precedence: the registration request, the archive's model config, the `models={...}` property,
-# the server's defaults. For timeouts, the model config comes first. The number of executors is that of the model config, else of the request; models loaded at
-# startup have no request, so it is that of `models={...}`, else the default.
+# the server's defaults. For timeouts, the model config comes first. The number of executors is that of the
+# model config, else of the request; models loaded at startup have no request, so it is that of
+# `models={...}`, else the default.
 
 # An archive with a model config that sets no timeout gets TorchServe's built-in default, not the server's: in
 # TorchServe, `default_response_timeout` does not apply to such a model, so it must not shorten the timeout
