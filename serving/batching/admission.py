@@ -28,45 +28,14 @@ from torchere.serving.errors import (
     Unavailable,
 )
 from torchere.serving.types import NO_DEADLINE, InferResponse
-from torchere.serving.workers.executor import BatchReport, ExecutorState, ExecutorStatus, Outage
+from torchere.serving.workers.executor import BatchReport, ExecutorState
+from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
 
 MIN_RETRY_S = 1.0  # as for a full queue
 LATE = "The deadline of the request passed before there was an answer."
 
 logger = logging.getLogger(__name__)
-
-
-class Pool(Protocol):
-    """The executors of one version, as the batcher sees them (`serving/workers/pool.py`)."""
-
-    @property
-    def free(self) -> int:
-        """The number of runs that may be submitted for idle executors."""
-
-    @property
-    def ahead(self) -> int:
-        """The number of full batches that may be submitted, including those ahead of a free executor."""
-
-    @property
-    def empty(self) -> int:
-        """The number of runs that may be submitted to run alone in their process."""
-
-    @property
-    def in_service(self) -> int:
-        """The number of executors that are ready, busy or not."""
-
-    def idle_ids(self) -> tuple[int, ...]:
-        """Return the executors that are in service and idle."""
-
-    def submit(self, run: Run) -> None:
-        """Run a batch; the caller has checked that there is room for it."""
-
-    def outage(self) -> Outage | None:
-        """Return the current outage; None while an executor is in service, or loads for the first time."""
-
-    def statuses(self) -> tuple[ExecutorStatus, ...]:
-        """Return a snapshot of every executor, oldest first."""
 
 
 class BatchObserver(Protocol):
@@ -161,7 +130,7 @@ class Admission(ABC):
     unread_limit_bytes = LEAST_LIMIT_BYTES  # of one streamed answer; see `unread_parts.py`
 
     def __init__(
-        self, pool: Pool, *, observer: BatchObserver, now: Callable[[], float], refusal: str
+        self, pool: WorkerPool, *, observer: BatchObserver, now: Callable[[], float], refusal: str
     ) -> None:
         self.quarantine = Quarantine(now=now)
         self._pool = pool

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from torchere.serving.batching.admission import Admission, BatchObserver, Pool
+from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.request import Request, alone
@@ -15,6 +15,7 @@ from torchere.serving.config.server_settings import BatchSettings
 from torchere.serving.errors import Cancelled, DeadlineExceeded, HandlerFailed, QueueFull, ServingError
 from torchere.serving.types import NO_DEADLINE
 from torchere.serving.workers.executor import BatchReport, Unfinished
+from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
 
 _NOT_RUN = (Cancelled, DeadlineExceeded)  # outcomes of requests that an executor skipped
@@ -26,7 +27,7 @@ class Batcher(Admission):
     def __init__(
         self,
         settings: BatchSettings,
-        pool: Pool,
+        pool: WorkerPool,
         *,
         observer: BatchObserver,
         now: Callable[[], float],

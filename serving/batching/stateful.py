@@ -16,13 +16,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from torchere.serving.batching.admission import Admission, BatchObserver, Pool
+from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import BatchSettings, SequenceHeaders, SequenceSettings
 from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
 from torchere.serving.workers.executor import BatchReport, ExecutorState, Outcome, Unfinished
+from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
 
 USUAL = SequenceHeaders()
@@ -164,7 +165,7 @@ class StatefulBatcher(Admission):
         self,
         settings: BatchSettings,
         sequences: SequenceSettings | None,
-        pool: Pool,
+        pool: WorkerPool,
         *,
         observer: BatchObserver,
         now: Callable[[], float],

@@ -140,9 +140,8 @@ class Stage:
         self.reports: list[tuple[int, float]] = []  # the size of each run, and its seconds in an executor
         self.counts: list[int] = []  # of runs in executors
         self.unread = 0
-        self.batcher = Batcher(
-            settings, self.pool, observer=self, now=lambda: self.now_s, refusal="no worker"
-        )
+        pool: Any = self.pool
+        self.batcher = Batcher(settings, pool, observer=self, now=lambda: self.now_s, refusal="no worker")
 
     def batches_running(self, batches: int, now_s: float) -> None:
         self.counts.append(batches)
