@@ -9,15 +9,14 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from torchere.handlers.metrics import MetricDeclaration
-from torchere.serving.batching.admission import Admission
+from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.config.server_settings import ModelSettings, Placement
 from torchere.serving.errors import LoadFailed
 from torchere.serving.store.package import StoredArchive
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import ModelKey
-from torchere.serving.workers.executor import BatchReport, ExecutorState
+from torchere.serving.workers.executor import ExecutorState
 from torchere.serving.workers.pool import WorkerPool
-from torchere.serving.workers.run import Run
 
 
 class VersionState(Enum):
@@ -200,21 +199,12 @@ def scaled_target(size: int, min_executors: int, max_executors: int) -> int:
     return min(max(size, min_executors), max_executors)
 
 
-class VersionObserver(Protocol):
+class VersionObserver(BatchObserver, Protocol):
     """Observer of one version. Called on the event loop."""
 
     @property
     def meter(self) -> VersionNumbers:
         """The request counters of the version."""
-
-    def batches_running(self, batches: int, now_s: float) -> None:
-        """Record that executors now hold, or were sent, `batches` batches."""
-
-    def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
-        """Record a finished run; `executor_s` is the time in seconds since a lane began it."""
-
-    def left_unread(self) -> None:
-        """Record a streamed response that was aborted because its client read too slowly."""
 
     def executor_loaded(self, executor_id: int, load_s: float) -> None:
         """Record that an executor is ready, `load_s` seconds after its start."""
