@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from torchere.handlers.metrics import MetricSample
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.telemetry.catalogue import Families, Family, check_names, updater
 from torchere.serving.telemetry.declared import HOSTNAME, OWN_PREFIX, DeclaredMetric
@@ -24,52 +25,13 @@ _UNDECLARED = "the metrics configuration does not declare it, and model_metrics_
 Dimensions = tuple[tuple[str, str], ...]
 
 
-class HandlerSample(Protocol):
-    """One value that a handler reported."""
-
-    @property
-    def name(self) -> str:
-        """The name of the metric."""
-
-    @property
-    def value(self) -> float:
-        """The value to add (counter), to set (gauge) or to observe (histogram)."""
-
-    @property
-    def unit(self) -> str:
-        """The unit, used for the help text of an undeclared metric."""
-
-    @property
-    def metric_type(self) -> str:
-        """One of `counter`, `gauge`, `histogram`; used for undeclared metrics only."""
-
-    @property
-    def dimensions(self) -> Dimensions:
-        """The names and values of the labels."""
-
-    @property
-    def request_ids(self) -> Sequence[str]:
-        """The ids of the requests that the value belongs to, for the log line."""
-
-
-class _OwnSample(NamedTuple):
-    """A `HandlerSample` for a value that the server itself measures."""
-
-    name: str
-    value: float
-    unit: str
-    metric_type: str
-    dimensions: Dimensions
-    request_ids: Sequence[str]
-
-
 Report: TypeAlias = Callable[[float, Sequence[str]], None]  # (value, request ids for the log line)
 
 
 class _Child(NamedTuple):
     """One combination of label values of a metric."""
 
-    update: Callable[[HandlerSample], None]
+    update: Callable[[MetricSample], None]
     show: Callable[[float], None] | None  # None: values are logged
     values: tuple[str, ...]  # of all labels, in declared order
     model: str | None  # the value of the dimension `ModelName`
@@ -110,7 +72,7 @@ class HandlerMetrics:
         for metric in declared.values():
             self._declare(metric)
 
-    def record(self, samples: Iterable[HandlerSample]) -> None:
+    def record(self, samples: Iterable[MetricSample]) -> None:
         """Record the samples of one batch; drop invalid samples, and log the first of each metric name."""
         with self._lock:
             for sample in samples:
@@ -132,7 +94,7 @@ class HandlerMetrics:
         The function does nothing if the metric is not recorded. Do not call it after `forget` for the model
         in `dimensions`.
         """
-        sample = _OwnSample(name, 0.0, unit, "gauge", dimensions, ())
+        sample = MetricSample(name, 0.0, unit, "gauge", dimensions, ())
         with self._lock:
             try:
                 child = self._child(sample)
@@ -141,7 +103,7 @@ class HandlerMetrics:
                 return _ignore
         show = child.show
         if show is None:
-            return lambda value, ids: child.update(sample._replace(value=value, request_ids=ids))
+            return lambda value, ids: child.update(sample._replace(value=value, request_ids=tuple(ids)))
         return lambda value, ids: show(value)
 
     def forget(self, model: str) -> None:
@@ -155,7 +117,7 @@ class HandlerMetrics:
                     if known.family is not None:
                         known.family.remove(*child.values)
 
-    def _child(self, sample: HandlerSample) -> _Child:
+    def _child(self, sample: MetricSample) -> _Child:
         known = self._known.get(sample.name) or self._detected(sample)
         child = known.children.get(sample.dimensions)
         if child is None:
@@ -181,12 +143,10 @@ class HandlerMetrics:
         update = updater(known.family.labels(*shown))
         return _Child(lambda sample: update(sample.value), update, shown, model)
 
-    def _write(
-        self, metric: DeclaredMetric, labels: Sequence[tuple[str, str]], sample: HandlerSample
-    ) -> None:
+    def _write(self, metric: DeclaredMetric, labels: Sequence[tuple[str, str]], sample: MetricSample) -> None:
         self._log.write(metric.name, metric.unit, sample.value, labels, sample.request_ids)
 
-    def _detected(self, sample: HandlerSample) -> _Known:
+    def _detected(self, sample: MetricSample) -> _Known:
         if not self._auto_detect:
             raise ValueError(_UNDECLARED)
         if len(self._known) >= MAX_FAMILIES:

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from torchere.handlers.metrics import MetricDeclaration
+from torchere.handlers.metrics import MetricDeclaration, MetricSample
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.errors import ServingError
 from torchere.serving.telemetry import catalogue, torchserve
 from torchere.serving.telemetry.catalogue import Families, Reserved
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
-from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample, Report
+from torchere.serving.telemetry.handler_metrics import HandlerMetrics, Report
 from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, executors_of
 from torchere.serving.telemetry.numbers import (
     TOO_LARGE,
@@ -171,7 +171,7 @@ class Metrics:
         """Count a request that was rejected because its body is too large."""
         self._numbers.refused[TOO_LARGE] += 1
 
-    def handler_metrics(self, samples: Iterable[HandlerSample]) -> None:
+    def handler_metrics(self, samples: Iterable[MetricSample]) -> None:
         """Record the values that a handler reported through `context.metrics` in one batch."""
         self._of_handlers.record(samples)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchere.handlers.metrics import MetricSample
 from torchere.serving.access.client_limits import ClientLimits, Quota
 from torchere.serving.batching.request import Request as Prediction
 from torchere.serving.errors import (
@@ -37,13 +38,14 @@ class Request(NamedTuple):
     dequeued_s: float = 0.0
 
 
-class Sample(NamedTuple):
-    name: str
-    value: float
-    unit: str = "Count"
-    metric_type: str = "counter"
-    dimensions: tuple[tuple[str, str], ...] = (("ModelName", "m"), ("Level", "Model"))
-    request_ids: tuple[str, ...] = ()
+def reported(
+    name: str,
+    value: float,
+    unit: str = "Count",
+    metric_type: str = "counter",
+    dimensions: tuple[tuple[str, str], ...] = (("ModelName", "m"), ("Level", "Model")),
+) -> MetricSample:
+    return MetricSample(name, value, unit, metric_type, dimensions, ())
 
 
 def lines(metrics, name):
@@ -275,11 +277,11 @@ def test_load_and_readiness_are_asked_for_when_someone_looks(metrics):
 def test_with_auto_detection_handlers_report_under_any_name_by_type(metrics):
     metrics.handler_metrics(
         [
-            Sample("HandlerTime", 1.04, "ms", "gauge"),
-            Sample("Seen", 1),
-            Sample("Seen", 2),
-            Sample("Size", 5, "Megabytes", "gauge"),
-            Sample("Score", 0.3, "unit", "histogram"),
+            reported("HandlerTime", 1.04, "ms", "gauge"),
+            reported("Seen", 1),
+            reported("Seen", 2),
+            reported("Size", 5, "Megabytes", "gauge"),
+            reported("Score", 0.3, "unit", "histogram"),
         ]
     )
     labels = '{ModelName="m",Level="Model",Hostname="vm",}'
@@ -293,40 +295,40 @@ def test_with_auto_detection_handlers_report_under_any_name_by_type(metrics):
 @pytest.mark.parametrize(
     "sample",
     [
-        Sample("bad name", 1),
-        Sample("", 1),
-        Sample("x" + "é", 1),
-        Sample("Odd", 1, metric_type="summary"),
-        Sample("Odd", 1, dimensions=(("bad label", "x"),)),
-        Sample("Odd", 1, dimensions=(("__reserved", "x"),)),
-        Sample("Known", math.nan),
-        Sample("Known", math.inf),
-        Sample("torchere_own", 1),
-        Sample("Known", 1, dimensions=(("Other", "x"),)),
-        Sample("Known", -1),
-        Sample("Requests2XX", 1),
-        Sample("torchere_batch_size", 1),
-        Sample("ts_inference_requests_total", 1),
-        Sample("CPUUtilization", 1),
+        reported("bad name", 1),
+        reported("", 1),
+        reported("x" + "é", 1),
+        reported("Odd", 1, metric_type="summary"),
+        reported("Odd", 1, dimensions=(("bad label", "x"),)),
+        reported("Odd", 1, dimensions=(("__reserved", "x"),)),
+        reported("Known", math.nan),
+        reported("Known", math.inf),
+        reported("torchere_own", 1),
+        reported("Known", 1, dimensions=(("Other", "x"),)),
+        reported("Known", -1),
+        reported("Requests2XX", 1),
+        reported("torchere_batch_size", 1),
+        reported("ts_inference_requests_total", 1),
+        reported("CPUUtilization", 1),
     ],
 )
 def test_what_can_not_be_recorded_is_dropped_with_one_warning(metrics, caplog, sample):
-    metrics.handler_metrics([Sample("Known", 1)])
+    metrics.handler_metrics([reported("Known", 1)])
     before = metrics.exposition({"Known", "Requests2XX", "torchere_batch_size_count"})
-    metrics.handler_metrics([sample, sample, Sample("Known", 0)])
+    metrics.handler_metrics([sample, sample, reported("Known", 0)])
     assert metrics.exposition({"Known", "Requests2XX", "torchere_batch_size_count"}) == before
     assert len([record for record in caplog.records if "is dropped" in record.getMessage()]) == 1
 
 
 def test_handlers_can_not_invent_names_without_end(metrics, monkeypatch):
     monkeypatch.setattr(bounds, "MAX_FAMILIES", 5)
-    metrics.handler_metrics([Sample(f"Name{i}", 1) for i in range(20)])
+    metrics.handler_metrics([reported(f"Name{i}", 1) for i in range(20)])
     assert len(lines(metrics, "Name")) == 3  # two of the five are the built-in ones
 
 
 def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch):
     monkeypatch.setattr(bounds, "MAX_LABEL_SETS", 5)
-    metrics.handler_metrics([Sample("Name", 1, dimensions=(("user", str(i)),)) for i in range(20)])
+    metrics.handler_metrics([reported("Name", 1, dimensions=(("user", str(i)),)) for i in range(20)])
     assert len(lines(metrics, "Name{")) == 5
 
 
@@ -334,24 +336,24 @@ def test_handlers_can_not_invent_series_of_many_names_without_end(metrics, monke
     monkeypatch.setattr(bounds, "MAX_SERIES", 8)
     metrics.handler_metrics(
         [
-            Sample(f"Name{i}", 1, dimensions=(("ModelName", "m"), ("user", str(j))))
+            reported(f"Name{i}", 1, dimensions=(("ModelName", "m"), ("user", str(j))))
             for i in range(3)
             for j in range(4)
         ]
     )
     assert len(lines(metrics, "Name")) == 8
     metrics._of_handlers.forget("m")
-    metrics.handler_metrics([Sample("Name0", 1, dimensions=(("ModelName", "m"), ("user", "another")))])
+    metrics.handler_metrics([reported("Name0", 1, dimensions=(("ModelName", "m"), ("user", "another")))])
     assert len(lines(metrics, "Name")) == 1
 
 
 @pytest.mark.parametrize(
     "sample",
     [
-        Sample("N" * 2000, 1),
-        Sample("Name", 1, unit="u" * 2000),
-        Sample("Name", 1, dimensions=(("user", "v" * 2000),)),
-        Sample("Name", 1, dimensions=(("l" * 2000, "v"),)),
+        reported("N" * 2000, 1),
+        reported("Name", 1, unit="u" * 2000),
+        reported("Name", 1, dimensions=(("user", "v" * 2000),)),
+        reported("Name", 1, dimensions=(("l" * 2000, "v"),)),
     ],
 )
 def test_long_texts_of_handlers_are_not_kept(metrics, caplog, sample):
@@ -366,7 +368,7 @@ def test_long_texts_of_handlers_are_not_kept(metrics, caplog, sample):
 @given(
     st.lists(
         st.builds(
-            Sample,
+            reported,
             st.text(max_size=8),
             st.floats(),
             st.text(max_size=8),
@@ -390,7 +392,7 @@ def test_a_version_that_is_gone_leaves_nothing_behind(metrics, shown, answer, ba
         batch(meter)
         metrics.executor_loaded(meter, 9000, 1)
         metrics.show(meter, VersionLoad)
-    metrics.handler_metrics([Sample("Seen", 1, dimensions=(("ModelName", "noop"),))])
+    metrics.handler_metrics([reported("Seen", 1, dimensions=(("ModelName", "noop"),))])
     metrics.forget(meters[0], was_last=False)
     text = metrics.exposition()
     assert '"1.0"' not in text.replace('le="1.0"', "")
@@ -417,7 +419,7 @@ def test_the_end_of_a_version_leaves_a_new_one_of_the_same_name_alone(metrics, s
 def test_reports_of_handlers_from_many_threads_add_up(metrics):
     def work():
         for _ in range(500):
-            metrics.handler_metrics([Sample("Seen", 1)])
+            metrics.handler_metrics([reported("Seen", 1)])
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
