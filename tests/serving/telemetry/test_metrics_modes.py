@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from torchere.handlers.metrics import MetricSample
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, parse_metrics_config
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.torchserve import close_metric_files, metric_line, open_metric_files
@@ -25,10 +26,8 @@ model_metrics:
 """
 
 
-class Sample:
-    def __init__(self, name, value=1.0, kind="gauge", dimensions=(("ModelName", "m"), ("Level", "Model"))):
-        self.name, self.value, self.metric_type, self.dimensions = name, value, kind, dimensions
-        self.unit, self.request_ids = "Count", ("r1", "r2")
+def reported(name, value=1.0, kind="gauge", dimensions=(("ModelName", "m"), ("Level", "Model"))):
+    return MetricSample(name, value, "Count", kind, dimensions, ("r1", "r2"))
 
 
 def work(metrics, answer, batch):
@@ -50,7 +49,7 @@ def test_a_file_decides_which_metrics_there_are_and_how_their_labels_are_called(
     metrics = Metrics("vm", config=parse_metrics_config(FILE))
     meter = work(metrics, answer, batch)
     meter.accepted(named=False)
-    metrics.handler_metrics([Sample("Words", 2.0), Sample("Words", 3.0)])
+    metrics.handler_metrics([reported("Words", 2.0), reported("Words", 3.0)])
     found = shown(metrics)
     assert {line for line in found if "_bucket" not in line} == {
         'Requests2XX{level="Host",host="vm",} 1.0',
@@ -69,7 +68,7 @@ def test_a_file_decides_which_metrics_there_are_and_how_their_labels_are_called(
 
 def test_a_handler_metric_that_is_not_declared_is_dropped(caplog):
     metrics = Metrics("vm")
-    metrics.handler_metrics([Sample("Words"), Sample("Words"), Sample("HandlerTime", 4.0)])
+    metrics.handler_metrics([reported("Words"), reported("Words"), reported("HandlerTime", 4.0)])
     assert shown(metrics) >= {'HandlerTime{ModelName="m",Level="Model",Hostname="vm",} 4.0'}
     assert "Words" not in metrics.exposition()
     assert caplog.text.count("model_metrics_auto_detect is false") == 1
@@ -77,7 +76,7 @@ def test_a_handler_metric_that_is_not_declared_is_dropped(caplog):
 
 def test_a_handler_metric_with_other_dimensions_than_declared_is_dropped(caplog):
     metrics = Metrics("vm")
-    metrics.handler_metrics([Sample("HandlerTime", dimensions=(("ModelName", "m"),))])
+    metrics.handler_metrics([reported("HandlerTime", dimensions=(("ModelName", "m"),))])
     assert "HandlerTime{" not in metrics.exposition()
     assert "it has the dimensions ['ModelName'], expected ['ModelName', 'Level']" in caplog.text
 
@@ -115,7 +114,7 @@ def logged(folder, name):
 def test_in_log_mode_every_update_is_a_line_and_nothing_is_shown(files, answer, batch):
     metrics = Metrics("vm", mode="log")
     meter = work(metrics, answer, batch)
-    metrics.handler_metrics([Sample("HandlerTime", 11.5), Sample("Dropped")])
+    metrics.handler_metrics([reported("HandlerTime", 11.5), reported("Dropped")])
     host, model = "#Level:Host|#hostname:vm,timestamp:0", "model_name:m,model_version:default"
     assert logged(files, "ts_metrics.log") == [
         f"Requests2XX.Count:1.0|{host}",
@@ -157,7 +156,7 @@ def test_in_prometheus_mode_nothing_is_logged(files, answer, batch):
 
 def test_in_log_mode_a_new_name_is_logged_with_auto_detection(files):
     metrics = Metrics("vm", mode="log", config=built_in_config(), auto_detect=True)
-    metrics.handler_metrics([Sample("Words", 2.0, "counter")])
+    metrics.handler_metrics([reported("Words", 2.0, "counter")])
     assert logged(files, "model_metrics.log") == [
         "Words.Count:2.0|#ModelName:m,Level:Model|#hostname:vm,requestID:r1,r2,timestamp:0"
     ]
