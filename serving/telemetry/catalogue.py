@@ -224,33 +224,20 @@ class Families:
         self.declared: dict[str, str] = {}  # the library's name of a counter -> its declared name
 
     def declare(self, kind: str, name: str, unit: str, labels: Sequence[str]) -> Family:
-        """Declare a family of one of `KINDS`; raises as `counter` and `check_names` do."""
-        check_names(kind, name, labels)
-        if kind == "counter":
-            return self.counter(name, unit, labels)
-        if kind == "gauge":
-            return self.gauge(name, unit, labels)
-        return self.histogram(name, unit, labels)
-
-    def counter(self, name: str, unit: str, labels: Sequence[str]) -> Counter:
-        """Declare a counter.
+        """Declare a family of one of `KINDS`.
 
         Raises:
-            ValueError: the name or a label is not allowed, or the name is declared already.
+            ValueError: the kind, the name or a label is not allowed, or the name is declared already.
         """
-        counter = Counter(name, help_text("counter", unit), labels, registry=self.registry)
-        self.declared[name.removesuffix("_total")] = name
-        return counter
-
-    def gauge(self, name: str, unit: str, labels: Sequence[str]) -> Gauge:
-        """Declare a gauge; raises as `counter` does."""
-        return Gauge(name, help_text("gauge", unit), labels, registry=self.registry)
-
-    def histogram(
-        self, name: str, unit: str, labels: Sequence[str], buckets: Sequence[float] = DEFAULT_BUCKETS
-    ) -> Histogram:
-        """Declare a histogram; raises as `counter` does."""
-        return Histogram(name, help_text("histogram", unit), labels, registry=self.registry, buckets=buckets)
+        check_names(kind, name, labels)
+        text = help_text(kind, unit)
+        if kind == "counter":
+            counter = Counter(name, text, labels, registry=self.registry)
+            self.declared[name.removesuffix("_total")] = name
+            return counter
+        if kind == "gauge":
+            return Gauge(name, text, labels, registry=self.registry)
+        return Histogram(name, text, labels, registry=self.registry, buckets=DEFAULT_BUCKETS)
 
 
 class Reserved(Collector):

@@ -4,7 +4,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import Metric
+from prometheus_client import Histogram, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from torchere.serving.telemetry.catalogue import Families
@@ -48,8 +48,8 @@ def shown(families, names=()):
 
 
 def test_a_counter_keeps_the_name_it_was_declared_with(families):
-    families.counter("Requests2XX", "Count", ("Level", "Hostname")).labels("Host", "vm").inc(3)
-    families.counter("ts_inference_requests_total", "Count", ("model_name",)).labels("m").inc()
+    families.declare("counter", "Requests2XX", "Count", ("Level", "Hostname")).labels("Host", "vm").inc(3)
+    families.declare("counter", "ts_inference_requests_total", "Count", ("model_name",)).labels("m").inc()
     assert shown(families) == (
         "# HELP Requests2XX Torchserve prometheus counter metric with unit: Count\n"
         "# TYPE Requests2XX counter\n"
@@ -61,7 +61,7 @@ def test_a_counter_keeps_the_name_it_was_declared_with(families):
 
 
 def test_a_family_without_samples_has_its_two_lines(families):
-    families.gauge("GPUUtilization", "Percent", ("DeviceId",))
+    families.declare("gauge", "GPUUtilization", "Percent", ("DeviceId",))
     assert shown(families) == (
         "# HELP GPUUtilization Torchserve prometheus gauge metric with unit: Percent\n"
         "# TYPE GPUUtilization gauge\n"
@@ -69,12 +69,12 @@ def test_a_family_without_samples_has_its_two_lines(families):
 
 
 def test_a_sample_without_labels_has_no_braces(families):
-    families.gauge("plain", "Count", ()).set(1)
+    families.declare("gauge", "plain", "Count", ()).set(1)
     assert shown(families).splitlines()[-1] == "plain 1.0"
 
 
 def test_a_histogram_has_buckets_count_and_sum(families):
-    families.histogram("Sizes", "Count", ("m",), (1, 2)).labels("x").observe(2)
+    Histogram("Sizes", "", ("m",), registry=families.registry, buckets=(1, 2)).labels("x").observe(2)
     assert shown(families).splitlines()[2:] == [
         'Sizes_bucket{m="x",le="1.0",} 0.0',
         'Sizes_bucket{m="x",le="2.0",} 1.0',
@@ -85,20 +85,20 @@ def test_a_histogram_has_buckets_count_and_sum(families):
 
 
 def test_label_values_are_escaped(families):
-    families.gauge("g", "Count", ("m",)).labels('a"b\\c\nd').set(1)
+    families.declare("gauge", "g", "Count", ("m",)).labels('a"b\\c\nd').set(1)
     assert shown(families).splitlines()[-1] == r'g{m="a\"b\\c\nd",} 1.0'
 
 
 def test_names_pick_samples_and_drop_the_rest(families):
-    families.gauge("a", "Count", ()).set(1)
-    families.histogram("b", "Count", (), (1,)).observe(1)
+    families.declare("gauge", "a", "Count", ()).set(1)
+    families.declare("histogram", "b", "Count", ()).observe(1)
     assert [line.split()[0] for line in shown(families, {"b_sum"}).splitlines()] == ["#", "#", "b_sum"]
     assert shown(families, {"nothing"}) == ""
 
 
 def test_prometheus_can_read_it(families):
-    families.counter("c_total", "Count", ("m",)).labels("a, b").inc()
-    families.histogram("h", "Count", ("m",)).labels("x").observe(0.3)
+    families.declare("counter", "c_total", "Count", ("m",)).labels("a, b").inc()
+    families.declare("histogram", "h", "Count", ("m",)).labels("x").observe(0.3)
     found = {family.name: family for family in text_string_to_metric_families(shown(families))}
     assert found["c"].samples[0].labels == {"m": "a, b"}
     assert found["h"].type == "histogram"
