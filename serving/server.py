@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
@@ -47,11 +48,13 @@ from torchere.serving.process.signals import ending_signals
 from torchere.serving.registry.registry import Registry
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, read_metrics_config
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.predictions import Tracing
 from torchere.serving.telemetry.scrape import Extent
 from torchere.serving.telemetry.torchserve import close_metric_files, open_metric_files
 from torchere.serving.workers.fork_client import Spawned
 from torchere.serving.workers.sandbox import announce as announce_sandbox
+
+if TYPE_CHECKING:
+    from torchere.serving.telemetry.tracing import SpanMaker
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +337,7 @@ def _about_keys(settings: ServerSettings) -> str:
     return f"{settings.key_file.absolute()} (good for {settings.token_expiration_min:g} min)"
 
 
-def open_tracing(version: str) -> Tracing:
+def open_tracing(version: str) -> SpanMaker:
     """Return a span maker that exports spans as OpenTelemetry's environment variables configure.
 
     Raises:

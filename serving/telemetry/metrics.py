@@ -12,7 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torchere.handlers.metrics import MetricDeclaration, MetricSample
 from torchere.serving.config.server_settings import MetricsMode
@@ -30,11 +30,14 @@ from torchere.serving.telemetry.numbers import (
     VersionSnapshot,
     refusal_reason,
 )
-from torchere.serving.telemetry.predictions import Predicted, Tracing
+from torchere.serving.telemetry.predictions import Predicted
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S
 from torchere.serving.telemetry.scrape import ClientNumbers, Exposure, Extent, States
 from torchere.serving.telemetry.torchserve import ServerMetrics
+
+if TYPE_CHECKING:  # imports OpenTelemetry, which is optional
+    from torchere.serving.telemetry.tracing import SpanMaker
 
 PREDICTION_TIME = "PredictionTime"
 VERSIONS_A_TURN = 16  # a snapshot of them blocks the event loop for 1 ms at most
@@ -74,7 +77,7 @@ class Metrics:
         config: MetricsConfig | None = None,
         auto_detect: bool = False,
         extent: Extent = Extent(),  # noqa: B008 - immutable
-        tracing: Tracing | None = None,
+        tracing: SpanMaker | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = hostname or socket.gethostname()
@@ -88,7 +91,7 @@ class Metrics:
         self._extent = extent
         self._now = now
         self._families = families = Families()
-        self._server = server = ServerMetrics(config.server, families, self._host, mode, torchserve.PLAIN)
+        self._server = server = ServerMetrics(config.server, families, self._host, mode)
         self.system = SystemMetrics(server)
         self._numbers = ServerNumbers()
         self._updates = torchserve.Updates(self._numbers, server)
@@ -331,7 +334,7 @@ class _BatchSpans(Listener):
 
     wants_ids = True
 
-    def __init__(self, tracing: Tracing) -> None:
+    def __init__(self, tracing: SpanMaker) -> None:
         self._tracing = tracing
 
     def batch_finished(

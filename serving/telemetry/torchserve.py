@@ -117,13 +117,7 @@ def _labels(version: VersionNumbers, named: bool) -> tuple[str, str]:
 
 
 # The metrics that `metrics_mode=legacy` exposes; it logs all others. `log` exposes none and logs all.
-LEGACY_METRICS = frozenset(
-    {
-        "ts_inference_requests_total",
-        "ts_inference_latency_microseconds",
-        "ts_queue_latency_microseconds",
-    }
-)
+LEGACY_METRICS = frozenset({REQUESTS, LATENCY, QUEUE_LATENCY})
 Update = Callable[[float], None]
 
 
@@ -140,7 +134,6 @@ class ServerMetrics:
         families: declares the exposed metrics in the registry.
         hostname: the last label value of every metric.
         mode: decides which metrics are exposed and which are logged.
-        plain: types by name; a metric declared with this type is rendered from counters.
     """
 
     def __init__(
@@ -149,7 +142,6 @@ class ServerMetrics:
         families: Families,
         hostname: str,
         mode: MetricsMode,
-        plain: Mapping[str, str],
     ) -> None:
         self._declared = declared
         self._hostname = hostname
@@ -159,7 +151,7 @@ class ServerMetrics:
         for metric in declared.values():
             if is_logged(metric.name, mode):
                 continue
-            if plain.get(metric.name) == metric.kind:
+            if PLAIN.get(metric.name) == metric.kind:
                 self.plain[metric.name] = metric
             else:
                 self._families[metric.name] = families.declare(

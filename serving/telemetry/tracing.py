@@ -31,7 +31,7 @@ CLOSE_S = 10.0
 
 
 class SpanMaker:
-    """Implements `Tracing` (see `predictions.py`) for one server. Call it on the event loop only.
+    """Creates the spans of one server. Call it on the event loop only.
 
     Args:
         provider: receives the spans; `exporting_provider` returns one that sends them to a collector.

@@ -61,7 +61,8 @@ def test_busy_seconds_are_those_of_batches_that_executors_have(metrics):
 def test_the_span_of_a_batch_gets_its_requests_and_how_many_wait():
     spans = []
     batch = lambda *said, succeeded: spans.append((*said, succeeded))  # noqa: E731 - one use
-    metrics = Metrics("vm", tracing=SimpleNamespace(batch=batch))
+    tracing: Any = SimpleNamespace(batch=batch)
+    metrics = Metrics("vm", tracing=tracing)
     finish(metrics, [DONE, HandlerFailed("x")])
     finish(metrics, [HandlerFailed("x")])
     assert spans == [("m", "1.0", ["r0", "r1"], 2, 2.0, True), ("m", "1.0", ["r0"], 2, 2.0, False)]
