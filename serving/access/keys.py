@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, TypeAlias
 
 from torchere.serving.access.fixed_keys import FixedKeys
 from torchere.serving.access.identity import ANONYMOUS, REFUSED, Identity, Role, bearer_key, is_before
@@ -170,30 +170,10 @@ def _write_private(path: Path, text: str) -> None:
         ) from err
 
 
-class Keys(Protocol):
-    """The keys and certificates of clients, as the frontends use them."""
-
-    def authorize(self, role: Role, authorization: str | None, subjects: Sequence[str] = ()) -> Identity:
-        """Return the identity of the client that has a role.
-
-        Args:
-            role: the role that the call needs.
-            authorization: the `Authorization` header.
-            subjects: the names in the client's certificate; see `subjects_of`.
-
-        Raises:
-            Unauthorized: the key is missing, wrong or expired, and the certificate is not one with this role.
-        """
-
-    def renew(self, wanted: str | None, authorization: str | None) -> None:
-        """Replace the key of the kind `wanted` if the header contains the API key.
-
-        Raises:
-            Unauthorized: the API key is missing or wrong, or the kind does not exist.
-        """
+Keys: TypeAlias = KeyRing | FixedKeys
 
 
-def keys_of(settings: ServerSettings) -> KeyRing | FixedKeys | None:
+def keys_of(settings: ServerSettings) -> Keys | None:
     """Return the configured keys; None if every client may call.
 
     Raises:
