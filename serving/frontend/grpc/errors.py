@@ -24,7 +24,6 @@ _HTTP = "org.pytorch.serve.http."
 INTERNAL_SERVER = f"{_HTTP}InternalServerException"
 BAD_REQUEST = f"{_HTTP}BadRequestException"
 DOMAIN = "torchere"  # of the reasons in `ErrorInfo`
-UNAUTHORIZED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 
 
 class Failure(NamedTuple):
@@ -128,11 +127,6 @@ def failure(error: e.ServingError, table: Table) -> Failure:
     code, reason = next(table[cls] for cls in type(error).__mro__ if cls in table)
     message = "Model API disabled" if isinstance(error, e.NotAllowed) else error.message
     return Failure(code, message, reason, error.code, error.retry_after_s)
-
-
-def unauthorized() -> Failure:
-    """Return the gRPC status for a call without a valid key."""
-    return Failure(StatusCode.PERMISSION_DENIED, UNAUTHORIZED, "", e.Unauthorized.code)
 
 
 def of_http(status: int) -> StatusCode:

@@ -19,7 +19,7 @@ from torchere.serving.frontend.authorisation import API_KEY, HEALTH_ROUTES, grpc
 from torchere.serving.frontend.budgets import KEY_FREE_MESSAGE_BYTES
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
-from torchere.serving.frontend.grpc.errors import MANAGEMENT, Table, failure, unauthorized
+from torchere.serving.frontend.grpc.errors import MANAGEMENT, Table, failure
 from torchere.serving.frontend.grpc.fields import counted
 from torchere.serving.frontend.grpc.streams import (
     Streaming,
@@ -169,8 +169,7 @@ def dispatcher(
         elif (error := _refusal(stream, keys, role := roles.get(head.path, port), limits)) is not None:
             metrics.refused(error)
             audit(stream, "PERMISSION_DENIED")
-            failed = unauthorized() if isinstance(error, Unauthorized) else failure(error, MANAGEMENT)
-            stream.end(*failed.trailers())
+            stream.end(*failure(error, MANAGEMENT).trailers())
         elif head.path in changing and not may_change(stream.client):
             audit(stream, "PERMISSION_DENIED")
             stream.end(StatusCode.PERMISSION_DENIED, _UNMANAGED)

@@ -12,7 +12,7 @@ import pytest
 
 from torchere.archiver.signature import Signature
 from torchere.serving.access.client_limits import ClientLimits
-from torchere.serving.access.identity import Identity, Role
+from torchere.serving.access.identity import REFUSED, Identity, Role
 from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Limits, ModelSettings, ServerSettings
@@ -228,7 +228,7 @@ class FakeKeys:
 
     def authorize(self, role: Role, authorization: str | None, subjects: Sequence[str] = ()) -> Identity:
         if authorization != f"Bearer {role}":
-            raise Unauthorized("refused")
+            raise Unauthorized(REFUSED)
         return Identity(f"{role} client", frozenset({role}))
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
