@@ -36,7 +36,7 @@ from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
 from torchere.serving.frontend.rest.listener import DeferredApp, build_after
 from torchere.serving.frontend.rest.server import RestServer, listener_of, listeners
-from torchere.serving.frontend.services import CorsHeaders, Services, budgets_of
+from torchere.serving.frontend.services import Services, budgets_of
 from torchere.serving.frontend.summary import Caller, started_models, summary
 from torchere.serving.io.addresses import refuse_taken, said_plainly
 from torchere.serving.logs.access_lines import access_log
@@ -121,9 +121,7 @@ class Server:
         self._metrics.watch_budgets(lambda: budgets.held_bytes, budgets.refused)
         if client_limits is not None:
             self._metrics.watch_clients(client_limits.tallies)
-        services = Services(
-            settings, self._metrics, keys, __version__, _cors(settings), budgets, certificates, client_limits
-        )
+        services = Services(settings, self._metrics, keys, __version__, budgets, certificates, client_limits)
         self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
         try:
             wanted = await self._registry.wanted_at_startup()
@@ -386,12 +384,6 @@ def _metrics_config(settings: ServerSettings) -> MetricsConfig:
     except MetricsCacheError as err:
         logger.error("Failed to load metrics configuration: %s: %s", type(err).__name__, err)
         return MetricsConfig()
-
-
-def _cors(settings: ServerSettings) -> CorsHeaders:
-    return CorsHeaders(
-        settings.cors_allowed_origin, settings.cors_allowed_methods, settings.cors_allowed_headers
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Services shared by all listeners: settings, metrics, keys, CORS headers, limits, certificates."""
+"""Services shared by all listeners: settings, metrics, keys, limits, certificates."""
 
 from __future__ import annotations
 
@@ -19,15 +19,6 @@ MEMORY_SHARE = 4  # unfinished requests may hold at most 1/MEMORY_SHARE of the m
 
 
 @dataclass(frozen=True, slots=True)
-class CorsHeaders:
-    """Values of the three `Access-Control-Allow-*` headers; "" leaves one out."""
-
-    origin: str = ""
-    methods: str = ""
-    headers: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Services:
     """Everything a frontend uses that is neither data plane nor control plane."""
 
@@ -35,7 +26,6 @@ class Services:
     metrics: Metrics
     keys: Keys | None = None  # None: token authorisation is off
     server_version: str = "0"
-    cors: CorsHeaders = field(default_factory=CorsHeaders)
     budgets: Budgets = field(default_factory=Budgets)
     certificates: Certificates | None = None  # of every listener with TLS
     client_limits: ClientLimits | None = None  # None: clients are not told apart

@@ -104,7 +104,7 @@ class Listener:
         )
         self.limits = settings.limits
         self.budgets = services.budgets
-        self.cors = cors_headers(services.cors)
+        self.cors = cors_headers(settings)
         self.server_timing = settings.server_timing
         self.adds_headers = bool(self.cors or self.server_timing)  # to answers of handlers
         self.show_detail = services.shows_detail(surfaces)

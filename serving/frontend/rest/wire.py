@@ -11,12 +11,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.budgets import inflated_if_short
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding, error_body, status_and_type
-from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.types import InferResponse
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -67,12 +67,12 @@ def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHea
     return status_and_type(error)[0], headers, body
 
 
-def cors_headers(cors: CorsHeaders) -> RawHeaders:
+def cors_headers(settings: ServerSettings) -> RawHeaders:
     """Return the configured `Access-Control-*` headers, which responses get unless the handler sets them."""
     named = {
-        b"access-control-allow-origin": cors.origin,
-        b"access-control-allow-methods": cors.methods,
-        b"access-control-allow-headers": cors.headers,
+        b"access-control-allow-origin": settings.cors_allowed_origin,
+        b"access-control-allow-methods": settings.cors_allowed_methods,
+        b"access-control-allow-headers": settings.cors_allowed_headers,
     }
     return [(name, value.encode("latin-1")) for name, value in named.items() if value]
 

@@ -374,12 +374,9 @@ def test_each_answer_has_a_line_in_the_access_log(ask, caplog):
 
 
 def test_the_configured_cors_headers_are_on_every_answer(planes, ask_listener):
-    import dataclasses
-
     from torchere.serving.frontend.rest.server import listener_of
-    from torchere.serving.frontend.services import CorsHeaders
 
-    services = dataclasses.replace(planes.services(), cors=CorsHeaders("*", "GET, POST", ""))
+    services = planes.services(cors_allowed_origin="*", cors_allowed_methods="GET, POST")
     app = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
     for target in ("/ping", "/predictions/echo", "/nope"):
         headers = asyncio.run(ask_listener(app, "GET", target)).headers

@@ -1,7 +1,6 @@
 """Predictions on a connection: their answers, their known heads, their idle times, and what they let go."""
 
 import asyncio
-import dataclasses
 import threading
 import weakref
 from functools import partial
@@ -14,7 +13,6 @@ from torchere.serving.frontend.rest import heads, predictions
 from torchere.serving.frontend.rest.codec import INLINE_FORM_BYTES, INLINE_MULTIPART_BYTES, body_parameters
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import READ_BYTES
-from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.types import InferResponse, Parameter, StreamedResponse
 
 HEAD = b"%s %s HTTP/1.1\r\nHost: x\r\n"
@@ -503,7 +501,7 @@ def test_what_curl_sends_to_the_paths_of_kserve_is_json(planes, talk, path, send
 
 @pytest.mark.parametrize("send", [plain, chunked])
 def test_a_header_for_other_origins_that_the_handler_sets_is_the_only_one(planes, talk, monkeypatch, send):
-    with_cors = partial(dataclasses.replace, planes.services(), cors=CorsHeaders("*", "GET, POST", ""))
+    with_cors = partial(planes.services, cors_allowed_origin="*", cors_allowed_methods="GET, POST")
     monkeypatch.setattr(planes, "services", with_cors)
     planes.data.behave = answering(b"", (("Access-Control-Allow-Origin", "https://a.example"),))
     _, headers, _ = lines(talk(send(b"x", headers=CLOSE)))
