@@ -14,7 +14,8 @@ from torchere.serving.errors import NotAllowed, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.bodies import BodyTooLarge, ClientGone
-from torchere.serving.frontend.rest.errors import BodyTooLong, error_body, status_and_type
+from torchere.serving.frontend.rest.errors import BodyTooLong
+from torchere.serving.frontend.rest.wire import RawHeaders, error_answer
 
 Handler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]
 
@@ -31,9 +32,9 @@ def status_answer(sentence: str, status: int = 200) -> Response:
     return json_answer(pretty({"status": sentence}), status)
 
 
-def error_answer(error: ServingError, show_detail: bool) -> Response:
-    """Return the response of an error: its status and its JSON body."""
-    return json_answer(pretty(error_body(error, show_detail)), status_and_type(error)[0])
+def raw_answer(status: int, headers: RawHeaders, body: bytes) -> Response:
+    """Return a response of the parts that the connection sends for a prediction."""
+    return Response(body, status, {name.decode(): value.decode() for name, value in headers})
 
 
 async def no_such_method(request: Request) -> Response:
@@ -50,7 +51,7 @@ def answer_errors(app: FastAPI, *, show_detail: bool) -> None:
     # All handlers are coroutines: the framework runs plain functions in a thread.
     def handler(convert: Callable[[Exception], ServingError]) -> Handler:
         async def answer(request: Request, error: Exception) -> Response:
-            return error_answer(convert(error), show_detail)
+            return raw_answer(*error_answer(convert(error), show_detail=show_detail))
 
         return answer
 

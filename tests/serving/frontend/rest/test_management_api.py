@@ -13,6 +13,7 @@ from torchere.serving.errors import (
     LoadFailed,
     ModelNotFound,
     NotAllowed,
+    QueueFull,
     UnregisterTimeout,
     VersionNotFound,
 )
@@ -450,3 +451,10 @@ def test_strictly_errors_have_no_detail(ask_strictly, planes):
     planes.control.error = LoadFailed.of("echo", "1.0", "RuntimeError: no such layer", False)
     answer = ask_strictly("POST", "/models?url=echo.mar")
     assert (answer.status, sorted(answer.json)) == (500, ["code", "message", "type"])
+
+
+def test_a_refusal_that_passes_says_when_to_try_again(ask, planes):
+    planes.control.error = QueueFull("full", retry_after_s=2.5)
+    answer = ask("management", "GET", "/models/echo")
+    assert (answer.status, answer.headers["retry-after"]) == (503, "3")
+    assert answer.headers["content-type"] == "application/json"
