@@ -26,7 +26,6 @@ import torch
 
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import ModelNotFound, ServingError
-from torchere.serving.process.scheduling import use_batch_policy
 from torchere.serving.process.signals import live
 from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
 from torchere.serving.store.url_rules import is_remote
@@ -35,7 +34,7 @@ from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.machines import Refused, Welcome, dial
 from torchere.serving.workers.messages import LoadError, RankLost, encode_frame, spec_of
 from torchere.serving.workers.process import settle_in, stand_in
-from torchere.serving.workers.rank import prepare_to_fork, serve_rank
+from torchere.serving.workers.rank import prepare_to_fork, serve_rank, use_batch_policy
 from torchere.serving.workers.ranks import ENDING_S
 from torchere.serving.workers.sandbox import enter, sandbox_of
 

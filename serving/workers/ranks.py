@@ -28,7 +28,6 @@ import msgspec
 from torchere.handlers.loading.devices import kind_of
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
-from torchere.serving.process.scheduling import use_batch_policy
 from torchere.serving.process.signals import live
 from torchere.serving.types import NO_DEADLINE, InferRequest
 from torchere.serving.workers.devices import show_devices
@@ -59,7 +58,7 @@ from torchere.serving.workers.messages import (
     from_rank,
     load_of,
 )
-from torchere.serving.workers.rank import environment, prepare_to_fork, serve_rank
+from torchere.serving.workers.rank import environment, prepare_to_fork, serve_rank, use_batch_policy
 
 logger = logging.getLogger(__name__)
 

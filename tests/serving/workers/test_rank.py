@@ -1,4 +1,4 @@
-"""The scheduling policy of processes that run models."""
+"""The scheduling policy of the ranks of a group."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems h
 
 SHOWN = """
 import os, subprocess, sys, threading
-from torchere.serving.process.scheduling import use_batch_policy
+from torchere.serving.workers.rank import use_batch_policy
 os.sched_setscheduler(0, getattr(os, sys.argv[1]), os.sched_param(0))
 use_batch_policy()
 def show():
