@@ -27,6 +27,11 @@ class ServingError(Exception):
         self.message = message
         self.detail = detail
 
+    @property
+    def full_text(self) -> str:
+        """The message with the detail, for the operator."""
+        return " ".join(filter(None, (self.message, self.detail)))
+
 
 class InvalidRequest(ServingError):
     """The request is malformed or invalid; a retry without changes fails again."""

@@ -233,7 +233,7 @@ async def run(settings: ServerSettings, fork_server: Spawned | None = None) -> i
     try:
         endpoints = await _started(server, stop)
     except ServingError as err:
-        logger.error("%s %s", err.message, err.detail)
+        logger.error("%s", err.full_text)
         return 1
     if endpoints is None:
         logger.info("stopped before the start was over")

@@ -63,7 +63,7 @@ class Reloaded(Generic[T]):
             self._seen, self.value = self._attempt()
         except ServingError as err:
             self._seen = now  # log it once; try again after the next change
-            logger.error("%s: %s %s Those from before stay in force.", self._what, err.message, err.detail)
+            logger.error("%s: %s Those from before stay in force.", self._what, err.full_text)
             return
         logger.info("%s: read again from %s", self._what, ", ".join(map(str, self._paths)))
 

@@ -103,7 +103,7 @@ def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Name
     except ConfigurationError as err:
         print(err, file=sys.stderr)
     except ServingError as err:
-        print(" ".join(filter(None, (err.message, err.detail))), file=sys.stderr)
+        print(err.full_text, file=sys.stderr)
     return 1
 
 

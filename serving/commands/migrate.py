@@ -144,8 +144,7 @@ def _workflow(path: Path) -> MigrationFinding:
     except ArchiveError as err:
         return MigrationFinding(str(path), "workflow", "unsupported", err.reason)
     except ServingError as err:
-        text = " ".join(filter(None, (err.message, err.detail)))
-        return MigrationFinding(str(path), "workflow", "unsupported", text)
+        return MigrationFinding(str(path), "workflow", "unsupported", err.full_text)
     return MigrationFinding(str(path), "workflow", "same", "can be registered")
 
 

@@ -208,6 +208,4 @@ def _absent(path: Path, otherwise: str) -> str:
 
 
 def _said(err: Exception) -> str:
-    if isinstance(err, ServingError):
-        return " ".join(filter(None, (err.message, err.detail)))
-    return str(err)
+    return err.full_text if isinstance(err, ServingError) else str(err)

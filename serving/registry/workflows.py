@@ -189,9 +189,7 @@ class Workflows:
                 await self.register(each, at_startup=True)
             except ServingError as err:
                 self._missing.append(each)
-                logger.error(
-                    "Failed to load workflow: %s: %s %s", shown_url(each.url), err.message, err.detail
-                )
+                logger.error("Failed to load workflow: %s: %s", shown_url(each.url), err.full_text)
 
     def missing(self) -> tuple[str, ...]:
         """Return the names of startup workflows that could not be registered."""

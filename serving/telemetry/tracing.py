@@ -159,9 +159,8 @@ def _describe(span: Span, prediction: Predicted, code: str | int) -> None:
     error = prediction.error
     if error is not None:
         span.set_attribute("error.type", error.code)
-        text = f"{error.message} {error.detail}".rstrip()
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        span.add_event("exception", {"exception.type": kind, "exception.message": text})
+        span.add_event("exception", {"exception.type": kind, "exception.message": error.full_text})
     elif failed:
         span.set_attribute("error.type", str(code))
     if failed:

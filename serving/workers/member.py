@@ -107,10 +107,9 @@ class Member:
         try:
             spec = self._spec_of(welcome, len(connections))
         except ServingError as err:
-            detail = " ".join(filter(None, (err.message, err.detail)))
-            logger.error("can't load %s: %s", welcome.archive, detail)
+            logger.error("can't load %s: %s", welcome.archive, err.full_text)
             with contextlib.suppress(OSError):
-                connections[0].sendall(encode_frame(LoadError(detail, False)))
+                connections[0].sendall(encode_frame(LoadError(err.full_text, False)))
                 connections[0].recv(1)  # the leader reads it, and ends the group
             return
         prepare_to_fork(spec)
