@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from torchere.serving.commands.serve_options import OLD_DEFAULTS, LaunchRefused, serve_arguments
+from torchere.serving.commands.serve_options import (
+    OLD_DEFAULTS,
+    LaunchRefused,
+    become_server,
+    serve_arguments,
+    written,
+)
 
 # In the order of preference: a folder may hold a model in several formats.
 _MODELS = (".pt2", ".onnx", ".pt", ".pth", ".safetensors")
@@ -48,10 +52,8 @@ def run_kserve(options: argparse.Namespace) -> int:
     choose_envelope(os.environ)
     served = arguments_of(Path(options.model_dir), options.model_name)
     if not any(argument.startswith("--ts-config") for argument in served):
-        served.append(f"--ts-config={_written(_PROPERTIES)}")
-    command = [sys.executable, "-m", "torchere.serving", "serve", "--ncs", *served, *serve_arguments(options)]
-    sys.stdout.flush()
-    os.execv(sys.executable, command)  # the container's first process gets SIGTERM
+        served.append(f"--ts-config={written(_PROPERTIES, 'kserve')}")
+    become_server([*served, *serve_arguments(options)])
 
 
 def choose_envelope(environ: MutableMapping[str, str]) -> None:
@@ -114,11 +116,3 @@ def _packing_arguments(model: Path) -> list[str]:
         # Without an example the inputs of TorchScript are unknown: they go to it as JSON has them.
         arguments.append("--handler=base_handler")
     return arguments
-
-
-def _written(properties: str) -> str:
-    # A new file: a fixed name in a folder that all users write to may be another user's file, or a link.
-    descriptor, file = tempfile.mkstemp(".properties", "torchere-kserve-")
-    with open(descriptor, "w", encoding="utf-8") as opened:
-        opened.write(properties)
-    return file

@@ -5,16 +5,16 @@ The variables are those of SageMaker's inference toolkit. Everything is on one p
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchere.serving.commands.serve_options import LaunchRefused
+from torchere.serving.commands.serve_options import LaunchRefused, become_server, written
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ _PER_MODEL = {  # of a single model; if one is set, the others have the toolkit'
 }
 
 
-def run_sagemaker() -> int:
-    """Install the requirements of the model folder, and serve it; return the exit status.
+def run_sagemaker(_options: argparse.Namespace) -> int:
+    """Install the requirements of the model folder, and replace this process by a server of it.
 
     Raises:
         LaunchRefused: a variable is invalid, the folder does not exist, or a requirement can't be installed.
@@ -44,15 +44,8 @@ def run_sagemaker() -> int:
     if not several:
         _install_requirements(folder / "code" / "requirements.txt")
     properties = properties_of(environ, folder, several)
-    # A new file: a fixed name in a folder that all users write to may be another user's file, or a link.
-    descriptor, file = tempfile.mkstemp(".properties", "torchere-sagemaker-")
-    with open(descriptor, "w", encoding="utf-8") as opened:
-        opened.write(properties)
-    command = [sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--ts-config", file]
-    command += ["--model-store", str(folder)]
-    command += [] if several else ["--models", f"{MODEL}={folder}"]
-    sys.stdout.flush()
-    os.execv(sys.executable, command)  # the container's first process gets SIGTERM
+    arguments = ["--ts-config", written(properties, "sagemaker"), "--model-store", str(folder)]
+    become_server(arguments if several else [*arguments, "--models", f"{MODEL}={folder}"])
 
 
 def properties_of(environ: Mapping[str, str], folder: Path, several: bool) -> str:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from torchere.serving.config.properties import Entry
@@ -126,6 +128,21 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
         if getattr(options, name):
             arguments.append(f"--{name.replace('_', '-')}")
     return [*arguments, "--models", *options.models] if options.models else arguments
+
+
+def written(properties: str, command: str) -> str:
+    """Return a new configuration file, of which only this user knows."""
+    # A fixed name in a folder that all users write to may be another user's file, or a link.
+    descriptor, file = tempfile.mkstemp(".properties", f"torchere-{command}-")
+    with open(descriptor, "w", encoding="utf-8") as opened:
+        opened.write(properties)
+    return file
+
+
+def become_server(arguments: Sequence[str]) -> NoReturn:
+    """Replace this process, which gets the signals of its container, by `torchere serve --ncs`."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "torchere.serving", "serve", "--ncs", *arguments])
 
 
 def refuse_packing_options(options: argparse.Namespace, reason: str, but: tuple[str, ...] = ()) -> None:

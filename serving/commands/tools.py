@@ -185,16 +185,20 @@ def add_migrate(parser: argparse.ArgumentParser) -> None:
 
 def add_sagemaker(parser: argparse.ArgumentParser) -> None:
     """Set up `torchere sagemaker`."""
+    from torchere.serving.commands.sagemaker import run_sagemaker
+
     described(
         parser,
         "Serve the model folders of a SageMaker container, as its variables ask for. See docs/sagemaker.md.",
         "torchere sagemaker",
     )
-    parser.set_defaults(run=_sagemaker)
+    parser.set_defaults(run=run_sagemaker)
 
 
 def add_kserve(parser: argparse.ArgumentParser) -> None:
     """Set up `torchere kserve`."""
+    from torchere.serving.commands.kserve import run_kserve
+
     described(
         parser,
         "Serve the folder that KServe's storage initializer filled: config/ and model-store/ of TorchServe,\n"
@@ -206,25 +210,13 @@ def add_kserve(parser: argparse.ArgumentParser) -> None:
         "--model-dir", "--model_dir", default="/mnt/models", metavar="DIR", help="default: /mnt/models"
     )
     add_serve_options(parser)
-    parser.set_defaults(run=_kserve)
+    parser.set_defaults(run=run_kserve)
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Set up `torchere version`."""
     described(parser, "Print the versions of torchere, PyTorch and Python.", "torchere version")
     parser.set_defaults(run=_version)
-
-
-def _sagemaker(options: argparse.Namespace) -> int:
-    from torchere.serving.commands.sagemaker import run_sagemaker
-
-    return run_sagemaker()
-
-
-def _kserve(options: argparse.Namespace) -> int:
-    from torchere.serving.commands.kserve import run_kserve
-
-    return run_kserve(options)
 
 
 def _check_config(options: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """SageMaker's model folders: answers beside those of its toolkit, one model or several on an endpoint."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -216,7 +217,7 @@ def test_the_configuration_is_written_to_no_file_that_is_there(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
-    run_sagemaker()
+    run_sagemaker(argparse.Namespace())
     assert others.read_text() == ""
     written = Path(commands[0][commands[0].index("--ts-config") + 1])
     assert "inference_address=http://0.0.0.0:8080" in written.read_text()
