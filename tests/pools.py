@@ -15,6 +15,7 @@ from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.fork_client import MAX_MESSAGE_BYTES, Spawned, spawn
 from torchere.serving.workers.launch import ForkLauncher, Launcher, worker_environment
 from torchere.serving.workers.pool import WorkerPool
+from torchere.serving.workers.worker import WorkerSettings
 
 kept: list[
     tuple[Any, Spawned]
@@ -71,11 +72,12 @@ def new_pool(spec: LoadSpec, launcher: Launcher, **changes: Any) -> WorkerPool:
         "response_timeout_s": 30.0,
         "startup_timeout_s": 60.0,
         "max_retry_timeout_s": 60.0,
-        "next_id": itertools.count(9000).__next__,
         "on_free": lambda: None,
         "on_loaded": lambda executor_id, load_s: None,
     }
-    return WorkerPool(spec, launcher=launcher, **{**settings, **changes})
+    next_id = changes.pop("next_id", itertools.count(9000).__next__)
+    cores = changes.pop("cores", None)
+    return WorkerPool(WorkerSettings(spec=spec, launcher=launcher, **{**settings, **changes}), next_id, cores)
 
 
 @asynccontextmanager

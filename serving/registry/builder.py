@@ -52,6 +52,7 @@ from torchere.serving.workers.rendezvous import rendezvous_of
 from torchere.serving.workers.rooms import RoomLauncher
 from torchere.serving.workers.sandbox import Sandbox, sandbox_of
 from torchere.serving.workers.send_ahead import MOST_INSIDE
+from torchere.serving.workers.worker import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -182,12 +183,11 @@ class Loader:
             or settings.batch.at_once > 1
             or settings.batch.max_queue_size < MOST_INSIDE
         )
-        return WorkerPool(
-            spec,
+        workers = WorkerSettings(
+            spec=spec,
             response_timeout_s=settings.response_timeout_s,
             startup_timeout_s=settings.startup_timeout_s,
             max_retry_timeout_s=settings.max_retry_timeout_s,
-            next_id=self._next_id,
             on_free=on_free,
             on_loaded=observer.executor_loaded,
             on_lost=observer.executor_lost,
@@ -195,8 +195,8 @@ class Loader:
             oom=self._oom,
             hangs_as_deaths=self._server.strict_compatibility,
             sends_ahead=not counts_all,
-            cores=self._cores,
         )
+        return WorkerPool(workers, self._next_id, self._cores)
 
     def _refuse_without_network(self, key: ModelKey, config: ModelConfig) -> None:
         split = Split.read(config.raw)

@@ -7,25 +7,18 @@ the cause, and is restarted by the rule of `loss.restart_delay_s`; the other wor
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from torchere.serving.errors import LoadFailed
 from torchere.serving.workers.devices import CoreShares, first_devices, new_places
 from torchere.serving.workers.executor import (
     ExecutorState,
     ExecutorStatus,
-    FreeCallback,
-    LoadedCallback,
-    LoadSpec,
-    LostCallback,
     Outage,
     those_that_stay,
 )
-from torchere.serving.workers.heartbeat import HeartbeatSettings
-from torchere.serving.workers.launch import Launcher
-from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
 from torchere.serving.workers.worker import Worker, WorkerSettings
 
@@ -37,46 +30,15 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        spec: LoadSpec,
-        *,
-        response_timeout_s: float,
-        startup_timeout_s: float,
-        max_retry_timeout_s: float,
-        next_id: Callable[[], int],
-        on_free: FreeCallback,
-        on_loaded: LoadedCallback,
-        launcher: Launcher,
-        now: Callable[[], float] = time.monotonic,
-        oom: OomWatch | None = None,
-        heartbeat: HeartbeatSettings | None = None,
-        on_lost: LostCallback = lambda reason: None,
-        hangs_as_deaths: bool = False,
-        sends_ahead: bool = True,
-        cores: CoreShares | None = None,
+        self, settings: WorkerSettings, next_id: Callable[[], int], cores: CoreShares | None = None
     ) -> None:
         self._cores = cores
-        self._spec = spec
+        self._settings = settings
+        if cores is not None and not settings.spec.is_group:  # each rank has threads of its own
+            self._settings = replace(settings, threads=lambda: cores.threads)
+        self._spec = settings.spec
         self._next_id = next_id
-        self._on_free = on_free
         self._workers: list[Worker] = []
-        self._settings = WorkerSettings(
-            spec=spec,
-            response_timeout_s=response_timeout_s,
-            startup_timeout_s=startup_timeout_s,
-            max_retry_timeout_s=max_retry_timeout_s,
-            launcher=launcher,
-            on_free=on_free,
-            on_loaded=on_loaded,
-            on_lost=on_lost,
-            now=now,
-            oom=oom or OomWatch(),
-            heartbeat=heartbeat or HeartbeatSettings(),
-            # Each rank has threads of its own, set as it starts.
-            threads=lambda: 0 if cores is None or spec.is_group else cores.threads,
-            hangs_as_deaths=hangs_as_deaths,
-            sends_ahead=sends_ahead,
-        )
 
     @property
     def has_own_process(self) -> bool:
@@ -194,7 +156,7 @@ class WorkerPool:
         for worker in self._workers:
             if any(status.state is ExecutorState.STARTING for status in worker.statuses()):
                 await worker.warm_up_added()
-        self._on_free()
+        self._settings.on_free()
 
     async def _bring_up(self, workers: Sequence[Worker], steps: Sequence[Awaitable[None]]) -> None:
         """Run one step for each worker; drop the workers that fail, and raise the first error."""

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -49,13 +49,13 @@ class WorkerSettings:
     launcher: Launcher
     on_free: FreeCallback
     on_loaded: LoadedCallback
-    on_lost: LostCallback
-    now: Callable[[], float]
-    oom: OomWatch
-    heartbeat: HeartbeatSettings
-    threads: Callable[[], int]  # intra-op threads of each lane now; 0: those of the load
-    hangs_as_deaths: bool  # a run whose lane hangs is answered as TorchServe does: the worker died
-    sends_ahead: bool  # False: all waiting requests must be counted, so none waits inside a worker
+    on_lost: LostCallback = lambda reason: None
+    now: Callable[[], float] = time.monotonic
+    oom: OomWatch = field(default_factory=OomWatch)
+    heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
+    threads: Callable[[], int] = int  # intra-op threads of each lane now; 0: those of the load
+    hangs_as_deaths: bool = False  # a run whose lane hangs is answered as TorchServe does: the worker died
+    sends_ahead: bool = True  # False: all waiting requests must be counted, so none waits inside a worker
 
 
 class Worker:
