@@ -43,8 +43,8 @@ from torchere.serving.logs.access_lines import access_log
 from torchere.serving.logs.audit import audit_log
 from torchere.serving.logs.console import ConsoleFormatter, shortened
 from torchere.serving.logs.lines import AT_START, formatter, lost_lines, say
-from torchere.serving.observation import RegistryMetrics
 from torchere.serving.process.signals import ending_signals
+from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, read_metrics_config
 from torchere.serving.telemetry.metrics import Metrics

@@ -44,7 +44,6 @@ UNIT = tuple(
         "serving/logs/",
         "serving/registry/",
         "serving/telemetry/",
-        "serving/test_observation.py",
     )
 )
 # Files in those folders that start a process or listen on a port.

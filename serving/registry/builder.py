@@ -32,7 +32,8 @@ from torchere.serving.config.server_settings import (
 )
 from torchere.serving.errors import InvalidRequest, LoadFailed
 from torchere.serving.registry.names import check_runtime
-from torchere.serving.registry.version import Origin, RegistryObserver, Version, VersionObserver
+from torchere.serving.registry.observation import RegistryMetrics
+from torchere.serving.registry.version import Origin, Version, VersionMetrics
 from torchere.serving.store.package import StoredArchive
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.devices import CoreShares, gpu_count
@@ -74,7 +75,7 @@ class Loader:
     def __init__(
         self,
         server: ServerSettings,
-        observer: RegistryObserver,
+        observer: RegistryMetrics,
         fork_server: Spawned | None = None,
     ) -> None:
         self._server = server
@@ -174,7 +175,7 @@ class Loader:
         launcher: Launcher,
         settings: ModelSettings,
         on_free: FreeCallback,
-        observer: VersionObserver,
+        observer: VersionMetrics,
     ) -> WorkerPool:
         # Requests sent ahead to a worker are not counted as queued, so a small queue limit forbids sending
         # ahead.
@@ -345,9 +346,7 @@ def _needs_own_lanes(settings: ModelSettings) -> bool:
     return _is_stateful(settings) or settings.batch.at_once > 1
 
 
-def _batcher(
-    key: ModelKey, settings: ModelSettings, pool: WorkerPool, observer: VersionObserver
-) -> Admission:
+def _batcher(key: ModelKey, settings: ModelSettings, pool: WorkerPool, observer: VersionMetrics) -> Admission:
     text = no_worker_text(key.name)
     if _is_stateful(settings):
         return StatefulBatcher(

@@ -36,9 +36,10 @@ from torchere.serving.registry.names import (
     check_version_name,
     default_model_name,
 )
+from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot import SnapshotKeeper
-from torchere.serving.registry.version import RegistryObserver, Version, VersionState, scaled_target
+from torchere.serving.registry.version import Version, VersionState, scaled_target
 from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
 from torchere.serving.store.fetch import Download
 from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
@@ -67,7 +68,7 @@ class Registry:
     def __init__(
         self,
         server: ServerSettings,
-        observer: RegistryObserver,
+        observer: RegistryMetrics,
         fork_server: Spawned | None = None,
     ) -> None:
         self._server = server

@@ -1,22 +1,28 @@
-"""Lifecycle of a model version: its states, the legal transitions, and the record of one version."""
+"""Lifecycle of a model version: its states, the legal transitions, the record of one, and what it counts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from torchere.handlers.metrics import MetricDeclaration
-from torchere.serving.batching.admission import Admission, BatchObserver
+from torchere.handlers.ts_compat.alias import __version__ as TORCHSERVE_VERSION
+from torchere.serving.batching.admission import Admission
 from torchere.serving.config.server_settings import ModelSettings, Placement
-from torchere.serving.errors import LoadFailed
+from torchere.serving.errors import LoadFailed, ServingError
 from torchere.serving.store.package import StoredArchive
-from torchere.serving.telemetry.numbers import VersionNumbers
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.numbers import UNREAD, VersionNumbers
 from torchere.serving.types import ModelKey
-from torchere.serving.workers.executor import ExecutorState
+from torchere.serving.workers.executor import BatchReport, ExecutorState, Unfinished
 from torchere.serving.workers.pool import WorkerPool
+from torchere.serving.workers.run import Run
+
+_telemetry = logging.getLogger("TELEMETRY_METRICS")
 
 
 class VersionState(Enum):
@@ -84,6 +90,63 @@ class Origin:
     is_function: bool = False  # the step is a function of the workflow's handler, not a model of the store
 
 
+class VersionMetrics:
+    """The observer of one version and its batches. Called on the event loop."""
+
+    def __init__(self, meter: VersionNumbers, metrics: Metrics) -> None:
+        self.meter = meter
+        self._metrics = metrics
+
+    def batches_running(self, batches: int, now_s: float) -> None:
+        """Record the number of batches that executors hold."""
+        self.meter.batches_running(batches, now_s)
+
+    def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
+        """Count the batch and record the metrics that its handler reported."""
+        succeeded = failed = 0
+        succeeded_wait_s = failed_wait_s = 0.0
+        for request, outcome in zip(run.requests, report.outcomes, strict=True):
+            if isinstance(outcome, Unfinished):  # counted when it finishes
+                continue
+            wait_s = request.dequeued_s - request.enqueued_s
+            if isinstance(outcome, ServingError):
+                failed += 1
+                failed_wait_s += wait_s
+            else:
+                succeeded += 1
+                succeeded_wait_s += wait_s
+        meter = self.meter
+        ids: Sequence[str] = ()
+        if meter.wants_ids:
+            ids = [request.request_id for request in run.requests]
+        meter.batch_finished(
+            size=len(run.requests),
+            succeeded=succeeded,
+            failed=failed,
+            succeeded_wait_s=succeeded_wait_s,
+            failed_wait_s=failed_wait_s,
+            executor_s=executor_s,
+            handler_s=report.handler_s,
+            request_ids=ids,
+        )
+        if report.metrics:
+            self._metrics.handler_metrics(report.metrics)
+
+    def left_unread(self) -> None:
+        """Count a streamed response that was aborted because its client read too slowly."""
+        self.meter.cancelled[UNREAD] += 1
+
+    def executor_loaded(self, executor_id: int, load_s: float) -> None:
+        """Record how long an executor took to load."""
+        self._metrics.executor_loaded(self.meter, executor_id, load_s)
+
+    def executor_lost(self, reason: str) -> None:
+        """Count a lost executor; `reason` is a value of `LossKind`."""
+        self.meter.restarts[reason] += 1
+        if "SM_TELEMETRY_LOG" in os.environ:  # TorchServe's line of a worker that died, for SageMaker
+            _telemetry.info("ModelServerError.Count:1|#TorchServe:%s,%s:-1", TORCHSERVE_VERSION, reason)
+
+
 class Version:
     """One registered version, with its desired and its actual state. Used on the event loop.
 
@@ -100,7 +163,7 @@ class Version:
         pool: WorkerPool,
         batcher: Admission,
         *,
-        observer: VersionObserver,
+        observer: VersionMetrics,
     ) -> None:
         self.key = key
         self.origin = origin
@@ -197,38 +260,3 @@ def _towards_gone(state: VersionState) -> Step | None:
 def scaled_target(size: int, min_executors: int, max_executors: int) -> int:
     """Return the new executor count: `size` clamped to the range."""
     return min(max(size, min_executors), max_executors)
-
-
-class VersionObserver(BatchObserver, Protocol):
-    """Observer of one version. Called on the event loop."""
-
-    @property
-    def meter(self) -> VersionNumbers:
-        """The request counters of the version."""
-
-    def executor_loaded(self, executor_id: int, load_s: float) -> None:
-        """Record that an executor is ready, `load_s` seconds after its start."""
-
-    def executor_lost(self, reason: str) -> None:
-        """Record a lost executor, which restarts if possible; `reason` is one of a fixed set of words."""
-
-
-class RegistryObserver(Protocol):
-    """Observer of a registry. Called on the event loop."""
-
-    @property
-    def declared_metrics(self) -> tuple[MetricDeclaration, ...]:
-        """The metrics that handlers can use through `context.metrics`."""
-
-    def watch(self, key: ModelKey) -> VersionObserver:
-        """Return the observer of a version that is being built."""
-
-    def registered(self, version: Version, weight: Callable[[], float]) -> None:
-        """Record that a version is in the serving map.
-
-        The load of `version` may be read at any time; `weight` returns its share of the requests that name no
-        version.
-        """
-
-    def gone(self, version: Version, *, was_last: bool) -> None:
-        """Record that a version is gone; `was_last` when the model has no other."""

@@ -13,9 +13,9 @@ from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.properties import parse_properties
 from torchere.serving.config.resolve import configure
 from torchere.serving.config.server_settings import ServerSettings
-from torchere.serving.observation import RegistryMetrics
 from torchere.serving.registry.builder import Loader
 from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
 from torchere.serving.telemetry.metrics import Metrics

@@ -19,8 +19,8 @@ from torchere.serving.config.properties import read_properties
 from torchere.serving.config.resolve import configure
 from torchere.serving.config.server_settings import ServerSettings, SnapshotModel, SnapshotSettings
 from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest, NotFound
-from torchere.serving.observation import RegistryMetrics
 from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive

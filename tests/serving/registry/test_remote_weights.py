@@ -10,9 +10,9 @@ import pytest
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import InvalidArchive, LoadFailed
-from torchere.serving.observation import RegistryMetrics
 from torchere.serving.registry import builder
 from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
 from torchere.serving.telemetry.metrics import Metrics

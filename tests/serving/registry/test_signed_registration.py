@@ -12,8 +12,8 @@ from signers import KeyPair, key_pair, pack
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import Conflict, ServingError, UntrustedArchive
-from torchere.serving.observation import RegistryMetrics
 from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
 from torchere.serving.store.signing import TrustedKeys
 from torchere.serving.telemetry.metrics import Metrics

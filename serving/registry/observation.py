@@ -1,88 +1,23 @@
-"""Report plain values of batches and versions to `telemetry`, the only link between the packages."""
+"""Reports the versions of a registry, and the load of each, to `telemetry`."""
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torchere.handlers.ts_compat.alias import __version__ as TORCHSERVE_VERSION
-from torchere.serving.errors import ServingError
-from torchere.serving.registry.version import CONDITIONS, Version, condition
+from torchere.serving.registry.version import CONDITIONS, Version, VersionMetrics, condition
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.numbers import UNREAD, VersionNumbers
 from torchere.serving.telemetry.saturation import LoadSample
 from torchere.serving.telemetry.scrape import States
 from torchere.serving.types import ModelKey
-from torchere.serving.workers.executor import BatchReport, ExecutorState, ExecutorStatus, Unfinished
+from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 from torchere.serving.workers.loss import LossKind
-from torchere.serving.workers.run import Run
-
-_telemetry = logging.getLogger("TELEMETRY_METRICS")
-
-
-class VersionMetrics:
-    """`VersionObserver` of one version."""
-
-    def __init__(self, meter: VersionNumbers, metrics: Metrics) -> None:
-        self.meter = meter
-        self._metrics = metrics
-
-    def batches_running(self, batches: int, now_s: float) -> None:
-        """Record the number of batches that executors hold."""
-        self.meter.batches_running(batches, now_s)
-
-    def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
-        """Count the batch and record the metrics that its handler reported."""
-        succeeded = failed = 0
-        succeeded_wait_s = failed_wait_s = 0.0
-        for request, outcome in zip(run.requests, report.outcomes, strict=True):
-            if isinstance(outcome, Unfinished):  # counted when it finishes
-                continue
-            wait_s = request.dequeued_s - request.enqueued_s
-            if isinstance(outcome, ServingError):
-                failed += 1
-                failed_wait_s += wait_s
-            else:
-                succeeded += 1
-                succeeded_wait_s += wait_s
-        meter = self.meter
-        ids: Sequence[str] = ()
-        if meter.wants_ids:
-            ids = [request.request_id for request in run.requests]
-        meter.batch_finished(
-            size=len(run.requests),
-            succeeded=succeeded,
-            failed=failed,
-            succeeded_wait_s=succeeded_wait_s,
-            failed_wait_s=failed_wait_s,
-            executor_s=executor_s,
-            handler_s=report.handler_s,
-            request_ids=ids,
-        )
-        if report.metrics:
-            self._metrics.handler_metrics(report.metrics)
-
-    def left_unread(self) -> None:
-        """Count a streamed response that was aborted because its client read too slowly."""
-        self.meter.cancelled[UNREAD] += 1
-
-    def executor_loaded(self, executor_id: int, load_s: float) -> None:
-        """Record how long an executor took to load."""
-        self._metrics.executor_loaded(self.meter, executor_id, load_s)
-
-    def executor_lost(self, reason: str) -> None:
-        """Count a lost executor; `reason` is a value of `LossKind`."""
-        self.meter.restarts[reason] += 1
-        if "SM_TELEMETRY_LOG" in os.environ:  # TorchServe's line of a worker that died, for SageMaker
-            _telemetry.info("ModelServerError.Count:1|#TorchServe:%s,%s:-1", TORCHSERVE_VERSION, reason)
 
 
 class RegistryMetrics:
-    """`RegistryObserver` of a server."""
+    """The observer of a registry. Called on the event loop."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -97,13 +32,16 @@ class RegistryMetrics:
         return VersionMetrics(meter, self._metrics)
 
     def registered(self, version: Version, weight: Callable[[], float]) -> None:
-        """Expose the series of a version from now on, with its load at each scrape."""
+        """Expose the series of a version from now on, with its load at each scrape.
+
+        `weight` returns its share of the requests that name no version.
+        """
         meter = version.observer.meter
         meter.load = lambda: load_sample_of(version)
         self._metrics.show(meter, lambda: load_of(version, weight()))
 
     def gone(self, version: Version, *, was_last: bool) -> None:
-        """Drop the series of a version."""
+        """Drop the series of a version; `was_last` when the model has no other."""
         self._metrics.forget(version.observer.meter, was_last=was_last)
 
 

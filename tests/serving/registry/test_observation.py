@@ -6,7 +6,7 @@ import pytest
 from torchere.handlers.metrics import MetricSample
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.observation import RegistryMetrics, load_of, load_sample_of
+from torchere.serving.registry.observation import RegistryMetrics, load_of, load_sample_of
 from torchere.serving.registry.version import VersionState
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
