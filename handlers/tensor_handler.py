@@ -13,6 +13,7 @@ import torch
 
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.load.exported_program import ServedProgram
+from torchere.archiver.models.steps import line_of
 from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, read_signature
 from torchere.archiver.split import Split
 from torchere.handlers.base import BaseHandler, refusal_of
@@ -137,13 +138,13 @@ class TensorHandler(BaseHandler):
                     else np.full(sizes, number, dtype.numpy)
                 )
             found, is_steady = self._tried(row)
-            if found is None and not is_steady:
+            if found is None and is_steady:
+                return [row]
+            if found is None:
                 logger.info(_KEEPS_STATE)
                 return None
-            if found is None:
-                return [row]
-        last_line = "".join(str(found).strip().splitlines()[-1:])  # TorchScript puts the cause there
-        logger.warning("not warmed up, as the model takes neither zeros nor ones: %s", last_line)
+            cause = line_of(found, -1)  # TorchScript puts it there
+        logger.warning("not warmed up, as the model takes neither zeros nor ones: %s", cause)
         return None
 
     def _may_keep_state(self) -> bool:

@@ -79,6 +79,15 @@ def counted(items: Iterable[T], count: int, what: str, say: Say) -> Iterator[T]:
             say(f"{what}: {done} of {count}, about {left_s:.0f} s left")
 
 
+def line_of(error: BaseException, place: int = 0) -> str:
+    """Return the first line of an error's text, or the last (-1), cut to 300 characters.
+
+    It has no colon at its end. An error without a text gives the name of its class.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[place][:300].removesuffix(":") if lines else type(error).__name__
+
+
 @contextmanager
 def refusing(name: str, advice: str = "") -> Iterator[None]:
     """Turn an error in the block, except a missing file, into one ModelRefused that names the step.

@@ -16,6 +16,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.safetensors import read_safetensors
+from torchere.archiver.models.steps import line_of
 from torchere.archiver.scan.weights import TORCHSCRIPT, classify_file
 from torchere.handlers.archive_import import ArchiveModules
 from torchere.handlers.loading.weights import WORTH_MAPPING_BYTES, file_to_map
@@ -94,7 +95,7 @@ def read_state_dict(path: str) -> dict[str, Any]:
     except pickle.UnpicklingError as err:
         raise RuntimeError(
             f"{path} holds more than tensors, and is not loaded because unpickling it could run any code "
-            f"({str(err).splitlines()[0]}); save the weights alone: torch.save(model.state_dict(), ...)"
+            f"({line_of(err)}); save the weights alone: torch.save(model.state_dict(), ...)"
         ) from err
     except RuntimeError as err:
         if classify_file(Path(path)).kind == TORCHSCRIPT:

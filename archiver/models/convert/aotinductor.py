@@ -20,7 +20,7 @@ from torchere.archiver.models.inputs.sizes import Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
 from torchere.archiver.models.measure.cost import Model, one_thread, processor_ms
 from torchere.archiver.models.measure.difference import answers, difference
-from torchere.archiver.models.steps import Say
+from torchere.archiver.models.steps import Say, line_of
 
 # Two ways to multiply matrices in a program that AOTInductor compiles, and which of them is faster here.
 #
@@ -189,10 +189,9 @@ def _compiles_frozen(program: ExportedProgram, path: Path, isa: str | None, say:
         raise
     # Broad, because freezing runs passes of its own over the model, which may fail in any way.
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         say(
-            f"with weights packed for oneDNN it can't be compiled ({first[:200]}); compiling again without, "
-            "which may be slower ..."
+            f"with weights packed for oneDNN it can't be compiled ({line_of(error)}); compiling again "
+            "without, which may be slower ..."
         )
         return False
     return True

@@ -23,7 +23,7 @@ from torchere.archiver.models.probe.free_sizes import examples_of_size
 from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.probe.precision import FINE, differing
 from torchere.archiver.models.probe.row_independence import VARIATIONS
-from torchere.archiver.models.steps import Say, silent
+from torchere.archiver.models.steps import Say, line_of, silent
 
 
 def to_torchscript(
@@ -91,23 +91,18 @@ def _traced_or_scripted(
     # Broad: see above. The refusal of the trace has the advice.
     except Exception as error:
         raise _both(refusal, error) from refusal
-    say(f"the source was compiled, as with --script, because tracing fails: {_first_line(refusal)}")
+    say(f"the source was compiled, as with --script, because tracing fails: {line_of(refusal)}")
     return frozen
 
 
 def _both(traced: Exception, scripted: Exception) -> ModelRefused:
     text = str(traced).removesuffix(f"; {_WAYS_OUT}")
     if not isinstance(traced, ModelRefused):
-        text = f"tracing failed: {_first_line(traced)}"
+        text = f"tracing failed: {line_of(traced)}"
     return ModelRefused(
-        f"{text}; nor does its source compile, as with --script: {_first_line(scripted)}; change that in the "
+        f"{text}; nor does its source compile, as with --script: {line_of(scripted)}; change that in the "
         f"model, or take --format export, which says what it can't keep; {AS_PYTHON}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300].removesuffix(":") if lines else type(error).__name__
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.measure.difference import answers, difference
+from torchere.archiver.models.steps import line_of
 
 _SAME = 1e-4  # the largest drift of a folded model: only the order of sums differs
 
@@ -115,10 +116,9 @@ def _traced(module: nn.Module, inputs: int) -> fx.GraphModule:
             return fx.symbolic_trace(_with_inputs(module, inputs))
     # Broad: tracing runs the model's own code on proxies of tensors, which may raise any error.
     except Exception as error:
-        found = (str(error).splitlines() or [""])[0]
         raise NotTraceable(
             f"the forward of {type(module).__name__} can't be traced as a graph "
-            f"({type(error).__name__}: {found})",
+            f"({type(error).__name__}: {line_of(error)})",
             _advice(module),
         ) from error
 

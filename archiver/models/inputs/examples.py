@@ -18,6 +18,7 @@ from torchere.archiver.container.entries import open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.inputs.run import DATATYPES
 from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.steps import line_of
 from torchere.archiver.request import Prepare
 from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, read_signature
 
@@ -94,8 +95,7 @@ def read_example(path: Path, *, doubles: bool = False, prepare: Prepare | None =
         example = _read(data, prepare)
     # Broad, because the readers of five formats raise different errors for a damaged file.
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelRefused(f"{path}: no example that can be read: {first[:300]}") from error
+        raise ModelRefused(f"{path}: no example that can be read: {line_of(error)}") from error
     if not example.tensors:
         raise ModelRefused(f"{path}: it holds no tensor; expected one for each input of the model")
     return example if doubles or example.typed else replace(example, tensors=_as_floats(example.tensors))

@@ -21,7 +21,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.names import WRAPPERS, is_distributed_checkpoint, some
 from torchere.archiver.models.load.safetensors import read_safetensors
 from torchere.archiver.models.load.weight_only import register_torchao
-from torchere.archiver.models.steps import refusing
+from torchere.archiver.models.steps import line_of, refusing
 from torchere.archiver.scan.weights import PICKLE, SAFETENSORS, TORCH_SAVE, classify_file
 
 _EXPECTED = "expected names and tensors: torch.save(model.state_dict(), ...)"
@@ -125,8 +125,7 @@ def _unpickled(path: Path, allow_pickle: bool, known: bool = False) -> Any:
             "torch.save(model.state_dict(), ...) and give --model-file"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise ModelRefused(f"{path}: damaged, or not written by torch.save: {first[:200]}") from error
+        raise ModelRefused(f"{path}: damaged, or not written by torch.save: {line_of(error)}") from error
 
 
 def _weights_of(path: Path, found: Any) -> Weights:

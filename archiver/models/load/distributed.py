@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.names import INDEX_NAME, names_there
+from torchere.archiver.models.steps import line_of
 from torchere.archiver.scan.pickles import is_plain
 
 _AGAIN = "copy the whole folder again, or save the checkpoint again"
@@ -104,8 +105,8 @@ def damage_is_refused(where: Path | str) -> Iterator[None]:
         LookupError,
         TypeError,
     ) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise ModelRefused(f"{where}: damaged distributed checkpoint: {first[:200]}; {_AGAIN}") from error
+        reason = line_of(error, -1)
+        raise ModelRefused(f"{where}: damaged distributed checkpoint: {reason}; {_AGAIN}") from error
 
 
 def tensors_in(index: metadata.Metadata) -> dict[str, metadata.TensorStorageMetadata]:

@@ -29,7 +29,7 @@ from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
 from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.models.quantize.traced import Compile, plain_attention
-from torchere.archiver.models.steps import Say, counted, silent
+from torchere.archiver.models.steps import Say, counted, line_of, silent
 
 _AS_FAST = 1.05  # engines within this multiple of the least time count as equally fast
 # A multiple of the least drift of all engines. Some engines use one bit less for activations, which doubles
@@ -120,12 +120,7 @@ def _failures(found: dict[str, Measured], blank: Measured) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's error when an engine lacks an operator
-        found[blank.engine] = replace(blank, failure=f"can't run it ({_reason(error)})")
-
-
-def _reason(error: RuntimeError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:160]
+        found[blank.engine] = replace(blank, failure=f"can't run it ({line_of(error, -1)})")
 
 
 Samples = Sequence[tuple[torch.Tensor, ...]]
