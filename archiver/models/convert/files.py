@@ -17,6 +17,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.aotinductor import compile_aoti, load_aoti
 from torchere.archiver.models.convert.exported_program import free_sizes, save_program, to_program
 from torchere.archiver.models.convert.torchscript import AS_PYTHON, to_torchscript
+from torchere.archiver.models.inputs.buffers import is_same
 from torchere.archiver.models.inputs.examples import check_against
 from torchere.archiver.models.inputs.run import Run, run_on
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
@@ -153,7 +154,7 @@ def changes_inputs(run: Run, example: Tensors) -> bool:
     given = tuple(tensor.clone() for tensor in example)
     with torch.no_grad():
         run(*given)
-    return not all(torch.equal(one, other) for one, other in zip(given, example, strict=True))
+    return not all(map(is_same, given, example))
 
 
 def _freezing(module: torch.nn.Module, options: BuildOptions) -> bool | None:

@@ -13,7 +13,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Encoder
-from torchere.archiver.models.inputs.buffers import assigned_state, unchanged_buffers
+from torchere.archiver.models.inputs.buffers import assigned_state, is_same, unchanged_buffers
 from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded, shapes
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
 from torchere.archiver.models.load.module import traceable_lengths
@@ -220,7 +220,7 @@ def _refuse_lost_state(module: torch.nn.Module, example: Tensors) -> None:
     found: list[Named] = []
     state = assigned_state(module, lambda: found.append(seeded(module, example)))
     found.append(seeded(module, example))
-    if state and any(not torch.equal(one, other) for (_, one), (_, other) in zip(*found, strict=False)):
+    if state and not all(is_same(one, other) for (_, one), (_, other) in zip(*found, strict=False)):
         raise ModelRefused(
             f"the model keeps state from one run to the next in {state[0]!r}, to which its code assigns, and "
             "a trace keeps the value of packing; let it be a buffer, and change it in place "

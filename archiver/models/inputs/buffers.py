@@ -1,12 +1,15 @@
-"""Keeps a model's buffers from changing while packing runs it."""
+"""Tensors that a module holds beside its weights: those that runs change, or that state dicts lack."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules", "training")  # attributes of torch.nn.Module itself
 
 
 @contextmanager
@@ -50,14 +53,19 @@ def assigned_state(module: torch.nn.Module, run: Callable[[], object]) -> list[s
     return [name for name, value in _state(module).items() if _is_other(before.get(name, value), value)]
 
 
-def _state(module: torch.nn.Module) -> dict[str, object]:
+def _state(module: torch.nn.Module) -> dict[str, Any]:
+    kinds = (torch.Tensor, int, float, type(None))
+    return _by_name(module, lambda part: (*part.named_buffers(recurse=False), *_attributes(part, kinds)))
+
+
+def _by_name(
+    module: torch.nn.Module, held: Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
+) -> dict[str, Any]:
+    """Return the values that `held` finds in the module and its parts, by their names in the module."""
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, part in module.named_modules()
-        for name, value in (
-            *part.named_buffers(recurse=False),
-            *_attributes(part, (torch.Tensor, int, float, type(None))),
-        )
+        for name, value in held(part)
     }
 
 
@@ -66,15 +74,88 @@ def _attributes(part: torch.nn.Module, kinds: Any) -> list[tuple[str, Any]]:
     if isinstance(part, torch.jit.ScriptModule):
         return []
     found = vars(part).items()
-    return [(name, value) for name, value in found if isinstance(value, kinds) and name != "training"]
+    return [(name, value) for name, value in found if isinstance(value, kinds) and name not in _OF_MODULES]
 
 
 def _is_other(before: object, after: object) -> bool:
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-        is_alike = before.dtype is after.dtype and before.shape == after.shape and torch.equal(before, after)
-        return before is not after and not is_alike
+        return before is not after and not is_same(before, after)
     return type(before) is not type(after) or before != after
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     return type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_quantized
+
+
+def unsaved(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors that the module has and its state dict lacks, by name.
+
+    They are plain attributes, items of lists and dicts, weights of layers in these, and buffers that are not
+    persistent.
+    """
+    saved = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in _by_name(module, _outside_state).items()
+        if id(tensor) not in saved and _has_values(tensor)
+    }
+
+
+def random_ones(
+    made: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], again: Callable[[], torch.nn.Module]
+) -> str | None:
+    """Return a warning about tensors that differ from one making of the class to the next; None without any.
+
+    Args:
+        made: `unsaved` of the module before its weights were loaded.
+        loaded: the same afterwards; a class may load such tensors by code of its own.
+        again: makes the module anew; it is called if `made` has something.
+    """
+    kept = [name for name, tensor in made.items() if name in loaded and is_same(tensor, loaded[name])]
+    if not kept:
+        return None
+    others = unsaved(again())
+    names = [name for name in kept if name in others and not is_same(made[name], others[name])]
+    if not names:
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"warning: the state dict lacks {names[0]!r}{more}, which the class makes at random: each load of it "
+        "answers differently. Let it be a buffer or a parameter (register_buffer, nn.Parameter), and layers "
+        "stand in nn.ModuleList or nn.ModuleDict, and save the weights anew"
+    )
+
+
+def _outside_state(part: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in part._non_persistent_buffers_set:
+        if (buffer := part._buffers.get(name)) is not None:
+            yield name, buffer
+    if part._forward_pre_hooks:  # of weight_norm, which computes the weight anew before each run
+        return
+    for name, value in _attributes(part, object):
+        yield from _within(name, value)
+
+
+def _within(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, torch.nn.Module):
+        for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield f"{name}.{inner}", tensor
+    elif isinstance(value, (list, tuple, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            if isinstance(item, (torch.Tensor, torch.nn.Module)):
+                yield from _within(f"{name}[{key!r}]", item)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_strided and not tensor.is_meta and not is_lazy(tensor)
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have one dtype, one shape and the same values; NaN is equal to NaN."""
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one, other) if one.is_quantized else torch.allclose(one, other, 0, 0, equal_nan=True)

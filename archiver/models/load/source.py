@@ -22,6 +22,7 @@ from torch.ao.quantization import disable_observer
 from torchere.archiver.container.entries import ArchiveLimits, open_regular
 from torchere.archiver.container.zip import DAMAGED, ZipContainer
 from torchere.archiver.errors import ArchiveError, ModelRefused
+from torchere.archiver.models.inputs.buffers import random_ones, unsaved
 from torchere.archiver.models.inputs.examples import Example, example_of, files_of, read_example
 from torchere.archiver.models.inputs.run import DATATYPES
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors
@@ -32,7 +33,6 @@ from torchere.archiver.models.load.huggingface import Loaded, is_model_folder, l
 from torchere.archiver.models.load.module import module_from_factory, module_from_file
 from torchere.archiver.models.load.onnx import OnnxForm, read_onnx
 from torchere.archiver.models.load.torchscript import load_script
-from torchere.archiver.models.load.unsaved import random_ones, unsaved
 from torchere.archiver.models.load.weight_only import torchao_kinds
 from torchere.archiver.models.steps import Say, refusing
 from torchere.archiver.request import BuildOptions

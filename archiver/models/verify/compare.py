@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.buffers import unchanged_buffers
+from torchere.archiver.models.inputs.buffers import is_same, unchanged_buffers
 from torchere.archiver.models.inputs.run import shapes
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.measure.cost import Samples, fewer_threads_when_busy, times_by_batch
@@ -251,6 +251,4 @@ class Original:
 
 
 def _alike(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-    return len(one) == len(other) and all(
-        a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
+    return len(one) == len(other) and all(map(is_same, one, other))
