@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from torchere.archiver.models.fold.convolutions import Folded, NotTraceable, fold
-from torchere.archiver.models.operators import OperatorWatch
+from torchere.archiver.models.inputs.run import OperatorWatch
 
 
 def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:

@@ -1,4 +1,4 @@
-"""Runs a model on an example, and names its results."""
+"""Runs a model on an example, names its results, and watches the operators that it runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.sizes import Tensors
@@ -134,3 +135,20 @@ def _instead(dtype: torch.dtype) -> str:
 def shapes(example: Tensors) -> str:
     """Return the datatypes and shapes in one line: `FP32[1, 8], INT64[1]`."""
     return ", ".join(f"{DATATYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}" for tensor in example)
+
+
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own have no types
+    """Sees each operator that runs in a `with` block: a subclass defines `__torch_dispatch__`.
+
+    Enter it in one thread; operators of other threads are not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls) -> None:
+        """Skip torch's `__init_subclass__`, whose wrapper imports `torch._dynamo` at the first operator.
+
+        The import takes 2 s, and again in each forked trial. Models that call `torch.compile` are seen
+        without the wrapper, too.
+        """

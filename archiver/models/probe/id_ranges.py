@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.run import Run, shapes
+from torchere.archiver.models.inputs.run import OperatorWatch, Run, shapes
 from torchere.archiver.models.inputs.sizes import Tensors
-from torchere.archiver.models.operators import OperatorWatch
 from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.steps import Say, silent
 from torchere.archiver.signature import ANY, Signature, TensorSpec, Values

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.models.inputs.run import Named
+from torchere.archiver.models.inputs.run import Named, OperatorWatch
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.measure.difference import channels_of
-from torchere.archiver.models.operators import OperatorWatch
 
 _ROUNDED = (torch.float16, torch.bfloat16, torch.quint8, torch.qint8, torch.qint32)
 _FLOOR = 1e-3  # lower bound of an output's largest magnitude, so that tiny outputs keep a tolerance

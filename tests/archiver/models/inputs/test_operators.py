@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.models.operators import OperatorWatch
+from torchere.archiver.models.inputs.run import OperatorWatch
 
 TRIED = """
 import sys, torch
