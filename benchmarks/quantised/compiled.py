@@ -9,11 +9,12 @@ from quantised.zoo import Ready, Sample
 from torchere.archiver.models.convert.aotinductor import compile_aoti
 from torchere.archiver.models.convert.exported_program import to_program
 from torchere.archiver.models.convert.optimize_gain import loaded
+from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.inputs.sizes import batch_of as free_batch
 from torchere.archiver.models.measure.cost import batch_of, processor_ms
 from torchere.archiver.models.measure.difference import difference, flattened
-from torchere.archiver.models.quantize.traced import plain_attention, traced
+from torchere.archiver.models.quantize.candidates import plain_attention
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.compiled.load import CompiledModel, load_package
 
@@ -55,7 +56,7 @@ def both(ready: Ready, folder: Path) -> Both:
     folded = folded_paddings(ready.module, example)
     module = folded.module if folded else ready.module
     with plain_attention():
-        script = traced(module, example)
+        script = to_torchscript(module, example)
     saved = folder / "model.pt"
     script.save(str(saved))
     fast = loaded(saved, TorchScriptOptions(optimize_for_inference=True))

@@ -13,12 +13,13 @@ import torch
 
 from quantised.fastest import BATCHES, Form, fastest, forms_of
 from quantised.zoo import Ready, Sample, Subject
+from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved
 from torchere.archiver.models.measure.cost import batch_of, processor_ms
 from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.quantize.candidates import plain_attention
 from torchere.archiver.models.quantize.methods import quantise
-from torchere.archiver.models.quantize.traced import plain_attention, traced
 from torchere.archiver.signature import Signature, TensorSpec
 
 _BUDGET_S = 2.0  # of timing, for each batch size
@@ -71,7 +72,7 @@ def measured(subject: Subject) -> Row:
     ready = subject.make()
     example = ready.held_out[0]
     with plain_attention():
-        fp32 = traced(ready.module, example)
+        fp32 = to_torchscript(ready.module, example)
     model = _loaded(ready, example)
     made = quantise(model, subject.method, ready.calibration)
     if not isinstance(made.module, torch.jit.ScriptModule):

@@ -27,9 +27,9 @@ from examples.image_classifier.network import pretrained
 from examples.image_classifier.photographs import CALIBRATION, HELD_OUT, MEAN, STD, centre, crops
 from examples.image_classifier.quantise import agreement, int8
 from torchere.archiver.models.convert.optimize_gain import measured_gain
+from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.quantize.methods import Quantised
-from torchere.archiver.models.quantize.traced import traced
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 HERE = Path(__file__).resolve().parent
@@ -84,7 +84,7 @@ def _build(demo: Path) -> list[Built]:
     network = pretrained()
     folded = fold(network, (held_out[0][:1],))
     _say("network", f"folded into its convolutions: {folded.note}")
-    fp32 = traced(folded.module, (held_out[0][:1],))
+    fp32 = to_torchscript(folded.module, (held_out[0][:1],))
     quantised = _int8(network, held_out)
     as_fp32 = _saved(demo, fp32, "fp32")
     gain = measured_gain(as_fp32, [(crop[:1],) for crop in held_out[:_COMPARED]], batched=True)

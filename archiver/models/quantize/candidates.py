@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,6 @@ from torchere.archiver.models.measure.cost import processor_ms, shapes_of
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
 from torchere.archiver.models.quantize.static import calibrate
-from torchere.archiver.models.quantize.traced import Compile, plain_attention
 from torchere.archiver.models.steps import Say, counted, line_of, silent
 
 _AS_FAST = 1.05  # engines within this multiple of the least time count as equally fast
@@ -124,6 +124,7 @@ def _failures(found: dict[str, Measured], blank: Measured) -> Iterator[None]:
 
 
 Samples = Sequence[tuple[torch.Tensor, ...]]
+Compile = Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.jit.ScriptModule]
 # Methods that can leave some layers in fp32, with the layer types that they quantise.
 _MIXABLE: dict[str, tuple[type[nn.Module], ...]] = {
     "int8-dynamic": (nn.Linear,),
@@ -239,6 +240,29 @@ class Maker:
         return Candidate(
             packed, tuple(measured(method, packed, _judge(self.model, self.judged), calls)), note
         )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress torch's deprecation and tracer warnings during quantisation; the user can't act on them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message="`torch.jit")  # a FutureWarning from torch 2.14 on
+        warnings.filterwarnings("ignore", message="Converting a tensor to a Python")
+        warnings.filterwarnings("ignore", message=r"torch\.quantize_per_tensor")
+        warnings.filterwarnings("ignore", message="Currently, qnnpack incorrectly ignores reduce_range")
+        yield
+
+
+@contextlib.contextmanager
+def plain_attention() -> Iterator[None]:
+    """Disable fused encoder layers: they read `linear1.weight` as a tensor, but in int8 it is a method."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _dynamic(model: nn.Module, _samples: Samples, kept: Collection[str], _say: Say) -> tuple[nn.Module, str]:

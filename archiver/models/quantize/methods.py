@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.attention import Opened, open_attention
 from torchere.archiver.models.fold.parametrizations import without_parametrizations
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
@@ -22,14 +23,15 @@ from torchere.archiver.models.load.weight_only import torchao_kinds, weight_only
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.quantize.candidates import (
     Candidate,
+    Compile,
     Maker,
     Measured,
     Samples,
     choose,
+    quiet,
     some_of,
 )
 from torchere.archiver.models.quantize.pt2e import check_torchao, quantised_program
-from torchere.archiver.models.quantize.traced import Compile, quiet, traced
 from torchere.archiver.models.steps import Say, refusing, silent
 from torchere.archiver.quantization import AUTO, INT8_DRIFT, METHODS
 
@@ -62,7 +64,7 @@ def quantise(
     samples: Samples,
     *,
     target: str = "torchscript",
-    compiled: Compile = traced,
+    compiled: Compile = to_torchscript,
     max_drift: float = INT8_DRIFT,
     timed: Samples = (),
     say: Say = silent,
@@ -78,7 +80,7 @@ def quantise(
             samples, engines are compared on `model.example`.
         target: the format of the packed model. TorchScript uses FX and PyTorch's int8 engines; the other
             formats use torchao's PT2E, which has no choice of engines.
-        compiled: converts an int8 model to TorchScript; the default is tracing.
+        compiled: converts an int8 model to TorchScript.
         max_drift: an engine with a larger drift is chosen only if there is no better one.
         timed: arguments of the model to time engines with; without any, the samples.
         say: takes lines about progress.

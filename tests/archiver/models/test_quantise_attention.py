@@ -14,8 +14,8 @@ from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import saved, supported
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize import candidates as module_under_test
+from torchere.archiver.models.quantize.candidates import plain_attention
 from torchere.archiver.models.quantize.methods import Quantised, quantise
-from torchere.archiver.models.quantize.traced import plain_attention, traced
 from torchere.archiver.signature import Signature, TensorSpec
 
 WIDTH, LAYERS = 128, 2
@@ -86,7 +86,7 @@ def test_all_linear_layers_of_an_encoder_become_int8_and_its_file_a_third(settin
     assert f"attention of {LAYERS} layers opened" in made.notes[0]
     assert drift(network, made.module, samples()) < 0.05
     with plain_attention():
-        assert len(saved(made.module)) < 0.35 * len(saved(traced(network, samples()[0])))  # type: ignore[arg-type]
+        assert len(saved(made.module)) < 0.35 * len(saved(to_torchscript(network, samples()[0])))  # type: ignore[arg-type]
 
 
 def test_static_int8_sees_the_layers_of_an_encoder() -> None:

@@ -24,7 +24,7 @@ from torchere.archiver.models.fold.attention import (
     SelfAttention,
     open_attention,
 )
-from torchere.archiver.models.quantize.traced import plain_attention
+from torchere.archiver.models.quantize.candidates import plain_attention
 
 WIDTH = 8
 

@@ -21,7 +21,7 @@ from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.probe import isolation
 from torchere.archiver.models.probe.derive import signature_of
 from torchere.archiver.models.probe.isolation import ModelEndedProcess
-from torchere.archiver.models.quantize.traced import quiet
+from torchere.archiver.models.quantize.candidates import quiet
 
 ROWS = (torch.rand(1, 5, 8),)
 

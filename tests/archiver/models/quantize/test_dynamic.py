@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn import functional
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
 from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize import dynamic as quantise_dynamic
+from torchere.archiver.models.quantize.candidates import quiet
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu
 from torchere.archiver.models.quantize.methods import quantise
-from torchere.archiver.models.quantize.traced import quiet, traced
 from torchere.archiver.signature import Signature, TensorSpec
 
 FUSED = "quantized::linear_relu_dynamic("
@@ -38,7 +39,7 @@ class Reused(nn.Module):
 def int8(module: nn.Module, engine: str) -> torch.jit.ScriptModule:
     torch.manual_seed(0)
     with using(engine), quiet():
-        return traced(dynamic(module.eval())[0], (torch.randn(2, 16),))
+        return to_torchscript(dynamic(module.eval())[0], (torch.randn(2, 16),))
 
 
 @pytest.mark.parametrize("engine", supported())

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.measure.cost import batch_of
 from torchere.archiver.models.measure.difference import Difference, chance_of_worst
-from torchere.archiver.models.quantize.traced import traced
 from torchere.archiver.models.verify.compare import (
     DriftRefused,
     refuse_drift,
@@ -53,7 +53,7 @@ def report() -> Report:
 
 
 def test_a_model_that_answers_as_the_original_is_accepted(network: nn.Module) -> None:
-    report = verify(network, traced(network, SAMPLES[0]), SAMPLES, max_drift=1e-3)
+    report = verify(network, to_torchscript(network, SAMPLES[0]), SAMPLES, max_drift=1e-3)
 
     assert report.accepted
     assert report.difference.rows == 5
@@ -120,7 +120,7 @@ def test_size_and_memory_are_measured_on_the_files(network: nn.Module, tmp_path:
             return rows[:, :4]
 
     files = (tmp_path / "small.pt", tmp_path / "large.pt")
-    models = (traced(network, SAMPLES[0]), traced(Large().eval(), SAMPLES[0]))
+    models = (to_torchscript(network, SAMPLES[0]), to_torchscript(Large().eval(), SAMPLES[0]))
     for model, file in zip(models, files, strict=True):
         model.save(str(file))
 

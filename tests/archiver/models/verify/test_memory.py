@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchere.archiver.models.quantize.traced import traced
+from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.verify.memory import resident_bytes
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
@@ -48,7 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_one_process_measures_all_files(started: list[Any], tmp_path: Path) -> None:
     files = [tmp_path / "small.pt", tmp_path / "large.pt", tmp_path / "small_again.pt"]
     for file, width in zip(files, (4, 1_000_000, 4), strict=True):  # the large one has 32 MB
-        traced(nn.Linear(8, width, bias=False), EXAMPLE).save(str(file))
+        to_torchscript(nn.Linear(8, width, bias=False), EXAMPLE).save(str(file))
 
     small, large, again = resident_bytes(files, [PLAIN] * 3, EXAMPLE)
 
