@@ -7,9 +7,10 @@ the same function, up to the rounding of float32.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -451,28 +452,32 @@ def _fold_norm(graph: fx.GraphModule, node: fx.Node) -> None:
     graph.graph.erase_node(following)
 
 
-class _Ranks(fx.Interpreter):
-    """Runs a graph and records the number of dimensions of each result."""
+class Recorder(fx.Interpreter):
+    """Runs a graph, and records `fact(result)` of each node in `found`, unless it is None."""
 
-    def __init__(self, graph: fx.GraphModule) -> None:
+    def __init__(self, graph: fx.GraphModule, fact: Callable[[Any], Any]) -> None:
         super().__init__(graph)
-        self.found: dict[fx.Node, int] = {}
+        self.found: dict[fx.Node, Any] = {}
+        self._fact = fact
+
+    def run_on(self, example: tuple[torch.Tensor, ...]) -> dict[fx.Node, Any]:
+        """Run the graph on a copy of the example, without gradients, and return `found`."""
+        with torch.no_grad():
+            self.run(*copy.deepcopy(example))
+        return self.found
 
     def run_node(self, n: fx.Node) -> Any:
         """See fx.Interpreter."""
         result = super().run_node(n)
-        if isinstance(result, torch.Tensor):
-            self.found[n] = result.dim()
+        if (fact := self._fact(result)) is not None:
+            self.found[n] = fact
         return result
 
 
 def _ranks(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> dict[fx.Node, int]:
     """Return the number of dimensions of each result; if the graph fails, of those before the failure."""
-    run = _Ranks(graph)
-    try:
-        with torch.no_grad():
-            run.run(*copy.deepcopy(example))
+    run = Recorder(graph, lambda result: result.dim() if isinstance(result, torch.Tensor) else None)
     # Broad: an incorrectly traced graph may raise any error; it is compared with the model later.
-    except Exception:
-        return run.found
+    with contextlib.suppress(Exception):
+        run.run_on(example)
     return run.found

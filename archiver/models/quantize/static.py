@@ -36,6 +36,7 @@ from torch.nn import functional
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.convolutions import (
+    Recorder,
     calls_of,
     fold,
     free_name,
@@ -166,27 +167,10 @@ def calibrate(
     return Calibrated(prepared, layers, "; ".join(part for part in (folded.note, clips) if part))
 
 
-class _Dtypes(fx.Interpreter):
-    """Runs a graph, and records the value of each `tensor.dtype` in it."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__(graph)
-        self.found: dict[fx.Node, torch.dtype] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one operation of the graph."""
-        result = super().run_node(n)
-        if isinstance(result, torch.dtype):
-            self.found[n] = result
-        return result
-
-
 def _fix_dtypes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> None:
     """Replace each `tensor.dtype` by its value in fp32: otherwise `mask.to(x.dtype)` would ask for int8."""
-    run = _Dtypes(graph)
-    with torch.no_grad():
-        run.run(*(tensor.clone() for tensor in example))
-    for node, dtype in run.found.items():
+    dtypes = Recorder(graph, lambda result: result if isinstance(result, torch.dtype) else None)
+    for node, dtype in dtypes.run_on(example).items():
 
         def fixed(one: Any, node: fx.Node = node, dtype: torch.dtype = dtype) -> Any:
             return dtype if one is node else one
@@ -233,26 +217,15 @@ def _observe_what_is_not_clipped(prepared: fx.GraphModule, clipped: Sequence[str
             replace_module(prepared, node, MinMaxObserver(**_LEVELS))
 
 
-class _WholeNumbers(fx.Interpreter):
-    """Runs a graph and records the nodes whose tensors are not floating-point: masks, indices."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__(graph)
-        self.found: list[fx.Node] = []
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, torch.Tensor) and not result.is_floating_point():
-            self.found.append(n)
-        return result
-
-
 def _leave_whole_numbers(prepared: fx.GraphModule, sample: tuple[torch.Tensor, ...]) -> None:
     """Remove the observers of integer tensors: FX adds one before each operation that reshapes its input."""
-    run = _WholeNumbers(copy.deepcopy(prepared))  # a copy, because each run calibrates the observers
-    with torch.no_grad():
-        run.run(*copy.deepcopy(sample))
-    names = {node.name for node in run.found}
+
+    def is_whole(result: Any) -> bool | None:
+        """Return True for masks and indices, else None."""
+        return True if isinstance(result, torch.Tensor) and not result.is_floating_point() else None
+
+    # On a copy, because each run calibrates the observers.
+    names = {node.name for node in Recorder(copy.deepcopy(prepared), is_whole).run_on(sample)}
     for node in list(prepared.graph.nodes):
         if node.name in names and isinstance(module_at(prepared, node), (ObserverBase, FakeQuantizeBase)):
             node.replace_all_uses_with(node.args[0])
