@@ -182,9 +182,6 @@ CPP_ADVICE = (
     "TorchScriptHandler"
 )
 
-UNEVEN_HANDLERS = frozenset({"sequence_classifier", "text_embedding", "voice_activity"})
-"""Those among them whose time depends on what is sent: quick requests say nothing of the next one."""
-
 ENVELOPES = {
     "body": "torchere.handlers.envelopes:BodyEnvelope",
     "json": "torchere.handlers.envelopes:JSONEnvelope",

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from torchere.archiver.signature import Signature, TensorSpec
-from torchere.handlers.resolve import BUILT_IN_HANDLERS, UNEVEN_HANDLERS, request_signature
+from torchere.handlers.resolve import request_signature
 
 OF_MODEL = Signature((TensorSpec("ids", "INT64", (-1, -1)),), (TensorSpec("output", "FP32", (-1, 8)),))
 
@@ -19,7 +19,3 @@ def test_handlers_of_texts_and_sounds_say_what_clients_send_instead_of_the_model
 def test_for_other_handlers_the_archives_signature_counts() -> None:
     assert request_signature("tensor", OF_MODEL) == OF_MODEL
     assert request_signature("my_handler.py", None) is None
-
-
-def test_uneven_handlers_are_built_in_ones() -> None:
-    assert set(BUILT_IN_HANDLERS) > UNEVEN_HANDLERS
