@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
     from torchere.handlers.micro_batching import MicroBatching
     from torchere.handlers.text import TextClassifier
-    from torchere.handlers.text.embedding import TextEmbedding
+    from torchere.handlers.text.tasks import TextEmbedding
     from torchere.handlers.ts_compat.legacy import MockContext
     from torchere.handlers.vision import VisionHandler
     from torchere.handlers.vision.tasks import ImageClassifier, ImageSegmenter, ObjectDetector
@@ -35,7 +35,7 @@ _HOMES = {
     "PredictionException": "errors",
     "RequestProcessor": "context",
     "TextClassifier": "text",
-    "TextEmbedding": "text.embedding",
+    "TextEmbedding": "text.tasks",
     "UnsupportedOutput": "errors",
     "VisionHandler": "vision",
     "VoiceActivity": "audio.voice_activity",

@@ -165,10 +165,10 @@ BUILT_IN_HANDLERS = {
     "image_classifier": "torchere.handlers.vision.tasks:ImageClassifier",
     "image_segmenter": "torchere.handlers.vision.tasks:ImageSegmenter",
     "object_detector": "torchere.handlers.vision.tasks:ObjectDetector",
-    "sequence_classifier": "torchere.handlers.text.sequence_classifier:SequenceClassifier",
+    "sequence_classifier": "torchere.handlers.text.tasks:SequenceClassifier",
     "tensor": "torchere.handlers.tensor_handler:TensorHandler",
     "text_classifier": "torchere.handlers.text:TextClassifier",
-    "text_embedding": "torchere.handlers.text.embedding:TextEmbedding",
+    "text_embedding": "torchere.handlers.text.tasks:TextEmbedding",
     "voice_activity": "torchere.handlers.audio.voice_activity:VoiceActivity",
 }
 """Names that need no file in the archive. All of them may run in threads on shared weights."""

@@ -1,4 +1,4 @@
-"""Text embeddings: vectors that are close if the texts have similar meanings."""
+"""The built-in handlers of texts with a tokenizer: classes of texts and pairs, and embeddings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,55 @@ from typing import Any
 
 import torch
 
+from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.tensors.request import flattened
 from torchere.handlers.text.tokens import SETTINGS, TransformerHandler
 
+SCORES = ("softmax", "sigmoid", "none")
 POOLINGS = ("mean", "first")
+
+
+class SequenceClassifier(TransformerHandler):
+    """Answers a text with the score of every class, `{name: score}`; a list of texts with a list of these.
+
+    The model's inputs are those of `TransformerHandler`, its first result is [texts, classes]: the logits of
+    Hugging Face's `...ForSequenceClassification`. Names of classes come from `index_to_name.json`.
+
+    Requests: as for `TextEmbedding`; two texts that are compared are `{"text": "...", "text_pair": "..."}`.
+    The Open Inference Protocol: inputs `text` and, for pairs, `text_pair` (BYTES [texts]), output `scores`
+    (FP32 [texts, classes]).
+
+    `handler.sequence_classifier` in model-config.yaml: `scores` made of the logits (softmax; sigmoid, where
+    several classes may be right; none, for a regression), `max_tokens` of a text or a pair (the rest is cut
+    off), `max_texts` of a request, `max_characters` of a text, `texts_per_run`.
+    """
+
+    section = "sequence_classifier"
+    defaults = {"scores": "softmax", **SETTINGS}  # noqa: RUF012
+    output = "scores"
+    takes_pairs = True
+
+    def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """See the base class."""
+        if settings["scores"] not in SCORES:
+            raise self.wrong("scores", f"one of {', '.join(SCORES)}", settings)
+        return super().checked(settings)
+
+    def result_of(self, output: Any, mask: torch.Tensor) -> torch.Tensor:
+        """Return the scores; raises RuntimeError for a shape that is not [texts, classes]."""
+        logits = flattened(output)[0].float().cpu()
+        if logits.dim() != 2 or len(logits) != len(mask):
+            raise RuntimeError(
+                f"the model gave {tuple(logits.shape)} for {len(mask)} texts; expected [texts, classes]"
+            )
+        kind = self.settings["scores"]
+        if kind == "none":
+            return logits
+        return torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, dim=1)
+
+    def answer_of(self, result: torch.Tensor) -> dict[str, object]:
+        """Return the scores by the names of the classes."""
+        return map_class_to_label([result.tolist()], self.mapping)[0]
 
 
 class TextEmbedding(TransformerHandler):
