@@ -69,7 +69,7 @@ def encode_answer(value: object) -> bytes:
     """Return the body of one answer.
 
     `bytes` and `bytearray` are sent unchanged, `str` as UTF-8 without quotes, a tensor as `torch.save` writes
-    it, and everything else as `json.dumps(value, indent=2)` does (`json_text.py`).
+    it, and everything else as `json.dumps(value, indent=2)` does (`indented_json`).
 
     Raises:
         UnsupportedOutput: the value is none of these, is nested too deeply, or contains itself.

@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 class TensorHandler(BaseHandler):
     """Runs the archive's model on the request's tensors, named as in `signature.json`.
 
-    Accepts the input formats that `tensors_rows` lists, and answers in the matching format: a list, or an
+    Accepts the formats that `tensors/request.py` lists, and answers in the matching format: a list, or an
     object with one list for each output; a `.npy` file for `Accept: application/x-npy`; tensors for the Open
     Inference Protocol. Requests of a batch run through the model together where their shapes allow it. An
     invalid request gets its own 400; the other requests of the batch are answered normally.

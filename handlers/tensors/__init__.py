@@ -1,7 +1,7 @@
 """Tensors of the Open Inference Protocol: datatypes, shapes and the server's internal content type.
 
-This module and its siblings `tensors_bytes` and `tensors_json` validate tensors from clients. Every failure
-is a `TensorError` that names the field. Time and memory are bounded by the size of the request.
+This module, `codec.py` and `list_text.py` validate tensors from clients. Every failure is a `TensorError`
+that names the field. Time and memory are bounded by the size of the request.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class VisionHandler(BaseHandler):
 
         Each row has under `data` or `body` the bytes of an image file, the same in base64 (`str`), or nested
         lists of numbers in the form of the model's input. Tensors of the Open Inference Protocol may have
-        any name; `image_arrays` describes the accepted shapes and datatypes.
+        any name; `picture_of_tensor` describes the accepted shapes and datatypes.
 
         Returns:
             A float tensor on the handler's device, first dimension the batch.

@@ -1,4 +1,4 @@
-"""Image classification handler."""
+"""The built-in handlers of images: classes, classes of pixels, and boxes of objects."""
 
 from __future__ import annotations
 
