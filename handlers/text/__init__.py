@@ -6,7 +6,7 @@ import pickle
 import re
 import string
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ CLEANUP_REGEX = re.compile(r"<.*?>|&([a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 UNKNOWN = "<unk>"  # torchtext's name for words that a vocabulary does not have
 _SPACED = re.compile(r"(['.,()!?])")
 _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)
+Tokenizer = Callable[[str], list[str]]
 
 
 def basic_english_tokens(text: str) -> list[str]:
@@ -108,12 +109,33 @@ def basic_english_tokens(text: str) -> list[str]:
     return _SPACED.sub(r" \1 ", text).split()
 
 
-def ngrams(tokens: list[str], longest: int) -> Iterator[str]:
-    """Yield the tokens, then all n-grams of 2 to `longest` neighbours, joined by a blank."""
-    yield from tokens
-    for size in range(2, longest + 1):
-        for start in range(len(tokens) - size + 1):
-            yield " ".join(tokens[start : start + size])
+def get_tokenizer(tokenizer: Tokenizer | str | None, language: str = "en") -> Tokenizer:
+    """Return a tokenizer: None splits at white space, "basic_english" normalises first, a callable is kept.
+
+    Raises:
+        ValueError: the tokenizer is another text, or the language is not English.
+    """
+    if tokenizer is None:
+        return str.split
+    if callable(tokenizer):
+        return tokenizer
+    if tokenizer != "basic_english":
+        raise ValueError(f"the tokenizer {tokenizer!r} is unknown; expected basic_english or a function")
+    if language != "en":
+        raise ValueError(f"basic_english is for English; found language={language!r}")
+    return basic_english_tokens
+
+
+def ngrams_iterator(token_list: Sequence[str], ngrams: int) -> Iterator[str]:
+    """Yield the tokens, then their n-grams of two up to `ngrams` tokens, joined by blanks.
+
+    >>> list(ngrams_iterator(["here", "we", "are"], 2))
+    ['here', 'we', 'are', 'here we', 'we are']
+    """
+    yield from token_list
+    for size in range(2, ngrams + 1):
+        for start in range(len(token_list) - size + 1):
+            yield " ".join(token_list[start : start + size])
 
 
 class TextHandler(BaseHandler):
@@ -228,7 +250,7 @@ class TextClassifier(TextHandler):
         words = self._tokenize(text)
         if not words:  # the model would give an answer without a meaning
             raise PredictionException("The request has no text: expected at least one word, found none", 400)
-        indices = [self.source_vocab[token] for token in ngrams(words, self.ngrams)]
+        indices = [self.source_vocab[token] for token in ngrams_iterator(words, self.ngrams)]
         return torch.as_tensor(indices, dtype=torch.int64, device=self.device), words
 
     @timed

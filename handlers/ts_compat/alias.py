@@ -71,7 +71,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "ts_compat.legacy:import_class",
     ),
     "ts.handler_utils.micro_batching": ("micro_batching:MicroBatching",),
-    "ts.handler_utils.text_utils": ("ts_compat.texts:ngrams_iterator", "ts_compat.texts:get_tokenizer"),
+    "ts.handler_utils.text_utils": ("text:ngrams_iterator", "text:get_tokenizer"),
     "ts.handler_utils.distributed": (),
     "ts.handler_utils.distributed.pt_pippy": (
         "ts_compat.distributed:get_pipeline_driver",

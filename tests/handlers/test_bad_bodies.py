@@ -26,7 +26,7 @@ from torchere.handlers.errors import PredictionException
 from torchere.handlers.rows import value_of
 from torchere.handlers.tensors import TensorError
 from torchere.handlers.tensors.npy import read_npy
-from torchere.handlers.text import _text_of, basic_english_tokens, expand_contractions, ngrams
+from torchere.handlers.text import _text_of, basic_english_tokens, expand_contractions, ngrams_iterator
 from torchere.handlers.vision.decode import ImageLimits, decode_image
 
 
@@ -172,7 +172,7 @@ def test_pictures_of_every_mode_come_out_in_a_mode_that_handlers_know(mode: str)
 )
 def test_odd_texts_are_cut_into_words(text: str) -> None:
     words = basic_english_tokens(expand_contractions(_text_of({"data": text})))
-    assert sum(1 for _ in ngrams(words, 2)) <= 2 * len(text)
+    assert sum(1 for _ in ngrams_iterator(words, 2)) <= 2 * len(text)
 
 
 @pytest.mark.parametrize("body", [b"\xff\xfe", b"\xc3", b"\xed\xa0\x80"])

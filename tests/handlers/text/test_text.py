@@ -7,19 +7,35 @@ from typing import Any
 import pytest
 import torch
 
-from torchere.handlers.text import TextHandler, basic_english_tokens, ngrams
+from torchere.handlers.text import TextHandler, get_tokenizer, ngrams_iterator
 
 
-def test_tokens_are_those_of_basic_english() -> None:
-    assert basic_english_tokens('Hi, "you" (there)! a;b:c<br />d.') == [
-        *("hi", ",", "you", "(", "there", ")", "!", "a", "b", "c", "d", "."),
-    ]
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("You can now install TorchText using pip!", "you can now install torchtext using pip !"),
+        ('It\'s <br />(not) "bad", is it? a;b:c.', "it ' s ( not ) bad , is it ? a b c ."),
+        ('Hi, "you" (there)! a;b:c<br />d.', "hi , you ( there ) ! a b c d ."),
+        ("", ""),
+    ],
+)
+def test_basic_english_is_torchtexts(text: str, tokens: str) -> None:
+    assert get_tokenizer("basic_english")(text) == tokens.split()
+
+
+def test_other_tokenizers() -> None:
+    assert get_tokenizer(None)("a  B") == ["a", "B"]
+    assert get_tokenizer(list)("ab") == ["a", "b"]
+    with pytest.raises(ValueError, match="expected basic_english or a function"):
+        get_tokenizer("spacy")
+    with pytest.raises(ValueError, match="is for English"):
+        get_tokenizer("basic_english", "de")
 
 
 def test_ngrams_are_words_then_pairs_then_triples() -> None:
-    assert list(ngrams(["a", "b", "c"], 2)) == ["a", "b", "c", "a b", "b c"]
-    assert list(ngrams(["a", "b", "c"], 3))[-1] == "a b c"
-    assert list(ngrams(["a"], 2)) == ["a"]
+    assert list(ngrams_iterator(["a", "b", "c"], 2)) == ["a", "b", "c", "a b", "b c"]
+    assert list(ngrams_iterator(["a", "b", "c"], 3)) == ["a", "b", "c", "a b", "b c", "a b c"]
+    assert list(ngrams_iterator(["a"], 2)) == ["a"]
 
 
 def test_cleaning_removes_tags_entities_accents_and_punctuation() -> None:

@@ -4,34 +4,7 @@ import logging
 
 import pytest
 
-from torchere.handlers.ts_compat.texts import get_tokenizer, ngrams_iterator
 from torchere.handlers.ts_compat.utilities import deprecated, get_yaml_config, timeit
-
-
-def test_ngrams_follow_the_tokens():
-    found = list(ngrams_iterator(["here", "we", "are"], 3))
-    assert found == ["here", "we", "are", "here we", "we are", "here we are"]
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("You can now install TorchText using pip!", "you can now install torchtext using pip !"),
-        ('It\'s <br />(not) "bad", is it? a;b:c.', "it ' s ( not ) bad , is it ? a b c ."),
-        ("", ""),
-    ],
-)
-def test_basic_english_is_torchtexts(text, tokens):
-    assert get_tokenizer("basic_english")(text) == tokens.split()
-
-
-def test_other_tokenizers():
-    assert get_tokenizer(None)("a  B") == ["a", "B"]
-    assert get_tokenizer(list)("ab") == ["a", "b"]
-    with pytest.raises(ValueError, match="expected basic_english or a function"):
-        get_tokenizer("spacy")
-    with pytest.raises(ValueError, match="is for English"):
-        get_tokenizer("basic_english", "de")
 
 
 def test_a_yaml_file_is_read(tmp_path):
