@@ -122,8 +122,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
         if source.onnx is not None:
             signature = tried_signature(source.path, source.onnx, example, say)
             source = replace(source, signature=signature)
-        kept = keep(source, example, options, work, say)
-        return _finished(kept.built, kept.signature, say)
+        return _finished(*keep(source, example, options, work, say), say)
     return _Compilation(source, options, work, say).built(example)
 
 

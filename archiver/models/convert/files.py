@@ -219,10 +219,15 @@ def config_with(config: Path | None, options: TorchScriptOptions, work: Path) ->
         raise ModelRefused(
             f"{config} {where} what measured best; add to its section torchscript: {', '.join(missing)}"
         )
+    return with_section(config, "\n".join(["torchscript:", *(f"  {line}" for line in missing)]), work)
+
+
+def with_section(config: Path | None, section: str, work: Path) -> Path:
+    """Write a copy of the configuration with a section at its end."""
+    text = config_text(config)
     made = work / (config.name if config else "model-config.yaml")
     separator = "" if not text or text.endswith("\n") else "\n"
-    added = "".join(f"  {line}\n" for line in missing)
-    made.write_text(f"{text}{separator}torchscript:\n{added}", encoding="utf-8")
+    made.write_text(f"{text}{separator}{section}\n", encoding="utf-8")
     return made
 
 
@@ -290,16 +295,10 @@ def config_text(config: Path | None) -> str:
 _LOADABLE = (kinds.TORCHSCRIPT, kinds.EXPORTED_PROGRAM, kinds.AOTINDUCTOR, kinds.ONNX)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The files to pack, and the signature if it is known."""
-
-    built: Built
-    signature: Signature | None
-
-
-def keep(source: Source, example: Tensors | None, options: BuildOptions, work: Path, say: Say) -> Kept:
-    """Prepare the source to be packed unchanged, and determine its signature.
+def keep(
+    source: Source, example: Tensors | None, options: BuildOptions, work: Path, say: Say
+) -> tuple[Built, Signature | None]:
+    """Return the files to pack the source unchanged, and its signature if it is known.
 
     Args:
         source: the loaded source model.
@@ -315,15 +314,15 @@ def keep(source: Source, example: Tensors | None, options: BuildOptions, work: P
     if source.signature is not None:
         if example is not None:
             check_against(example, source.signature)
-        return Kept(built, source.signature)
+        return built, source.signature
     if example is None:
         if options.needs_signature:
             raise ModelRefused(
                 "without --handler the server must know the model's inputs and outputs: give --example with "
                 "inputs (.json, .pt, .npy or a picture), or name a handler"
             )
-        return Kept(built, None)
-    return Kept(built, _signature(source, example, options, say))
+        return built, None
+    return built, _signature(source, example, options, say)
 
 
 def can_be_kept(source: Source, options: BuildOptions) -> bool:

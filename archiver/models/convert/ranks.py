@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.convert.files import config_text, takes_sections
+from torchere.archiver.models.convert.files import config_text, takes_sections, with_section
 from torchere.archiver.models.inputs.run import Named, run_on, shapes
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source
@@ -106,10 +106,7 @@ def _config_with(config: Path | None, split: Split, work: Path) -> Path:
         )
     if not takes_sections(text):
         raise ModelRefused(f"{config} takes no section as it is written; add to it: {split.line()}")
-    made = work / (config.name if config else "model-config.yaml")
-    separator = "" if not text or text.endswith("\n") else "\n"
-    made.write_text(f"{text}{separator}{split.line()}\n", encoding="utf-8")
-    return made
+    return with_section(config, split.line(), work)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torchere.archiver.models.inputs.examples import check_against, example_of
 from torchere.archiver.models.inputs.run import DATATYPES, Named, Run, check_tensor, run_on, seeded, shapes
 from torchere.archiver.models.inputs.sizes import BATCH, LARGEST, FreeSize, Tensors, batch_of, resized
 from torchere.archiver.models.load.onnx import OnnxForm
-from torchere.archiver.models.probe.free_sizes import differing_dimensions, varying_dimensions
+from torchere.archiver.models.probe.free_sizes import Places, differing_dimensions, varying_dimensions
 from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.probe.precision import FINE, SHARED, differing
 from torchere.archiver.models.probe.row_independence import VARIATIONS, Trial, Variation, refuse_mixing
@@ -32,7 +32,6 @@ _NOT_BATCHED = "not batched, requests go through the model one by one"
 _NO_BATCH = "the first dimensions are free and no batch, requests go through the model one by one"
 _ONE_BY_ONE = "leave --dynamic-batch out to have requests go through it one by one"
 _LIKE_REQUESTS = "give an --example with the shapes and datatypes that the model takes"
-_Places = list[tuple[int, int]]  # (output, dimension)
 
 
 def signature_of(
@@ -142,7 +141,7 @@ def _other_example(trial: Trial) -> str:
     return f"it runs on {shapes(rows)}: give the example this batch dimension"
 
 
-def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSize, _Places]]) -> Signature:
+def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSize, Places]]) -> Signature:
     inputs = [list(tensor.shape) for tensor in trial.example]
     outputs = [list(tensor.shape) for _, tensor in trial.base]
     limits: list[list[Limit]] = [[] for _ in inputs]
@@ -175,7 +174,7 @@ def _limits(free: FreeSize, dimension: int, example: Tensors) -> list[Limit]:
     return [] if limit == Limit(dimension) else [limit]
 
 
-def _asked(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> tuple[_Places, bool]:
+def _asked(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> tuple[Places, bool]:
     """Return the dimensions of the outputs that vary with a size, and whether the size is a batch.
 
     The first dimension of all inputs is the batch if rows are independent, also under another name.
@@ -203,7 +202,7 @@ def _common(sizes: Sequence[FreeSize]) -> tuple[int, int]:
     return max(free.low for free in first), min(free.high for free in first)
 
 
-def _found_batch(trial: Trial, say: Say) -> list[tuple[FreeSize, _Places]]:
+def _found_batch(trial: Trial, say: Say) -> list[tuple[FreeSize, Places]]:
     """Return the batch if the model takes another size of it; else say why it does not, and return []."""
     try:
         free = batch_of(trial.example, _ANY_BATCH)
@@ -224,7 +223,7 @@ def batch_refusal(trial: Trial) -> ModelRefused | None:
     return None
 
 
-def _varying(trial: Trial, free: FreeSize) -> _Places:
+def _varying(trial: Trial, free: FreeSize) -> Places:
     """Return the dimensions of the outputs that vary with a batch; raise if its rows are not independent."""
     now, size = free.size_in(trial.example), free.other_size(trial.example)
     other = trial.base if size == now else trial.answers(resized(trial.example, free, size))
@@ -240,7 +239,7 @@ def _varying(trial: Trial, free: FreeSize) -> _Places:
     return places
 
 
-def _varying_anywhere(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> _Places:
+def _varying_anywhere(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> Places:
     """Return the dimensions of the outputs that vary with a size that is no batch (`varying_dimensions`)."""
     option = f"{','.join(names[index] for index, _ in free.places)}.{free.places[0][1]}"
     return varying_dimensions(trial, free, option, say)
