@@ -23,13 +23,13 @@ import re
 import sys
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torchere.handlers.context import Context
+from torchere.handlers.moved import SecondNameLoader
 
 ROOT = "_torchere_archive"
 
@@ -345,25 +345,7 @@ class _PlainNameFinder:
         private = f"{self.archive.prefix}.{fullname}"
         if private not in sys.modules and importlib.util.find_spec(private) is None:
             return None
-        return ModuleSpec(fullname, _PlainNameLoader(self.archive))
-
-
-class _PlainNameLoader(Loader):
-    """Loader that returns the archive's own module under its plain name."""
-
-    def __init__(self, archive: ArchiveModules) -> None:
-        self._archive = archive
-        self._own_spec: ModuleSpec | None = None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = self._archive.load(spec.name)
-        self._own_spec = getattr(module, "__spec__", None)  # code may have replaced its module by any object
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module ran when it was loaded. Since then the import system has set the plain name's spec on it.
-        if self._own_spec is not None:
-            module.__spec__ = self._own_spec
+        return ModuleSpec(fullname, SecondNameLoader(private))
 
 
 def give_plain_names(archive: ArchiveModules) -> None:

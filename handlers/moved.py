@@ -93,25 +93,26 @@ class _MovedFinder:
         new = NEW_PATHS.get(fullname.removeprefix(_PACKAGE)) if fullname.startswith(_PACKAGE) else None
         if new is None:
             return None
-        return ModuleSpec(fullname, _MovedLoader(new if new.startswith("torchere.") else _PACKAGE + new))
+        return ModuleSpec(fullname, SecondNameLoader(new if new.startswith("torchere.") else _PACKAGE + new))
 
 
-class _MovedLoader(Loader):
-    """Loads nothing: the module is there, or is imported under its own name."""
+class SecondNameLoader(Loader):
+    """Loader of a second name of a module, which is imported under its own `name` if it is not yet."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module of today."""
+        """Return the module."""
         module = importlib.import_module(self._name)
-        self._spec = module.__spec__
+        self._spec = getattr(module, "__spec__", None)  # code may have replaced its module by any object
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back, which the import system has replaced by the old path's."""
-        module.__spec__ = self._spec
+        """Give the module its own spec back, which the import system has replaced by the second name's."""
+        if self._spec is not None:
+            module.__spec__ = self._spec
 
 
 _finder = _MovedFinder()
