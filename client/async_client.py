@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 
 from torchere.client import inference, management, predictions
-from torchere.client import management as repository
 from torchere.client.client import INFERENCE_ADDRESS, MANAGEMENT_ADDRESS, TIMEOUT_S
 from torchere.client.inference import InferOptions, InferResult, Inputs
 from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
@@ -184,47 +183,47 @@ class AsyncClient:
 
     async def server_metadata(self, *, timeout_s: float | None = None) -> ServerMetadata:
         """Return the server's name, version and protocol extensions."""
-        return await self._transport.run(repository.server_metadata(), timeout_s)
+        return await self._transport.run(management.server_metadata(), timeout_s)
 
     async def model_metadata(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> ModelMetadata:
         """Return the names, datatypes and shapes of a model's inputs and outputs."""
-        return await self._transport.run(repository.model_metadata(model, version), timeout_s)
+        return await self._transport.run(management.model_metadata(model, version), timeout_s)
 
     async def is_live(self, *, timeout_s: float | None = None) -> bool:
         """Return whether the server runs."""
-        return await self._transport.run(repository.live(), timeout_s)
+        return await self._transport.run(management.live(), timeout_s)
 
     async def is_ready(self, *, timeout_s: float | None = None) -> bool:
         """Return whether the server is ready for requests."""
-        return await self._transport.run(repository.ready(), timeout_s)
+        return await self._transport.run(management.ready(), timeout_s)
 
     async def is_model_ready(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> bool:
         """Return whether a model is ready; raise `NotFound` for a model that is not registered."""
-        return await self._transport.run(repository.model_ready(model, version), timeout_s)
+        return await self._transport.run(management.model_ready(model, version), timeout_s)
 
     async def statistics(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
         """Return the request counts and durations of a model, one object per version, in Triton's format."""
-        return await self._transport.run(repository.statistics(model, version), timeout_s)
+        return await self._transport.run(management.statistics(model, version), timeout_s)
 
     async def repository_index(
         self, *, ready_only: bool = False, timeout_s: float | None = None
     ) -> tuple[ModelState, ...]:
         """Return the models of the model repository with their states."""
-        return await self._transport.run(repository.index(ready_only), timeout_s)
+        return await self._transport.run(management.index(ready_only), timeout_s)
 
     async def load(self, model: str, *, timeout_s: float | None = None) -> None:
         """Load a model of the repository and wait until it is ready."""
-        await self._transport.run(repository.load(model), timeout_s)
+        await self._transport.run(management.load(model), timeout_s)
 
     async def unload(self, model: str, *, timeout_s: float | None = None) -> None:
         """Unload a model."""
-        await self._transport.run(repository.unload(model), timeout_s)
+        await self._transport.run(management.unload(model), timeout_s)
 
     async def register(self, url: str, *, timeout_s: float | None = None, **options: object) -> str:
         """Register an archive of the model store and return the server's status message.
