@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
+from torchere.archiver.models.inputs.run import run_of_session
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.steps import line_of
 from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, read_signature
@@ -19,7 +20,6 @@ from torchere.archiver.split import Split
 from torchere.handlers.base import BaseHandler, refusal_of
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.loading import onnx
 from torchere.handlers.loading.devices import CPU, to_device, without_gradients
 from torchere.handlers.loading.torchscript import changes_itself
 from torchere.handlers.metrics import timed
@@ -102,7 +102,7 @@ class TensorHandler(BaseHandler):
         self.output_names = tuple(spec.name for spec in signature.outputs)
         super().initialize(context)
         if not callable(self.model):
-            self.model = onnx.as_function(self.model)
+            self.model = run_of_session(self.model)
             self.device = CPU.device  # its inputs are CPU tensors on any execution provider
 
     def _load_folder_part(self, model_dir: str, split: Split) -> Any:

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
+from torchere.archiver.models.inputs.run import run_of_session
 from torchere.archiver.signature import ANY, Limit, TensorSpec, archive_signature
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.loading import onnx
 from torchere.handlers.loading.devices import without_gradients
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of
@@ -165,7 +165,7 @@ class TransformerHandler(BaseHandler):
         if specs:
             self.inputs = tuple((_ROLES[spec.name], torch_dtype(DATATYPES[spec.datatype])) for spec in specs)
         super().initialize(context)
-        self.model = self.model if callable(self.model) else onnx.as_function(self.model)
+        self.model = self.model if callable(self.model) else run_of_session(self.model)
         path = Path(model_dir, TOKENIZER_NAME)
         max_tokens = self.settings["max_tokens"] or None
         self.tokens = self._shared(

@@ -219,10 +219,10 @@ def read_samples(data: Path, contender: Contender, other: Contender) -> list[tup
 
 
 def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..., Any]:
+    from torchere.archiver.models.inputs.run import run_of_session  # noqa: PLC0415
     from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
     from torchere.handlers.base import BaseHandler  # noqa: PLC0415 - imports torch
     from torchere.handlers.context import Context  # noqa: PLC0415
-    from torchere.handlers.loading.onnx import as_function  # noqa: PLC0415
     from torchere.handlers.ts_compat.alias import __version__  # noqa: PLC0415
 
     handler = BaseHandler()
@@ -240,7 +240,7 @@ def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..
             )
         )
     model: Any = handler.model
-    return model if callable(model) else as_function(model)  # a session of onnxruntime
+    return model if callable(model) else run_of_session(model)  # a session of onnxruntime
 
 
 def _config(archive: Archive) -> dict[str, Any]:

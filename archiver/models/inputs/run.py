@@ -66,6 +66,20 @@ def run_on(run: Run, example: Tensors) -> Named:
     return [(name, tensor.clone()) for name, tensor in found]
 
 
+def run_of_session(session: Any) -> Callable[..., Tensors]:
+    """Return a session of onnxruntime as a function of tensors, one per input; its results are on the CPU.
+
+    The session may be called from several threads at once, and so may the function.
+    """
+    names = [item.name for item in session.get_inputs()]
+
+    def run(*tensors: torch.Tensor) -> Tensors:
+        arrays = {name: tensor.cpu().numpy() for name, tensor in zip(names, tensors, strict=True)}
+        return tuple(torch.from_numpy(result) for result in session.run(None, arrays))
+
+    return run
+
+
 def seeded(run: Run, example: Tensors) -> Named:
     """Run the model as `run_on` does, with the same torch random seed every time."""
     with torch.random.fork_rng(devices=()):

@@ -17,7 +17,16 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.examples import check_against, example_of
-from torchere.archiver.models.inputs.run import DATATYPES, Named, Run, check_tensor, run_on, seeded, shapes
+from torchere.archiver.models.inputs.run import (
+    DATATYPES,
+    Named,
+    Run,
+    check_tensor,
+    run_of_session,
+    run_on,
+    seeded,
+    shapes,
+)
 from torchere.archiver.models.inputs.sizes import BATCH, LARGEST, FreeSize, Tensors, batch_of, resized
 from torchere.archiver.models.load.onnx import OnnxForm
 from torchere.archiver.models.probe.free_sizes import Places, differing_dimensions, varying_dimensions
@@ -371,14 +380,7 @@ def _loaded(path: Path) -> Run:
         raise ModelRefused("onnxruntime is not installed (pip install torchere[onnx])")
     runtime: Any = importlib.import_module("onnxruntime")
     with refusing(f"{path}: loading by onnxruntime"):
-        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = [item.name for item in session.get_inputs()]
-
-    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        arrays = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
-        return tuple(torch.from_numpy(result) for result in session.run(None, arrays))
-
-    return run
+        return run_of_session(runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"]))
 
 
 def _by_names(form: OnnxForm, rows: int, reason: str, say: Say) -> Signature:
