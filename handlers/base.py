@@ -24,8 +24,7 @@ from torchere.handlers.compiled import load as aot
 from torchere.handlers.context import Context
 from torchere.handlers.labels import load_label_mapping
 from torchere.handlers.loading import onnx, xla
-from torchere.handlers.loading.autocast import autocasting
-from torchere.handlers.loading.compile import compile_options, wants_aot_compile
+from torchere.handlers.loading.compile import autocasting, compile_options, optimized
 from torchere.handlers.loading.devices import (
     CPU,
     choose_device,
@@ -35,9 +34,8 @@ from torchere.handlers.loading.devices import (
     without_gradients,
 )
 from torchere.handlers.loading.eager import in_eval_mode, load_eager
-from torchere.handlers.loading.oneapi import optimized
 from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
-from torchere.handlers.loading.weights import WeightsKind, weights_kind
+from torchere.handlers.loading.weights import WeightsKind, wants_aot_compile, weights_kind
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import value_of
 

@@ -1,9 +1,16 @@
-"""Read the `pt2` block of model-config.yaml: whether and how a model is compiled."""
+"""How a loaded model computes: by torch.compile (`pt2`), in oneDNN's layout, in half precision."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
+import os
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +79,76 @@ def _requested(pt2: object) -> dict[str, Any] | None:
     return options if options.pop("enable", False) is True else None
 
 
-def wants_aot_compile(config: dict[str, Any]) -> bool:
-    """Return whether `pt2.export.aot_compile` says that the weights are a compiled `.so`."""
-    pt2 = config.get("pt2")
-    export = pt2.get("export") if isinstance(pt2, dict) else None
-    return isinstance(export, dict) and export.get("aot_compile") is True
+_EXTENSION = "intel_extension_for_pytorch"
+IS_ASKED_FOR = os.environ.get("TS_IPEX_ENABLE", "false") == "true"
+IPEX_AVAILABLE = IS_ASKED_FOR and importlib.util.find_spec(_EXTENSION) is not None
+"""Whether models are optimized by the extension; handlers import it from `ts.torch_handler.base_handler`."""
+
+
+def optimized(model: Any) -> Any:
+    """Return the model as TorchServe's handlers run it with `ipex_enable=true`; unchanged without that.
+
+    The extension is archived, and its kernels are torch's own by now (oneDNN). So without it the model gets
+    the layout that both prefer, channels last, and torch does the rest.
+    """
+    if not IS_ASKED_FOR or not isinstance(model, torch.nn.Module):
+        return model
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # its stub lacks it
+    if not IPEX_AVAILABLE:
+        logger.info("ipex_enable: %s is not installed; torch's own oneDNN kernels run the model", _EXTENSION)
+        return model
+    optimize = importlib.import_module(_EXTENSION).optimize
+    logger.info("Compiled model with ipex")  # TorchServe's line
+    return optimize(model)
+
+
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def autocasting(model: Any, config: Mapping[str, Any], device: torch.device) -> Any:
+    """Return the model wrapped as `autocast` in its config says; the model itself where it is not set.
+
+    Raises:
+        ValueError: `autocast` is not one of the types, or the model is a session of onnxruntime.
+    """
+    wanted = config.get("autocast")
+    if wanted is None:
+        return model
+    if wanted not in _TYPES:
+        raise ValueError(f"autocast of model-config.yaml is {wanted!r}, expected {' or '.join(_TYPES)}")
+    if not callable(model):
+        raise ValueError(
+            f"autocast of model-config.yaml is {wanted!r}, and torch does not compute this model: found a "
+            f"{type(model).__name__}; take autocast away, and convert an ONNX model itself to half precision"
+        )
+    return Autocast(model, device, _TYPES[wanted])
+
+
+class Autocast:
+    """A model that runs under torch.autocast, with its half-precision outputs converted to float32.
+
+    All other attributes are the model's own. As thread-safe as the model.
+
+    Args:
+        model: the model to call.
+        device: its type selects the operations that are cast.
+        dtype: the type that they compute in.
+    """
+
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self._model = model
+        self._device_type = device.type
+        self._dtype = dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model and return its output, with half-precision tensors converted to float32."""
+        # torch's cache of cast weights is shared by all threads and ignores streams: another executor could
+        # compute with a weight whose cast is not done yet, or freed already.
+        with torch.autocast(self._device_type, self._dtype, cache_enabled=False):
+            return pytree.tree_map_only(torch.Tensor, self._widened, self._model(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype is self._dtype else tensor

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torchere.archiver.split import Split
-from torchere.handlers.loading.compile import wants_aot_compile
 
 
 class WeightsKind(Enum):
@@ -77,6 +76,13 @@ def _kind_of_file(serialized: str, config: dict[str, Any]) -> WeightsKind:
             f"{', '.join(_BY_SUFFIX)}, or a --model-file beside it. {hint}".strip()
         )
     return kind
+
+
+def wants_aot_compile(config: dict[str, Any]) -> bool:
+    """Return whether `pt2.export.aot_compile` says that the weights are a compiled `.so`."""
+    pt2 = config.get("pt2")
+    export = pt2.get("export") if isinstance(pt2, dict) else None
+    return isinstance(export, dict) and export.get("aot_compile") is True
 
 
 # Location of weights that several versions share: a file beside the folder of the archive.

@@ -35,7 +35,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "ts_compat.utilities:XLA_AVAILABLE",
         "ts_compat.utilities:PT2_AVAILABLE",
         "ts_compat.utilities:PT230_AVAILABLE",
-        "loading.oneapi:IPEX_AVAILABLE",
+        "loading.compile:IPEX_AVAILABLE",
         "ts_compat.utilities:ONNX_AVAILABLE",
     ),
     "ts.torch_handler.vision_handler": ("vision",),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchere.handlers.loading.weights import WeightsKind, weights_kind
+from torchere.handlers.loading.weights import WeightsKind, wants_aot_compile, weights_kind
 
 AOT = {"pt2": {"export": {"aot_compile": True}}}
 
@@ -45,3 +45,9 @@ def test_what_cannot_be_loaded_is_explained(tmp_path: Path, model: dict[str, str
         (tmp_path / name).touch()
     with pytest.raises(RuntimeError, match=f"No model weights could be loaded: .*{message}"):
         weights_kind(model, str(tmp_path), {})
+
+
+def test_compiled_weights_are_announced_in_the_config() -> None:
+    assert wants_aot_compile({"pt2": {"export": {"aot_compile": True}}})
+    assert not wants_aot_compile({"pt2": {"export": True}})
+    assert not wants_aot_compile({"pt2": "inductor"})
