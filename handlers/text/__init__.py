@@ -113,7 +113,7 @@ def get_tokenizer(tokenizer: Tokenizer | str | None, language: str = "en") -> To
     """Return a tokenizer: None splits at white space, "basic_english" normalises first, a callable is kept.
 
     Raises:
-        ValueError: the tokenizer is another text, or the language is not English.
+        ValueError: the tokenizer is another string, or the language is not English.
     """
     if tokenizer is None:
         return str.split

@@ -51,7 +51,9 @@ def answer_errors(app: FastAPI, *, show_detail: bool) -> None:
     # All handlers are coroutines: the framework runs plain functions in a thread.
     def handler(convert: Callable[[Exception], ServingError]) -> Handler:
         async def answer(request: Request, error: Exception) -> Response:
-            return raw_answer(*error_answer(convert(error), show_detail=show_detail))
+            return raw_answer(
+                *error_answer(convert(error), show_detail=show_detail, path=request.scope["path"])
+            )
 
         return answer
 

@@ -458,10 +458,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         exchange = self.exchange
         if not self._is_in_body():  # the head was malformed
-            self.transport.write(last_words.text)
+            self.transport.write(last_words.text())
             self.listener.refused(self.client, last_words.status)
         elif exchange is not None and not exchange.complete and exchange.status == 0:
-            self.transport.write(last_words.text)
+            self.transport.write(last_words.text(exchange.head.place.path))
             exchange.ended(last_words.status)
         self.transport.close()
 

@@ -13,25 +13,36 @@ class LastWords(NamedTuple):
     """A response that a connection sends itself before it closes."""
 
     status: int
-    text: bytes  # head and body
+    phrase: str
+    type: str
+    message: str
+
+    def text(self, path: str = "") -> bytes:
+        """Return head and body, for a request with this path; "": it is not known."""
+        body = pretty(_members(self.status, self.type, self.message, path)) + "\n"
+        return (
+            f"HTTP/1.1 {self.status} {self.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}"
+        ).encode("ascii")
 
 
-def _last_words(status: int, phrase: str, kind: str, message: str) -> LastWords:
-    body = pretty({"code": status, "type": kind, "message": message}) + "\n"
-    head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return LastWords(status, f"{head}connection: close\r\n\r\n{body}".encode("ascii"))
+def _members(status: int, kind: str, message: str, path: str) -> dict[str, object]:
+    members: dict[str, object] = {"code": status, "type": kind, "message": message}
+    if path == "/v2" or path.startswith("/v2/"):
+        members["error"] = message  # the one member that clients of the Open Inference Protocol read
+    return members
 
 
 # The complete response to a malformed request, in TorchServe's words.
-INVALID_HTTP = _last_words(400, "Bad Request", "BadRequestException", "Invalid HTTP message.")
-UNKNOWN_TRANSFER_CODING = _last_words(
+INVALID_HTTP = LastWords(400, "Bad Request", "BadRequestException", "Invalid HTTP message.")
+UNKNOWN_TRANSFER_CODING = LastWords(
     501, "Not Implemented", "NotImplementedException", "Transfer-Encoding: expected chunked alone."
 )
-STALLED_BODY = _last_words(
+STALLED_BODY = LastWords(
     408, "Request Timeout", "RequestTimeoutException", "The rest of the request's body did not come in time."
 )
 
-OVER_BUDGET = _last_words(
+OVER_BUDGET = LastWords(
     503,
     "Service Unavailable",
     "ServiceUnavailableException",
@@ -121,10 +132,15 @@ def handler_status(status: int) -> int:
     return status if 400 <= status <= 599 else 500
 
 
-def error_body(error: e.ServingError, show_detail: bool) -> dict[str, object]:
-    """Return the JSON object of an error; with `detail` only if `show_detail`."""
-    status, type_name = status_and_type(error)
-    body: dict[str, object] = {"code": status, "type": type_name, "message": error.message}
+def error_body(error: e.ServingError, show_detail: bool, path: str = "") -> dict[str, object]:
+    """Return the JSON object of an error.
+
+    Args:
+        error: the error.
+        show_detail: whether the object has `detail`.
+        path: of the request; below `/v2` the object has `error`, too.
+    """
+    body = _members(*status_and_type(error), error.message, path)
     if show_detail and error.detail:
         body["detail"] = error.detail
     return body

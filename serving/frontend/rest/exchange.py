@@ -185,8 +185,8 @@ class Exchange(ABC):
 
     def answer_error(self, error: ServingError) -> None:
         """Send the JSON response of an error."""
-        status, headers, body = error_answer(error, show_detail=self.connection.listener.show_detail)
-        self.answer(status, headers, body)
+        show_detail, path = self.connection.listener.show_detail, self.head.place.path
+        self.answer(*error_answer(error, show_detail=show_detail, path=path))
 
     def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Send a complete response, with the headers common to all responses added."""

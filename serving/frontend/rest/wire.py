@@ -58,12 +58,12 @@ _MAX_KEPT_BYTES = 512  # of one entry
 _kept: Known[Sequence[tuple[str, str]], bytes] = Known(_MAX_KEPT)
 
 
-def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHeaders, bytes]:
-    """Return status, headers and body of an error; with its details if `show_detail`."""
+def error_answer(error: ServingError, *, show_detail: bool, path: str = "") -> tuple[int, RawHeaders, bytes]:
+    """Return status, headers and body of an error for a request's path; with its details if `show_detail`."""
     headers = [_JSON]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
-    body = pretty(error_body(error, show_detail)).encode() + b"\n"
+    body = pretty(error_body(error, show_detail, path)).encode() + b"\n"
     return status_and_type(error)[0], headers, body
 
 

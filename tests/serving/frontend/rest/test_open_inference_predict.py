@@ -218,12 +218,30 @@ def test_a_model_with_a_signature_takes_nothing_else(post, planes):
 
 
 @pytest.mark.parametrize(
-    ("body", "members"), [(request(), {"error"}), (b'{"a": 1}', {"code", "type", "message"})]
+    ("body", "members"), [(request(), {"error"}), (b'{"a": 1}', {"code", "type", "message", "error"})]
 )
 def test_an_unknown_model_is_told_in_the_clients_protocol(post, body, members):
     answer = post(body, "/v2/models/none/infer")
     assert answer.status == 404
     assert set(answer.json) == members
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", PATH), ("POST", "/v2/models/none/infer"), ("PUT", "/v2/health"), ("PUT", "/v2/models/stats")],
+)
+def test_all_errors_of_the_protocols_paths_have_the_member_that_its_clients_read(post, planes, method, path):
+    planes.data.known = replace(planes.data.known, signature=None)
+    answers(planes, HandlerFailed("not so", 503))
+    answer = post(b'{"inputs": 1}', path, method=method)
+    assert answer.status >= 400
+    assert answer.json["error"] == answer.json["message"]
+
+
+def test_errors_of_other_paths_have_torchserves_members_only(post, planes):
+    answers(planes, HandlerFailed("not so", 503))
+    for path in ("/predictions/echo", "/v20", "/v1/models/none:predict"):
+        assert set(post(b"{}", path).json) == {"code", "type", "message"}
 
 
 def test_of_an_unknown_model_a_long_body_is_not_read(post, monkeypatch):
