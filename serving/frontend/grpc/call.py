@@ -152,6 +152,7 @@ class Call:
         self._ended(code)
 
     def _ended(self, code: StatusCode) -> None:
+        self.stream.consumed_all()  # the client may take its time for the answer
         if access_log.enabled:
             line = f"gRPC {self.method.path} HTTP/2.0"
             access_log.add(self.stream.client, line, code, self.started_s, prediction=self.prediction)
@@ -186,14 +187,15 @@ class UnaryCall(Call, ABC):
 
     def _decode(self, message: Received) -> None:
         self.read_s = time.monotonic()
+        self._message = b""
         try:
+            self.stream.consumed_all()
+            if not self.stream.key_free:  # a watch of health lasts for hours, and needs nothing of it
+                self.stream.keep(len(message))  # until the call ends: a request may wait in a queue
             request = self.decoded(message)
         except MessageFailed as err:
             self.fail(err)
             return
-        finally:
-            self._message = b""
-            self.stream.consumed_all()
         self.begin(request)
 
     def _inflate(self, message: Compressed) -> None:

@@ -66,6 +66,8 @@ class InferenceService:
     ) -> AsyncIterator[PredictionResponse]:
         """Answer requests of sequences one after the other; an error is reported in the response message."""
         async for request in requests:
+            size = request.ByteSize()
+            call.stream.keep(size)
             try:
                 if not request.sequence_id:
                     raise InvalidRequest("Parameter sequenceId is required.")
@@ -76,6 +78,8 @@ class InferenceService:
             except ServingError as error:
                 name = request.sequence_id[:MAX_NAME_LENGTH]
                 yield PredictionResponse(sequence_id=name, status=_status(error))
+            finally:
+                call.stream.let_go(size)
 
     async def _parts(
         self, message: PredictionsRequest, call: Call, headers: tuple[tuple[str, str], ...] = ()

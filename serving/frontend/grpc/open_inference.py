@@ -166,6 +166,15 @@ class TensorCalls:
     ) -> AsyncIterator[ModelStreamInferResponse]:
         """Answer the requests of a stream in order; an error is reported in place of the response."""
         ahead_bytes = 0  # of answers that wait for those before them
+        answered = asyncio.Event()
+
+        async def paced() -> AsyncIterator[TensorMessage]:
+            async for request in requests:
+                while call.stream.kept_bytes >= IN_FLIGHT_BYTES:
+                    answered.clear()
+                    await answered.wait()
+                call.stream.keep(request.size)
+                yield request
 
         def counted(part: ModelStreamInferResponse) -> tuple[ModelStreamInferResponse, int]:
             nonlocal ahead_bytes
@@ -183,13 +192,16 @@ class TensorCalls:
                 text = failure(error, OPEN_INFERENCE).message
             except MessageFailed as error:
                 text = str(error)
+            finally:
+                call.stream.let_go(request.size)
+                answered.set()
             # Cut: dozens of answers wait in memory, and megabytes of a name compress to a kilobyte.
             names = request.fields.model_name[:MAX_NAME_LENGTH], request.fields.id[:MAX_NAME_LENGTH]
             named = ModelInferResponse(model_name=names[0], id=names[1])
             yield counted(ModelStreamInferResponse(error_message=text, infer_response=named))
 
         try:
-            async for part, size in in_order(requests, told):
+            async for part, size in in_order(paced(), told):
                 ahead_bytes -= size
                 call.stream.release(size)
                 yield part
@@ -243,6 +255,9 @@ Part = TypeVar("Part")
 Item = TypeVar("Item")
 
 IN_FLIGHT = 64  # requests of one stream read ahead of the answers; beyond that reading pauses
+IN_FLIGHT_BYTES = (
+    2**24
+)  # of them, likewise: a stream of long requests stays far below its connection's budget
 PARTS_AHEAD = 16  # parts of one answer buffered while earlier answers are sent
 
 

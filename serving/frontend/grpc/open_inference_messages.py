@@ -224,15 +224,17 @@ _TENSOR_TAGS = (5 << 3 | 2, 6 << 3 | 2)  # of `inputs` and `outputs` of a reques
 class TensorMessage:
     """A request with its raw tensors and its id held apart from the rest, its head.
 
-    `head` is empty if the message was decoded at once; `fields` may lack the tensors.
+    `head` is empty if the message was decoded at once; `fields` may lack the tensors. `size`: of the message
+    as it was received, in bytes.
     """
 
-    __slots__ = ("_fields", "head", "id", "raw")
+    __slots__ = ("_fields", "head", "id", "raw", "size")
 
     def __init__(self, head: bytes, call_id: str, raw: Sequence[Raw]) -> None:
         self.head = head
         self.id = call_id
         self.raw = raw
+        self.size = 0
         self._fields: ModelInferRequest | None = None
         if not 0 < len(head) <= KNOWN_HEAD_BYTES:  # its translation is never kept
             self._fields, self.head = self._decoded(head), b""
@@ -291,11 +293,10 @@ def decode_request(message: Received, known: Container[Hashable] = ()) -> Tensor
         DecodeError: the message is not a valid request.
         MessageFailed: it has too many fields.
     """
-    cut = _cut(message)
-    if cut is None:
-        return TensorMessage.of_library(message)
+    cut = _cut(message) or TensorMessage.of_library(message)
     if cut.head and cut.head not in known:
         _ = cut.fields  # so that it fails here
+    cut.size = len(message)
     return cut
 
 

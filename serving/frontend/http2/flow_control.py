@@ -44,8 +44,17 @@ class StreamFlow:
     """The flow-control state of one stream."""
 
     __slots__ = (
-        *("_drained", "allowed_bytes", "arrived_bytes", "held_bytes", "id", "key_free", "outbox"),
-        *("paused", "received_bytes", "remote_open", "sent_bytes", "trailers", "unsent_bytes", "window"),
+        *("_drained", "allowed_bytes", "arrived_bytes", "held_bytes", "id", "kept_bytes", "key_free"),
+        *(
+            "outbox",
+            "paused",
+            "received_bytes",
+            "remote_open",
+            "sent_bytes",
+            "trailers",
+            "unsent_bytes",
+            "window",
+        ),
     )
 
     def __init__(self, stream_id: int, window: int) -> None:
@@ -56,6 +65,7 @@ class StreamFlow:
         self.received_bytes = 0  # total of DATA frames; a frame counts when it begins
         self.arrived_bytes = 0  # total of message bytes that arrived before the call was complete
         self.held_bytes = 0  # those of them in the budget, until the call is complete or they are consumed
+        self.kept_bytes = 0  # of consumed messages, in the budget until they are answered
         self.key_free = False  # the call needs no key: its bytes count for a smaller budget
         self.paused = False  # messages are not consumed, so the window is not extended
         # Sending.
@@ -89,7 +99,7 @@ class InboundFlow:
     Args:
         limit_bytes: maximum size of a received message.
         write: sends a frame.
-        budget: for the bytes of incomplete calls, and of streamed messages that are not consumed.
+        budget: for the bytes of calls that have not ended, and of streamed messages that are not consumed.
     """
 
     __slots__ = ("_budget", "_unread_bytes", "_window", "_write", "limit_bytes")
@@ -132,12 +142,30 @@ class InboundFlow:
         Raises:
             MessageFailed: there is no room for them.
         """
+        self._take(stream, size)
+        stream.held_bytes += size
+        stream.arrived_bytes += size
+
+    def keep(self, stream: StreamFlow, size: int) -> None:
+        """As `hold`, for a complete message, until `let_go` or the end of the call.
+
+        Raises:
+            MessageFailed: there is no room for them.
+        """
+        self._take(stream, size)
+        stream.kept_bytes += size
+
+    def let_go(self, stream: StreamFlow, size: int) -> None:
+        """Return bytes of a message that is answered to the budget; has no effect once the call has ended."""
+        size = min(size, stream.kept_bytes)
+        stream.kept_bytes -= size
+        self._budget.give(size, stream.key_free)
+
+    def _take(self, stream: StreamFlow, size: int) -> None:
         try:
             self._budget.take(size, stream.key_free)
         except BudgetExceeded as error:
             raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {error}") from error
-        stream.held_bytes += size
-        stream.arrived_bytes += size
 
     def release(self, stream: StreamFlow, size: int) -> None:
         """Return consumed bytes to the budget."""

@@ -190,9 +190,23 @@ class Stream(StreamFlow):
             self._inbound.release(self, PREFIX_BYTES + size)
 
     def consumed_all(self) -> None:
-        """Return all held bytes of the call to the memory budget."""
+        """Return all held and kept bytes of the call to the memory budget."""
         if self.held_bytes:
             self._inbound.release(self, self.held_bytes)
+        if self.kept_bytes:
+            self._inbound.let_go(self, self.kept_bytes)
+
+    def keep(self, size: int) -> None:
+        """Take a consumed message from the memory budget until it is answered: `let_go`, or the call's end.
+
+        Raises:
+            MessageFailed: there is no room for it.
+        """
+        self._inbound.keep(self, size)
+
+    def let_go(self, size: int) -> None:
+        """Return a message that is answered to the memory budget; has no effect once the call has ended."""
+        self._inbound.let_go(self, size)
 
     def hold_while_inflating(self, message: Compressed) -> Lease:
         """Take a message's bytes from the memory budget, and lease room for its decompressed form.

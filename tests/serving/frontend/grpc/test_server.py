@@ -166,6 +166,7 @@ class WatchStream:
         self.connection = connection or self
         self.head, self.timeout_s, self.client = SimpleNamespace(metadata=()), None, None
         self.sent, self.ended, self.code = [], False, None
+        self.key_free = True
 
     def consumed_all(self):
         """Nothing is held."""

@@ -144,6 +144,7 @@ def test_a_plain_function_answers_within_the_half_close_and_without_a_task():
     head, _ = request_head([])
     stream: Any = SimpleNamespace(head=head, timeout_s=None, client=None, caller="", ended=False)
     stream.consumed_all = lambda: None
+    stream.key_free = True
     stream.answer = answered.append
     tasks: set[asyncio.Task[object]] = set()
     decode: Any = bytes.decode
