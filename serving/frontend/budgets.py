@@ -205,7 +205,7 @@ MIN_PAUSE_S = 0.001  # after shorter functions the event loop needs no pause
 
 
 class DecodeQueue:
-    """Runs functions in a thread one at a time, in the order of `add`.
+    """Runs functions in a thread one at a time. Clients take turns; one's run in the order of `add`.
 
     Decoding a body of JSON takes up to 24 times its bytes, and half a second for the default
     `max_request_size`, mostly with the GIL held. Threads of several such bodies would only take the GIL from
@@ -216,13 +216,18 @@ class DecodeQueue:
     __slots__ = ("_is_running", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: deque[QueuedDecode] = deque()
+        self._waiting: dict[str, deque[QueuedDecode]] = {}  # by client; the first one is next
         self._is_running = False
 
-    def add(self, work: Callable[[], Any], then: Callable[[asyncio.Future[Any]], None]) -> QueuedDecode:
-        """Run `work` in a thread after those asked before it, then `then` with its future on the loop."""
+    def add(
+        self, work: Callable[[], Any], then: Callable[[asyncio.Future[Any]], None], client: str
+    ) -> QueuedDecode:
+        """Run `work` in a thread when it is its turn, then `then` with its future on the loop.
+
+        `client` names the client: its identity, or its address.
+        """
         queued = QueuedDecode(work, then)
-        self._waiting.append(queued)
+        self._waiting.setdefault(client, deque()).append(queued)
         if not self._is_running:
             self._run_next()
         return queued
@@ -230,8 +235,12 @@ class DecodeQueue:
     def _run_next(self) -> None:
         self._is_running = False
         while self._waiting and not self._is_running:
-            queued = self._waiting.popleft()
+            client = next(iter(self._waiting))
+            waiting = self._waiting.pop(client)
+            queued = waiting.popleft()
             work, queued.work = queued.work, None
+            if waiting:  # behind the other clients
+                self._waiting[client] = waiting
             if work is not None:
                 self._is_running = True
                 loop = asyncio.get_running_loop()

@@ -196,7 +196,8 @@ class Prediction(Exchange, Request):
                 outcome = done.exception() or done.result()
                 self.guarded(_raised if isinstance(outcome, BaseException) else then, outcome)
 
-        self._decode = self.connection.listener.budgets.decodes.add(partial(_result_of, work), come_back)
+        decodes = self.connection.listener.budgets.decodes
+        self._decode = decodes.add(partial(_result_of, work), come_back, self.caller)
 
     def _target(self) -> Target:
         head = self.head

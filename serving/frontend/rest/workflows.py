@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,10 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> APIRou
         deadline_s = deadline(timeout_ms, started_s) if timeout_ms else NO_DEADLINE
         length = int(request.headers.get("content-length", "0")[-20:])  # `int` refuses thousands of zeros
         body = await read_body(request.receive, length, max_bytes)
-        parameters = await _parameters(decodes, request.headers.get("content-type", ""), body)
+        content_type = request.headers.get("content-type", "")
+        parse = partial(body_parameters, content_type, body)
+        is_long = takes_long(content_type, len(body))
+        parameters = await _in_turn(decodes, parse, caller) if is_long else parse()
         asked = prioritised(InferRequest(new_request_id(), parameters, headers, deadline_s))
         return _response(await _unless_gone(request.receive, workflows.infer(workflow, asked)))
 
@@ -147,11 +150,10 @@ async def _unless_gone(receive: Receive, run: Coroutine[Any, Any, InferResponse]
         await asyncio.gather(running, gone, return_exceptions=True)
 
 
-async def _parameters(decodes: DecodeQueue, content_type: str, body: bytes) -> tuple[Parameter, ...]:
-    """Convert the body to the parameters of the first step; long forms are decoded in a thread."""
-    parse = partial(body_parameters, content_type, body)
-    if not takes_long(content_type, len(body)):
-        return parse()
+async def _in_turn(
+    decodes: DecodeQueue, parse: Callable[[], tuple[Parameter, ...]], client: str
+) -> tuple[Parameter, ...]:
+    """Convert a long body to the parameters of the first step, in a thread."""
     decoded: asyncio.Future[tuple[Parameter, ...]] = asyncio.get_running_loop().create_future()
 
     def come_back(done: asyncio.Future[tuple[Parameter, ...]]) -> None:
@@ -160,7 +162,7 @@ async def _parameters(decodes: DecodeQueue, content_type: str, body: bytes) -> t
             return
         decoded.set_exception(error) if error else decoded.set_result(done.result())
 
-    queued = decodes.add(parse, come_back)
+    queued = decodes.add(parse, come_back, client)
     try:
         return await decoded
     finally:

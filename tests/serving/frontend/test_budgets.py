@@ -124,7 +124,7 @@ def test_functions_run_one_at_a_time_in_order_and_withdrawn_ones_not_at_all():
             if len(results) == 3:
                 ended.set()
 
-        asked = [queue.add(partial(work, number), then) for number in range(5)]
+        asked = [queue.add(partial(work, number), then, "client") for number in range(5)]
         while not began:
             await asyncio.sleep(0)
         asked[0].withdraw()  # it runs, but its result is dropped
@@ -136,3 +136,24 @@ def test_functions_run_one_at_a_time_in_order_and_withdrawn_ones_not_at_all():
     asyncio.run(main())
     assert began == [0, 1, 3, 4]
     assert (results[0], str(results[1]), results[2]) == (1, "3", 4)
+
+
+def test_a_client_with_many_functions_keeps_others_waiting_for_one_of_its_own():
+    began: list[str] = []
+
+    async def main():
+        queue = DecodeQueue()
+        ended = asyncio.Event()
+
+        def then(_):
+            if len(began) == 7:
+                ended.set()
+
+        names = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
+        asked = {name: queue.add(partial(began.append, name), then, name[0]) for name in names}
+        await asyncio.wait_for(ended.wait(), 20)
+        assert not queue._waiting
+        return asked
+
+    asyncio.run(main())
+    assert began == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
