@@ -18,11 +18,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from torchere.handlers.metrics import MetricSample
+from torchere.handlers.metrics import MAX_SAMPLES, MetricSample
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,8 +40,12 @@ logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 32_768
 # A worker's frames are decoded in the server. These bound what a hostile one makes it hold.
-REPORT_BYTES = 2**27
+REPORT_BYTES = 2**24
 CONTROL_BYTES = 2**24
+
+
+# More of them are refused before they are decoded; a worker of ours keeps no more.
+Samples = Annotated[tuple[MetricSample, ...], msgspec.Meta(max_length=MAX_SAMPLES)]
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -159,7 +163,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     outcomes: tuple[Answer | More | Failure, ...]
     began_s: float  # monotonic; all processes of a machine share this clock
     handler_s: float
-    metrics: tuple[MetricSample, ...]
+    metrics: Samples
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     end_cause: str = ""  # why the worker ends now, and begins no further batch; "": it goes on
     large: tuple[tuple[int, int], ...] = ()  # raw answers after the frame: outcome, bytes
@@ -372,7 +376,10 @@ def encode_report(run_id: int, report: BatchReport, end_cause: str = "") -> Part
     """
     for rest in (report, msgspec.structs.replace(report, metrics=())):
         try:
-            return _encode_done(done_from_report(run_id, rest, end_cause))
+            parts = _encode_done(done_from_report(run_id, rest, end_cause))
+            if rest.metrics and len(parts[0]) > REPORT_BYTES + len(rest.outcomes) * LARGE_BYTES:
+                raise ValueError(f"with the texts of its metrics it has {len(parts[0])} bytes")
+            return parts
         except (TypeError, ValueError, OverflowError) as err:
             logger.error("the report of a batch can't be sent as it is: %s", err)
     failed = [HandlerFailed(detail="the answer can't be sent; the log says why")] * len(report.outcomes)

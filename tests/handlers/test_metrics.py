@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from torchere.handlers import metrics as metrics_module
 from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
 from torchere.handlers.metrics import Dimension, MetricDeclaration, MetricSample, MetricsCache, MetricTypes
 
@@ -226,3 +227,14 @@ def test_names_and_units_that_are_no_texts_become_texts() -> None:
     samples = metrics.drain()
     assert [(sample.name, sample.unit) for sample in samples] == [("5", "None"), ("5", "Count")]
     assert samples[1].dimensions[0] == ("7", "8")
+
+
+def test_what_is_reported_beyond_the_limit_is_dropped_with_one_warning(
+    metrics: MetricsCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_SAMPLES", 3)
+    for _ in range(2):
+        for value in range(5):
+            metrics.beside().add_counter("Cats", value)
+        assert [sample.value for sample in metrics.drain()] == [0, 1, 2]
+    assert caplog.text.count("further ones are dropped") == 1

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from torchere.handlers.metrics import MetricDeclaration, MetricSample
+from torchere.handlers.metrics import MAX_SAMPLES, MetricDeclaration, MetricSample
 from torchere.serving.errors import (
     DeadlineExceeded,
     ExecutorDied,
@@ -172,6 +172,23 @@ def test_metrics_that_cannot_be_sent_cost_no_answer() -> None:
     answer = InferResponse(b"x")
     done = done_of(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
     assert report_from_done(done, 1).outcomes == [answer]
+
+
+def test_metrics_with_more_text_than_a_report_may_hold_are_left_out() -> None:
+    long = MetricSample("n" * 2_000_000, 1.0, "ms", "gauge", (), ())
+    answer = InferResponse(b"x")
+    for count, kept in ((8, 8), (9, 0)):
+        done = done_of(payload(encode_report(7, BatchReport([answer], 0.25, (long,) * count))))
+        assert (report_from_done(done, 1).outcomes, len(done.metrics)) == ([answer], kept)
+
+
+def test_a_report_with_more_metrics_than_a_worker_keeps_is_refused_before_they_are_read() -> None:
+    sample = MetricSample("n", 1.0, "ms", "gauge", (), ())
+    most = done_from_report(7, BatchReport([], 0.25, (sample,) * MAX_SAMPLES))
+    assert len(done_of(payload(encode_frame(most))).metrics) == MAX_SAMPLES
+    beyond = b"\x96\x0d\x07\x90\xcb" + bytes(8) + b"\xcb" + bytes(8) + b"\xdd\x7f\xff\xff\xff"
+    with pytest.raises(msgspec.ValidationError, match="length <= 20000"):
+        data_from_worker.decode(beyond)
 
 
 def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_handler() -> None:
