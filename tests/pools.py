@@ -15,7 +15,7 @@ from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.fork_client import MAX_MESSAGE_BYTES, Spawned, spawn
 from torchere.serving.workers.launch import ForkLauncher, Launcher, worker_environment
 from torchere.serving.workers.pool import WorkerPool
-from torchere.serving.workers.worker import WorkerSettings
+from torchere.serving.workers.worker_settings import WorkerSettings
 
 kept: list[
     tuple[Any, Spawned]

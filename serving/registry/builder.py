@@ -53,7 +53,7 @@ from torchere.serving.workers.rendezvous import rendezvous_of
 from torchere.serving.workers.rooms import RoomLauncher
 from torchere.serving.workers.sandbox import Sandbox, sandbox_of
 from torchere.serving.workers.send_ahead import MOST_INSIDE
-from torchere.serving.workers.worker import WorkerSettings
+from torchere.serving.workers.worker_settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,7 @@ class Loader:
             on_free=on_free,
             on_loaded=observer.executor_loaded,
             on_lost=observer.executor_lost,
+            on_metrics=observer.handler_metrics,
             launcher=launcher,
             oom=self._oom,
             hangs_as_deaths=self._server.strict_compatibility,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from torchere.handlers.metrics import MetricSample
 from torchere.handlers.ts_compat.alias import __version__ as TORCHSERVE_VERSION
 from torchere.serving.batching.admission import Admission
 from torchere.serving.config.server_settings import ModelSettings, Placement
@@ -130,7 +131,11 @@ class VersionMetrics:
             request_ids=ids,
         )
         if report.metrics:
-            self._metrics.handler_metrics(report.metrics)
+            self.handler_metrics(report.metrics)
+
+    def handler_metrics(self, samples: Sequence[MetricSample]) -> None:
+        """Record values that a handler reported, in a batch or outside of one."""
+        self._metrics.handler_metrics(samples)
 
     def left_unread(self) -> None:
         """Count a streamed response that was aborted because its client read too slowly."""

@@ -154,4 +154,5 @@ class LoadSpec:
 
 FreeCallback: TypeAlias = Callable[[], None]  # an executor became free, or all have failed for good
 LoadedCallback: TypeAlias = Callable[[int, float], None]  # executor id, seconds from its start to ready
+MetricsCallback: TypeAlias = Callable[[Sequence[MetricSample]], None]  # reported outside of a batch
 LostCallback: TypeAlias = Callable[[str], None]  # gets the cause of a loss: a value of `LossKind`

@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torchere.handlers.errors import HandlerLoadError, PredictionException, Unsu
 from torchere.handlers.loading.devices import gpu_is_usable, kind_of, own_stream
 from torchere.handlers.loading.torchscript import spare_memory
 from torchere.handlers.loading.weights import SharedModels
-from torchere.handlers.metrics import MetricsCache
+from torchere.handlers.metrics import MetricSample, MetricsCache
 from torchere.handlers.resolve import EntryPoint, load_entry_point
 from torchere.handlers.tensors import TensorError, shown
 from torchere.handlers.tensors.answer import AnswerEncoder
@@ -269,6 +269,10 @@ class HandlerHost:
         context.end_batch()
         return BatchReport(outcomes, handler_s, tuple(self._metrics.drain()), context.stages_s, now_s)
 
+    def drain_metrics(self) -> tuple[MetricSample, ...]:
+        """Return the metrics that the handler reported since the last batch; any thread may call it."""
+        return tuple(self._metrics.drain())
+
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of the handler's coroutines."""
@@ -436,3 +440,9 @@ def headers_of(request: InferRequest) -> dict[str, Any]:
         headers[parameter.name] = {"content-type": parameter.content_type}
     headers.update(request.headers)
     return headers
+
+
+def metrics_of(lanes: Iterable[object]) -> list[MetricSample]:
+    """Return the metrics that the handlers of a process's lanes have reported since their last batches."""
+    hosts = [getattr(lane, "host", None) for lane in lanes]  # one that retires has none any more
+    return [sample for host in hosts if isinstance(host, HandlerHost) for sample in host.drain_metrics()]

@@ -108,7 +108,13 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """Control, to the server: the process is alive."""
+    """Control, to the server: the process is alive.
+
+    Handlers may report metrics outside of a request, for which no `Done` follows; the server asks an idle
+    process for a sign of life every 2 s.
+    """
+
+    metrics: Samples = ()
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -367,6 +373,22 @@ def done_from_report(run_id: int, report: BatchReport, end_cause: str = "") -> D
     return Done(
         run_id, outcomes, report.began_s, report.handler_s, report.metrics, report.stages_s, end_cause
     )
+
+
+def pong_of(samples: Sequence[MetricSample]) -> Pong:
+    """Return the answer to a `Ping`, with metrics reported outside of a batch, if they can be sent."""
+    pong = Pong(tuple(samples[:MAX_SAMPLES]))
+    if not samples:
+        return pong
+    try:
+        size = len(encode_frame(pong))
+        if size <= CONTROL_BYTES:
+            return pong
+        cause = f"their texts have {size} bytes"
+    except (TypeError, ValueError, OverflowError) as err:
+        cause = str(err)
+    logger.error("metrics that a handler reported outside of a batch can't be sent: %s", cause)
+    return Pong()
 
 
 def encode_report(run_id: int, report: BatchReport, end_cause: str = "") -> Parts:

@@ -20,7 +20,8 @@ from torchere.serving.workers.executor import (
     those_that_stay,
 )
 from torchere.serving.workers.run import Run
-from torchere.serving.workers.worker import Worker, WorkerSettings
+from torchere.serving.workers.worker import Worker
+from torchere.serving.workers.worker_settings import WorkerSettings
 
 
 class WorkerPool:

@@ -40,7 +40,7 @@ from torchere.serving.workers.concurrent_lane import ConcurrentLane
 from torchere.serving.workers.devices import show_devices
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
-from torchere.serving.workers.host import HandlerHost
+from torchere.serving.workers.host import HandlerHost, metrics_of
 from torchere.serving.workers.lanes import LANES_A_MESSAGE, MAX_LANES, LanePage, requests_of
 from torchere.serving.workers.messages import (
     AddLanes,
@@ -52,7 +52,6 @@ from torchere.serving.workers.messages import (
     Message,
     Partial,
     Ping,
-    Pong,
     Run,
     Serving,
     WarmUp,
@@ -60,6 +59,7 @@ from torchere.serving.workers.messages import (
     data_to_worker,
     encode_frame,
     encode_report,
+    pong_of,
     raw_bytes,
     run_with_raw,
     spec_of,
@@ -307,7 +307,7 @@ class WorkerMain:
     def _obey(self, message: ControlToWorker) -> bool:
         if isinstance(message, Ping):
             if self._group is None:
-                self._send_control(Pong())
+                self._send_control(pong_of(metrics_of(list(self._lanes))))
             else:
                 self._group.ping()
         elif isinstance(message, LogLevel):

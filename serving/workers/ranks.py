@@ -57,6 +57,7 @@ from torchere.serving.workers.messages import (
     encode_run,
     from_rank,
     load_of,
+    pong_of,
 )
 from torchere.serving.workers.rank import environment, prepare_to_fork, serve_rank, use_batch_policy
 
@@ -321,7 +322,7 @@ class GroupHost:
         if isinstance(message, Pong):
             self._silent.discard(rank.number)
             if not self._silent:
-                self._send(Pong())
+                self._send(pong_of(self._host.drain_metrics()))
             return True
         if isinstance(message, RankDone):
             if message.failed and self._failed is None:

@@ -7,55 +7,31 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
+from torchere.handlers.metrics import MetricSample
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.workers.executor import (
     ExecutorState,
     ExecutorStatus,
-    FreeCallback,
-    LoadedCallback,
-    LoadSpec,
-    LostCallback,
     Outage,
     age_s,
 )
-from torchere.serving.workers.heartbeat import Heartbeat, HeartbeatSettings
-from torchere.serving.workers.launch import Launcher
+from torchere.serving.workers.heartbeat import Heartbeat
 from torchere.serving.workers.loss import Loss, LossKind, LossRow, loss_of_slow_load
 from torchere.serving.workers.messages import Done
-from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
 from torchere.serving.workers.send_ahead import FULL_AHEAD, QUICK_S, inside_a_lane
 from torchere.serving.workers.worker_process import ENDING_GRACE_S, ProcessEvents, WorkerProcess
+from torchere.serving.workers.worker_settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = 0.8  # weight of the old value in the running mean of the handler's time, per batch
 KILLS_AT_FIRST_LOAD = 2  # signals from outside after which a first load is tried again
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """The settings that the workers of one pool share: load parameters, time-outs and callbacks."""
-
-    spec: LoadSpec
-    response_timeout_s: float
-    startup_timeout_s: float
-    max_retry_timeout_s: float
-    launcher: Launcher
-    on_free: FreeCallback
-    on_loaded: LoadedCallback
-    on_lost: LostCallback = lambda reason: None
-    now: Callable[[], float] = time.monotonic
-    oom: OomWatch = field(default_factory=OomWatch)
-    heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
-    threads: Callable[[], int] = int  # intra-op threads of each lane now; 0: those of the load
-    hangs_as_deaths: bool = False  # a run whose lane hangs is answered as TorchServe does: the worker died
-    sends_ahead: bool = True  # False: all waiting requests must be counted, so none waits inside a worker
 
 
 class Worker:
@@ -108,7 +84,7 @@ class Worker:
             events=ProcessEvents(
                 serving=lambda: self._one_more_serves(process),
                 threads=self._settings.threads,
-                pong=self._heartbeat.answered,
+                pong=self._on_pong,
                 done=lambda message: self._on_done(process, message),
                 hung=lambda run: self._hung(process, run),
                 gone=self._look_whether_in_service,
@@ -321,6 +297,11 @@ class Worker:
         self._process.submit(run)
         if not self._process.inside:  # it could not be sent
             self._exclusive = None
+
+    def _on_pong(self, samples: Sequence[MetricSample]) -> None:
+        self._heartbeat.answered()
+        if samples:
+            self._settings.on_metrics(samples)
 
     def _on_done(self, process: WorkerProcess, message: Done) -> None:
         if process is not self._process:

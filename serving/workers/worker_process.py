@@ -17,7 +17,7 @@ from torchere.serving.io.watchdog import was_late, within
 from torchere.serving.logs.levels import follow
 from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.workers import messages
-from torchere.serving.workers.executor import LoadSpec
+from torchere.serving.workers.executor import LoadSpec, MetricsCallback
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.group import MAX_CAUSE_CHARACTERS, Group
 from torchere.serving.workers.lanes import LaneSocket, load_of_lane, requests_of
@@ -40,7 +40,7 @@ class ProcessEvents:
 
     Attributes:
         serving: one more lane is in service.
-        pong: the process answered a ping.
+        pong: the process answered a ping; gets the metrics that its handlers reported outside of a batch.
         done: the process sent a report.
         hung: a lane has been silent for the response time-out; gets its run, which is not answered yet.
         threads: returns the intra-op threads of each lane for its next run; 0: those of the load.
@@ -48,7 +48,7 @@ class ProcessEvents:
     """
 
     serving: Callable[[], None]
-    pong: Callable[[], None]
+    pong: MetricsCallback
     done: Callable[[messages.Done], None]
     hung: Callable[[Run], None]
     gone: Callable[[], None]
@@ -316,7 +316,7 @@ class WorkerProcess:
                 self._control.fail(f"sent a frame that is not a message: {err}")
             return
         if isinstance(message, messages.Pong):
-            self._events.pong()
+            self._events.pong(message.metrics)
         elif isinstance(message, messages.RankLost | messages.RankPids):
             self._group.hear(message, self.kill)
         elif isinstance(message, messages.Serving):

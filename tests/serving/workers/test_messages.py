@@ -35,6 +35,7 @@ from torchere.serving.workers.messages import (
     encode_report,
     encode_run,
     load_of,
+    pong_of,
     raw_bytes,
     report_from_done,
     run_with_raw,
@@ -172,6 +173,14 @@ def test_metrics_that_cannot_be_sent_cost_no_answer() -> None:
     answer = InferResponse(b"x")
     done = done_of(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
     assert report_from_done(done, 1).outcomes == [answer]
+
+
+def test_metrics_of_an_idle_worker_that_cannot_be_sent_cost_no_sign_of_life() -> None:
+    sample = MetricSample("n", 1.0, "ms", "gauge", (), ())
+    assert pong_of([sample]) == Pong((sample,))
+    assert pong_of([sample] * (MAX_SAMPLES + 1)) == Pong((sample,) * MAX_SAMPLES)
+    assert pong_of([sample._replace(name="\ud800")]) == Pong()
+    assert pong_of([sample._replace(name="n" * 2_000_000)] * 9) == Pong()
 
 
 def test_metrics_with_more_text_than_a_report_may_hold_are_left_out() -> None:

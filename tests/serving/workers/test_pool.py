@@ -129,6 +129,37 @@ def test_how_long_a_worker_took_to_load_does_not_depend_on_the_wall_clock(
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+TELLS_BESIDE = """
+    import threading
+    class Handler:
+        def initialize(self, context):
+            context.metrics.add_counter("Loaded", 1)
+            threading.Timer(0.1, context.metrics.add_counter, ("Beside", 2)).start()
+        def handle(self, data, context):
+            return data
+"""
+
+
+@pytest.mark.parametrize("shares_weights", [True, False], ids=["lanes", "alone"])
+def test_metrics_that_a_handler_reports_while_no_request_comes_are_recorded(
+    make_spec: Any, shares_weights: bool
+) -> None:
+    found: list[tuple[str, float]] = []
+
+    async def main() -> None:
+        spec = make_spec(TELLS_BESIDE, shares_weights=shares_weights)
+        async with pool_in_service(
+            spec,
+            heartbeat=HeartbeatSettings(ask_every_s=0.1, suspect_after_s=20, dead_after_s=30),
+            on_metrics=lambda samples: found.extend((sample.name, sample.value) for sample in samples),
+        ):
+            while len(found) < 2:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert found == [("Loaded", 1.0), ("Beside", 2.0)]
+
+
 def test_a_worker_is_lost_at_once_also_when_a_process_that_it_forked_lives_on(
     make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
 ) -> None:

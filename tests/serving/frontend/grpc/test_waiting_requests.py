@@ -52,9 +52,11 @@ def model(planes):
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async def holds():
         while not condition():
             await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(holds(), 20)
 
 
 def begin(served, method, timeout=20):
