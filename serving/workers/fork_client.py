@@ -25,7 +25,10 @@ from torchere.serving.io.watchdog import within
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64
-DESCRIPTORS = {b"F": 4, b"C": 4, b"R": 2}  # of a request
+WORKER = b"F"
+COMPILER_WORKER = b"C"  # has imported torch's compiler; the first one takes 2 s
+ROOM = b"R"  # for several versions; inherits its room socket
+DESCRIPTORS = {WORKER: 4, COMPILER_WORKER: 4, ROOM: 2}  # of a request
 FORK_TIMEOUT_S = 120.0  # the first fork waits for imports; a fork server that hangs for longer is given up
 END_TIMEOUT_S = 5.0
 # Imports make many objects and little garbage: collections would take a sixth of their time.
@@ -88,30 +91,19 @@ class ForkServer:
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._receive)
 
-    async def fork(self, descriptors: Sequence[int], output: int) -> tuple[int, asyncio.Future[int]]:
-        """Fork a worker that inherits the descriptors; return its pid and the future of its exit code.
+    async def fork(
+        self, descriptors: Sequence[int], output: int, kind: bytes = WORKER
+    ) -> tuple[int, asyncio.Future[int]]:
+        """Fork a process that inherits the descriptors; return its pid and the future of its exit code.
 
         Raises:
             OSError: the fork server is lost or hangs, or the system can't create a process.
         """
-        return await self._ask(b"F", [*descriptors, output])
-
-    async def fork_with_compiler(
-        self, descriptors: Sequence[int], output: int
-    ) -> tuple[int, asyncio.Future[int]]:
-        """Fork a worker that has imported torch's compiler, like `fork`; the first one takes 2 s."""
-        return await self._ask(b"C", [*descriptors, output])
-
-    async def fork_room(self, descriptor: int, output: int) -> tuple[int, asyncio.Future[int]]:
-        """Fork a process for several versions, like `fork`; the descriptor is its room socket."""
-        return await self._ask(b"R", [descriptor, output])
-
-    async def _ask(self, kind: bytes, descriptors: Sequence[int]) -> tuple[int, asyncio.Future[int]]:
         if self.lost:
             raise OSError(self._said("the fork server is lost"))
         forked: asyncio.Future[tuple[int, asyncio.Future[int]]] = self._loop.create_future()
         try:
-            socket.send_fds(self._control, [kind], descriptors)
+            socket.send_fds(self._control, [kind], [*descriptors, output])
         except ConnectionError:  # it has ended; its last messages say during which import
             while not self.lost:
                 self._receive()

@@ -28,7 +28,7 @@ from torchere.archiver.scan.exported_program import INT8_OPERATORS
 from torchere.serving.process.allocator import keep_freed_memory
 from torchere.serving.process.signals import die_with_parent, live
 from torchere.serving.workers import process, room_process
-from torchere.serving.workers.fork_client import DESCRIPTORS
+from torchere.serving.workers.fork_client import COMPILER_WORKER, DESCRIPTORS, ROOM
 
 # Exported programs and `torch.compile` need them. They start no thread and ask for no GPU.
 COMPILER = ("torch._dynamo", "torch._export.serde.serialize", INT8_OPERATORS)
@@ -72,9 +72,9 @@ class ForkServer:
         if not kind:
             return False
         if len(descriptors) == DESCRIPTORS[kind]:
-            if kind == b"C":
+            if kind == COMPILER_WORKER:
                 import_compiler()
-            self._fork(room_process.run if kind == b"R" else process.run, *descriptors)
+            self._fork(room_process.run if kind == ROOM else process.run, *descriptors)
         else:  # no free descriptors to receive them
             self._send(b"E %d" % errno.EMFILE)
             for descriptor in descriptors:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torchere.serving.config.server_settings import SequenceHeaders, ServerSettings
 from torchere.serving.workers import lanes
-from torchere.serving.workers.fork_client import ForkServer, Spawned, spawn
+from torchere.serving.workers.fork_client import COMPILER_WORKER, ROOM, WORKER, ForkServer, Spawned, spawn
 from torchere.serving.workers.lanes import LanePage
 from torchere.serving.workers.loss import Loss, loss_of_exit
 from torchere.serving.workers.oom import OomWatch
@@ -161,13 +161,10 @@ class ForkLauncher:
         self._turns = asyncio.Semaphore(FORKS_AT_ONCE)
 
     async def launch(self, requests: int, *, with_compiler: bool = False) -> Launched:
-        """Fork a worker; at most `FORKS_AT_ONCE` launches run at a time.
-
-        `with_compiler`: see `ForkServer.fork_with_compiler`.
-        """
+        """Fork a worker; at most `FORKS_AT_ONCE` launches run at a time."""
+        kind = COMPILER_WORKER if with_compiler else WORKER
         async with self._turns:
-            forks = self._running()
-            return await _launched(forks.fork_with_compiler if with_compiler else forks.fork, requests)
+            return await _launched(partial(self._running().fork, kind=kind), requests)
 
     async def launch_room(self, descriptor: int) -> LaunchedRoom:
         """Fork a process for several versions, with `descriptor` as its room socket.
@@ -176,7 +173,7 @@ class ForkLauncher:
             OSError: as for `launch`.
         """
         async with self._turns, _output_pipe() as (write_end, output, close):
-            pid, exit_code = await self._running().fork_room(descriptor, write_end)
+            pid, exit_code = await self._running().fork([descriptor], write_end, ROOM)
             exit_code.add_done_callback(partial(_end_children, pid))
             return LaunchedRoom(pid, output, exit_code, close)
 
