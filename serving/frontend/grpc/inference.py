@@ -10,6 +10,7 @@ from google.protobuf import any_pb2, empty_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from torchere.handlers.tensors.codec import NO_JSON
+from torchere.serving.batching.stateful import SEQUENCE_ID
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
@@ -31,7 +32,6 @@ from torchere.serving.types import InferRequest, InferResponse, Parameter, Strea
 
 FIRST_ERROR_STATUS = 400
 MAX_ERROR_BYTES = 65_536  # of a body that is taken for an error
-SEQUENCE_ID_HEADER = "ts_request_sequence_id"
 
 
 class InferenceService:
@@ -72,7 +72,7 @@ class InferenceService:
                 if not request.sequence_id:
                     raise InvalidRequest("Parameter sequenceId is required.")
                 check_length("sequence_id", request.sequence_id)
-                headers = ((SEQUENCE_ID_HEADER, request.sequence_id),)
+                headers = ((SEQUENCE_ID, request.sequence_id),)
                 async for part in self._parts(request, call, headers):
                     yield PredictionResponse(prediction=part, sequence_id=request.sequence_id)
             except ServingError as error:
