@@ -17,8 +17,8 @@ from torchere.handlers.tensors.codec import tensor_from_bytes
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend import budgets as budget_module
 from torchere.serving.frontend.budgets import Budgets
-from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb
+from torchere.serving.frontend.grpc.server import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import InferResponse, ModelKey, StreamedResponse
