@@ -25,6 +25,9 @@ _STATES = {
 }
 
 
+_EMPTY_CONFIGS: tuple[object, ...] = ("", "{}", {}, None)
+
+
 class IndexEntry(NamedTuple):
     """One version in the index."""
 
@@ -56,7 +59,7 @@ class Repository:
         Args:
             model: name of the model.
             parameters: `url`: its archive, by default `<model>.mar`; `initial_workers`: its initial number of
-                executors, by default 1. Triton's `config` is ignored, and `file:NAME` refused.
+                executors, by default 1. Triton's `config`, unless it is empty, and `file:NAME` are refused.
 
         Raises:
             NotAllowed: the model API is off.
@@ -68,6 +71,11 @@ class Repository:
             raise InvalidRequest(
                 f"parameters.{shown(file)[1:-1]}: found the bytes of a file, "
                 "expected none: models come from archives (parameters.url)"
+            )
+        if parameters.get("config", "") not in _EMPTY_CONFIGS:  # a success would be taken for its effect
+            raise InvalidRequest(
+                "parameters.config: found a model configuration, expected none: say it in the archive's "
+                "model-config.yaml, or with batch_size, max_batch_delay and initial_workers of POST /models"
             )
         if any(entry.name == model for entry in self.index(ready_only=True)):
             return

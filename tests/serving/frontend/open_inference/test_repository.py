@@ -38,3 +38,13 @@ def test_files_of_the_client_are_refused_and_not_ignored(planes: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^parameters\.file:1/model\.pt: found the bytes of a file"):
         asyncio.run(Repository(planes.control).load("echo", {"config": "{}", "file:1/model.pt": b"x"}))
     assert not planes.control.calls
+
+
+def test_a_configuration_of_the_client_is_refused_and_an_empty_one_is_none(planes: Any) -> None:
+    asked = '{"max_batch_size": 8, "instance_group": [{"count": 2}]}'
+    with pytest.raises(
+        InvalidRequest, match=r"^parameters\.config: found a model configuration, expected none"
+    ):
+        asyncio.run(Repository(planes.control).load("echo", {"config": asked}))
+    assert not planes.control.calls
+    asyncio.run(Repository(planes.control).load("echo", {"config": "{}"}))
