@@ -70,7 +70,8 @@ def _protocol(service: str) -> Iterator[Row]:
 
 _VERSION = "/models/{model}/{version}"
 _V2_MODEL, _V2_VERSION = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
-_HEALTH, _REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
+_HEALTH = "grpc.health.v1.Health"
+_REFLECTION = tuple(f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha"))
 _TORCHSERVE = "org.pytorch.serve.grpc"
 _INFERENCE = f"{_TORCHSERVE}.inference.InferenceAPIsService"
 _MANAGEMENT = f"{_TORCHSERVE}.management.ManagementAPIsService"
@@ -116,14 +117,16 @@ TABLE: tuple[Row, ...] = (
     *_grpc("inference", "inference", _INFERENCE, "StreamPredictions", "StreamPredictions2"),
     *_protocol("inference.GRPCInferenceService"),  # Triton's name
     *_protocol(f"{_TORCHSERVE}.openinference.GRPCInferenceService"),
-    *_grpc("inference", "inference", _REFLECTION, "ServerReflectionInfo"),
+    *_grpc("inference", "inference", _REFLECTION[0], "ServerReflectionInfo"),
+    *_grpc("inference", "inference", _REFLECTION[1], "ServerReflectionInfo"),
     *_grpc("inference", None, _HEALTH, "Check", "Watch"),
     *_grpc("management", "management", _MANAGEMENT, "DescribeModel", "ListModels"),
     *_grpc("management", "management", _MANAGEMENT, "RegisterModel", action="register"),
     *_grpc("management", "management", _MANAGEMENT, "ScaleWorker", action="scale"),
     *_grpc("management", "management", _MANAGEMENT, "SetDefault", action="set-default"),
     *_grpc("management", "management", _MANAGEMENT, "UnregisterModel", action="unregister"),
-    *_grpc("management", "management", _REFLECTION, "ServerReflectionInfo"),
+    *_grpc("management", "management", _REFLECTION[0], "ServerReflectionInfo"),
+    *_grpc("management", "management", _REFLECTION[1], "ServerReflectionInfo"),
     *_grpc("management", None, _HEALTH, "Check", "Watch"),
 )
 

@@ -11,11 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from google.protobuf import descriptor_pb2
-from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
-from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_reflection.v1alpha import reflection_pb2
-
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ModelNotFound, VersionNotFound
 from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES
@@ -29,8 +24,16 @@ from torchere.serving.frontend.grpc.inference import InferenceService
 from torchere.serving.frontend.grpc.management import ManagementService
 from torchere.serving.frontend.grpc.open_inference import TensorCalls, Tensors
 from torchere.serving.frontend.grpc.open_inference_control import ModelCalls
+from torchere.serving.frontend.grpc.open_inference_descriptors import (
+    PUBLIC_NAME,
+    REFLECTION,
+    REFLECTION_NAMES,
+    SERVICE,
+    TORCHSERVE_NAME,
+    reflection_pool,
+)
 from torchere.serving.frontend.grpc.open_inference_messages import RawAnswers
-from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2, open_inference_pb2
+from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.service import Openers, dispatcher, service
 from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listener import Listener
@@ -43,13 +46,6 @@ Service = Callable[[set[Any]], Openers]
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
-# Triton's and KServe's clients call the Open Inference Protocol by `PUBLIC_NAME`. TorchServe's stubs call the
-# same methods, with the same messages, in another package.
-_OPEN_INFERENCE: FileDescriptor = open_inference_pb2.DESCRIPTOR
-SERVICE: ServiceDescriptor = _OPEN_INFERENCE.services_by_name["GRPCInferenceService"]
-PUBLIC_NAME: str = SERVICE.full_name
-TORCHSERVE_PACKAGE = "org.pytorch.serve.grpc.openinference"
-TORCHSERVE_NAME = f"{TORCHSERVE_PACKAGE}.{SERVICE.name}"
 _BACKLOG = 1024
 _AGE_SPREAD = 0.1  # random share of the maximum age, up or down, so that clients do not reconnect all at once
 _ENDING_S = 5.0  # how long to wait for cancelled calls to end
@@ -75,7 +71,7 @@ class GrpcServer:
         settings = services.settings
         is_local = settings.insecure_management == "local"
         openers: Openers = {}
-        for one in (*offered, reflection_service(names)):
+        for one in (*offered, *reflection_services(names)):
             openers |= one(self._tasks)
         self.methods = frozenset(openers)  # paths
         limits = settings.limits
@@ -242,13 +238,12 @@ def open_inference_services(
     ]
 
 
-_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
-_FILES = (inference_pb2.DESCRIPTOR, management_pb2.DESCRIPTOR, HEALTH.file, reflection_pb2.DESCRIPTOR)
+_FILES = (inference_pb2.DESCRIPTOR, management_pb2.DESCRIPTOR, HEALTH.file)
 
 
 class _Reflection:
     def __init__(self, names: Iterable[str]) -> None:
-        self._names = (*names, _REFLECTION.full_name)
+        self._names = (*names, *REFLECTION_NAMES)
 
     @cached_property
     def _servicer(self) -> Any:
@@ -261,50 +256,7 @@ class _Reflection:
             yield answer
 
 
-def reflection_service(names: Iterable[str]) -> Callable[[set[Any]], Openers]:
-    """Return the reflection service for the services with these names and for itself."""
-    return service(_REFLECTION, {"ServerReflectionInfo": _Reflection(names).info}, MANAGEMENT)
-
-
-def reflection_pool(files: Iterable[FileDescriptor]) -> DescriptorPool:
-    """Return a pool with `files`, their imports, and the Open Inference Protocol's service under both names.
-
-    Client libraries register these messages in the default pool of the process, so ours use a pool of their
-    own (`protos/generate.py`).
-    """
-    pool = DescriptorPool()
-    known: set[str] = set()
-    for file in (*files, _OPEN_INFERENCE):
-        _add(pool, file, known)
-    pool.AddSerializedFile(_under_torchserves_name().SerializeToString())
-    return pool
-
-
-def _add(pool: DescriptorPool, file: FileDescriptor, known: set[str]) -> None:
-    if file.name in known:
-        return
-    known.add(file.name)
-    for imported in file.dependencies:
-        _add(pool, imported, known)
-    pool.AddSerializedFile(file.serialized_pb)
-
-
-def _under_torchserves_name() -> descriptor_pb2.FileDescriptorProto:
-    copy = descriptor_pb2.FileDescriptorProto.FromString(_OPEN_INFERENCE.serialized_pb)
-    copy.name = "torchere/serving/frontend/grpc/protos/open_inference_torchserve.proto"
-    before, after = f".{copy.package}.", f".{TORCHSERVE_PACKAGE}."
-    copy.package = TORCHSERVE_PACKAGE
-    for message in copy.message_type:
-        _rename_types(message, before, after)
-    for method in copy.service[0].method:
-        method.input_type = method.input_type.replace(before, after, 1)
-        method.output_type = method.output_type.replace(before, after, 1)
-    return copy
-
-
-def _rename_types(message: descriptor_pb2.DescriptorProto, before: str, after: str) -> None:
-    for field in message.field:
-        if field.type_name.startswith(before):
-            field.type_name = after + field.type_name[len(before) :]
-    for nested in message.nested_type:
-        _rename_types(nested, before, after)
+def reflection_services(names: Iterable[str]) -> list[Service]:
+    """Return reflection under both of its names, for the services with these names and for itself."""
+    methods = {"ServerReflectionInfo": _Reflection(names).info}
+    return [service(REFLECTION, methods, MANAGEMENT, name) for name in REFLECTION_NAMES]

@@ -10,9 +10,9 @@ import pytest
 
 from torchere.handlers.tensors.answer import OPEN_INFERENCE, encode_outputs, read_wish
 from torchere.serving.frontend.grpc.call import Call
+from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
-from torchere.serving.frontend.grpc.server import PUBLIC_NAME
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import InferResponse

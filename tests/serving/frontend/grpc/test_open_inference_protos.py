@@ -7,13 +7,13 @@ import pytest
 from google.protobuf import descriptor_pool
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
-from torchere.serving.frontend.grpc.server import (
+from torchere.serving.frontend.grpc.open_inference_descriptors import (
     PUBLIC_NAME,
     SERVICE,
     TORCHSERVE_NAME,
     reflection_pool,
 )
+from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
 
 OURS = open_inference_pb2.DESCRIPTOR
 

@@ -17,8 +17,8 @@ from torchere.handlers.tensors.codec import tensor_from_bytes
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend import budgets as budget_module
 from torchere.serving.frontend.budgets import Budgets
+from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb
-from torchere.serving.frontend.grpc.server import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import InferResponse, ModelKey, StreamedResponse
@@ -506,11 +506,14 @@ def test_an_envelope_gets_the_json_of_each_service(oip, planes):
     assert answer.infer_response.id == "7"
 
 
-def test_reflection_tells_the_messages_of_both_names(serving):
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_tells_the_messages_of_both_names(serving, version):
+    reflection = f"grpc.reflection.{version}.ServerReflection"
+
     async def main():
         async with serving("inference") as served:
             call = served.channel.stream_stream(
-                "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+                f"/{reflection}/ServerReflectionInfo",
                 reflection_pb2.ServerReflectionRequest.SerializeToString,
                 reflection_pb2.ServerReflectionResponse.FromString,
             )
@@ -518,13 +521,15 @@ def test_reflection_tells_the_messages_of_both_names(serving):
                 reflection_pb2.ServerReflectionRequest(list_services=""),
                 *(
                     reflection_pb2.ServerReflectionRequest(file_containing_symbol=n)
-                    for n in (PUBLIC_NAME, TORCHSERVE_NAME)
+                    for n in (PUBLIC_NAME, TORCHSERVE_NAME, reflection)
                 ),
             ]
             return [answer async for answer in call(iter(wanted), timeout=20)]
 
     listed, *files = asyncio.run(main())
-    assert {PUBLIC_NAME, TORCHSERVE_NAME} <= {one.name for one in listed.list_services_response.service}
+    assert {PUBLIC_NAME, TORCHSERVE_NAME, reflection} <= {
+        one.name for one in listed.list_services_response.service
+    }
     assert all(answer.file_descriptor_response.file_descriptor_proto for answer in files)
 
 

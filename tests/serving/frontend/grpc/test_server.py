@@ -316,6 +316,7 @@ def test_reflection_lists_the_services_of_the_port(serving):
     assert asyncio.run(main()) == {
         "org.pytorch.serve.grpc.management.ManagementAPIsService",
         "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
     }
 
