@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
 
@@ -10,6 +11,8 @@ from torchere.serving.logs.lines import LEVELS
 
 logger = logging.getLogger(__name__)
 
+_HANDLERS = Path(__file__).resolve().parents[2] / "handlers"
+_MAX_NAME_LENGTH = 200  # less than that of a file
 INHERIT = "NOTSET"  # the level of the nearest ancestor that has one; for the root logger, that of the start
 
 
@@ -56,8 +59,8 @@ def change_level(name: str, level: str) -> None:
     wanted = level.upper()
     if wanted not in (*LEVELS, INHERIT):
         raise LogLevelError(f"level: found {level!r}, expected one of {', '.join((*LEVELS, INHERIT))}")
-    # The handlers' loggers are in the workers.
-    if name and name not in logging.root.manager.loggerDict and not name.startswith("torchere.handlers"):
+    # The handlers' loggers are in the workers. Any other name would leave a logger for each of its dots.
+    if name and name not in logging.root.manager.loggerDict and not _is_of_handlers(name):
         raise LogLevelError(f"logger: nothing logs as {name!r}; GET /log-level shows those that have a level")
     _changed[name] = logging.getLevelName(wanted)
     set_level(name, _changed[name])
@@ -65,6 +68,16 @@ def change_level(name: str, level: str) -> None:
         follower.set_log_level(name, _changed[name])
     level_now = wanted if name else logging.getLevelName(logging.root.level)
     logger.warning("the log level of %s is %s from now on", name or "everything else", level_now)
+
+
+def _is_of_handlers(name: str) -> bool:
+    """Tell by its file whether a module of `handlers/` has this name: an import would bring torch here."""
+    parts = name.split(".")
+    is_path = len(name) <= _MAX_NAME_LENGTH and all(map(str.isidentifier, parts))
+    if not is_path or parts[:2] != ["torchere", "handlers"]:
+        return False
+    place = _HANDLERS.joinpath(*parts[2:])
+    return place.joinpath("__init__.py").is_file() or place.with_suffix(".py").is_file()
 
 
 def levels() -> dict[str, str]:

@@ -61,9 +61,23 @@ def test_a_change_is_in_the_log(caplog):
         ("", "LOUD", "found 'LOUD', expected one of DEBUG, INFO"),
         ("", "", "found ''"),
         ("made.up", "INFO", "nothing logs as 'made.up'"),
+        ("torchere.handlers.made.up", "INFO", "nothing logs as"),
+        ("torchere.handlersome", "INFO", "nothing logs as"),
+        ("torchere.handlers.../serving/server", "INFO", "nothing logs as"),
+        ("torchere.handlers.", "INFO", "nothing logs as"),
+        ("torchere.handlers." + "x" * 300, "INFO", "nothing logs as"),
     ],
 )
 def test_what_is_not_there_is_refused_and_nothing_is_made_of_it(name, level, cause):
+    before = set(logging.root.manager.loggerDict)
     with pytest.raises(LogLevelError, match=cause):
         change_level(name, level)
-    assert "made.up" not in logging.root.manager.loggerDict
+    assert set(logging.root.manager.loggerDict) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["torchere.handlers", "torchere.handlers.vision", "torchere.handlers.vision.tasks"]
+)
+def test_modules_of_handlers_whose_loggers_only_workers_have_are_known(name):
+    change_level(name, "INFO")
+    change_level(name, "NOTSET")
