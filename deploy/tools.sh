@@ -88,8 +88,8 @@ python() {
   "$tools/venv/bin/pip" install -q --disable-pip-version-check --no-compile -r "$root/deploy/tools.txt"
 }
 
-# All at once, for each waits for another registry.
-fetches=()
+# All at once, for each waits for another registry. One that can't be had costs none of the others.
+fetches=() failed=()
 [ $# -gt 0 ] || set -- helm prometheus python ab programs
 for tool; do
   case $tool in
@@ -97,4 +97,10 @@ for tool; do
     *) echo "unknown tool: $tool; expected helm, prometheus, python, ab or programs" >&2 && exit 2 ;;
   esac
 done
-for fetch in "${fetches[@]}"; do wait "$fetch"; done
+for number in "${!fetches[@]}"; do
+  wait "${fetches[number]}" || failed+=("${*:number+1:1}")
+done
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "not fetched: ${failed[*]} (the reasons are above; tests that need them are skipped)" >&2
+  exit 1
+fi

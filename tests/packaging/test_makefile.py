@@ -1,5 +1,6 @@
 """What somebody sees whose first command is `make demo`."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -60,3 +61,31 @@ def test_a_test_that_fails_does_not_wait_for_the_process_that_it_started() -> No
     with pytest.raises(ZeroDivisionError), subprocess.Popen(command) as process:
         raise ZeroDivisionError  # as the time limit of a test does
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_tool_that_cannot_be_fetched_costs_none_of_the_others_and_all_such_are_named(
+    tmp_path: Path,
+) -> None:
+    copy = tmp_path / "deploy" / "tools.sh"
+    copy.parent.mkdir()
+    shutil.copy(ROOT / "deploy" / "tools.sh", copy)
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    fetched = tmp_path / "fetched"
+    for name, script in (
+        ("npm", "exit 1"),  # of helm
+        ("awk", "exit 1"),  # of prometheus, which looks for a mirror
+        ("python3", f'case "$*" in *programs.py*) sleep 0.5; touch {fetched};; *) exit 3;; esac'),
+    ):
+        (commands / name).write_text(f"#!/bin/sh\n{script}\n")
+        (commands / name).chmod(0o755)
+    done = subprocess.run(
+        [str(copy), "helm", "prometheus", "python", "programs"],
+        env={"PATH": f"{commands}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("not fetched: helm prometheus python (")
+    assert fetched.exists()
