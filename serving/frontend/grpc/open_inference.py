@@ -167,6 +167,7 @@ class TensorCalls:
         """Answer the requests of a stream in order; an error is reported in place of the response."""
         ahead_bytes = 0  # of answers that wait for those before them
         answered = asyncio.Event()
+        unanswered: dict[TensorMessage, None] = {}  # in the order of their answers
 
         async def paced() -> AsyncIterator[TensorMessage]:
             async for request in requests:
@@ -174,19 +175,22 @@ class TensorCalls:
                     answered.clear()
                     await answered.wait()
                 call.stream.keep(request.size)
+                unanswered[request] = None
                 yield request
 
-        def counted(part: ModelStreamInferResponse) -> tuple[ModelStreamInferResponse, int]:
+        def counted(
+            part: ModelStreamInferResponse, request: TensorMessage
+        ) -> tuple[ModelStreamInferResponse, int]:
             nonlocal ahead_bytes
             size = part.ByteSize()
-            call.stream.hold(size)
+            call.stream.hold(size, is_next=next(iter(unanswered), request) is request)
             ahead_bytes += size
             return part, size
 
         async def told(request: TensorMessage) -> AsyncIterator[tuple[ModelStreamInferResponse, int]]:
             try:
                 async for response in self._parts(request, call):
-                    yield counted(ModelStreamInferResponse(infer_response=response))
+                    yield counted(ModelStreamInferResponse(infer_response=response), request)
                 return
             except ServingError as error:
                 text = failure(error, OPEN_INFERENCE).message
@@ -194,11 +198,12 @@ class TensorCalls:
                 text = str(error)
             finally:
                 call.stream.let_go(request.size)
+                unanswered.pop(request, None)
                 answered.set()
             # Cut: dozens of answers wait in memory, and megabytes of a name compress to a kilobyte.
             names = request.fields.model_name[:MAX_NAME_LENGTH], request.fields.id[:MAX_NAME_LENGTH]
             named = ModelInferResponse(model_name=names[0], id=names[1])
-            yield counted(ModelStreamInferResponse(error_message=text, infer_response=named))
+            yield counted(ModelStreamInferResponse(error_message=text, infer_response=named), request)
 
         try:
             async for part, size in in_order(paced(), told):

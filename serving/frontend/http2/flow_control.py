@@ -199,7 +199,7 @@ class OutboundFlow:
 
     __slots__ = (
         *("_budgets", "_table_note", "_waiting", "_waits", "_window", "_write_all", "finished"),
-        *("frame_bytes", "held_bytes", "initial_window", "limit_bytes", "sends", "sent_bytes"),
+        *("ahead_bytes", "frame_bytes", "held_bytes", "initial_window", "limit_bytes", "sends", "sent_bytes"),
         *("stopped", "write"),
     )
 
@@ -211,9 +211,9 @@ class OutboundFlow:
         finished: Callable[[Any], None],
         waits: Callable[[], None],
         *,
-        budgets: Budgets | None = None,
+        budgets: Budgets,
     ) -> None:
-        self._budgets = budgets or Budgets()
+        self._budgets = budgets
         self.limit_bytes = limit_bytes
         self.write = write
         self._write_all = write_all
@@ -226,6 +226,7 @@ class OutboundFlow:
         self.stopped = False  # the socket's buffer is full
         self.sends = self.sent_bytes = 0  # of answers that `pump` sent, not those that `take_room` let pass
         self.held_bytes = 0  # of unsent answers
+        self.ahead_bytes = 0  # those of them that wait for other answers of their streams
         self._table_note = b""  # HPACK table size update that has to precede the next header block
 
     def take_room(self, stream: StreamFlow, size: int) -> bool:
@@ -253,9 +254,14 @@ class OutboundFlow:
             )
         self.check_room(size)
 
-    def check_room(self, size: int) -> None:
-        """Raise `MessageFailed` for a long answer while all connections hold too much, this one included."""
-        if size > HIGH_WATER_BYTES and self.held_bytes and (flaw := self.flaw_of_all()):
+    def check_room(self, size: int, *, ahead: bool = False) -> None:
+        """Raise `MessageFailed` for a long answer while all connections hold too much, this one included.
+
+        `ahead`: it has to wait for other answers of its stream. Those that do count against each other only:
+        their client can't take them before the one whose turn it is.
+        """
+        held_bytes = self.held_bytes if ahead else self.held_bytes - self.ahead_bytes
+        if size > HIGH_WATER_BYTES and held_bytes and (flaw := self.flaw_of_all()):
             raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, flaw)
 
     def flaw_of_all(self) -> str:

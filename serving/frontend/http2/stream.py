@@ -304,18 +304,22 @@ class Stream(StreamFlow):
         """Raise `MessageFailed` if a message of `size` bytes is too long to be sent."""
         self._outbound.check(size)
 
-    def hold(self, size: int) -> None:
-        """Count an answer of `size` bytes that waits behind others of its stream; `release` ends that.
+    def hold(self, size: int, *, is_next: bool) -> None:
+        """Count an answer of `size` bytes before it is sent; `release` ends that.
+
+        `is_next`: no other answer of the stream has to be sent before it.
 
         Raises:
             MessageFailed: clients have left too much of their answers.
         """
-        self._outbound.check_room(size)
+        self._outbound.check_room(size, ahead=not is_next)
         self._outbound.hold(size)
+        self._outbound.ahead_bytes += size
 
     def release(self, size: int) -> None:
         """Count `size` bytes less."""
         self._outbound.hold(-size)
+        self._outbound.ahead_bytes -= size
 
     def pause(self) -> None:
         """Stop consuming messages: once its window is used up, the client waits until `resume`."""

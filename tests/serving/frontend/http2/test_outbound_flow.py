@@ -9,6 +9,7 @@ import pytest
 from hpack import Decoder
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, SettingsFrame
 
+from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.http2 import connection
 from torchere.serving.frontend.http2.flow_control import OutboundFlow
 from torchere.serving.frontend.http2.frames import ConnectionBroken
@@ -61,6 +62,7 @@ def outbound():
         lambda parts: written.append(b"".join(parts)),
         lambda stream: None,
         lambda: None,
+        budgets=Budgets(),
     )
     return SimpleNamespace(flow=made, written=written)
 
