@@ -99,7 +99,11 @@ class TextIteratorStreamerBatch:
 
 
 class _Row:
-    """One row of the batch: the tokens of the current line, and the length of text already emitted."""
+    """One row of the batch: the tokens of the current line, and the length of text already emitted.
+
+    The tokens begin with the end of the line before: decoders of SentencePiece's tokens drop a blank at the
+    beginning, which would be one of the indentation.
+    """
 
     def __init__(self, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -109,10 +113,16 @@ class _Row:
 
     def feed(self, tokens: Iterable[int]) -> str:
         """Add tokens and return the text that they complete."""
+        before = len(self._tokens)
         self._tokens += tokens
-        text = self._tokenizer.decode(self._tokens, **self._options)
+        text = self._decode(self._tokens)
         if text.endswith("\n"):  # drop the tokens of a finished line: decoding only one line stays cheap
-            return self._flush(text)
+            new = text[self._sent :]
+            if new:
+                self._tokens, self._sent = self._end_of_line()
+            else:  # special tokens, with which `generate` fills the rows that are over
+                del self._tokens[before:]
+            return new
         end = _end_of_last_word(text)
         new = text[self._sent : end]
         self._sent = max(self._sent, end)
@@ -120,12 +130,19 @@ class _Row:
 
     def rest(self) -> str:
         """Return the text that was held back."""
-        return self._flush(self._tokenizer.decode(self._tokens, **self._options)) if self._tokens else ""
-
-    def _flush(self, text: str) -> str:
-        new = text[self._sent :]
+        new = self._decode(self._tokens)[self._sent :] if self._tokens else ""
         self._tokens, self._sent = [], 0
         return new
+
+    def _end_of_line(self) -> tuple[list[int], int]:
+        """Return the last tokens that have text, as special ones may not, and the length of the text."""
+        for start in range(len(self._tokens) - 1, 0, -1):
+            if text := self._decode(self._tokens[start:]):
+                return self._tokens[start:], len(text)
+        return self._tokens, len(self._decode(self._tokens))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, **self._options)
 
 
 def _end_of_last_word(text: str) -> int:

@@ -70,7 +70,34 @@ def test_a_line_that_ends_goes_out_and_is_not_decoded_again() -> None:
         streamer.put(column)
     streamer.end()
     assert "".join(part for (part,) in texts_of(streamer)) == "first line\nx"
-    assert tokenizer.calls[-1] == 1
+    assert tokenizer.calls[-1] == 2  # "\n" and "x"
+
+
+def test_a_row_that_is_over_costs_no_more_with_each_token_of_the_others() -> None:
+    tokenizer = ByteTokenizer()
+    streamer = TextIteratorStreamerBatch(tokenizer, 1, skip_special_tokens=True)
+    for column in columns("line\n" + 50 * "\0"):
+        streamer.put(column)
+    assert max(tokenizer.calls[-50:]) == 2
+
+
+class BlankDroppingTokenizer(ByteTokenizer):
+    """As the decoders of SentencePiece's tokens: a blank at the beginning of the text is dropped."""
+
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        return super().decode(token_ids, **options).removeprefix(" ")
+
+
+@pytest.mark.parametrize("between", ["", "\0", "\n", "\0\0"])  # 0 is a special token
+def test_a_line_keeps_the_blanks_that_it_begins_with(between: str) -> None:
+    tokenizer = BlankDroppingTokenizer()
+    streamer = TextIteratorStreamerBatch(tokenizer, 1, skip_special_tokens=True)
+    text = f" if x:\n{between}    return\n{between} y"
+    for column in columns(text):
+        streamer.put(column)
+    streamer.end()
+    parts = [part for (part,) in texts_of(streamer)]
+    assert "".join(parts) == tokenizer.decode(text.encode(), skip_special_tokens=True)
 
 
 def test_the_prompt_is_put_first_and_may_be_left_out() -> None:
