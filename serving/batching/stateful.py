@@ -22,7 +22,7 @@ from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, pla
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import BatchSettings, SequenceHeaders, SequenceSettings
 from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
-from torchere.serving.workers.executor import BatchReport, ExecutorState, Outcome, Unfinished
+from torchere.serving.workers.executor import BatchReport, ExecutorState, ExecutorStatus, Outcome, Unfinished
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
 
@@ -177,6 +177,7 @@ class StatefulBatcher(Admission):
         self._end_headers = {SEQUENCE_END, sequences.headers.end} if sequences else set()
         self._queue = FairQueue(settings.max_batch_size)  # requests of no sequence
         self._going_on: dict[int, list[Request]] = {}  # unfinished requests, by the executor they live on
+        self._losses: dict[int, int] = {}  # of each executor, when unfinished requests were last looked at
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -224,6 +225,8 @@ class StatefulBatcher(Admission):
         wake_s = self._table.next_expiry_s() if self._table is not None else math.inf
         for executor_id in self._pool.idle_ids():
             wake_s = min(wake_s, self._pump_one(executor_id))
+        for executor_id in self._pool.leaving_ids():
+            self._pump_one(executor_id, takes_new=False)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -232,23 +235,42 @@ class StatefulBatcher(Admission):
 
     def _end_what_is_over(self) -> None:
         statuses = self._pool.statuses()
-        there = {status.executor_id for status in statuses if status.state is not ExecutorState.FAILED}
-        for executor_id in [name for name in self._going_on if name not in there]:
-            for request in self._going_on.pop(executor_id):
-                self._finish(request, ExecutorDied("its executor was stopped"))
-                self._sequence_done(request)
+        there = {one.executor_id: one for one in statuses if one.state is not ExecutorState.FAILED}
+        self._end_what_lost_its_state(there)
         if self._table is not None:
             self._table.keep_on(there)
             for request in self._table.expire(self._now()):
                 self._finish(request, Unavailable(self.refusal))
         self._settle()
 
-    def _pump_one(self, executor_id: int) -> float:
-        """Dispatch to one idle executor; return when to try again (infinity: not until something changes)."""
+    def _end_what_lost_its_state(self, there: dict[int, ExecutorStatus]) -> None:
+        """End the unfinished requests of executors that are gone, or that were lost since their last report.
+
+        A process may report a batch and be lost before it takes the next one; its successor has the id of its
+        executor, but not the state of its requests.
+        """
+        losses = {name: status.losses for name, status in there.items()}
+        leaving = self._pool.leaving_ids() if self._going_on else ()
+        for executor_id in [name for name in self._going_on if name not in leaving]:
+            if executor_id in there and losses[executor_id] == self._losses.get(executor_id):
+                continue
+            cause = there[executor_id].last_failure if executor_id in there else "its executor was stopped"
+            for request in self._going_on.pop(executor_id):
+                self._finish(request, ExecutorDied(cause))
+                self._sequence_done(request)
+        self._losses = losses
+
+    def _pump_one(self, executor_id: int, *, takes_new: bool = True) -> float:
+        """Dispatch to one idle executor; return when to try again (infinity: not until something changes).
+
+        Without `takes_new` it gets its unfinished requests, and those of their sequences.
+        """
         while True:
             going_on = self._going_on.pop(executor_id, [])
-            room = self._settings.max_batch_size - len(going_on)
-            heads = self._heads(executor_id, going_on)
+            if not (going_on or takes_new):
+                return math.inf
+            room = self._settings.max_batch_size - len(going_on) if takes_new else 0
+            heads = self._heads(executor_id, going_on, room)
             newcomers = self._queue_run(room - len(heads), alone=bool(going_on or heads))
             if not going_on:  # unfinished requests do not wait for the batch to fill
                 view = self._view([sequence.waiting[0].enqueued_s for sequence in heads], newcomers)
@@ -266,13 +288,16 @@ class StatefulBatcher(Admission):
             if len(late) < len(taken):
                 return math.inf
 
-    def _heads(self, executor_id: int, going_on: list[Request]) -> list[Sequence]:
-        """Return the sequences that run next; those behind a describe call wait, as it runs by itself."""
+    def _heads(self, executor_id: int, going_on: list[Request], room: int) -> list[Sequence]:
+        """Return the sequences that run next; those behind a describe call wait, as it runs by itself.
+
+        `room`: how many of those that have nothing unfinished may run.
+        """
         if self._table is None:
             return []
         size = self._settings.max_batch_size
         heads = self._table.joining(going_on, 2 * size - len(going_on))
-        heads += self._table.heads(executor_id, max(0, size - len(going_on) - len(heads)))
+        heads += self._table.heads(executor_id, max(0, room - len(heads)))
         queue = self._queue.first(1)
         if queue and queue[0].group:
             first_s = queue[0].enqueued_s

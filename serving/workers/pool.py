@@ -40,6 +40,7 @@ class WorkerPool:
         self._spec = settings.spec
         self._next_id = next_id
         self._workers: list[Worker] = []
+        self._leaving: dict[Worker, float] = {}  # surplus workers, and when they end at the latest, monotonic
 
     @property
     def has_own_process(self) -> bool:
@@ -94,6 +95,15 @@ class WorkerPool:
             executor_id for worker in self._workers for executor_id in worker.executor_ids[: worker.free]
         )
 
+    def leaving_ids(self) -> tuple[int, ...]:
+        """Return the idle executors that are to end, and take the requests that they have not finished.
+
+        They do so for one response time-out: an answer may take any number of batches.
+        """
+        now_s = self._settings.now()
+        able = (worker for worker, until_s in self._leaving.items() if worker.in_service and now_s < until_s)
+        return tuple(worker.first_id for worker in able if not worker.load)
+
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         """Return a snapshot of every executor, oldest first."""
         return tuple(status for worker in self._workers for status in worker.statuses())
@@ -101,7 +111,7 @@ class WorkerPool:
     async def resize(self, count: int) -> None:
         """Start or stop executors until there are `count`; new ones are loaded, but not in service yet.
 
-        A surplus executor finishes its batches first.
+        A surplus executor finishes its batches first, and its unfinished requests (see `leaving_ids`).
 
         Raises:
             LoadFailed: an executor could not be loaded; running executors stay, and new ones that were loaded
@@ -114,7 +124,9 @@ class WorkerPool:
         staying = those_that_stay(self._workers, count, [bool(worker.in_service) for worker in self._workers])
         surplus = [worker for worker in self._workers if worker not in staying]
         self._workers = staying
+        self._leaving = dict.fromkeys(surplus, self._settings.now() + self._settings.response_timeout_s)
         await asyncio.gather(*(worker.retire() for worker in surplus))
+        self._leaving.clear()
         places = self._new_places(count - len(self._workers))
         if self._spec.shares_weights:
             fresh = [Worker(self._settings, places)] if places else []
@@ -182,7 +194,8 @@ class WorkerPool:
         """Send a run to the executor it names, or to the least loaded worker.
 
         Raises:
-            RuntimeError: no worker has room; the caller must check `free`, `ahead` or `empty` first.
+            RuntimeError: no worker has room; the caller must check `free`, `ahead`, `empty` or
+                `leaving_ids` first.
         """
         chosen: Worker | None = None
         for worker in self._workers:
@@ -194,6 +207,8 @@ class WorkerPool:
                 fits = worker.free or worker.ahead
             if fits and (chosen is None or worker.load < chosen.load):
                 chosen = worker
+        if chosen is None:
+            chosen = next((worker for worker in self._leaving if run.executor_id == worker.first_id), None)
         if chosen is None:
             raise RuntimeError("submit() without room: the caller must look at `free` first")
         chosen.submit(run)

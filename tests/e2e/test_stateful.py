@@ -1,7 +1,11 @@
 """Handlers that keep state, as TorchServe's users write them: sequences and continuous batching."""
 
+import http.client
 import json
 import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +115,31 @@ def test_continuous_batching_streams_until_the_handler_is_done(server: Any) -> N
     }
     assert "content-length" in answers[1].headers  # done at once: an ordinary answer
     assert answers[6].headers["transfer-encoding"] == "chunked"
+
+
+def test_answers_that_are_under_way_are_finished_by_a_worker_that_is_to_end(
+    pack: Any, open_server: Any, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    step = f'            while not row and not os.path.exists("{go}"):\n                time.sleep(0.01)\n'
+    source = f"import os, time\n{COUNTDOWN}".replace("            if row:", f"{step}            if row:")
+    config = COUNTDOWN_CONFIG.replace("orkers: 1", "orkers: 2").replace("batchSize: 4", "batchSize: 1")
+    archive = pack("patient", {"h.py": source, "c.yaml": config}, handler="h.py", configFile="c.yaml")
+    assert open_server.register(archive).status == 200
+    path = "/models/patient?min_worker=1&max_worker=1"
+    with ExitStack() as open_connections:
+        streams = []
+        for _ in range(2):
+            connection = http.client.HTTPConnection(open_server.rest["inference"], timeout=30)
+            open_connections.callback(connection.close)
+            connection.request("POST", "/predictions/patient", b"4", {"content-type": "text/plain"})
+            streams.append(connection.getresponse())  # its head comes with the first part
+        assert open_server.call("PUT", path, api="management").status == 202
+        until_s = time.monotonic() + 30
+        while open_server.call("GET", "/models/patient", api="management").json()[0]["workers"][1:]:
+            assert time.monotonic() < until_s
+        go.touch()
+        assert [stream.read() for stream in streams] == [b"3 2 1 0 "] * 2
 
 
 def test_describe_shows_how_a_stateful_model_is_set(server: Any) -> None:

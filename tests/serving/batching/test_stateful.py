@@ -45,19 +45,27 @@ class PuppetPool:
     def __init__(self, *executor_ids: int) -> None:
         self.ids = executor_ids
         self.failed: tuple[int, ...] = ()  # those that gave up
+        self.leaving: tuple[int, ...] = ()  # those that are to end
+        self.losses: Counter[int] = Counter()
+        self.unreachable: tuple[int, ...] = ()  # those whose process ends
         self.down: Outage | None = None
         self.inside: dict[int, Run] = {}
         self.cancelled: list[tuple[int, int]] = []  # the executor and the index in its run
 
     def idle_ids(self) -> tuple[int, ...]:
-        return tuple(name for name in self.ids if name not in self.inside)
+        return tuple(name for name in self.ids if name not in (*self.inside, *self.unreachable))
+
+    def leaving_ids(self) -> tuple[int, ...]:
+        return tuple(name for name in self.leaving if name not in self.inside)
 
     def outage(self) -> Outage | None:
         return self.down
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         began = datetime.now(timezone.utc)
-        ready = [ExecutorStatus(name, ExecutorState.READY, began, 1) for name in self.ids]
+        ready = [
+            ExecutorStatus(name, ExecutorState.READY, began, 1, losses=self.losses[name]) for name in self.ids
+        ]
         return (*ready, *(ExecutorStatus(name, ExecutorState.FAILED, began, 1) for name in self.failed))
 
     def submit(self, run: Run) -> None:
@@ -324,6 +332,50 @@ async def test_unfinished_requests_stay_on_their_executor() -> None:
     stage.pool.finish(2, [Unfinished(InferResponse(b"."))])
     stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
     assert (stage.running(1), stage.running(2)) == (["a"], ["b"])
+
+
+@run
+async def test_an_unfinished_request_ends_with_the_process_that_knew_it() -> None:
+    stage = Stage(1, 2)
+    request = stage.submit("a")
+    stage.pool.unreachable = (1,)  # the end of one socket is read before the last report from the other
+    stage.pool.finish(1, [Unfinished(InferResponse(b"part "))])
+    assert request.parts is not None
+    stage.pool.unreachable, stage.pool.losses[1] = (), 1  # its successor has its id
+    stage.batcher.pump()
+    assert isinstance(request.error, ExecutorDied)
+    assert not stage.pool.inside
+    stage.submit("b")
+    assert stage.running(1) == ["b"]
+
+
+@run
+async def test_an_executor_that_is_to_end_finishes_its_requests_and_takes_no_others() -> None:
+    stage = Stage(1)
+    request = stage.submit("a")
+    stage.submit("b")
+    stage.pool.ids, stage.pool.leaving = (2,), (1,)
+    stage.pool.finish(1, [Unfinished(InferResponse(b"part "))])
+    assert (stage.running(1), stage.running(2)) == (["a"], ["b"])
+    stage.pool.finish(1, [Unfinished(InferResponse(b"part "))])
+    assert (request.error, stage.running(1)) == (None, ["a"])
+    stage.pool.leaving = ()  # it has had its time
+    stage.pool.finish(1, [Unfinished(InferResponse(b"part "))])
+    assert isinstance(request.error, ExecutorDied)
+
+
+@run
+async def test_a_sequence_can_stop_its_request_on_an_executor_that_is_to_end_and_goes_on_elsewhere() -> None:
+    stage = Stage(1, sequences=SEQUENCES)
+    request = stage.submit("a", "s")
+    stage.submit("stop", "s")
+    stage.pool.ids, stage.pool.leaving = (2,), (1,)
+    stage.pool.finish(1, [Unfinished(InferResponse(b"part "))])
+    assert stage.running(1) == ["a", "stop"]
+    stage.submit("next", "s")
+    stage.pool.finish(1)
+    assert (request.error, request.open) == (None, False)
+    assert (stage.running(2), list(stage.pool.inside)) == (["next"], [2])
 
 
 @run
