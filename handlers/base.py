@@ -36,7 +36,7 @@ from torchere.handlers.loading.devices import (
 from torchere.handlers.loading.eager import in_eval_mode, load_eager
 from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
 from torchere.handlers.loading.weights import WeightsKind, wants_aot_compile, weights_kind
-from torchere.handlers.metrics import timed
+from torchere.handlers.metrics import add_handler_time, timed
 from torchere.handlers.rows import value_of
 
 logger = logging.getLogger(__name__)
@@ -258,10 +258,7 @@ class BaseHandler:
             output = [self.describe_handle()]
         else:
             output = self._run(data)
-        if context.metrics is not None:
-            # Two decimals. round() formats and parses the number, which takes 5 us.
-            elapsed_ms = int((time.perf_counter() - started) * 100_000 + 0.5) / 100
-            context.metrics.add_time("HandlerTime", elapsed_ms, None, "ms")
+        add_handler_time(context, started)
         return output
 
     def _run(self, data: Any) -> Any:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from torchere.handlers.metrics import add_handler_time
+
 STAGES = ("preprocess", "inference", "postprocess")
 
 
@@ -98,9 +100,7 @@ class MicroBatching:
             output = handler.explain_handle(handler.preprocess(data), data)
         else:
             output = self.handle(data)
-        if context.metrics is not None:
-            elapsed_ms = round((time.perf_counter() - started) * 1000, 2)
-            context.metrics.add_time("HandlerTime", elapsed_ms, None, "ms")
+        add_handler_time(context, started)
         return output
 
     def submit(self, stage: str, index: int, value: Any) -> Future[Any]:

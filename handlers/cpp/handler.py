@@ -26,7 +26,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.cpp import AGAIN, CppHandlerName, problem_of
 from torchere.handlers.encode import encode_answer
 from torchere.handlers.errors import HandlerLoadError, MetricsCacheKeyError
-from torchere.handlers.metrics import MetricsCache, MetricTypes
+from torchere.handlers.metrics import MetricsCache, MetricTypes, add_handler_time
 from torchere.handlers.rows import sole_element
 
 MAX_BATCH_SIZE = 256  # handlers in C++ number the requests of a batch with one byte
@@ -104,9 +104,7 @@ class CppHandler:
         answers = [_answer(context, place, result) for place in range(len(data))]
         if error and (len(data) > 1 or context.get_response_status(0)[0] == 200):
             raise RuntimeError(f"{self._name.class_name}: {error}")
-        if context.metrics is not None:
-            elapsed_ms = round((time.perf_counter() - started_s) * 1000, 2)
-            context.metrics.add_time("HandlerTime", elapsed_ms, None, "ms")
+        add_handler_time(context, started_s)
         if None in answers:
             request_id = context.get_request_id(answers.index(None))
             raise RuntimeError(f"{self._name.class_name} gave no response to request {request_id}")
