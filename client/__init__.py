@@ -10,23 +10,24 @@ Example:
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from torchere.client.errors import (
+    AnswerError,
+    ClientError,
+    Conflict,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelFailed,
+    NotFound,
+    TooLate,
+    Unauthorized,
+    Unavailable,
+    UnreadableAnswer,
+)
+
 if TYPE_CHECKING:
     from torchere.client.async_client import AsyncClient
     from torchere.client.client import Client
-    from torchere.client.errors import (
-        AnswerError,
-        ClientError,
-        Conflict,
-        ConnectionFailed,
-        DeadlineExceeded,
-        InvalidRequest,
-        ModelFailed,
-        NotFound,
-        TooLate,
-        Unauthorized,
-        Unavailable,
-        UnreadableAnswer,
-    )
     from torchere.client.inference import InferOptions, InferResult
     from torchere.client.management import (
         ModelEntry,
@@ -68,23 +69,9 @@ __all__ = [
     "tensor",
 ]
 
-_HOMES = {  # modules by name; loaded on first use, since most of them import httpx
+_HOMES = {  # modules of the other names; loaded on first use, since most of them import httpx
     "async_client": ("AsyncClient",),
     "client": ("Client",),
-    "errors": (
-        "AnswerError",
-        "ClientError",
-        "Conflict",
-        "ConnectionFailed",
-        "DeadlineExceeded",
-        "InvalidRequest",
-        "ModelFailed",
-        "NotFound",
-        "TooLate",
-        "Unauthorized",
-        "Unavailable",
-        "UnreadableAnswer",
-    ),
     "inference": ("InferOptions", "InferResult"),
     "management": ("ModelEntry", "ModelMetadata", "ModelState", "ServerMetadata", "TensorMetadata"),
     "predictions": ("Part", "Prediction"),
