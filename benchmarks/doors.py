@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import uvloop
+from harness.grpc_probe import MODEL_INFER, row_message
 from harness.models import FEATURES, raw_row
 from hpack import Encoder
 
@@ -32,7 +33,6 @@ from torchere.handlers.tensors.answer import FRAME
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
-from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest
 from torchere.serving.frontend.grpc.server import inference_server
 from torchere.serving.frontend.http2.connection import Connection as Http2Connection
 from torchere.serving.frontend.http2.frames import (
@@ -213,18 +213,11 @@ DEADLINES: dict[str, Callable[[int], str]] = {
 }
 
 
-def model_infer() -> bytes:
-    """A row of float32 as a raw tensor."""
-    request = ModelInferRequest(model_name="echo", raw_input_contents=[raw_row(FEATURES)])
-    request.inputs.add(name="x", datatype="FP32", shape=[1, FEATURES])
-    return request.SerializeToString()
-
-
 METHODS = {
     "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions": PredictionsRequest(
         model_name="echo", input={"data": bytes(200)}
     ).SerializeToString(),
-    "/inference.GRPCInferenceService/ModelInfer": model_infer(),
+    MODEL_INFER: row_message("echo", FEATURES),
 }
 
 

@@ -1,4 +1,4 @@
-"""Asking a gRPC server until its answer is right, with gRPC's own client: h2load looks into none."""
+"""Requests over gRPC, sent until the answer is right, with gRPC's own client: h2load looks into none."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ import time
 import grpc
 
 from harness.errors import Failed
+from harness.models import raw_row
 from harness.processes import START_S, Endpoint, last_words
+from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest
 
+MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
 _SHOWN_BYTES = 200
 _UNBOUNDED = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+
+
+def row_message(model: str, features: int) -> bytes:
+    """Return the serialised request of `MODEL_INFER` with a row of float32 as a raw tensor."""
+    request = ModelInferRequest(model_name=model, raw_input_contents=[raw_row(features)])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, features])
+    return request.SerializeToString()
 
 
 def until_called(endpoint: Endpoint, method: str, message: bytes, wanted: bytes) -> bytes:

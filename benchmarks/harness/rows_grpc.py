@@ -10,16 +10,15 @@ from pathlib import Path
 from harness import servers
 from harness.cpu_time import tree_cpu_s
 from harness.figures import Goal
-from harness.grpc_probe import until_called
+from harness.grpc_probe import MODEL_INFER, row_message, until_called
 from harness.load import deadline_load, grpc_load
 from harness.models import FEATURES, plain_body, raw_row
 from harness.paths import SCRIPTS
 from harness.processes import Endpoint, free_ports, serving
 from harness.rows import Conditions, Figures, Row
-from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
+from torchere.serving.frontend.grpc.protos import inference_pb2
 
 _METHOD = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
-_INFER = "/inference.GRPCInferenceService/ModelInfer"
 _CONNECTIONS, _STREAMS = 8, 4
 _WARM_UP_S = 2.0
 
@@ -58,17 +57,15 @@ def _measure(endpoint: Endpoint, wanted: bytes, conditions: Conditions) -> Figur
 
 
 def _with_deadlines(server: AbstractContextManager[Endpoint], model: str, conditions: Conditions) -> Figures:
-    request = open_inference_pb2.ModelInferRequest(model_name=model, raw_input_contents=[raw_row(FEATURES)])
-    request.inputs.add(name="x", datatype="FP32", shape=[1, FEATURES])
-    message = request.SerializeToString()
+    message = row_message(model, FEATURES)
     with server as endpoint:
-        until_called(endpoint, _INFER, message, b"FP32")
+        until_called(endpoint, MODEL_INFER, message, b"FP32")
         spent_s = 0.0
         for seconds in (_WARM_UP_S, conditions.seconds):
             before_s = tree_cpu_s(endpoint.process.pid)
             load = deadline_load(
                 endpoint.grpc,
-                _INFER,
+                MODEL_INFER,
                 message,
                 connections=_CONNECTIONS,
                 streams=_STREAMS,

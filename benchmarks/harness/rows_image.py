@@ -18,8 +18,7 @@ from harness.models import Workshop
 from harness.processes import Probe
 from harness.real_models import SIDE, lite0_archive, lite0_file
 from harness.rows import Conditions, Figures, Measure, Row
-from harness.rows_http import closed_loop
-from harness.rows_models import LONGER, TRY_S, Plan, cores, longer, rate_keys
+from harness.rows_models import LONGER, TRY_S, Plan, cores, longer, rates_of
 from harness.tries import fastest, tries_of
 from torchere.archiver import open_archive
 
@@ -63,8 +62,7 @@ def _rates(plan: Plan, conditions: Conditions) -> Figures:
     settings = {"marName": f"{archive}.mar", "batchSize": plan.batch, "maxBatchDelay": 5}
     models = json.dumps({archive: {"1.0": settings}})
     server = servers.torchere(conditions.shop, archive, plan.executors, f"models={models}\n")
-    figures = closed_loop(server, probe, conditions, (plan.clients,))
-    return {name: figures[key] for name, key in rate_keys(plan).items()}
+    return rates_of(server, probe, plan, conditions)
 
 
 def _bare(make: Callable[[Conditions], Path], *options: str) -> Measure:

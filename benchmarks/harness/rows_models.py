@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from harness import real_models, servers
 from harness.bare import bare_loop
 from harness.figures import Goal
 from harness.models import Workshop
-from harness.processes import Probe
+from harness.processes import Endpoint, Probe
 from harness.rows import Conditions, Figures, Row
 from harness.rows_http import closed_loop
 from harness.tries import fastest, tries_of
@@ -145,14 +146,17 @@ def packed(subject: RealModel, plan: Plan, shop: Workshop) -> Probe:
 def _rates(subject: RealModel, plan: Plan, conditions: Conditions) -> Figures:
     probe = packed(subject, plan, conditions.shop)
     server = servers.torchere(conditions.shop, subject.name, plan.executors)
-    figures = closed_loop(server, probe, conditions, (plan.clients,))
-    return {name: figures[key] for name, key in rate_keys(plan).items()}
+    return rates_of(server, probe, plan, conditions)
 
 
-def rate_keys(plan: Plan) -> dict[str, str]:
-    """The figures of these rows, and what `closed_loop` calls them."""
+def rates_of(
+    server: AbstractContextManager[Endpoint], probe: Probe, plan: Plan, conditions: Conditions
+) -> Figures:
+    """Return the figures of these rows, of a server under the load of the plan."""
     clients = plan.clients
-    return {"per_second": f"rps_{clients}", "p50_ms": f"p50_{clients}_ms", "cpu_us": f"cpu_{clients}_us"}
+    figures = closed_loop(server, probe, conditions, (clients,))
+    keys = {"per_second": f"rps_{clients}", "p50_ms": f"p50_{clients}_ms", "cpu_us": f"cpu_{clients}_us"}
+    return {name: figures[key] for name, key in keys.items()}
 
 
 def _served(subject: RealModel) -> Callable[[Conditions], Figures]:

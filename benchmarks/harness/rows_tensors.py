@@ -7,15 +7,13 @@ from contextlib import AbstractContextManager
 from harness import servers
 from harness.cpu_time import tree_cpu_s
 from harness.figures import Goal
-from harness.grpc_probe import until_called
+from harness.grpc_probe import MODEL_INFER, row_message, until_called
 from harness.load import Load, grpc_load
 from harness.models import TENSOR, raw_row, v2_binary, v2_body
 from harness.processes import Endpoint, Probe
 from harness.rows import Conditions, Figures, Measure, Row
 from harness.rows_http import closed_loop
-from torchere.serving.frontend.grpc.protos import open_inference_pb2
 
-_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 _CLIENTS = 4
 _WARM_UP_S = 1.0
 _LIMITS = f"max_request_size={2**26}\nmax_response_size={2**26}\n"  # the JSON is several times the tensor
@@ -46,12 +44,10 @@ def _over_rest(server: AbstractContextManager[Endpoint], probe: Probe, condition
 
 
 def _over_grpc(server: AbstractContextManager[Endpoint], model: str, conditions: Conditions) -> Figures:
-    request = open_inference_pb2.ModelInferRequest(model_name=model, raw_input_contents=[raw_row(TENSOR)])
-    request.inputs.add(name="x", datatype="FP32", shape=[1, TENSOR])
-    message = request.SerializeToString()
+    message = row_message(model, TENSOR)
     with server as endpoint:
-        until_called(endpoint, _METHOD, message, raw_row(TENSOR))
-        grpc_load(endpoint.grpc, _METHOD, message, connections=_CLIENTS, streams=1, seconds=_WARM_UP_S)
+        until_called(endpoint, MODEL_INFER, message, raw_row(TENSOR))
+        grpc_load(endpoint.grpc, MODEL_INFER, message, connections=_CLIENTS, streams=1, seconds=_WARM_UP_S)
         alone = _load(endpoint, message, 1, conditions)
         before_s = tree_cpu_s(endpoint.process.pid)
         all_of_them = _load(endpoint, message, _CLIENTS, conditions)
@@ -65,7 +61,7 @@ def _over_grpc(server: AbstractContextManager[Endpoint], model: str, conditions:
 
 def _load(endpoint: Endpoint, message: bytes, connections: int, conditions: Conditions) -> Load:
     return grpc_load(
-        endpoint.grpc, _METHOD, message, connections=connections, streams=1, seconds=conditions.seconds
+        endpoint.grpc, MODEL_INFER, message, connections=connections, streams=1, seconds=conditions.seconds
     )
 
 
