@@ -144,33 +144,35 @@ class Request:
 
     def finish(self, outcome: InferResponse | ServingError) -> None:
         """Complete the answer; without effect if it is complete."""
-        account = self.account
-        if self.parts is not None:
-            if account is not None:
-                account.running -= 1
-            stream, self.parts = self.parts, None
+        stream = self.parts
+        if stream is not None:
+            self.parts = None
+            self._count_end(outcome)
             if isinstance(outcome, ServingError):
-                self.error = outcome
                 stream.end(outcome)
             else:
                 stream.add(bytes(outcome.body))
                 stream.end()
         elif not self.answered:
-            if account is not None:  # before the answer: the client's next request may be here already
-                account.running -= 1
+            self._count_end(outcome)  # before the answer: the client's next request may be here already
             self._answer(outcome)
 
-    def _answer(self, outcome: Answer) -> None:
-        self.answered = True
+    def _count_end(self, outcome: InferResponse | ServingError) -> None:
+        """Count the end of the request, whose answer is complete, or will not be."""
+        if self.account is not None:
+            self.account.running -= 1
         if self.ledger is not None:
             self.ledger.answered += 1
-        if isinstance(outcome, ServingError):
-            self.error = outcome
         meter = self.meter
         if meter is not None:
             meter.in_flight -= 1
-            if isinstance(outcome, ServingError):
+        if isinstance(outcome, ServingError):
+            self.error = outcome
+            if meter is not None:
                 meter.failed(outcome, self)
+
+    def _answer(self, outcome: Answer) -> None:
+        self.answered = True
         if not (self.answered_s or isinstance(outcome, ServingError)):
             self.answered_s = time.monotonic()
         if self.running is None:  # a running request keeps them: the quarantine may need them

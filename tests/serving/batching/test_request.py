@@ -86,20 +86,27 @@ def test_an_answer_is_counted_once_and_an_error_with_its_reason():
     assert bad.answered_s == 0.0  # no handler answered it
 
 
-def test_a_streamed_answer_is_counted_with_its_first_part():
+@pytest.mark.parametrize("outcome", [HandlerFailed(), Cancelled(), InferResponse(b"last")])
+def test_a_streamed_answer_is_counted_at_its_end_with_the_error_that_ended_it(outcome):
     async def main():
-        request = Door()
-        request.ledger = ledger = Ledger()
+        request, failed = Door(), []
+        meter: Any = SimpleNamespace(in_flight=1, failed=lambda error, request: failed.append(error))
+        request.meter, request.ledger = meter, Ledger()
         request.add_part(InferResponse(b"first"), place)
         first_s = request.answered_s
-        assert ledger.answered == 1
-        request.finish(HandlerFailed())
-        assert (ledger.answered, request.answered_s) == (1, first_s)
         assert first_s > 0.0
+        assert (meter.in_flight, request.ledger.answered, failed) == (1, 0, [])
+        request.finish(outcome)
+        request.finish(Cancelled("too late"))
+        assert (meter.in_flight, request.ledger.answered, request.answered_s) == (0, 1, first_s)
         (answer,) = request.answers
         assert isinstance(answer, StreamedResponse)
-        with pytest.raises(HandlerFailed):
-            _ = [part async for part in answer.chunks]
+        if isinstance(outcome, InferResponse):
+            assert ([part async for part in answer.chunks], failed) == ([b"first", b"last"], [])
+        else:
+            with pytest.raises(type(outcome)):
+                _ = [part async for part in answer.chunks]
+            assert (failed, request.error) == ([outcome], outcome)
 
     asyncio.run(main())
 
