@@ -301,18 +301,18 @@ class HandlerHost:
         if len(answers) != len(processors):
             detail = f"the handler returned {len(answers)} answers for a batch of {len(processors)}"
             return self._all_failed("number of batch response mismatched", detail, len(processors))
-        try:
-            bodies = list(map(self._encoder.encode, answers, processors))
-        except UnsupportedOutput as err:
-            return self._all_failed("Unsupported model output data type.", str(err), len(processors))
-        outcomes = list(map(self._outcome, bodies, processors))
+        outcomes = list(map(self._outcome, answers, processors))
         criteria = self._context.stopping_criteria
         if not criteria or len(criteria) != len(answers):
             return outcomes
         is_over = [criteria[place](answer) for place, answer in enumerate(answers)]  # by index, as TorchServe
         return list(map(_unless_over, outcomes, is_over))
 
-    def _outcome(self, body: bytes, processor: RequestProcessor) -> Outcome:
+    def _outcome(self, answer: object, processor: RequestProcessor) -> Outcome:
+        try:
+            body = self._encoder.encode(answer, processor)
+        except UnsupportedOutput as err:  # of this request alone: others of its batch may be streams
+            return self._all_failed("Unsupported model output data type.", str(err), 1)[0]
         limit = self._spec.max_response_bytes
         if len(body) > limit:
             return HandlerFailed(

@@ -17,7 +17,7 @@ from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers import host as host_module
 from torchere.serving.workers import lanes
-from torchere.serving.workers.executor import BatchReport, LoadSpec
+from torchere.serving.workers.executor import BatchReport, LoadSpec, Unfinished
 from torchere.serving.workers.frames import FrameReader
 from torchere.serving.workers.host import HandlerHost
 from torchere.serving.workers.messages import Done, Run, data_from_worker, encode_frame, report_from_done
@@ -346,3 +346,20 @@ def test_a_batch_that_was_answered_does_not_ask_whether_the_gpu_is_usable(
     host.load()
     host.run([InferRequest("id", ())], None)
     assert not host.end_cause
+
+
+def test_an_answer_that_cannot_be_sent_fails_its_request_alone(make_spec: Any) -> None:
+    source = """
+        class Handler:
+            def initialize(self, context): pass
+            def handle(self, data, context):
+                context.stopping_criteria = [lambda answer: False] * 3
+                return ["one ", "half of a pair: \\ud83d", "two "]
+    """
+    host = HandlerHost(make_spec(source), None, SharedModels())
+    host.load()
+    requests = [InferRequest(str(number), (Parameter("body", b"x"),)) for number in range(3)]
+    first, failed, last = host.run(requests, None).outcomes
+    assert (first, last) == tuple(Unfinished(InferResponse(body)) for body in (b"one ", b"two "))
+    assert isinstance(failed, HandlerFailed)
+    assert failed.message == "Unsupported model output data type."
