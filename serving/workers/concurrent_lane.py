@@ -12,6 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from torchere.serving.types import InferResponse
@@ -111,8 +112,9 @@ class ConcurrentLane:
         self._page.mark(message.place, message.run_id, time.monotonic())
         try:
             report = await host.run_beside(message.requests[0], send_part, lambda: running.is_cancelled)
-            while running.waiting and not running.is_cancelled:
-                await asyncio.sleep(LOOK_S)  # `_look` sends them when the client has read the others
+            with suppress(asyncio.CancelledError):  # the client has left: the run still needs its report
+                while running.waiting and not running.is_cancelled:
+                    await asyncio.sleep(LOOK_S)  # `_look` sends them when the client has read the others
             self._lane.send(encode_report(message.run_id, report, host.end_cause))
         except OSError:  # the server is gone
             self._loop.stop()

@@ -104,3 +104,25 @@ def test_a_pool_closes_while_an_executor_is_held(held_run, kind):
         await asyncio.wait_for(closing, 30)
 
     held_run(kind, test)
+
+
+def test_a_coroutine_that_is_over_ends_its_run_when_its_client_leaves_the_last_parts(
+    make_spec, make_sink, make_request
+):
+    source = STREAMING.replace("def handle", "async def handle").replace(
+        "                open", "                await asyncio.sleep(0.01)\n                open"
+    )
+
+    async def main():
+        spec = make_spec(f"    import asyncio{source}", at_once=8)
+        async with pool_in_service(spec, response_timeout_s=30.0) as pool:
+            held = Held(make_sink())
+            run = Run([make_request("x")], held)
+            pool.submit(run)
+            while made(Path(spec.archive_dir)) < PARTS:  # the handler is over, and most parts wait
+                await asyncio.sleep(0.01)
+            run.cancel(0)
+            await asyncio.wait_for(asyncio.shield(held.sink.report), 10)
+            assert (pool.free, len(held.sink.parts) < PARTS) == (8, True)
+
+    asyncio.run(main())
