@@ -15,10 +15,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import socket
 import stat
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +60,15 @@ DENIED = (
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
     *("add_key", "keyctl", "request_key"),
     *("kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "create_module"),
-    *("mount", "umount", "umount2", "move_mount", "mount_setattr", "open_tree", "pivot_root", "chroot"),
+    *("mount", "umount", "umount2", "move_mount", "mount_setattr", "open_tree", "open_tree_attr"),
+    *("pivot_root", "chroot"),
     *("fsopen", "fsconfig", "fsmount", "fspick", "open_by_handle_at", "uselib", "nfsservctl"),
     *("unshare", "setns", "reboot", "swapon", "swapoff", "acct", "syslog", "quotactl", "quotactl_fd"),
     *("settimeofday", "clock_settime", "clock_settime64", "clock_adjtime", "adjtimex", "stime"),
     *("sethostname", "setdomainname", "iopl", "ioperm", "vm86", "vm86old", "vhangup", "personality"),
+    # IPC of System V has no paths, so Landlock does not govern it: it would join workers of all models that
+    # have one user, and its memory stays when they end.
+    *("shmget", "shmat", "msgget", "semget"),
 )
 # System calls that may name another process of the same user, here the server: (name, argument, value
 # allowed). Landlock does not govern them.
@@ -76,10 +81,27 @@ _OWN_PROCESS_ONLY = (
     ("sched_setparam", 0, 0),
     ("sched_setattr", 0, 0),
 )
-# Landlock does not govern modes and owners: a process may change those of all files of its user, the key file
-# of the server among them.
-_OF_OWNERS = ("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat")
-_NUMBERS = {"fchmodat2": 452}  # newer than libseccomp 2.5; the same on all architectures
+# Landlock does not govern modes, owners and attributes: a process may change those of all files of its user,
+# the key file of the server among them. An attribute holds the ACL, which is another way to change the mode.
+_OF_OWNERS = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "file_setattr"),
+    *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+    *("utime", "utimes", "futimesat"),
+)
+# By a path they may name a file of the server; without one they set the times of a file that is open.
+_OWN_FILES_ONLY = (("utimensat", 1, 0), ("utimensat_time64", 1, 0))
+# Newer than libseccomp 2.5; the same on all architectures.
+_NUMBERS = {
+    "fchmodat2": 452,
+    "setxattrat": 463,
+    "removexattrat": 466,
+    "open_tree_attr": 467,
+    "file_setattr": 469,
+}
+# Not datagrams (2, and 3, which Unix sockets treat alike): one end of such a pair can send to any socket that
+# has a path.
+_PAIRS_THAT_SEND_ANYWHERE = (2, 3)
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of linux/sched.h.
 _NEW_NAMESPACES = (0x0002_0000, 0x0200_0000, 0x0400_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000)
 _ODD_FAMILIES = (15, 17, 29, 38, 40, 44)  # key, packet, CAN, ALG, vsock, XDP: never for a model's network
@@ -192,12 +214,12 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def make_filter(*, network: bool, own_user: bool) -> bytes:
-    """Make the seccomp program that refuses `DENIED`, and without `network` all sockets but pairs.
+    """Make the seccomp program that refuses `DENIED`, and without `network` all sockets but pairs of streams.
 
     The rest is allowed: a list of all calls that any library under a model makes would break with its next
     release.
 
-    `own_user`: files of the process's user are not the server's, so it may change their modes.
+    `own_user`: files of the process's user are not the server's, so it may change their modes and times.
 
     Raises:
         ImportError, RuntimeError, OSError: pyseccomp or libseccomp is missing.
@@ -217,21 +239,29 @@ def make_filter(*, network: bool, own_user: bool) -> bytes:
 
     for name in DENIED if own_user else (*DENIED, *_OF_OWNERS):
         refuse(name)
-    for name, argument, allowed in _OWN_PROCESS_ONLY:
+    for name, argument, allowed in _OWN_PROCESS_ONLY if own_user else (*_OWN_PROCESS_ONLY, *_OWN_FILES_ONLY):
         refuse(name, seccomp.Arg(argument, seccomp.NE, allowed))
     for flag in _NEW_NAMESPACES:
         refuse("clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
     # Its flags are in memory, where a filter can't look; callers then use clone.
     refuse("clone3", action=seccomp.ERRNO(errno.ENOSYS))
-    if network:
-        for family in _ODD_FAMILIES:
-            refuse("socket", seccomp.Arg(0, seccomp.EQ, family))
-    else:
-        refuse("socket")
+    for name, *conditions in _socket_rules(seccomp, network):
+        refuse(name, *conditions)
     with os.fdopen(os.memfd_create("seccomp"), "w+b") as file:
         rules.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+def _socket_rules(seccomp: Any, network: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield the calls that open sockets and are refused, each with its conditions."""
+    if network:
+        yield from (("socket", seccomp.Arg(0, seccomp.EQ, family)) for family in _ODD_FAMILIES)
+        return
+    yield ("socket",)
+    yield "socketpair", seccomp.Arg(0, seccomp.NE, socket.AF_UNIX)
+    for kind in _PAIRS_THAT_SEND_ANYWHERE:
+        yield "socketpair", seccomp.Arg(1, seccomp.MASKED_EQ, 0xF, kind)
 
 
 class _Program(ctypes.Structure):

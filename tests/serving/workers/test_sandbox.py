@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,13 @@ FILES = {
     "deletes a file": "os.unlink(SECRET)",
     "closes a file to the server": "os.chmod(SECRET, 0)",
     "opens a file to all users": "os.chmod('handler.py', 0o777)",
+    "closes a file to the server by an ACL": """
+import struct
+rows = [(1, 0), (4, 0), (32, 4)]  # the owner, its group, others
+acl = struct.pack('<I', 2) + b''.join(struct.pack('<HHI', who, may, 0xffffffff) for who, may in rows)
+os.setxattr(SECRET, 'system.posix_acl_access', acl)""",
+    "removes an attribute of a file": "os.removexattr(SECRET, 'user.mark')",
+    "changes the time of a file": "os.utime(SECRET, (1, 1))",
     "moves a file to itself": "os.rename(SECRET, os.environ['TMPDIR'] + '/mine')",
     "links a file to itself": "os.link(SECRET, os.environ['TMPDIR'] + '/mine')",
     "follows a link of its own": """
@@ -74,10 +82,22 @@ open(link).read()""",
     "signals the server": "os.kill(SERVER, signal.SIGCONT)",
     "looks whether the server lives": "os.kill(SERVER, 0)",
 }
+PAIR = """
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK):
+    try:
+        socket.socketpair(socket.AF_UNIX, kind)[0].sendto(b'forged', LISTENER)
+    except PermissionError:
+        continue
+    raise SystemError('it reaches a socket outside')
+raise PermissionError('no such pair')"""
 CALLS = {
     "connects to the machine itself": "socket.create_connection(('127.0.0.1', PORT))",
     "listens": "socket.create_server(('127.0.0.1', 0))",
     "opens a Unix socket": "socket.socket(socket.AF_UNIX)",
+    "sends from one of a pair to a Unix socket": PAIR,
+    "opens a pair of another family": "socket.socketpair(30, socket.SOCK_SEQPACKET)",
+    "takes memory that outlives it": "refused(libc.shmget(0, 4096, 0o1600))",
+    "takes a queue that all processes share": "refused(libc.msgget(0, 0o1600))",
     "opens a raw socket": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
     "traces the server": "refused(libc.ptrace(16, SERVER, 0, 0))",
     "reads the server's memory": """
@@ -97,6 +117,10 @@ refused(libc.process_vm_readv(SERVER, ctypes.byref(mine), 1, ctypes.byref(its), 
 RAW_CALLS = {
     "makes one with a process": "refused(libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0))",
     "closes a file to the server by a newer call": "refused(libc.syscall(452, -100, SECRET.encode(), 0, 0))",
+    "changes an attribute by a newer call": (
+        "refused(libc.syscall(463, -100, SECRET.encode(), 0, b'user.mark', bytes(16), 16))"
+    ),
+    "makes a file immutable": "refused(libc.syscall(469, -100, SECRET.encode(), bytes(24), 24, 0))",
     "watches the kernel": "refused(libc.syscall(298, 0, 0, -1, -1, 0))",
     "loads a program into the kernel": "refused(libc.syscall(321, 0, 0, 0))",
     "asks for an io_uring": "refused(libc.syscall(425, 1, 0))",
@@ -156,6 +180,7 @@ def caged(tmp_path: Path, hostile: Callable[..., LoadSpec]) -> Callable[..., Loa
 def sources(attacks: dict[str, str], folder: Path, port: int = 1) -> dict[str, str]:
     known = (
         f"SERVER, SECRET, OTHER, PORT = {os.getpid()}, {f'{folder}/secret'!r}, {f'{folder}/other'!r}, {port}"
+        f"; LISTENER = {f'{folder}/listener'!r}"
     )
     return {name: f"{PRELUDE}\n{known}\n{attack}" for name, attack in attacks.items()}
 
@@ -166,10 +191,14 @@ def test_each_attack_is_refused_and_the_worker_goes_on(caged: Any, tmp_path: Pat
     async def main() -> None:
         async with rig_of(caged()) as rig:
             pid = rig.pid
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+                listener.bind(str(tmp_path / "listener"))
+            with suppress(OSError):  # a file system without attributes
+                os.setxattr(tmp_path / "secret", "user.mark", b"1")
             for name, source in sources({**FILES, **CALLS, **RAW_CALLS}, tmp_path).items():
                 outcome = await rig.run(source)
                 assert isinstance(outcome, HandlerFailed), name
-                assert outcome.detail.startswith(REFUSALS), name
+                assert outcome.detail.startswith(REFUSALS), (name, outcome.detail)
             assert isinstance(await rig.run("pass"), InferResponse)
             assert rig.pid == pid
 
@@ -177,13 +206,18 @@ def test_each_attack_is_refused_and_the_worker_goes_on(caged: Any, tmp_path: Pat
 
 
 ALLOWED = """
-import json, subprocess, tempfile, threading
+import json, os, signal, socket, subprocess, tempfile, threading
 with tempfile.NamedTemporaryFile("w+") as file:
     file.write("mine"); file.flush()
     assert subprocess.run(["cat", file.name], capture_output=True, check=True).stdout == b"mine"
 assert open("handler.py").read()
 assert open("/proc/self/status").read() and os.listdir("/proc/self/fd")
 assert os.path.expanduser("~").endswith("scratch")
+near, far = socket.socketpair()
+near.send(b"mine")
+assert far.recv(4) == b"mine"
+with open(os.path.expanduser("~/mine"), "w") as file:
+    os.utime(file.fileno(), (1, 1))
 threading.Thread(target=print).start()
 child = os.fork()
 if child == 0:
