@@ -39,6 +39,8 @@ _WIDE_LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _WIDE_EXTRA = 0x0001
+_NAME_EXTRA = 0x7075  # Info-ZIP's "Unicode Path": a version, the CRC-32 of the plain name, and a name
+_NAME_EXTRA_HEAD_BYTES = 5
 _FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
 
 
@@ -142,6 +144,7 @@ def read_central(file: BinaryIO) -> Central:
     name = _exactly(file, name_length)
     extra = _exactly(file, extra_length)
     _exactly(file, comment_length)
+    _check_other_name(extra, name)
     size, stored_size, offset = _widened(extra, (size, stored_size, offset))
     return Central(name, flags, method, crc, stored_size, size, attributes, offset)
 
@@ -152,8 +155,9 @@ def read_local(file: BinaryIO, offset: int) -> Local:
     sign, _, flags, method, _, _, crc, stored_size, size, name_length, extra_length = fields
     if sign != b"PK\3\4":
         raise Malformed("there is no local header where the central directory says")
-    name = _exactly(file, name_length)
-    size, stored_size = _widened(_exactly(file, extra_length), (size, stored_size))
+    name, extra = _exactly(file, name_length), _exactly(file, extra_length)
+    _check_other_name(extra, name)
+    size, stored_size = _widened(extra, (size, stored_size))
     data_offset = offset + _LOCAL.size + name_length + extra_length
     return Local(name, flags, method, crc, stored_size, size, data_offset)
 
@@ -182,6 +186,13 @@ def _widened(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
         else:
             found.append(value)
     return tuple(found)
+
+
+def _check_other_name(extra: bytes, name: bytes) -> None:
+    """Refuse a name in an extra field that differs: Info-ZIP and newer Pythons read it instead."""
+    other = _extra_field(extra, _NAME_EXTRA)[_NAME_EXTRA_HEAD_BYTES:]
+    if other not in (b"", name):
+        raise Malformed(f"its extra field names it {other[:80].decode(errors='replace')!a} instead")
 
 
 def _extra_field(extra: bytes, wanted: int) -> bytes:

@@ -74,6 +74,28 @@ def test_a_name_with_nul_is_refused(zip_of: Callable[..., Path], tmp_path: Path)
     assert "NUL" in refusal(path, tmp_path / "t")
 
 
+@pytest.mark.parametrize("where", ["both headers", "the directory"])
+def test_a_second_name_in_an_extra_field_is_refused(tmp_path: Path, where: str) -> None:
+    path, second = tmp_path / "a.mar", b"handler.py"
+    field = struct.pack("<HHBI", 0x7075, 5 + len(second), 1, zlib.crc32(b"notes.txt")) + second
+    with zipfile.ZipFile(path, "w") as archive:
+        entry = zipfile.ZipInfo("notes.txt")
+        entry.extra = field if where == "both headers" else b""
+        archive.writestr(entry, b"text")
+        entry.extra = field  # the directory is written at the end
+    assert "names it 'handler.py' instead" in refusal(path, tmp_path / "t")
+
+
+def test_a_second_name_that_says_the_same_is_allowed(tmp_path: Path) -> None:
+    name = "\u00fcber.txt"
+    entry = zipfile.ZipInfo(name)
+    entry.extra = struct.pack("<HHBI", 0x7075, 5 + len(name.encode()), 1, zlib.crc32(name.encode()))
+    entry.extra += name.encode()
+    with zipfile.ZipFile(tmp_path / "a.mar", "w") as archive:
+        archive.writestr(entry, b"text")
+    assert [entry.name for entry in open_archive(tmp_path / "a.mar").entries] == [name]
+
+
 def test_a_name_that_is_not_utf8_is_refused(zip_of: Callable[..., Path], tmp_path: Path) -> None:
     path = zip_of(("aXb", b""))
     path.write_bytes(path.read_bytes().replace(b"aXb", b"a\xffb"))
