@@ -232,6 +232,7 @@ def _secrets_in_view(server: ServerSettings, sandbox: Sandbox) -> Iterator[str]:
         "audit_log": server.audit_log,
         "quarantine_directory": server.quarantine_directory,
         "model_store": server.model_store,
+        "workflow_store": server.workflow_store,
         "the folder for unpacked archives": server.temp_dir or Path(tempfile.gettempdir()),
     }
     for name, secret in secrets.items():

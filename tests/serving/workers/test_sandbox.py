@@ -418,12 +418,14 @@ def test_a_user_that_is_missing_or_root_is_refused(user: str) -> None:
 
 @needs_landlock
 @needs_seccomp
-def test_a_secret_where_workers_may_read_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("secret", ["key_file", "workflow_store"])
+def test_a_secret_where_workers_may_read_is_refused(tmp_path: Path, secret: str) -> None:
     user = str(UNUSED_USER) if os.geteuid() == 0 else None
-    server = settings("strict", read_paths=(tmp_path,), user=user)
+    server = replace(settings("strict", read_paths=(tmp_path,), user=user), temp_dir=Path("/var/empty"))
+    changes: dict[str, Any] = {secret: tmp_path / "secret"}
     with pytest.raises(ServingError) as refused:
-        sandbox_of(replace(server, key_file=tmp_path / "key_file.json", temp_dir=Path("/var/empty")))
-    assert f"key_file outside of {tmp_path}" in refused.value.detail
+        sandbox_of(replace(server, **changes))
+    assert f"{secret} outside of {tmp_path}" in refused.value.detail
 
 
 def test_strict_hides_variables_that_look_like_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
