@@ -140,6 +140,8 @@ def _deceptive(url: str) -> str:
     """Return the reason why the syntax of a URL could mislead a pattern; "" if it can't."""
     if len(url) > MAX_URL_CHARACTERS:
         return f"it has {len(url)} characters, at most {MAX_URL_CHARACTERS} are read"
+    if any("\0" in text for text in _decodings(url)):  # no file has such a name
+        return "it encodes a NUL character"
     if not url.isascii() or not url.isprintable() or set(url) & set(" \\#<>\"'`{}|^"):
         return "it holds a character that has to be percent-encoded, or a fragment"
     try:

@@ -77,6 +77,8 @@ def test_a_file_url_is_a_path(host: str) -> None:
         "https://evil.example/",
         "https://evil.example/.mar",
         "https://evil.example/a%2fb.mar",
+        "file:///models/%00/a.mar",
+        "file:///models/%2500/a.mar",
         "file://host/a.mar",
         "gopher://evil.example/a.mar",
         "ftp://evil.example/a.mar",
