@@ -30,7 +30,7 @@ from torchere.serving.errors import (
     Unavailable,
     UnregisterTimeout,
 )
-from torchere.serving.frontend.call_scope import manages
+from torchere.serving.frontend.call_scope import changed, manages
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.registry.desired import Wanted
@@ -138,6 +138,7 @@ class ControlPlane:
         manages(wish.model_name or wish.url.partition("?")[0])  # a signed URL has a secret in its query
         self.check_model_api()
         version = await self._registry.register(_wanted(wish, self._settings.default_executors))
+        changed()
         manages(*version.key)
         executors = version.target
         if executors and not wish.synchronous:
@@ -162,6 +163,7 @@ class ControlPlane:
         manages(model, version)
         self.check_model_api()
         leaving = await self._registry.unregister(model, version)
+        changed()
         try:
             await asyncio.wait_for(leaving.settled.wait(), self._settings.unregister_timeout_s)
         except asyncio.TimeoutError:
@@ -205,6 +207,7 @@ class ControlPlane:
             )
         target = self._registry.find(model, version)
         self._registry.scale(target, min_executors, max_executors)
+        changed()
         if not synchronous:
             await begun()
             return Progress.STARTED
@@ -224,6 +227,7 @@ class ControlPlane:
         """
         manages(model, version)
         self._registry.set_default(model, version)
+        changed()
         await self._registry.written()
 
     def describe(self, model: str, version: str | None) -> list[VersionDescription]:

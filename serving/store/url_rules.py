@@ -86,7 +86,8 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
         raise ModelNotFound(f"Relative path is not allowed in url: {url}")
     if not is_remote(url):
         raise _refused(url, "it is neither http, https, s3 nor file")
-    if problem := _deceptive(url):
+    has_nul = any("\0" in text for text in _decodings(url))  # as no name of a file has
+    if problem := "it encodes a NUL character" if has_nul else _deceptive(url):
         if _names_no_port(url) and _matching(url, patterns):
             raise DownloadFailed(f"Failed to download archive from: {url}", problem)
         raise _refused(url, problem)
@@ -140,8 +141,6 @@ def _deceptive(url: str) -> str:
     """Return the reason why the syntax of a URL could mislead a pattern; "" if it can't."""
     if len(url) > MAX_URL_CHARACTERS:
         return f"it has {len(url)} characters, at most {MAX_URL_CHARACTERS} are read"
-    if any("\0" in text for text in _decodings(url)):  # no file has such a name
-        return "it encodes a NUL character"
     if not url.isascii() or not url.isprintable() or set(url) & set(" \\#<>\"'`{}|^"):
         return "it holds a character that has to be percent-encoded, or a fragment"
     try:

@@ -40,6 +40,7 @@ _UNMANAGED = (
     "Models are not changed over this address without authorization. Switch tokens on, name client_ca_file, "
     "or set insecure_management=true."
 )
+_CANCELLED = StatusCode.CANCELLED.name
 _NOT_POST, _NOT_GRPC = 405, 415
 _GRPC = "application/grpc"
 
@@ -205,16 +206,21 @@ def _refusal(
     return None
 
 
-def audit(stream: Stream, code: str, managed: tuple[str, str] = ("", "")) -> None:
-    """Write a call to the audit log if it changes models, with the name of its status code."""
+def audit(
+    stream: Stream, code: str, managed: tuple[str, str] = ("", ""), *, has_changed: bool = False
+) -> None:
+    """Write a call to the audit log if it changes models, with the name of its status code.
+
+    `has_changed`: the change is in effect, although the client has cancelled the call.
+    """
     action = _ACTIONS.get(stream.head.path)
     if action is None:
         return
     address = address_of(stream.client)
     identity = "" if stream.caller == address else stream.caller
-    outcome: Outcome = (
-        "done" if code == "OK" else "refused" if code == StatusCode.PERMISSION_DENIED.name else "failed"
-    )
+    outcome: Outcome = "refused" if code == StatusCode.PERMISSION_DENIED.name else "failed"
+    if code == "OK" or has_changed:
+        outcome = "done"
     audit_log.add(AuditedCall(identity, address, "grpc", action, *managed, outcome=outcome, status=code))
 
 
@@ -222,7 +228,7 @@ def audited(implementation: Waiting) -> Waiting:
     """Return a method that writes each of its calls to the audit log when it ends."""
 
     async def answer(request: Any, call: Call) -> Any:
-        code = "CANCELLED"
+        code = _CANCELLED
         try:
             answered = await implementation(request, call)
             code = "OK"
@@ -236,7 +242,9 @@ def audited(implementation: Waiting) -> Waiting:
         finally:
             scope = current_call()
             named = str(getattr(request, "model_name", "")), str(getattr(request, "model_version", ""))
-            audit(call.stream, code, named if scope is None or not scope.managed[0] else scope.managed)
+            has_changed = code == _CANCELLED and scope is not None and scope.has_changed
+            named = named if scope is None or not scope.managed[0] else scope.managed
+            audit(call.stream, code, named, has_changed=has_changed)
 
     return answer
 

@@ -9,6 +9,7 @@ import pytest
 
 from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import LoadFailed, ModelNotFound
+from torchere.serving.frontend.call_scope import changed
 from torchere.serving.frontend.grpc.protos import management_pb2, open_inference_pb2
 from torchere.serving.frontend.grpc.server import inference_server, management_server
 
@@ -158,6 +159,33 @@ def test_refused_and_failed_calls_over_grpc_are_audited(planes, audited):
         ("", "127.0.0.1", "grpc", "unregister", "echo", "", "failed", "NOT_FOUND"),
         ("", "127.0.0.1", "grpc", "scale", "echo", "", "failed", "INTERNAL"),
     ]
+
+
+@pytest.mark.parametrize(("takes_effect", "outcome"), [(True, "done"), (False, "failed")])
+def test_a_change_in_effect_is_done_though_its_client_cancels_the_call(
+    planes, audited, monkeypatch, takes_effect, outcome
+):
+    begun = asyncio.Event()
+
+    async def unregister(model, version):
+        if takes_effect:
+            changed()
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def main():
+        server = management_server(planes.data, planes.control, planes.services(), Address("127.0.0.1", 0))
+        bound = await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{bound.port}") as channel:
+            path, request = f"{MANAGEMENT}/UnregisterModel", CALLS["UnregisterModel"][0]
+            call: Any = channel.unary_unary(path, lambda message: message.SerializeToString(), bytes)(request)
+            await begun.wait()
+            call.cancel()
+        await server.stop(1)
+
+    monkeypatch.setattr(planes.control, "unregister", unregister)
+    asyncio.run(main())
+    assert audited() == [("", "127.0.0.1", "grpc", "unregister", "echo", "", outcome, "CANCELLED")]
 
 
 def test_reads_over_grpc_are_not_audited(planes, audited):

@@ -11,6 +11,7 @@ import pytest
 from torchere.serving.batching.quarantine import Quarantine
 from torchere.serving.config.server_settings import ModelSettings, ServerSettings
 from torchere.serving.errors import Conflict, InvalidRequest, LoadFailed, NotFound
+from torchere.serving.frontend.call_scope import CallScope
 from torchere.serving.frontend.control import ControlPlane, Progress, Registration
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.version import Version
@@ -238,6 +239,22 @@ def change_being_written(change: Any, meanwhile: Callable[[LoadingRegistry], Non
 def test_a_change_is_in_the_snapshot_before_it_is_answered(change: Any) -> None:
     early, _ = change_being_written(change, lambda registry: None)
     assert early is False
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_in_effect_is_known_to_its_call_also_when_the_client_does_not_wait(change: Any) -> None:
+    async def main() -> bool:
+        registry = LoadingRegistry()
+        registry.is_written.clear()
+        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
+        call = CallScope("grpc", 0.0, tuple, lambda error: "INTERNAL")
+        asked = asyncio.ensure_future(change(plane))
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait({asked})
+        return asked.cancelled() and call.has_changed
+
+    assert asyncio.run(main())
 
 
 @pytest.mark.parametrize("change", [register, scale])
