@@ -76,28 +76,40 @@ _SHORT_NAMES = {
     "domainComponent": "DC",
     "userId": "UID",
 }
+# Others that OpenSSL prints by a short name.
+_SHORT_IN_OPENSSL = {
+    "surname": "SN",
+    "givenName": "GN",
+    "jurisdictionLocalityName": "jurisdictionL",
+    "jurisdictionStateOrProvinceName": "jurisdictionST",
+    "jurisdictionCountryName": "jurisdictionC",
+}
+_NOT_PRINTED = re.compile(r"[^ -~]")  # OpenSSL prints the bytes of these characters, each as two digits
 _SPECIAL = re.compile(r'([,+"\\<>;]|^[ #]| $)')
 _ALTERNATIVE_NAMES = ("DNS", "URI", "email")
 
 
 def subjects_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return the names in a client's certificate: its subject, then its alternative names.
+    r"""Return the names in a client's certificate: its subject, then its alternative names.
 
-    The subject has the form of RFC 4514, which `openssl x509 -noout -subject -nameopt RFC2253` prints:
-    `CN=ci,O=Example`. Alternative names have their kind in front: `DNS:ci.example`, `URI:spiffe://...`.
+    The subject has the form of RFC 4514: `CN=ci,O=Example`. If `openssl x509 -subject -nameopt RFC2253`
+    prints it otherwise (`CN=J\C3\BCrgen`), both forms are names. Alternative names have their kind in front:
+    `DNS:ci.example`, `URI:spiffe://...`.
 
     Args:
         certificate: as `ssl.SSLObject.getpeercert` returns it; empty or None: the client has shown none.
     """
     if not certificate:
         return ()
-    parts = ["+".join(map(_attribute, group)) for group in reversed(certificate.get("subject", ()))]
+    groups = [list(map(_attribute, group)) for group in reversed(certificate.get("subject", ()))]
+    subject = ",".join("+".join(group) for group in groups)
+    printed = ",".join("+".join(map(_as_printed, group)) for group in groups)
     others = [
         f"{kind}:{value}"
         for kind, value in certificate.get("subjectAltName", ())
         if kind in _ALTERNATIVE_NAMES
     ]
-    return tuple(name for name in (",".join(parts), *others) if name)
+    return tuple(name for name in dict.fromkeys((subject, printed, *others)) if name)
 
 
 def _attribute(attribute: tuple[str, str]) -> str:
@@ -105,3 +117,10 @@ def _attribute(attribute: tuple[str, str]) -> str:
     # Escaped, so that one name with a comma in it is not taken for two names.
     escaped = _SPECIAL.sub(lambda special: f"\\{special[0]}", value)
     return f"{_SHORT_NAMES.get(kind, kind)}={escaped}"
+
+
+def _as_printed(attribute: str) -> str:
+    """Return `kind=value` as OpenSSL prints it. A backslash of the value is escaped, so none is ambiguous."""
+    kind, _, value = attribute.partition("=")
+    escaped = _NOT_PRINTED.sub(lambda one: "".join(f"\\{byte:02X}" for byte in one[0].encode()), value)
+    return f"{_SHORT_IN_OPENSSL.get(kind, kind)}={escaped}"

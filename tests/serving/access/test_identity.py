@@ -59,6 +59,20 @@ def test_a_certificate_names_its_client_by_subject_and_alternative_names(certifi
 
 
 @pytest.mark.parametrize(
+    ("attribute", "names"),
+    [
+        (("commonName", "J\u00fcrgen"), ("CN=J\u00fcrgen", r"CN=J\C3\BCrgen")),
+        (("commonName", "a\nb"), ("CN=a\nb", r"CN=a\0Ab")),
+        (("commonName", r"J\C3\BCrgen"), (r"CN=J\\C3\\BCrgen",)),
+        (("surname", "Ada"), ("surname=Ada", "SN=Ada")),
+        (("serialNumber", "7"), ("serialNumber=7",)),
+    ],
+)
+def test_a_subject_is_known_as_openssl_prints_it_too(attribute, names):
+    assert subjects_of({"subject": subject(attribute)}) == names
+
+
+@pytest.mark.parametrize(
     ("value", "written"),
     [("ci,O=Admins", r"ci\,O=Admins"), ("#ci", r"\#ci"), (" ci ", r"\ ci\ "), ("a+b\\", r"a\+b" + 2 * "\\")],
 )
