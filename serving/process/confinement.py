@@ -66,6 +66,7 @@ DENIED = (
     *("unshare", "setns", "reboot", "swapon", "swapoff", "acct", "syslog", "quotactl", "quotactl_fd"),
     *("settimeofday", "clock_settime", "clock_settime64", "clock_adjtime", "adjtimex", "stime"),
     *("sethostname", "setdomainname", "iopl", "ioperm", "vm86", "vm86old", "vhangup", "personality"),
+    "inotify_add_watch",  # Landlock does not govern it, and it names each file of a folder that is used
     # IPC of System V has no paths, so Landlock does not govern it: it would join workers of all models that
     # have one user, and its memory stays when they end.
     *("shmget", "shmat", "msgget", "semget"),

@@ -53,6 +53,9 @@ FILES = {
     "reads the passwords of the system": "open('/etc/shadow').read()",
     "reads another model": "open(OTHER + '/model/weights').read()",
     "lists the other models": "os.listdir(os.path.dirname(OTHER))",
+    "watches which other models are used": (
+        "refused(libc.inotify_add_watch(libc.inotify_init(), os.path.dirname(OTHER).encode(), 0xfff))"
+    ),
     "writes outside of its folder": "open(os.path.dirname(SECRET) + '/new', 'w')",
     "writes to /tmp": "open('/tmp/of-a-hostile-handler', 'w')",
     "writes to shared memory": "open('/dev/shm/of-a-hostile-handler', 'w')",
