@@ -1,13 +1,16 @@
 """Reads the inputs and outputs of an ONNX model from its bytes; needs no onnx package, runs nothing.
 
 ONNX is Protocol Buffers. This module knows only the parts of onnx.proto that a signature needs:
-ModelProto.graph, the graph's inputs, outputs and initializers, of these the names, types, shapes and the
-location of external data, and the nodes that look an input up in an initializer.
+ModelProto.graph, the graph's inputs, outputs and initializers, of these the names, types and shapes, and the
+nodes that look an input up in an initializer; and the messages that may hold a tensor, for the location of
+its external data. Before 1.24 onnxruntime reads that from any path, and the last release for Python 3.10 is
+older.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +23,24 @@ from torchere.archiver.signature import ANY, Signature, TensorSpec, Values
 _MAX_MODEL_BYTES = 2**31  # of one message of Protocol Buffers; larger models keep their weights beside it
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _NEGATIVE = 2**63  # numbers are read unsigned; from this one on they are negative
+_MOST_KEY = 2**32 - 1
 _GRAPH = 7  # ModelProto
 _NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # GraphProto
+_EXTERNAL_DATA, _KEY, _VALUE = 13, 1, 2  # TensorProto, and StringStringEntryProto
+_IN_MEMORY = "*/"  # how such locations begin that onnxruntime uses for itself
+# The messages that tensors may lie in, by their fields.
+_HOLDERS: Mapping[str, Mapping[int, str]] = {
+    "ModelProto": {7: "GraphProto", 20: "TrainingInfoProto", 25: "FunctionProto"},
+    "TrainingInfoProto": {1: "GraphProto", 2: "GraphProto"},
+    "FunctionProto": {7: "NodeProto", 11: "AttributeProto"},
+    "GraphProto": {1: "NodeProto", 5: "TensorProto", 15: "SparseTensorProto"},
+    "NodeProto": {5: "AttributeProto"},
+    "AttributeProto": {
+        **{5: "TensorProto", 6: "GraphProto", 10: "TensorProto", 11: "GraphProto"},
+        **{22: "SparseTensorProto", 23: "SparseTensorProto"},
+    },
+    "SparseTensorProto": {1: "TensorProto", 2: "TensorProto"},
+}
 _OF_SHAPES = ("Shape", "Size")  # operators that read no values: a runtime may leave out those before them
 _Fields = dict[int, list[Any]]  # of one message, by number
 # TensorProto.DataType to the names of the Open Inference Protocol
@@ -89,7 +108,9 @@ def read_onnx(path: Path) -> OnnxForm:
         ModelRefused: it is damaged, takes or gives something other than tensors, or a file of weights is
             missing or lies elsewhere.
     """
-    graph = _graph(path)
+    _check_size(path)
+    model = _model(path, path.read_bytes())
+    graph = _graph(path, model)
     initializers = list(_messages(graph, _INITIALIZER))
     constants = {_text(tensor, 8) for tensor in initializers}
     inputs = [item for item in _messages(graph, _INPUT) if _text(item, 1) not in constants]
@@ -107,8 +128,28 @@ def read_onnx(path: Path) -> OnnxForm:
         names_batch=len(first) == 1 and "" not in first,
         is_quantised=any("Quantize" in name or "Integer" in name for name in operators),
         unshaped=frozenset(_text(item, 1) for item in (*inputs, *outputs) if not _is_shaped(item)),
-        beside=_external_files(path, initializers),
+        beside=_external_files(path, model),
     )
+
+
+def check_external_files(path: Path) -> None:
+    """Check that all tensors of a model lie in its folder, or in folders below; `read_onnx` checks more.
+
+    Raises:
+        ModelRefused: one lies elsewhere, or the file is damaged.
+    """
+    if not _check_size(path):
+        return  # the runtime says that it is empty
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # it may hold gigabytes of weights
+    for name in _external_names(path, _model(path, data)):
+        problem = problem_with(name.removeprefix("./"))
+        if name.startswith(_IN_MEMORY):
+            problem = "the runtime takes it for an address in its memory"
+        if problem:
+            raise ModelRefused(
+                f"{path}: its weights are said to lie in {name!a}: {problem}; expected a file beside it"
+            )
 
 
 def _with_range(spec: TensorSpec, rows: Mapping[str, int]) -> TensorSpec:
@@ -146,12 +187,8 @@ def _axis(node: _Fields) -> int:
     return axis if axis < _NEGATIVE else axis - 2 * _NEGATIVE
 
 
-def _external_files(path: Path, initializers: list[_Fields]) -> tuple[Path, ...]:
-    names = set()
-    for tensor in initializers:
-        for entry in _messages(tensor, 13):  # external_data: key and value
-            if _text(entry, 1) == "location":
-                names.add(_text(entry, 2))
+def _external_files(path: Path, model: _Fields) -> tuple[Path, ...]:
+    names = _external_names(path, model)
     for name in names:
         if problem_with(name) or "/" in name:
             raise ModelRefused(f"{path}: its weights are said to lie in {name!a}; expected a file beside it")
@@ -160,21 +197,59 @@ def _external_files(path: Path, initializers: list[_Fields]) -> tuple[Path, ...]
                 f"{path}: its weights should lie in {name!a} beside it, where there is no such file; "
                 "put it there"
             )
-    return tuple(path.parent / name for name in sorted(names))
+    return tuple(path.parent / name for name in names)
 
 
-def _graph(path: Path) -> _Fields:
-    if path.stat().st_size > _MAX_MODEL_BYTES:
-        raise ModelRefused(f"{path}: larger than 2 GiB, which no ONNX model is; keep its weights beside it")
+def _external_names(path: Path, model: _Fields) -> list[str]:
+    """Return the sorted locations of external data, of the tensors in nodes and functions, too."""
+    names: set[str] = set()
+    waiting = [("ModelProto", model)]
     try:
-        graphs = list(_messages(_fields(memoryview(path.read_bytes())), _GRAPH))
+        while waiting:
+            kind, fields = waiting.pop()
+            if kind == "TensorProto":
+                names.update(_locations(fields))
+            for number, inner in _HOLDERS.get(kind, {}).items():
+                waiting += ((inner, message) for message in _messages(fields, number))
     except _Malformed as error:
-        raise ModelRefused(f"{path}: damaged ONNX: {error}; export it again") from error
+        raise _damaged(path, error) from error
+    return sorted(names)
+
+
+def _locations(tensor: _Fields) -> Iterator[str]:
+    for entry in _messages(tensor, _EXTERNAL_DATA):
+        if "location" in _texts(entry, _KEY):  # of several the last one counts, for the runtime
+            yield from _texts(entry, _VALUE)
+
+
+def _check_size(path: Path) -> int:
+    size = path.stat().st_size
+    if size > _MAX_MODEL_BYTES:
+        raise ModelRefused(f"{path}: larger than 2 GiB, which no ONNX model is; keep its weights beside it")
+    return size
+
+
+def _model(path: Path, data: bytes | mmap.mmap) -> _Fields:
+    try:
+        return _fields(memoryview(data))
+    except _Malformed as error:
+        raise _damaged(path, error) from error
+
+
+def _graph(path: Path, model: _Fields) -> _Fields:
+    try:
+        graphs = list(_messages(model, _GRAPH))
+    except _Malformed as error:
+        raise _damaged(path, error) from error
     if len(graphs) != 1:
         raise ModelRefused(
             f"{path}: damaged ONNX, or none: it has {len(graphs)} graphs; expected one: export it again"
         )
     return graphs[0]
+
+
+def _damaged(path: Path, error: _Malformed) -> ModelRefused:
+    return ModelRefused(f"{path}: damaged ONNX: {error}; export it again")
 
 
 def _spec(path: Path, item: _Fields) -> TensorSpec:
@@ -250,6 +325,8 @@ def _fields(data: memoryview) -> _Fields:
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
+        if key > _MOST_KEY:  # other readers drop the bits above, and find another field
+            raise _Malformed("the number of a field is too large")
         value, at = _value(data, at, key & 7)
         found.setdefault(key >> 3, []).append(value)
     return found

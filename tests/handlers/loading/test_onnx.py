@@ -40,6 +40,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", module)
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "m.onnx").touch()
+    return str(tmp_path / "m.onnx")
+
+
 @pytest.mark.parametrize(
     ("device", "providers"),
     [
@@ -47,17 +53,26 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda:1", [("CUDAExecutionProvider", {"device_id": 1}), "CPUExecutionProvider"]),
     ],
 )
-def test_a_session_runs_on_the_gpu_of_its_executor(device: str, providers: list[Any]) -> None:
-    assert load_onnx("m.onnx", torch.device(device)).providers == providers
+def test_a_session_runs_on_the_gpu_of_its_executor(file: str, device: str, providers: list[Any]) -> None:
+    assert load_onnx(file, torch.device(device)).providers == providers
 
 
-def test_a_session_has_as_many_threads_as_its_executor_may_use_for_torch() -> None:
+def test_a_session_has_as_many_threads_as_its_executor_may_use_for_torch(file: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)  # as the worker does before it loads
     try:
-        assert load_onnx("m.onnx", torch.device("cpu")).threads == 3
+        assert load_onnx(file, torch.device("cpu")).threads == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_model_whose_weights_lie_outside_of_the_archive_does_not_reach_the_runtime(file: str) -> None:
+    entry = b"\x0a\x08location\x12\x08../w.bin"
+    tensor = b"\x6a" + bytes([len(entry)]) + entry  # TensorProto.external_data
+    graph = b"\x2a" + bytes([len(tensor)]) + tensor  # GraphProto.initializer
+    Path(file).write_bytes(b"\x08\x08\x3a" + bytes([len(graph)]) + graph)
+    with pytest.raises(RuntimeError, match=r"its weights are said to lie in '../w.bin'"):
+        load_onnx(file, torch.device("cpu"))
 
 
 def test_tensors_for_a_session_on_a_gpu_stay_where_it_takes_them_from(

@@ -13,7 +13,7 @@ import torch
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.onnx import read_onnx
+from torchere.archiver.models.load.onnx import check_external_files, read_onnx
 from torchere.archiver.models.probe.derive import tried_signature
 from torchere.archiver.scan.weights import ONNX, classify_file
 from torchere.archiver.signature import Signature, Values, parse
@@ -100,6 +100,51 @@ def test_weights_that_lie_elsewhere_are_refused(tmp_path: Path, place: str) -> N
     path.write_bytes(relu(part(5, part(8, "w") + part(13, entry))))
     with pytest.raises(ModelRefused, match=r"its weights (are said to|should) lie"):
         read_onnx(path)
+    path.write_bytes(relu(constant(place)))
+    with pytest.raises(ModelRefused, match=r"its weights (are said to|should) lie"):
+        read_onnx(path)
+
+
+def external(place: str) -> bytes:
+    """A TensorProto of one byte that lies in another file."""
+    return number(1, 1) + number(2, 2) + part(8, "w") + part(13, part(1, "location") + part(2, place))
+
+
+def constant(place: str) -> bytes:
+    """A GraphProto with a node whose attribute is such a tensor."""
+    return part(1, part(4, "Constant") + part(5, part(5, external(place))))
+
+
+def tensors_at(place: str) -> dict[str, bytes]:
+    """A model for each place where a tensor may stand."""
+    graph = constant(place)
+    return {
+        "initializer": relu(part(5, external(place))),
+        "node": relu(graph),
+        "list of tensors": relu(part(1, part(5, part(10, external(place))))),
+        "sparse initializer": relu(part(15, part(1, external(place)))),
+        "sparse attribute": relu(part(1, part(5, part(22, part(2, external(place)))))),
+        "branch": relu(part(1, part(4, "If") + part(5, part(6, graph)))),
+        "list of graphs": relu(part(1, part(5, part(11, graph)))),
+        "function": relu() + part(25, part(7, part(5, part(5, external(place))))),
+        "default of a function": relu() + part(25, part(11, part(5, external(place)))),
+        "training": relu() + part(20, part(2, graph)),
+        "second graph": relu() + part(7, graph),
+        "field of a number that overflows": relu() + varint(2**32 | 7 << 3 | 2) + part(7, graph)[1:],
+    }
+
+
+@pytest.mark.parametrize("where", tensors_at(""))
+def test_a_tensor_outside_of_the_archive_is_refused_wherever_it_stands(tmp_path: Path, where: str) -> None:
+    path = tmp_path / "m.onnx"
+    for place in ("../key_file.json", "/etc/passwd", "a/../../b", "*/_ORT_MEM_ADDR_/*"):
+        path.write_bytes(tensors_at(place)[where])
+        with pytest.raises(ModelRefused):
+            check_external_files(path)
+    if where in ("initializer", "node", "function"):
+        for place in ("w.data", "./w.data", "folder/w.data"):
+            path.write_bytes(tensors_at(place)[where])
+            check_external_files(path)
 
 
 def test_weights_beside_the_model_go_along(tmp_path: Path, pack: Callable[..., Path]) -> None:
