@@ -52,11 +52,11 @@ def model(planes):
 
 
 async def until(condition):
-    async def holds():
+    async def wait():
         while not condition():
             await asyncio.sleep(0.001)
 
-    await asyncio.wait_for(holds(), 20)
+    await asyncio.wait_for(wait(), 20)
 
 
 def begin(served, method, timeout=20):
