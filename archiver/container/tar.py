@@ -96,12 +96,20 @@ class TarStream:
             if info.type == _PAX_GLOBAL:
                 self._refuse_global(self._pax(info))
             elif info.type == _PAX:
-                extended.update(self._pax(info))
+                self._extend(extended, self._pax(info))
             elif info.type == _LONG_NAME:
-                extended["path"] = self._text(self._extended(info).partition(b"\0")[0])
+                name = self._text(self._extended(info).partition(b"\0")[0])
+                self._extend(extended, {"path": name})
             else:
                 return self._entry(info, extended)
         raise self._refuse("too many extended headers in a row")
+
+    def _extend(self, extended: dict[str, str], more: dict[str, str]) -> None:
+        """Add the records of one more extended header; readers differ in which of two counts."""
+        for key, value in more.items():
+            if extended.setdefault(key, value) != value:
+                values = f"{extended[key]!a:.80} and {value!a:.80}"
+                raise self._refuse(f"two extended headers give one entry the {key} {values}")
 
     def _entry(self, info: tarfile.TarInfo, extended: dict[str, str]) -> Header:
         name = extended.get("path", info.name)

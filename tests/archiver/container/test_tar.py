@@ -219,6 +219,30 @@ def test_a_long_name_that_two_readers_would_read_differently_is_refused(
     assert "behind the end of an extended header" in refusal(tgz_of_bytes(data), tmp_path / "t")
 
 
+def extended(kind: bytes, content: bytes) -> bytes:
+    header = member("x", kind, size=len(content)).tobuf(tarfile.GNU_FORMAT)
+    return header + content.ljust(512, b"\0")
+
+
+ONE, OTHER = extended(tarfile.XHDTYPE, b"12 path=one\n"), extended(tarfile.XHDTYPE, b"14 path=other\n")
+LONG = extended(tarfile.GNUTYPE_LONGNAME, b"other\0")
+
+
+@pytest.mark.parametrize(
+    "headers", [ONE + LONG, LONG + ONE, ONE + OTHER], ids=["pax, GNU", "GNU, pax", "pax"]
+)
+def test_an_entry_with_two_extended_names_is_refused(
+    tgz_of_bytes: Callable[[bytes], Path], tmp_path: Path, headers: bytes
+) -> None:
+    data = headers + member("f").tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+    assert "two extended headers give one entry the path" in refusal(tgz_of_bytes(data), tmp_path / "t")
+
+
+def test_an_entry_with_one_extended_name_twice_is_read(tgz_of_bytes: Callable[[bytes], Path]) -> None:
+    data = OTHER + LONG + member("f").tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+    assert [entry.name for entry in open_archive(tgz_of_bytes(data)).entries] == ["other"]
+
+
 @pytest.mark.parametrize(
     ("records", "said"),
     [
