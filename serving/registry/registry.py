@@ -198,7 +198,9 @@ class Registry:
             archive.close()
         handler = wanted.handler or archive.manifest.handler or self._server.default_handler
         try:
-            if is_remote(wanted.url) and not wanted.by_operator:
+            # Another call may name the file of a download that is not checked yet.
+            of_client = is_remote(wanted.url) or self._store.is_of_client(archive.source)
+            if of_client and not wanted.by_operator:
                 self._store.check_weights(stored.config)
             self._store.share_weights(archive, stored, handler)
             self._loader.gpus_of(stored.config.device_type)  # here, because it may block

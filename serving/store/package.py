@@ -115,6 +115,7 @@ class Store:
         self._download_timeout_s = download_timeout_s
         self._unpacked = ClaimedFolder(temp_dir)
         self._sharing = WeightSharing()
+        self._of_clients: set[Path] = set()  # archives that clients have had downloaded, and that are there
 
     def download(
         self,
@@ -137,6 +138,8 @@ class Store:
         """
         folder = self._archives.configured()
         download = self._downloader.download(url, folder, by_operator, interrupt, signs=signs, reuses=reuses)
+        if download.is_new and not by_operator:
+            self._of_clients.add(download.path)
         if self._trust is None:
             return download
         try:
@@ -151,6 +154,7 @@ class Store:
             )
         except ServingError as err:
             if download.is_new:
+                self._of_clients.discard(download.path)
                 download.path.unlink(missing_ok=True)
             if isinstance(err, (DownloadFailed, ModelNotFound)):
                 err.detail += "; require_signed=true needs the signature of the archive there"
@@ -159,6 +163,7 @@ class Store:
 
     def delete(self, downloaded: Path) -> None:
         """Delete an archive that was downloaded, and the signature that was downloaded with it."""
+        self._of_clients.discard(downloaded)
         downloaded.unlink(missing_ok=True)
         if self._trust is not None:
             signature_beside(downloaded).unlink(missing_ok=True)
@@ -206,6 +211,10 @@ class Store:
             return config_of(archive)
         except ArchiveError as err:
             raise _invalid(err) from err
+
+    def is_of_client(self, path: Path) -> bool:
+        """Return whether a client has had this archive downloaded: it stays that client's under its name."""
+        return path in self._of_clients
 
     def check_weights(self, config: ModelConfig) -> None:
         """Refuse an archive from a client's URL if `allowed_urls` does not match the URL of its weights.

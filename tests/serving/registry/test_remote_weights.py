@@ -50,6 +50,21 @@ def test_a_clients_archive_is_refused_and_leaves_nothing(folder: Path) -> None:
     assert not any((folder / "store").iterdir())
 
 
+def test_a_clients_archive_is_refused_by_its_name_too_while_its_download_is_there(folder: Path) -> None:
+    async def main() -> None:
+        urls = (f"file://{folder}/.*",)
+        server = ServerSettings(model_store=folder / "store", temp_dir=folder, max_gpus=0, allowed_urls=urls)
+        registry = Registry(server, RegistryMetrics(Metrics("host")))
+        try:
+            assert await registry._fetching.fetch(f"file://{folder}/m.mar", by_operator=False)
+            with pytest.raises(InvalidArchive, match="no client may name them: s3://weights/net"):
+                await registry.register(Wanted("m.mar", Asked()))
+        finally:
+            await registry.close()
+
+    asyncio.run(main())
+
+
 def test_a_clients_archive_may_name_what_the_operator_allows(folder: Path) -> None:
     assert register(folder, f"file://{folder}/m.mar", allowed=("s3://weights/.*",)).key.name == "m"
 
