@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchere.archiver.container.entries import problem_with
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import flat
 from torchere.archiver.models.inputs.sizes import DECODER_TOKENS, LARGEST, TOKENS, FreeSize, Tensors
@@ -155,12 +156,22 @@ def _refuse_other_weights(path: Path) -> None:
     )
 
 
+def _refuse_shards_elsewhere(path: Path) -> None:
+    """Raise ModelRefused when an index of shards names files outside of the folder."""
+    for index in path.glob("*.index.json"):
+        shards = _member(index, "weight_map")
+        for name in shards.values() if isinstance(shards, dict) else ():
+            if not isinstance(name, str) or problem_with(name):
+                raise ModelRefused(f"{index}: weights should lie in {name!a:.80}; expected a file beside it")
+
+
 def loaded(known: Any, path: Path, allow_pickle: bool, **more: Any) -> Any:
     """Return a model of this class of transformers, whose `from_pretrained` gets the options `more`.
 
     Raises:
         ModelRefused: the weights are damaged, some are missing, or a pickle holds more than tensors.
     """
+    _refuse_shards_elsewhere(path)
     is_safe = any(path.glob("*.safetensors"))
     for file in [] if is_safe else sorted(path.glob("pytorch_model*.bin")):
         read_weights(file, allow_pickle)  # refuses a pickle of more than tensors

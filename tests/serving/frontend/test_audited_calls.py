@@ -178,7 +178,8 @@ def test_a_change_in_effect_is_done_though_its_client_cancels_the_call(
         bound = await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{bound.port}") as channel:
             path, request = f"{MANAGEMENT}/UnregisterModel", CALLS["UnregisterModel"][0]
-            call: Any = channel.unary_unary(path, lambda message: message.SerializeToString(), bytes)(request)
+            begin: Any = channel.unary_unary(path, lambda message: message.SerializeToString(), bytes)
+            call = begin(request)
             await begun.wait()
             call.cancel()
         await server.stop(1)

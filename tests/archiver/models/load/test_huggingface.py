@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.huggingface import loaded
 from torchere.archiver.models.load.source import read_source
 
 
@@ -61,3 +62,13 @@ def test_a_hugging_face_folder_is_a_model_of_transformers_with_all_its_weights(
     assert isinstance(read_source(tmp_path, None, None, False).module, torch.nn.Module)
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(tmp_path, said)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/srv/other/model.safetensors", ["x"]])
+def test_a_hugging_face_folder_takes_no_weights_from_elsewhere(tmp_path: Path, name: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a", "b": name}}))
+    (tmp_path / "config.json").write_text(json.dumps({"missing": []}))
+    with pytest.raises(ModelRefused, match="weights should lie in"):
+        loaded(_Pretrained, tmp_path, allow_pickle=False)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a"}}))
+    assert loaded(_Pretrained, tmp_path, allow_pickle=False)
