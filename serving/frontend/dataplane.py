@@ -267,9 +267,16 @@ class DataPlane:
         try:
             return self._registry.find(model, version)
         except NotFound as err:
-            refusal = err if self._started else Unavailable(STARTING)
-            self._metrics.refused(refusal)
-            raise refusal from None
+            raise self.refuse_unknown(err) from None
+
+    def refuse_unknown(self, error: NotFound) -> ServingError:
+        """Count a prediction for an unknown model or version; return its refusal, `Unavailable` at a start.
+
+        For doors that have looked for the version by `facts`, and do not call `admit` without it.
+        """
+        refusal = error if self._started else Unavailable(STARTING)
+        self._metrics.refused(refusal)
+        return refusal
 
     def _refuse_without_executors(self, target: Version, version: str | None) -> None:
         if target.target == 0 or target.state is VersionState.FAILED or not target.has_living_executor:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from torchere.serving.errors import InvalidRequest, ServingError
+from torchere.serving.errors import InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, Method, PredictionContext
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
 from torchere.serving.frontend.grpc.open_inference_messages import (
@@ -88,7 +88,10 @@ class Tensors(NamedTuple):
             raise InvalidRequest("Parameter model_name is required.")
         model, version = message.model_name, message.model_version or None
         tensors = tensor_request(request)
-        facts = self.context.dataplane.facts(model, version)
+        try:
+            facts = self.context.dataplane.facts(model, version)
+        except NotFound as error:
+            raise self.context.dataplane.refuse_unknown(error) from None
         prepared = self.service.prepared(facts, tensors, "base64" if self.as_torchserve else "text")
         if request.raw and request.head:
             self.service.keep(request.head, version, facts, prepared)

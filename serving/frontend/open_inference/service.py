@@ -11,7 +11,7 @@ import msgspec
 from torchere.archiver.signature import ANY, Signature, TensorSpec
 from torchere.handlers.tensors import BYTES, TensorError, shown
 from torchere.handlers.tensors.codec import array_from_bytes, json_from_tensor, split_elements
-from torchere.serving.errors import InvalidRequest, ServingError
+from torchere.serving.errors import InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.model_facts import ModelFacts
@@ -85,15 +85,14 @@ class TensorService:
         return infer_request(request)
 
     def translated(self, key: Hashable) -> Translation | None:
-        """Return the kept translation of a head; None without one, or if the version has another signature.
-
-        Raises:
-            ModelNotFound, VersionNotFound: the version is not registered any more.
-        """
+        """Return the kept translation of a head; None without one, or if its version is not the same."""
         found = self.known.get(key)
         if found is None:
             return None
-        signature = self._dataplane.tensors(found.model, found.version)
+        try:
+            signature = self._dataplane.tensors(found.model, found.version)
+        except NotFound:
+            return None
         return found if signature is found.signature else None
 
     def keep(self, key: Hashable, version: str | None, facts: ModelFacts, prepared: InferRequest) -> None:

@@ -58,7 +58,8 @@ class Tensors:
         Handlers behind an envelope, and handlers of archives without a signature, parse the JSON themselves.
 
         Raises:
-            NotFound: the version is not registered.
+            NotFound: the version is not registered; the refusal is counted.
+            Unavailable: the same, while the server starts.
         """
         facts = self._facts(target, wire, body)
         if facts is None or target.verb != "infer" or wire.json_bytes is not None:
@@ -71,11 +72,11 @@ class Tensors:
         """Return the facts of the version; None if it is unknown and the request is not of this protocol."""
         try:
             return self._dataplane.facts(str(target.model), target.version)
-        except NotFound:
+        except NotFound as error:
             is_ours = target.verb != "infer" or target.version is not None or wire.json_bytes is not None
             if not is_ours and not _is_request(body):
                 return None
-            raise
+            raise self._dataplane.refuse_unknown(error) from None
 
 
 def _is_request(body: bytes | memoryview) -> bool:

@@ -16,11 +16,19 @@ from torchere.serving.access.identity import REFUSED, Identity, Role
 from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Limits, ModelSettings, ServerSettings
-from torchere.serving.errors import ModelNotFound, NotAllowed, ServingError, Unauthorized, VersionNotFound
+from torchere.serving.errors import (
+    ModelNotFound,
+    NotAllowed,
+    NotFound,
+    ServingError,
+    Unauthorized,
+    Unavailable,
+    VersionNotFound,
+)
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.control import ModelPage, Progress, Registered, VersionDescription
-from torchere.serving.frontend.dataplane import Readiness
+from torchere.serving.frontend.dataplane import STARTING, Readiness
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
@@ -47,6 +55,7 @@ class FakeDataPlane:
         self.callers: list[str] = []
         self.behave: Callable[[InferRequest], Awaitable[Any]] | None = None
         self.withdrawn = 0
+        self.unknown: list[NotFound] = []  # refusals that were counted
         self.sole: str | None = None
         self.signature: str | None = None
         self.is_healthy = True
@@ -134,6 +143,10 @@ class FakeDataPlane:
     def facts(self, model: str, version: str | None) -> ModelFacts:
         self.check_exists(model, version)
         return self.known
+
+    def refuse_unknown(self, error: NotFound) -> ServingError:
+        self.unknown.append(error)
+        return error if self.has_started else Unavailable(STARTING)
 
     def registered(self) -> list[ModelKey]:
         return [self.known.key]

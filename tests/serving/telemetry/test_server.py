@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from torchere.serving import server as server_module
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionResponse, PredictionsRequest
+from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 from torchere.serving.server import Server
 from torchere.serving.telemetry.tracing import SpanMaker
 
@@ -99,6 +100,19 @@ class Client:
             message = PredictionsRequest(model_name=model, input={"data": b"x"})
             return call(message, metadata=metadata, timeout=30).prediction
 
+    def infer(self, model):
+        body = {"inputs": [{"name": "x", "shape": [1], "datatype": "INT8", "data": [1]}]}
+        return requests.post(f"{self.rest['inference']}/v2/models/{model}/infer", json=body, timeout=30)
+
+    def infer_by_grpc(self, model):
+        with grpc.insecure_channel(self.grpc) as channel:
+            call = channel.unary_unary(
+                "/inference.GRPCInferenceService/ModelInfer",
+                ModelInferRequest.SerializeToString,
+                ModelInferResponse.FromString,
+            )
+            return call(ModelInferRequest(model_name=model), timeout=30)
+
     def samples(self):
         text = requests.get(f"{self.rest['metrics']}/metrics", timeout=10).text
         lines = [line for line in text.splitlines() if line.startswith("torchere_")]
@@ -129,6 +143,9 @@ def test_both_protocols_are_measured_traced_and_logged(settings, spans, caplog):
         assert json.loads(client.predict_by_grpc(metadata=metadata)) == dict(metadata[:2])
         with pytest.raises(grpc.RpcError):
             client.predict_by_grpc("missing")
+        assert client.infer("missing").status_code == 404
+        with pytest.raises(grpc.RpcError):
+            client.infer_by_grpc("missing")
         return client.samples()
 
     with caplog.at_level("INFO", "ACCESS_LOG"):
@@ -137,7 +154,7 @@ def test_both_protocols_are_measured_traced_and_logged(settings, spans, caplog):
     assert found[f'torchere_requests_total{{{version}protocol="rest",code="200",}}'] == 1
     assert found[f'torchere_requests_total{{{version}protocol="grpc",code="OK",}}'] == 1
     assert found[f"torchere_request_duration_seconds_count{{{version}}}"] == 2
-    assert found['torchere_requests_rejected_total{model="",version="",reason="not_found",}'] == 1
+    assert found['torchere_requests_rejected_total{model="",version="",reason="not_found",}'] == 3
 
     stages = {
         match[1]: value

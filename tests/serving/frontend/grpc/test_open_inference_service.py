@@ -214,6 +214,14 @@ def test_a_model_that_is_not_there_has_the_code_of_each_service(oip):
     assert oip.refused("ModelReady", asked, name=TORCHSERVE_NAME)[0] == "NOT_FOUND"
 
 
+def test_a_model_that_is_not_there_yet_is_unavailable_and_refusals_are_counted(oip, planes):
+    missing = request(raw=RAW, model="nobody")
+    assert oip.refused("ModelInfer", missing)[0] == "NOT_FOUND"
+    planes.data.has_started = False
+    assert oip.refused("ModelInfer", missing)[0] == "UNAVAILABLE"
+    assert len(planes.data.unknown) == 2
+
+
 def test_torchserves_service_answers_the_same_messages(oip):
     answer = oip.ask("ModelInfer", typed("FP32", "fp32_contents", [1.0]), name=TORCHSERVE_NAME)
     assert list(answer.outputs[0].contents.fp32_contents) == [1.0]

@@ -244,6 +244,14 @@ def test_errors_of_other_paths_have_torchserves_members_only(post, planes):
         assert set(post(b"{}", path).json) == {"code", "type", "message"}
 
 
+def test_a_model_that_is_not_there_yet_is_503_and_refusals_are_counted(post, planes):
+    paths = ("/v2/models/none/infer", "/v2/models/none/generate", "/v2/models/echo/versions/9/infer")
+    assert [post(request(), path).status for path in paths] == [404] * 3
+    planes.data.has_started = False
+    assert [post(request(), path).status for path in paths] == [503] * 3
+    assert len(planes.data.unknown) == 6
+
+
 def test_of_an_unknown_model_a_long_body_is_not_read(post, monkeypatch):
     monkeypatch.setattr(listener, "looks_like_request", None)
     answer = post(request({**X, "data": [1] * INLINE_JSON_BYTES}), "/v2/models/none/infer")
