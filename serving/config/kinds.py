@@ -42,9 +42,9 @@ class Kind:
     remark: Callable[[str], str] | None = None
 
 
-def near(name: str, known: Collection[str]) -> str:
-    """Return a suggestion of the most similar known name; "" if none is similar."""
-    found = difflib.get_close_matches(name, known, n=1)
+def near(name: str, known: Collection[str], similarity: float = 0.6) -> str:
+    """Return a suggestion of the most similar known name; "" if none is similar (0 to 1, difflib's ratio)."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=similarity)
     return f"did you mean {found[0]}?" if found else ""
 
 

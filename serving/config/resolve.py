@@ -23,6 +23,7 @@ COMMAND_LINE = "command line"
 DEFAULTS = "default of torchserve"
 _HIDDEN = "***"
 _SECRET = re.compile(r"pass|secret|token|credential|private|(^|[_.-])key", re.IGNORECASE)  # names of keys
+_SIMILAR_VARIABLE = 0.85  # difflib's ratio; TS_METRICS_PORT, a service's, has 0.8 to TS_METRICS_MODE
 _SHOWN_CHARACTERS = 80  # longest value in a message; `models` may be long
 
 
@@ -100,7 +101,7 @@ def configure(
     `defaults` replace those of `ServerSettings`, and are not kept in snapshots.
     An invalid value is not raised, but is a finding of level "error" (see `Configuration.checked`).
     """
-    environ = environ or {}
+    environ, entries = environ or {}, tuple(entries)
     outcome = _Outcome()
     from_file = list(_known(entries, environ, outcome.findings))
     texts = {given.key.name: given.text for given in from_file}  # the last duplicate counts
@@ -110,6 +111,7 @@ def configure(
         [_Given(KEYS[name], text, COMMAND_LINE) for name, text in (overrides or {}).items()],
         from_file[::-1],  # the last duplicate first
     )
+    outcome.findings.extend(_misspelt_variables(environ, entries))
     winners: dict[str, _Given] = {}
     for given in (given for source in sources for given in source):
         if not given.text:
@@ -204,6 +206,21 @@ def _from_environment(
             findings.append(given.finding("warning", f"not used: the file must say {closed[0]}=true"))
         else:
             yield _stripped(given, findings)
+
+
+def _misspelt_variables(environ: Mapping[str, str], entries: Sequence[Entry]) -> Iterator[Finding]:
+    """Yield warnings on `TS_` variables that look like those of keys. Placeholders of the file are others.
+
+    Not of all unknown ones: Kubernetes sets `TS_SERVICE_HOST` and more for a service called `ts`.
+    """
+    variables = [key.variable for key in KEYS.values() if key.variable]
+    for name in environ:
+        if not name.startswith("TS_") or name in variables:
+            continue
+        key = name.removeprefix("TS_").lower()
+        message = "counts in the file only" if key in KEYS else near(name, variables, _SIMILAR_VARIABLE)
+        if message and not any(f"${{{name}}}" in entry.value for entry in entries):
+            yield Finding("warning", f"environment variable {name}", key, _HIDDEN, f"not used; {message}")
 
 
 def _take(given: _Given, outcome: _Outcome) -> None:

@@ -147,6 +147,21 @@ def test_without_its_gate_the_environment_is_not_used_and_said_so() -> None:
     assert "the file must say enable_envvars_config=true" in warnings("", environ)[0]
 
 
+def test_a_variable_that_looks_misspelt_is_a_warning_and_one_of_kubernetes_is_none() -> None:
+    gate, misspelt = (
+        "enable_envvars_config=true",
+        {"TS_DRAIN_TIMEOUTS": "9", "TS_ENABLE_ENVVARS_CONFIG": "true"},
+    )
+    first, second = warnings(gate, misspelt)
+    assert first == (
+        "environment variable TS_DRAIN_TIMEOUTS: drain_timeouts: not used; did you mean TS_DRAIN_TIMEOUT_S?"
+    )
+    assert second.endswith(": enable_envvars_config: not used; counts in the file only")
+    service = ("TS_SERVICE_HOST", "TS_SERVICE_PORT_METRICS", "TS_PORT_8080_TCP_ADDR", "TS_METRICS_PORT")
+    assert warnings(gate, dict.fromkeys((*service, "TS_CONFIG_FILE"), "1")) == []
+    assert warnings(f"{gate}\nmodel_store=${{TS_MODELSTORE}}", {"TS_MODELSTORE": "/models"}) == []
+
+
 def test_of_a_gate_that_is_there_twice_the_last_one_counts() -> None:
     environ = {"TS_ENABLE_MODEL_API": "true"}
     shut = "enable_envvars_config=true\nenable_envvars_config=false"
