@@ -110,7 +110,7 @@ FAMILIES: dict[str, Described] = {
         "counter", "Time that executors ran batches, including the current ones.", OF_VERSION
     ),
     RESTARTS: Described(
-        "counter", "Restarts of executors, by the cause of their loss.", (*OF_VERSION, "reason")
+        "counter", "Restarts of worker processes, by the cause of their loss.", (*OF_VERSION, "reason")
     ),
     LAST_PROGRESS: Described("gauge", "Time of the last finished batch.", OF_VERSION),
     LOAD_DURATION: Described(
