@@ -41,7 +41,8 @@ WAITING_STAGES = ("queue", "executor")  # the stage of a prediction that ended w
 UNREAD = "unread"  # a streamed response that was cancelled because its client read too slowly
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 QUEUE_FULL = "queue_full"  # the rejection reason that more executors would have avoided
-TOO_LARGE = "too_large"  # of a body; there is no `ServingError` class for it
+TOO_LARGE = "too_large"  # of a body
+_TOO_LARGE_CODES = ("body_too_long", "inflates_too_far")  # their classes are the frontend's
 # The first matching class counts, so subclasses come before their base classes.
 _REASONS: tuple[tuple[type[ServingError], str], ...] = (
     (QueueFull, "queue_full"),
@@ -71,6 +72,8 @@ _NAMED = MARKS.index("named")
 
 def refusal_reason(error: ServingError) -> str:
     """Return the value of the label `reason`; for an error that is not a rejection, its code."""
+    if error.code in _TOO_LARGE_CODES:
+        return TOO_LARGE
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), error.code)
 
 

@@ -302,6 +302,8 @@ class GrpcPrediction(UnaryCall, Request, ABC):
             metrics.prediction_begins(self)
             self._version = dataplane.admit(self, model, version)
         except Exception as error:  # the top of a call
+            if isinstance(error, ServingError):
+                self.error = error  # `fail` sets it for requests that have got their id
             self.fail(error)
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
+from torchere.serving.frontend.rest.errors import BodyTooLong, InflatesTooFar, UnknownCoding
 from torchere.serving.telemetry import numbers
-from torchere.serving.telemetry.numbers import FOLD_ROWS, Listener, ServerNumbers, VersionNumbers
+from torchere.serving.telemetry.numbers import (
+    FOLD_ROWS,
+    Listener,
+    ServerNumbers,
+    VersionNumbers,
+    refusal_reason,
+)
 from torchere.serving.telemetry.saturation import LoadSample
 from torchere.serving.telemetry.stages import COLUMNS
 
@@ -141,3 +148,9 @@ def test_codes_of_both_protocols_are_told_apart() -> None:
         version.finished(request(answered_s=0.0), code, 4.0)
     assert version.snapshot().codes == {("rest", "200"): 1, ("rest", "7xx"): 2, ("grpc", "OK"): 2}
     assert numbers.code_label(503) == "503"
+
+
+def test_a_body_that_is_too_large_is_no_invalid_one() -> None:
+    for error in (BodyTooLong(5), InflatesTooFar("5 bytes at most")):
+        assert refusal_reason(error) == "too_large"
+    assert refusal_reason(UnknownCoding("br")) == "invalid"

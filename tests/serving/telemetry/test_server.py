@@ -144,6 +144,10 @@ def test_both_protocols_are_measured_traced_and_logged(settings, spans, caplog):
         with pytest.raises(grpc.RpcError):
             client.predict_by_grpc("missing")
         assert client.infer("missing").status_code == 404
+        assert client.predict(**{"x-torchere-priority": "high"}).status_code == 400
+        with pytest.raises(grpc.RpcError):
+            client.predict_by_grpc(metadata=(("x-torchere-priority", "high"),))
+        assert client.predict(**{"content-type": "multipart/form-data"}).status_code == 400
         with pytest.raises(grpc.RpcError):
             client.infer_by_grpc("missing")
         return client.samples()
@@ -155,6 +159,7 @@ def test_both_protocols_are_measured_traced_and_logged(settings, spans, caplog):
     assert found[f'torchere_requests_total{{{version}protocol="grpc",code="OK",}}'] == 1
     assert found[f"torchere_request_duration_seconds_count{{{version}}}"] == 2
     assert found['torchere_requests_rejected_total{model="",version="",reason="not_found",}'] == 3
+    assert found['torchere_requests_rejected_total{model="",version="",reason="invalid",}'] == 3
 
     stages = {
         match[1]: value
