@@ -88,7 +88,7 @@ def parse_model_config(text: str) -> ModelConfig:
     raw = _load_yaml(text)
     read = _Reader(raw)
     least, most = read.workers()
-    return ModelConfig(
+    config = ModelConfig(
         present=True,
         raw=raw,
         ignored=read.ignored,
@@ -115,6 +115,10 @@ def parse_model_config(text: str) -> ModelConfig:
         dispatch=read.choice("dispatch", ("torchserve", "eager"), "torchserve"),
         parallel=read.parallel(),
     )
+    if not config.sequence_batching:
+        read.note_sequences()
+    read.note_spellings()
+    return config
 
 
 def unsupported_keys(raw: dict[str, Any]) -> list[str]:
@@ -141,10 +145,15 @@ class _Reader:
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self._raw = raw
+        self._read: set[str] = set()
         self.ignored: dict[str, str] = {}
 
+    def _value(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return self._raw.get(key, default)
+
     def integer(self, key: str, minimum: int) -> int | None:
-        value = self._raw.get(key)
+        value = self._value(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
@@ -171,7 +180,7 @@ class _Reader:
         return least, most
 
     def choice(self, key: str, allowed: tuple[str, ...], default: Any) -> Any:
-        value = self._raw.get(key)
+        value = self._value(key)
         if value is None:
             return default
         if isinstance(value, str) and value.lower() in allowed:
@@ -180,14 +189,28 @@ class _Reader:
         return default
 
     def flag(self, key: str) -> bool:
-        value = self._raw.get(key, False)
+        value = self._value(key, False)
         if isinstance(value, bool):
             return value
         self._ignore(key, "true or false")
         return False
 
+    def note_sequences(self) -> None:
+        """Note the keys of sequences that are set; without `sequenceBatching` they have no effect."""
+        for key in _OF_SEQUENCES:
+            if self._raw.get(key) and key not in self.ignored:
+                self._ignore(key, "sequenceBatching: true beside it")
+
+    def note_spellings(self) -> None:
+        """Note keys that are spelt as one that was read but for capitals and underscores (`batch_size`)."""
+        spellings = {key.lower(): key for key in self._read if key not in self._raw}
+        for key in self._raw:
+            meant = spellings.get(key.replace("_", "").lower()) if isinstance(key, str) else None
+            if meant is not None:
+                self.ignored[key] = f"is no key of the server; did you mean {meant}?"
+
     def device_ids(self) -> tuple[int, ...]:
-        value = self._raw.get("deviceIds")
+        value = self._value("deviceIds")
         if value is None:
             return ()
         if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
@@ -273,6 +296,10 @@ def _on_each_machine(ranks: int, settings: ParallelSettings) -> int:
     return ranks // machines
 
 
+_OF_SEQUENCES = (
+    *("sequenceMaxIdleMSec", "sequenceTimeoutMSec"),
+    *("maxNumSequence", "maxSequenceJobQueueSize"),
+)
 _IN_TORCHRUN = {"nproc-per-node": "parallelLevel"}  # by the names that `largest` knows
 
 # TorchServe replaces lower values by the minimum instead of ignoring them.

@@ -51,6 +51,9 @@ def test_a_wrong_type_is_ignored_and_noted(text: str) -> None:
         ("minWorkers: 4", "is 4, expected a maxWorkers that is at least as large; it is ignored"),
         ("minWorkers: 4\nmaxWorkers: 2", "is 4, expected a maxWorkers that is at least as large"),
         ("maxWorkers: 2", "is 2, expected a minWorkers, too; it is ignored"),
+        ("maxNumSequence: 3", "is 3, expected sequenceBatching: true beside it; it is ignored"),
+        ("batchsize: 3", "is no key of the server; did you mean batchSize?"),
+        ("response_timeout: 3", "is no key of the server; did you mean responseTimeout?"),
     ],
 )
 def test_a_number_that_does_not_count_is_noted(text: str, remark: str) -> None:
@@ -59,7 +62,13 @@ def test_a_number_that_does_not_count_is_noted(text: str, remark: str) -> None:
     assert noted.startswith(remark)
 
 
-@pytest.mark.parametrize("text", ["maxBatchDelay: 0\nresponseTimeout: 0", "minWorkers: 1\nmaxWorkers: 1"])
+SEQUENCES = "sequenceBatching: true\nsequenceMaxIdleMSec: 5000\nmaxNumSequence: 3"
+OWN = "batch_size: 3\nbatchSize: 2\nhandler: {batch_size: 3}\nthreshold: 0.5\n3: 4"
+
+
+@pytest.mark.parametrize(
+    "text", ["maxBatchDelay: 0\nresponseTimeout: 0", "minWorkers: 1\nmaxWorkers: 1", SEQUENCES, OWN]
+)
 def test_a_number_that_counts_or_stands_for_nothing_is_not_noted(text: str) -> None:
     assert parse_model_config(text).ignored == {}
 
