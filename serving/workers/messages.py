@@ -15,7 +15,7 @@ one to run it, and one to wait for the next.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -394,9 +394,10 @@ def pong_of(samples: Sequence[MetricSample]) -> Pong:
 def encode_report(run_id: int, report: BatchReport, end_cause: str = "") -> Parts:
     """Encode a worker's report as a frame and raw bytes, even if its content can't be encoded.
 
-    A report that can't be encoded is sent without its metrics, or if that fails too, with errors as outcomes.
+    A report that can't be encoded is sent with the texts of its metrics made encodable, or else without them,
+    or if that fails too, with errors as outcomes.
     """
-    for rest in (report, msgspec.structs.replace(report, metrics=())):
+    for rest in _ever_less(report):
         try:
             parts = _encode_done(done_from_report(run_id, rest, end_cause))
             if rest.metrics and len(parts[0]) > REPORT_BYTES + len(rest.outcomes) * LARGE_BYTES:
@@ -407,6 +408,22 @@ def encode_report(run_id: int, report: BatchReport, end_cause: str = "") -> Part
     failed = [HandlerFailed(detail="the answer can't be sent; the log says why")] * len(report.outcomes)
     bare = msgspec.structs.replace(report, outcomes=failed, metrics=())
     return [encode_frame(done_from_report(run_id, bare, end_cause))]
+
+
+def _ever_less(report: BatchReport) -> Iterator[BatchReport]:
+    yield report
+    yield msgspec.structs.replace(report, metrics=tuple(map(_encodable, report.metrics)))
+    yield msgspec.structs.replace(report, metrics=())
+
+
+def _encodable(sample: MetricSample) -> MetricSample:
+    """Return a sample with "?" for what UTF-8 can't encode: handlers take labels from clients' JSON, too."""
+    dimensions = tuple((_utf8(name), _utf8(value)) for name, value in sample.dimensions)
+    return sample._replace(name=_utf8(sample.name), unit=_utf8(sample.unit), dimensions=dimensions)
+
+
+def _utf8(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _encode_done(done: Done) -> Parts:

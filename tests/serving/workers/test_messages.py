@@ -169,10 +169,18 @@ def test_a_failure_is_of_the_same_kind_on_both_sides(failure: ServingError) -> N
 
 
 def test_metrics_that_cannot_be_sent_cost_no_answer() -> None:
-    metric = MetricSample("\ud800", 1.0, "ms", "gauge", (), ())
+    metric = MetricSample("x", object(), "ms", "gauge", (), ())  # type: ignore[arg-type]
     answer = InferResponse(b"x")
     done = done_of(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
     assert report_from_done(done, 1).outcomes == [answer]
+    assert done.metrics == ()
+
+
+def test_half_of_a_surrogate_pair_in_a_label_costs_no_metrics() -> None:
+    one = MetricSample("a", 1.0, "ms", "gauge", (("word", "\ud800x"),), ("7",))
+    other = MetricSample("b", 2.0, "ms", "gauge", (), ("7",))
+    done = done_of(payload(encode_report(7, BatchReport([InferResponse(b"x")], 0.25, (one, other)))))
+    assert done.metrics == (one._replace(dimensions=(("word", "?x"),)), other)
 
 
 def test_metrics_of_an_idle_worker_that_cannot_be_sent_cost_no_sign_of_life() -> None:
