@@ -90,10 +90,14 @@ def examples_of_size(example: Tensors, free: FreeSize, size: int) -> Iterator[Te
 
     def counts(tensor: torch.Tensor) -> bool:
         whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-        return whole and tensor.numel() > 0 and 1 < tensor.max().item() < now
+        return whole and tensor.numel() > 0 and 1 < tensor.to(torch.int64).max().item() < now
 
+    def clamped(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.int64).clamp(max=size - 1).to(tensor.dtype)
+
+    # Through INT64, because torch has neither maximum nor clamp of larger unsigned types.
     if any(counts(tensor) for tensor in given) and size < now:
-        yield tuple(tensor.clamp(max=size - 1) if counts(tensor) else tensor for tensor in given)
+        yield tuple(clamped(tensor) if counts(tensor) else tensor for tensor in given)
     yield given
     if not all(tensor.is_floating_point() for tensor in given):
         yield tuple(tensor if tensor.is_floating_point() else torch.zeros_like(tensor) for tensor in given)

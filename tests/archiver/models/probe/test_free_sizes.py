@@ -223,6 +223,14 @@ def test_sizes_below_what_the_example_counts_to_are_tried_with_zeros() -> None:
     assert [spec.shape for spec in (*made.inputs, *made.outputs)] == [(-1, 3), (2, -1), (-1, 3)]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_numbers_are_tried_in_other_sizes(dtype: torch.dtype) -> None:
+    example = (torch.tensor([[3, 0, 2, 1], [1, 2, 3, 0]]).to(dtype),)
+    sizes = [parse_free_size("x.1=2:8", ["x"], example)]
+    made = signature_of(lambda x: x.to(torch.float32), example, ["x"], sizes, probe_batch=False)
+    assert [spec.shape for spec in (*made.inputs, *made.outputs)] == [(2, -1), (2, -1)]
+
+
 def test_a_compiled_model_that_ends_its_process_on_a_wrong_number_is_not_given_one() -> None:
     def neighbours(nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         if edges.max() >= len(nodes):
