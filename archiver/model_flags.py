@@ -6,6 +6,7 @@ Standard library only, and little of it: each start of a server imports this mod
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,7 +260,7 @@ def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--max-drift",
-        type=float,
+        type=allowed_drift,
         metavar="X",
         help="largest allowed drift: the RMS difference between the outputs of the packed and the original "
         "model, relative to the original's; a single channel may drift further (default: "
@@ -289,6 +290,17 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text[:9]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number, 1 or more")
     return int(text[:9])
+
+
+def allowed_drift(text: str) -> float:
+    """Return the value of `--max-drift`, for argparse: a finite number, 0 or more."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number, 0 or more")
+    return found
 
 
 def wants_model(namespace: argparse.Namespace) -> bool:

@@ -19,6 +19,7 @@ from xml.sax.saxutils import escape
 
 from torchere.archiver.commands import refuse_code
 from torchere.archiver.errors import ArchiveError, ModelRefused, naming_files_of, plainly
+from torchere.archiver.model_flags import allowed_drift
 from torchere.archiver.quantization import INT8_DRIFT
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS, DEFAULT_HANDLER, Prepare
@@ -85,7 +86,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-drift",
-        type=float,
+        type=allowed_drift,
         default=INT8_DRIFT,
         metavar="X",
         help="exit with code 2 if the drift, the RMS difference of the outputs relative to A's, exceeds "

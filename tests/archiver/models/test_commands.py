@@ -285,6 +285,17 @@ def test_force_only_overwrites_and_a_drift_is_accepted_by_a_flag_of_its_own(
     assert "--accept-drift pack the model even if it differs too much from the original" in said
 
 
+@pytest.mark.parametrize("command", [["archive", "--model-name", "net"], ["compare", "a.mar", "b.mar"]])
+@pytest.mark.parametrize("given", ["nan", "-0.1", "inf", "much"])
+def test_a_drift_that_is_no_limit_is_told_before_any_step(
+    command: list[str], given: str, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command, f"--max-drift={given}"])
+    assert end.value.code == 2
+    assert f"--max-drift: '{given}'; expected a number, 0 or more" in capsys.readouterr().err
+
+
 def test_help_of_archive_tells_the_defaults(capsys: Any) -> None:
     said = help_of("archive", capsys)
     assert "version of the model, any text without a slash (default: 1.0)" in said
