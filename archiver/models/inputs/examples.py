@@ -81,7 +81,7 @@ def read_example(path: Path, *, doubles: bool = False, prepare: Prepare | None =
         prepare: what the archive's handler does to the body of a request.
 
     Raises:
-        ModelRefused: the file is none of these, or damaged, or holds no numbers.
+        ModelRefused: the file is none of these, or damaged, or holds no numbers or no rows.
         OSError: it can't be read.
     """
     try:
@@ -98,6 +98,11 @@ def read_example(path: Path, *, doubles: bool = False, prepare: Prepare | None =
         raise ModelRefused(f"{path}: no example that can be read: {line_of(error)}") from error
     if not example.tensors:
         raise ModelRefused(f"{path}: it holds no tensor; expected one for each input of the model")
+    if all(tensor.shape[:1] == (0,) for tensor in example.tensors):
+        sizes = ", ".join(str([*tensor.shape]) for tensor in example.tensors)
+        raise ModelRefused(
+            f"{path}: it has no rows ({sizes}), so that nothing can be tried; expected one or more"
+        )
     return example if doubles or example.typed else replace(example, tensors=_as_floats(example.tensors))
 
 

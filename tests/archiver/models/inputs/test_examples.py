@@ -160,6 +160,15 @@ def test_what_is_no_example_is_refused(tmp_path: Path, data: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_an_example_without_rows_is_refused(tmp_path: Path) -> None:
+    """A model that is packed for no rows answers no request."""
+    np.save(tmp_path / "none.npy", np.zeros((0, 8), "f4"))
+    torch.save({"nodes": torch.zeros(3, 2), "edges": torch.zeros(0, 2)}, tmp_path / "some.pt")
+    with pytest.raises(ModelRefused, match=r"none\.npy: it has no rows \(\[0, 8\]\).*expected one or more"):
+        read_example(tmp_path / "none.npy")
+    assert len(read_example(tmp_path / "some.pt").tensors) == 2
+
+
 def test_arrays_of_objects_are_not_unpickled(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
     np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
