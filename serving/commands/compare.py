@@ -204,10 +204,12 @@ def read_samples(data: Path, contender: Contender, other: Contender) -> list[tup
         raise ModelRefused(
             f"--data {data}: no such file or folder; expected a folder of inputs, or one input"
         )
+    takes = contender.signature.inputs if contender.signature else ()
+    doubles = any(spec.datatype == "FP64" for spec in takes)
     samples = []
     for file in files_of(data):
-        example = read_example(file, prepare=contender.prepare)
-        wanted = [spec.name for spec in contender.signature.inputs] if contender.signature else None
+        example = read_example(file, doubles=doubles, prepare=contender.prepare)
+        wanted = [spec.name for spec in takes]
         samples.append(example.ordered(wanted) if wanted else example.tensors)
         for one in (contender, other):
             if one.signature is None:

@@ -190,6 +190,34 @@ def test_the_data_may_be_one_file(folder: Path, capsys: pytest.CaptureFixture[st
     assert (status, json.loads(capsys.readouterr().out)["samples"]) == (0, 1)
 
 
+def test_models_of_doubles_get_their_data_as_doubles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NumPy makes FP64 unasked, so that for other models it becomes FP32."""
+    monkeypatch.setattr(verify, "_BUDGET_S", 0.01)
+    signature = Signature((TensorSpec("x", "FP64", (-1, 2)),), (TensorSpec("y", "FP64", (-1, 1)),))
+    (tmp_path / "signature.json").write_text(signature.to_json())
+    module = torch.jit.trace(nn.Linear(2, 1, dtype=torch.float64).eval(), torch.zeros(1, 2).double())
+    module.save(str(tmp_path / "net.pt"))
+    request = ArchiveRequest(
+        model_name="net",
+        version="1.0",
+        handler="tensor",
+        serialized_file=tmp_path / "net.pt",
+        export_path=tmp_path,
+        extra_files=(str(tmp_path / "signature.json"),),
+    )
+    write_archive(request)
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data" / "array.npy", np.ones((3, 2)))
+    (tmp_path / "data" / "row.json").write_text("[[1.0, 2.5]]")
+
+    archive = str(tmp_path / "net.mar")
+    status = main(["compare", archive, archive, "--data", str(tmp_path / "data")])
+
+    assert (status, capsys.readouterr().err) == (0, "")
+
+
 @pytest.mark.parametrize("wrong", ["no archive", "no data"])
 def test_what_is_missing_is_one_line_and_status_2(
     wrong: str, folder: Path, capsys: pytest.CaptureFixture[str]
