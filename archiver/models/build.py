@@ -32,8 +32,9 @@ from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import NotTraceable
 from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
-from torchere.archiver.models.inputs.examples import files_of, inputs_of, read_samples, spread
+from torchere.archiver.models.inputs.examples import inputs_of
 from torchere.archiver.models.inputs.run import LoadedModel, Run
+from torchere.archiver.models.inputs.samples import Samples, chosen_samples
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of, with_other_sizes
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.source import Source, read_source, source_with_example
@@ -178,7 +179,7 @@ class _Job:
     """The inputs from which all forms of one model are made."""
 
     model: LoadedModel
-    samples: list[Tensors]
+    samples: Samples
     names: Sequence[str]
     sizes: list[FreeSize]
     program: torch.export.ExportedProgram | None  # None: the model must be exported again
@@ -186,7 +187,7 @@ class _Job:
     @property
     def given(self) -> list[Tensors]:
         """The samples; the example if there are none."""
-        return self.samples or [self.model.example]
+        return self.samples.tensors or [self.model.example]
 
     @property
     def timed(self) -> list[Tensors]:
@@ -236,7 +237,7 @@ class _Compilation:
                 module, example, names, sizes, probe_batch=True, say=lines.append, variations=tried
             )
         model = LoadedModel(module, example, signature, self.source.kind, self.source.path)
-        samples = self._samples(names, example)
+        samples = chosen_samples(self.options, names, example, self.say)
         job = _Job(model, samples, names, sizes, program)
         method = self.options.quantize
         if method is None:
@@ -245,7 +246,7 @@ class _Compilation:
                 trial = self._verified(job, trial, None)
         else:
             trial = self._best(
-                job, methods_tried(model.module, method, str(self.options.model_format), samples)
+                job, methods_tried(model.module, method, str(self.options.model_format), samples.tensors)
             )
         self._tell_batch(trial.signature, lines if not signature.batched else ())
         self._accept(job, trial)
@@ -337,19 +338,6 @@ class _Compilation:
         load = self._load(packed, job, signature, quantised, target)
         return Trial(method, packed, load, signature, quantised)
 
-    def _samples(self, names: Sequence[str], example: Tensors) -> list[Tensors]:
-        if self.options.samples is None:
-            return []
-        found, most = files_of(self.options.samples), self.options.max_samples
-        files = spread(found, most)
-        with step(self.say, f"reading {len(files)} samples"):
-            samples = read_samples(files, names, example, self.options.prepare)
-        if len(files) < len(found):
-            self.say(
-                f"samples: {len(files)} of {len(found)} files, evenly spaced; --max-samples sets how many"
-            )
-        return samples
-
     def _startable(self, example: Tensors | None) -> tuple[torch.nn.Module, Tensors]:
         wanted = self.options.model_format
         if self.source.module is None:
@@ -371,18 +359,23 @@ class _Compilation:
             only_trace=self.options.trace,
             say=told,
         )
-        with step(self.say, f"quantising ({method})", _NOT_QUANTISED), unchanged_buffers(job.model.module):
+        module = job.model.module
+        quantising = step(self.say, f"quantising ({method})", _NOT_QUANTISED)
+        with quantising, unchanged_buffers(module), job.samples.named(module):
             made = quantise(
                 job.model,
                 method,
-                job.samples,
+                job.samples.tensors,
                 target=str(self.options.model_format),
                 compiled=compiled,
                 max_drift=max_drift_of(method) if limit is None else limit,
                 timed=job.timed,
                 say=self.say,
             )
-        warnings = (*shared_scale(job.model, made.method), *one_size(made.method, job.samples, job.sizes))
+        warnings = (
+            *shared_scale(job.model, made.method),
+            *one_size(made.method, job.samples.tensors, job.sizes),
+        )
         made = replace(made, notes=(*made.notes, *warnings))
         for note in made.notes:
             self.say(note)
@@ -434,9 +427,11 @@ class _Compilation:
         """Return the trial with its report: outputs against the original's, times against fp32's."""
         limit = self.options.max_drift
         source = job.model.source if job.model.source.is_file() else None
-        with step(self.say, f"verifying ({trial.method})"), unchanged_buffers(job.model.module):
+        module = job.model.module
+        verifying = step(self.say, f"verifying ({trial.method})")
+        with verifying, unchanged_buffers(module), job.samples.named(module):
             report = verify(
-                job.model.module,
+                module,
                 _as_served(trial),
                 job.given,
                 max_drift=max_drift_of(trial.method if trial.quantised else None) if limit is None else limit,
