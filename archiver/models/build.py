@@ -331,12 +331,18 @@ class _Compilation:
                 say=self.say,
                 scales_by_batch=method == "int8-dynamic",
             )
-        if self.options.verify and target != TORCHSCRIPT:  # a trace is compared when it is made
-            limit = max_drift_of(None if method == FP32 else method)
+        # A trace is compared when it is made.
+        if self.options.verify and not self.options.accept_drift and target != TORCHSCRIPT:
+            limit = self._limit(None if method == FP32 else method)
             with unchanged_buffers(job.model.module):
                 refuse_other_sizes(job.model.module, packed.run, job.model.example, job.sizes, limit)
         load = self._load(packed, job, signature, quantised, target)
         return Trial(method, packed, load, signature, quantised)
+
+    def _limit(self, method: str | None) -> float:
+        """Return the largest drift that is allowed; `method` None is no quantisation."""
+        limit = self.options.max_drift
+        return max_drift_of(method) if limit is None else limit
 
     def _startable(self, example: Tensors | None) -> tuple[torch.nn.Module, Tensors]:
         wanted = self.options.model_format
@@ -350,7 +356,6 @@ class _Compilation:
         return self.source.module, example
 
     def _quantised(self, job: _Job, method: str) -> Quantised:
-        limit = self.options.max_drift
         told = functools.cache(self.say)  # each line once: all traced candidates give the same ones
         compiled = functools.partial(
             to_torchscript,
@@ -368,7 +373,7 @@ class _Compilation:
                 job.samples.tensors,
                 target=str(self.options.model_format),
                 compiled=compiled,
-                max_drift=max_drift_of(method) if limit is None else limit,
+                max_drift=self._limit(method),
                 timed=job.timed,
                 say=self.say,
             )
@@ -425,7 +430,6 @@ class _Compilation:
 
     def _verified(self, job: _Job, trial: Trial, fp32: Trial | None) -> Trial:
         """Return the trial with its report: outputs against the original's, times against fp32's."""
-        limit = self.options.max_drift
         source = job.model.source if job.model.source.is_file() else None
         module = job.model.module
         verifying = step(self.say, f"verifying ({trial.method})")
@@ -434,7 +438,7 @@ class _Compilation:
                 module,
                 _as_served(trial),
                 job.given,
-                max_drift=max_drift_of(trial.method if trial.quantised else None) if limit is None else limit,
+                max_drift=self._limit(trial.method if trial.quantised else None),
                 batched=all(one.signature.batched for one in (trial, fp32) if one),
                 files=(source, trial.packed.file),
                 loads=(TorchScriptOptions(), trial.load),

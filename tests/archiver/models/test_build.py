@@ -17,6 +17,8 @@ import torch
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models import build
+from torchere.archiver.models.verify.compare import DriftRefused
 from torchere.archiver.signature import Signature, parse
 
 Pack = Callable[..., Path]
@@ -175,6 +177,27 @@ def test_without_a_dynamic_batch_an_export_takes_the_examples_size_only(forms: A
         example=forms.file("example.npy"),
     )
     assert signature_in(archive).inputs[0].shape == (2, 8)
+
+
+def test_the_limit_of_drift_and_its_acceptance_count_for_other_sizes_too(
+    forms: Any, pack: Pack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differ(*given: Any) -> None:
+        raise DriftRefused(f"at most {given[-1]}")
+
+    monkeypatch.setattr(build, "refuse_other_sizes", differ)
+    given = {
+        **CLASS,
+        "serialized_file": forms.file("state.weights"),
+        "model_format": "export",
+        "example": forms.file("example.npy"),
+        "dynamic_batch": BATCH,
+        "verify": True,
+    }
+    for asked, limit in ({}, "0.001"), ({"max_drift": 0.5}, "0.5"):
+        with pytest.raises(DriftRefused, match=f"at most {limit}$"):
+            pack(**given, **asked)
+    assert pack(**given, accept_drift=True).exists()
 
 
 def test_scripting_keeps_a_branch_that_tracing_would_lose(pack: Pack, serve: Serve, tmp_path: Path) -> None:

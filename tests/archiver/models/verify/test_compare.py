@@ -266,3 +266,10 @@ def test_another_answer_at_another_size_is_refused() -> None:
         refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, sizes, 1e-3)
     with pytest.raises(DriftRefused, match=r"when length is 50: drift "):
         refuse_other_sizes(original, lambda x: x[:, :40].sum(1), example, sizes, 1e-3)
+
+
+def test_a_random_model_gets_the_same_numbers_in_both_forms_at_another_size() -> None:
+    sizes = [FreeSize("length", ((0, 1),), 2, 50)]
+    refuse_other_sizes(
+        lambda x: x + torch.rand_like(x), lambda x: x + torch.rand_like(x), (torch.rand(2, 7),), sizes, 1e-3
+    )
