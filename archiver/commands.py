@@ -16,7 +16,7 @@ from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ModelRefused, naming_files_of
 from torchere.archiver.huggingface_texts import add_texts, check_texts
 from torchere.archiver.manifest import Manifest
-from torchere.archiver.model_flags import add_build_arguments, convert_options
+from torchere.archiver.model_flags import add_build_arguments, convert_options, version_name
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import (
     BUILT_IN_HANDLERS,
@@ -123,7 +123,8 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     add("archive", type=Path, metavar="OLD.mar", help="a .mar, a .tar.gz or a directory")
     add("-o", "--output", type=Path, required=True, metavar="NEW.mar", help="the new archive")
     add("-f", "--force", action="store_true", help="overwrite an existing archive")
-    add("-v", "--version", metavar="V", help="version of the new archive (default: the old one's)")
+    told = "version of the new archive (default: the old one's)"
+    add("-v", "--version", type=version_name, metavar="V", help=told)
     add(
         "--handler",
         metavar="H",

@@ -59,7 +59,10 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
     """Add every flag of `torch-model-archiver`; with `models`, also those about the model."""
     add = parser.add_argument
     add("--model-name", required=True, metavar="NAME", help="name of the model and of the archive's file")
-    default = {"default": DEFAULT_VERSION} if models else {"required": True}
+    # torch-model-archiver takes any version, as TorchServe's does: it may pack for another server.
+    default: dict[str, Any] = (
+        {"default": DEFAULT_VERSION, "type": version_name} if models else {"required": True}
+    )
     told = f" (default: {DEFAULT_VERSION})" if models else ""
     what = f"version of the model, any text without a slash{told}"
     add("-v", "--version", metavar="V", help=what, **default)
@@ -102,6 +105,7 @@ def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
         "-v",
         "--version",
         metavar="V",
+        type=version_name,
         default=DEFAULT_VERSION,
         help=f"version of the model (default: {DEFAULT_VERSION})",
     )
@@ -290,6 +294,13 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text[:9]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number, 1 or more")
     return int(text[:9])
+
+
+def version_name(text: str) -> str:
+    """Return the version if a server takes it, for argparse; see `check_version_name` of the registry."""
+    if not text.strip() or len(text) > 255 or "/" in text or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}; expected 1 to 255 printable characters without '/'")
+    return text
 
 
 def allowed_drift(text: str) -> float:

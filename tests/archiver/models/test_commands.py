@@ -285,6 +285,17 @@ def test_force_only_overwrites_and_a_drift_is_accepted_by_a_flag_of_its_own(
     assert "--accept-drift pack the model even if it differs too much from the original" in said
 
 
+@pytest.mark.parametrize("command", [["archive", "--model-name", "net"], ["convert", "a.mar", "-o", "b.mar"]])
+@pytest.mark.parametrize("version", ["1/2", "", "a\nb", "1" * 256])
+def test_a_version_that_no_server_takes_is_told_before_any_step(
+    command: list[str], version: str, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command, f"--version={version}"])
+    assert end.value.code == 2
+    assert "expected 1 to 255 printable characters without '/'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["archive", "--model-name", "net"], ["compare", "a.mar", "b.mar"]])
 @pytest.mark.parametrize("given", ["nan", "-0.1", "inf", "much"])
 def test_a_drift_that_is_no_limit_is_told_before_any_step(
