@@ -142,7 +142,7 @@ def _checked(options: BuildOptions) -> BuildOptions:
             "--quantize changes the model, and --format keep does not; expected another format"
         )
     if options.quantize:
-        check_method(options.quantize, wanted)
+        check_method(options.quantize, wanted, has_samples=options.samples is not None)
         if METHODS[options.quantize].tries and not options.verify:
             raise ModelRefused(
                 f"--quantize {options.quantize} chooses by measuring, which --no-verify leaves out; name one "

@@ -155,11 +155,12 @@ def one_size(method: str, samples: Samples, sizes: Sequence[FreeSize]) -> tuple[
     )
 
 
-def check_method(method: str, target: str = "torchscript") -> None:
+def check_method(method: str, target: str = "torchscript", *, has_samples: bool = True) -> None:
     """Check a method as far as possible before the model is read.
 
     Raises:
-        ModelRefused: it is not a key of `METHODS`, not for this format, or needs torchao, which is missing.
+        ModelRefused: it is not a key of `METHODS`, not for this format, or needs samples or torchao, which
+            are missing.
     """
     if method not in METHODS:
         raise ModelRefused(f"--quantize is {method!r}; expected one of {', '.join(METHODS)}")
@@ -168,18 +169,24 @@ def check_method(method: str, target: str = "torchscript") -> None:
             "int4-weight brings the weights into the order of the processor when a server loads them, which "
             "TorchScript can't; take --format export or aoti, or int8-weight"
         )
+    if method == "int8-static" and not has_samples:
+        raise ModelRefused(
+            "int8-static needs samples to see how large activations are, and there are none; give some that "
+            "are like real requests with --samples"
+        )
     if method in _BY_PT2E and target != "torchscript":
         check_torchao()
 
 
 def check_quantised(module: nn.Module, method: str | None, target: str) -> str:
-    """Check a model that may have weights of torchao; return a line about them for the user, or "".
+    """Check a model's weights; return a line about those of torchao for the user, or "".
 
     Raises:
-        ModelRefused: it has such weights, and `method` or the format `target` would lose their bits.
+        ModelRefused: they are of torchao, and `method` or the format `target` would lose their bits; or none
+            is of FP32, and `method` starts from that.
     """
     quantised = torchao_kinds(module)
-    if quantised and method:
+    if method and (quantised or (method != "int8-trained" and not METHODS[method].tries)):
         _check_weights(module, method)
     if quantised and target == "torchscript":
         raise ModelRefused(

@@ -131,6 +131,15 @@ def test_an_unknown_method_is_told_before_an_example_is_asked_for(
     assert line.startswith("torchere archive: --quantize is 'int9'; expected one of int8-static, ")
 
 
+def test_static_int8_without_samples_is_told_before_any_step(
+    forms: Any, archive_of: Command, capsys: Any
+) -> None:
+    flags = (f"--serialized-file={forms.file('state.weights')}", "--factory=net_module:net")
+    assert archive_of(*flags, f"--example={forms.file('example.npy')}", "--quantize=int8-static") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("torchere archive: int8-static needs samples ")
+
+
 def test_convert_finds_an_existing_output_and_a_missing_handler_before_any_step(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:

@@ -19,7 +19,7 @@ from torchere.archiver.models.load.torchscript import supported, using
 from torchere.archiver.models.measure.difference import answers, difference, flattened
 from torchere.archiver.models.quantize import candidates as module_under_test
 from torchere.archiver.models.quantize.dynamic import dynamic
-from torchere.archiver.models.quantize.methods import Quantised, bf16, quantise
+from torchere.archiver.models.quantize.methods import Quantised, bf16, check_quantised, quantise
 from torchere.archiver.quantization import METHODS
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.base import BaseHandler
@@ -350,3 +350,13 @@ def test_bf16_is_refused_where_the_processor_has_none() -> None:
         ModelRefused, match=r"slower than fp32 here: .* expected AVX512-BF16, AMX or Arm BF16"
     ):
         bf16(perceptron(), has_bf16=False)
+
+
+def test_weights_of_another_type_are_told_before_a_form_in_fp32_is_made() -> None:
+    doubles = nn.Linear(4, 2, dtype=torch.float64)
+    with pytest.raises(
+        ModelRefused, match="bf16 starts from weights of FP32, and all of the model's are FP64"
+    ):
+        check_quantised(doubles, "bf16", "torchscript")
+    for method in (None, "auto", "int8"):  # these may pack it as it is, or try several methods
+        assert not check_quantised(doubles, method, "torchscript")
