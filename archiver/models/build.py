@@ -38,7 +38,7 @@ from torchere.archiver.models.inputs.samples import Samples, chosen_samples
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of, with_other_sizes
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.source import Source, read_source, source_with_example
-from torchere.archiver.models.measure.cost import fewer_threads_when_busy
+from torchere.archiver.models.measure.cost import batch_sizes, fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.id_ranges import with_id_ranges
 from torchere.archiver.models.probe.row_independence import VARIATIONS
@@ -440,6 +440,7 @@ class _Compilation:
                 job.given,
                 max_drift=self._limit(trial.method if trial.quantised else None),
                 batched=all(one.signature.batched for one in (trial, fp32) if one),
+                sizes=batch_sizes(trial.signature, fp32.signature if fp32 else None),
                 files=(source, trial.packed.file),
                 loads=(TorchScriptOptions(), trial.load),
                 notes=trial.quantised.notes if trial.quantised else (),

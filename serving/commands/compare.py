@@ -133,7 +133,8 @@ def names_of(one: Path, other: Path) -> tuple[str, str]:
 
 
 def _compared(options: argparse.Namespace) -> Report:
-    from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
+    from torchere.archiver.models.measure.cost import batch_sizes  # noqa: PLC0415 - imports torch
+    from torchere.archiver.models.steps import refusing  # noqa: PLC0415
     from torchere.archiver.models.verify.compare import verify, with_memory  # noqa: PLC0415
 
     allowed = options.allow_code
@@ -147,6 +148,7 @@ def _compared(options: argparse.Namespace) -> Report:
                 samples,
                 max_drift=options.max_drift,
                 batched=one.batched and other.batched,
+                sizes=batch_sizes(one.signature, other.signature),
                 names=names_of(options.original, options.packed),
                 files=files,
                 loads=loads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.models.inputs.examples import spread
+from torchere.archiver.signature import Signature
 
 Model = Callable[..., Any]
 Samples = Sequence[tuple[torch.Tensor, ...]]
@@ -97,21 +99,38 @@ def gain(before_ms: Mapping[int, float], after_ms: Mapping[int, float]) -> float
     return float(product ** (1 / max(1, len(sizes))))
 
 
+def batch_sizes(*signatures: Signature | None) -> tuple[int, ...]:
+    """Return `BATCH_SIZES`, or the nearest sizes that all models take; the smallest first."""
+    inputs = [spec for signature in signatures if signature for spec in signature.inputs]
+    limits = [limit for spec in inputs for limit in spec.limits if limit.dimension == 0]
+    least = max((limit.least for limit in limits), default=1)
+    most = min((limit.most for limit in limits if limit.most), default=max(least, *BATCH_SIZES))
+    step = math.lcm(*(limit.multiple for limit in limits))
+    sizes = (min(max(size, least), most) for size in BATCH_SIZES)
+    up = ((size, -(-size // step) * step) for size in sizes)
+    return tuple(sorted({high if high <= most else size // step * step for size, high in up}))
+
+
 def times_by_batch(
-    models: Sequence[Model], samples: Samples, batched: bool, budget_s: float
+    models: Sequence[Model],
+    samples: Samples,
+    batched: bool,
+    budget_s: float,
+    sizes: Sequence[int] = BATCH_SIZES,
 ) -> list[dict[int, float]]:
     """Return the milliseconds of each model by batch size: the mean over up to three shapes of the samples.
 
-    The sizes of a batched model are `BATCH_SIZES`, the smallest first, as a server's first run has one row.
+    A batched model is timed at `sizes`, the smallest first, as a server's first run has one row.
 
     Args:
         models: freshly loaded, see `processor_ms`.
         samples: at least one.
         batched: whether the first dimension of every input is a batch of any size.
         budget_s: for each batch size, all models and shapes together.
+        sizes: see `batch_sizes`.
     """
     found: list[dict[int, float]] = [{} for _ in models]
-    for size in BATCH_SIZES if batched else (1,):
+    for size in sizes if batched else (1,):
         calls = _calls(samples, size) if batched else shapes_of(samples, batched=False)
         times = [processor_ms(models, call, budget_s / len(calls)) for call in calls]
         for index, by_size in enumerate(found):

@@ -14,7 +14,12 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.buffers import is_same, unchanged_buffers
 from torchere.archiver.models.inputs.run import shapes
 from torchere.archiver.models.inputs.sizes import FreeSize
-from torchere.archiver.models.measure.cost import Samples, fewer_threads_when_busy, times_by_batch
+from torchere.archiver.models.measure.cost import (
+    BATCH_SIZES,
+    Samples,
+    fewer_threads_when_busy,
+    times_by_batch,
+)
 from torchere.archiver.models.measure.difference import Outputs, answers, difference
 from torchere.archiver.models.probe.free_sizes import examples_of_size
 from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
@@ -38,6 +43,7 @@ def verify(
     *,
     max_drift: float,
     batched: bool = True,
+    sizes: Sequence[int] = BATCH_SIZES,
     names: tuple[str, str] = ("original", "packed"),
     files: tuple[Path | None, Path | None] = (None, None),
     loads: tuple[TorchScriptOptions, TorchScriptOptions] = (TorchScriptOptions(), TorchScriptOptions()),
@@ -57,6 +63,7 @@ def verify(
         samples: at least one.
         max_drift: the largest drift at which the report is accepted. See `max_drift_of`.
         batched: see `times_by_batch`.
+        sizes: of the batches to time; see `batch_sizes`.
         names: the names of both models, for the table.
         files: the files of both models, for their sizes.
         loads: the load options of both files.
@@ -71,13 +78,13 @@ def verify(
     if not samples:
         raise ModelRefused("there are no samples to verify the packed model on; give at least one")
     with _as_before(models := [original, packed, *([fp32] if fp32 else [])]):
-        times = times_by_batch(models, timed or samples, batched, _BUDGET_S)
+        times = times_by_batch(models, timed or samples, batched, _BUDGET_S, sizes)
     watched = Original(original, samples)
     with torch.inference_mode():
         found = difference(counted(watched.beside(packed), len(samples), "samples compared", say))
         doubts = watched.doubts()
-    sizes = [file.stat().st_size if file else None for file in files]
-    sides = [Side(*one) for one in zip(names, sizes, (None, None), times[:2], strict=True)]
+    file_sizes = [file.stat().st_size if file else None for file in files]
+    sides = [Side(*one) for one in zip(names, file_sizes, (None, None), times[:2], strict=True)]
     return Report(
         original=sides[0],
         packed=sides[1],

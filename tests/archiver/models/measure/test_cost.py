@@ -12,12 +12,14 @@ import torch
 from torchere.archiver.models.inputs.sizes import FreeSize, with_other_sizes
 from torchere.archiver.models.measure import cost
 from torchere.archiver.models.measure.cost import (
+    batch_sizes,
     fewer_threads_when_busy,
     gain,
     processor_ms,
     shapes_of,
     times_by_batch,
 )
+from torchere.archiver.signature import Limit, Signature, TensorSpec
 
 
 class Processor:
@@ -175,3 +177,20 @@ def test_where_sizes_may_vary_models_are_timed_in_a_second_one() -> None:
     assert [tuple(one[0].shape) for one in with_other_sizes(alike, sizes)] == [(2, 9), (2, 9), (2, 11)]
     assert with_other_sizes(differing, sizes) == differing
     assert with_other_sizes(alike, sizes[:1]) == alike
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [
+        (None, (1, 8)),
+        (Limit(0, 1, 64), (1, 8)),
+        (Limit(0, 1, 4), (1, 4)),
+        (Limit(0, 2, 64), (2, 8)),
+        (Limit(0, 16), (16,)),
+        (Limit(0, 3, 10, 3), (3, 9)),
+        (Limit(1, 2, 4), (1, 8)),
+    ],
+)
+def test_batches_are_timed_at_sizes_that_the_model_takes(limit: Limit | None, sizes: tuple[int, ...]) -> None:
+    takes = TensorSpec("x", "FP32", (-1, -1), (limit,) if limit else ())
+    assert batch_sizes(None, Signature((takes,), ())) == sizes
