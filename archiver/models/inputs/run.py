@@ -75,9 +75,18 @@ def run_of_session(session: Any) -> Callable[..., Tensors]:
 
     def run(*tensors: torch.Tensor) -> Tensors:
         arrays = {name: tensor.cpu().numpy() for name, tensor in zip(names, tensors, strict=True)}
-        return tuple(torch.from_numpy(result) for result in session.run(None, arrays))
+        return tuple(map(tensor_of_result, session.run(None, arrays)))
 
     return run
+
+
+def tensor_of_result(array: Any) -> torch.Tensor:
+    """Return an array of onnxruntime as a tensor that shares its memory.
+
+    Its UINT64 is NumPy's `ulonglong`, which torch does not take for `uint64`, though both have 8 bytes: a
+    view by the text of the dtype (`<u8`) has the one that torch knows.
+    """
+    return torch.from_numpy(array.view(array.dtype.str))
 
 
 def seeded(run: Run, example: Tensors) -> Named:
