@@ -55,7 +55,7 @@ def verify(
     """Time both models in turns, and compare their outputs on the samples.
 
     Not thread-safe: sets torch's number of threads. Does not check the drift; see `refuse_drift`.
-    The models are timed before they see the samples, a batch of one first, as a server runs them.
+    The models are timed before they see the samples, the smallest batch first, as a server runs them.
 
     Args:
         original: takes the tensors of a sample as positional arguments.
@@ -65,7 +65,7 @@ def verify(
         batched: see `times_by_batch`.
         sizes: of the batches to time; see `batch_sizes`.
         names: the names of both models, for the table.
-        files: the files of both models, for their sizes.
+        files: of both models, for their sizes.
         loads: the load options of both files.
         notes: how the packed model was made, for the JSON.
         fp32: the fastest form in fp32 that packing would make instead, freshly loaded; timed, not compared.
@@ -75,16 +75,14 @@ def verify(
     Raises:
         ModelRefused: there are no samples, or the outputs differ in number or shape.
     """
-    if not samples:
-        raise ModelRefused("there are no samples to verify the packed model on; give at least one")
+    _check_samples(samples)
     with _as_before(models := [original, packed, *([fp32] if fp32 else [])]):
         times = times_by_batch(models, timed or samples, batched, _BUDGET_S, sizes)
     watched = Original(original, samples)
     with torch.inference_mode():
         found = difference(counted(watched.beside(packed), len(samples), "samples compared", say))
         doubts = watched.doubts()
-    file_sizes = [file.stat().st_size if file else None for file in files]
-    sides = [Side(*one) for one in zip(names, file_sizes, (None, None), times[:2], strict=True)]
+    sides = [Side(*one) for one in zip(names, map(_size_bytes, files), (None, None), times[:2], strict=True)]
     return Report(
         original=sides[0],
         packed=sides[1],
@@ -98,6 +96,15 @@ def verify(
         doubts=doubts,
         fp32=Side("fp32", None, None, times[2]) if fp32 else None,
     )
+
+
+def _check_samples(samples: Samples) -> None:
+    if not samples:
+        raise ModelRefused("there are no samples to verify the packed model on; give at least one")
+
+
+def _size_bytes(file: Path | None) -> int | None:
+    return file.stat().st_size if file else None
 
 
 @contextlib.contextmanager
