@@ -31,6 +31,7 @@ from torchere.serving.workers.worker_settings import WorkerSettings
 logger = logging.getLogger(__name__)
 
 _MEMORY = 0.8  # weight of the old value in the running mean of the handler's time, per batch
+CANCEL_GRACE_S = 2.0  # for a coroutine that is cancelled; the lane looks every 0.05 s
 KILLS_AT_FIRST_LOAD = 2  # signals from outside after which a first load is tried again
 
 
@@ -333,11 +334,22 @@ class Worker:
         self._process.kill(Loss(LossKind.HANG, f"hung: idle, and no sign of life for {silent_s:g} s"))
 
     def _hung(self, process: WorkerProcess, run: Run) -> None:
-        """Answer the run of a lane that was silent for too long, and replace the lane's process."""
+        """Answer the run of a lane that was silent for too long, and replace the lane's process.
+
+        One of several runs of a lane (`asyncCommunication`) is cancelled: the process stays if it ends then.
+        """
         timeout_s = self._settings.response_timeout_s
         loss = Loss(LossKind.TIMEOUT, f"no answer within response_timeout={timeout_s:g} s")
         is_late = DeadlineExceeded(f"The model did not answer within {timeout_s:g} s.")
         run.fail(ExecutorDied(loss.cause) if self._settings.hangs_as_deaths else is_late)
+        if self._settings.spec.at_once > 1:
+            asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._end_hung, process, run, loss)
+        else:
+            self._end_hung(process, run, loss)
+
+    def _end_hung(self, process: WorkerProcess, run: Run, loss: Loss) -> None:
+        if run.run_id not in process.inside:  # it has ended, or its process has
+            return
         if process is not self._process or process.hangs():
             if process is self._process:
                 self._change(state=ExecutorState.RESTARTING)

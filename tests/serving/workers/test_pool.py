@@ -221,6 +221,44 @@ def test_a_hung_worker_is_replaced_after_its_response_timeout(
         assert words in caplog.text
 
 
+@pytest.mark.parametrize("way", ["waits", "blocks"])
+def test_a_coroutine_that_hangs_costs_its_process_only_if_it_does_not_end_when_cancelled(
+    make_spec: Any, make_sink: Any, make_request: Any, way: str
+) -> None:
+    source = """
+        import asyncio, time
+        from torchere.handlers import send_intermediate_predict_response
+        class Handler:
+            def initialize(self, context): pass
+            async def handle(self, data, context):
+                body = bytes(data[0]["body"])
+                if body == b"waits": await asyncio.Event().wait()
+                if body == b"blocks": time.sleep(60)
+                for _ in range(60 if body == b"stream" else 0):
+                    send_intermediate_predict_response(["part"], context.request_ids, "", 200, context)
+                    await asyncio.sleep(0.05)
+                return ["end"]
+    """
+
+    async def main() -> None:
+        async with pool_in_service(make_spec(source, at_once=8), response_timeout_s=1.0) as pool:
+            stream, hung = make_sink(), make_sink()
+            pid = pool.statuses()[0].pid
+            stream.submit(pool, [make_request("stream")])
+            hung.submit(pool, [make_request(way)])
+            assert isinstance(await hung.outcome(), DeadlineExceeded)
+            if way == "waits":
+                assert (await stream.outcome()).body == b"end"
+                assert pool.free == 8
+            else:
+                assert isinstance(await stream.outcome(), (DeadlineExceeded, ExecutorDied))
+                while not is_replaced(pool, pid):
+                    await asyncio.sleep(0.02)
+            assert pool.statuses()[0].losses == (0 if way == "waits" else 1)
+
+    asyncio.run(main())
+
+
 def test_a_worker_that_gives_up_is_failed_and_says_so(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
