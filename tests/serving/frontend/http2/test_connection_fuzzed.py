@@ -22,6 +22,14 @@ class FakeTransport(asyncio.Transport):
     def __init__(self):
         super().__init__()
         self.written, self.closed = bytearray(), False
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+
+    def pause_reading(self):
+        self.may_read.clear()
+
+    def resume_reading(self):
+        self.may_read.set()
 
     def write(self, data):
         assert not self.closed
@@ -36,6 +44,7 @@ class FakeTransport(asyncio.Transport):
 
     def close(self):
         self.closed = True
+        self.may_read.set()
 
     def abort(self):
         self.close()
@@ -121,7 +130,8 @@ class Errors(logging.Handler):
         self.found.append(record.getMessage())
 
 
-def receive(connection, data):
+async def receive(connection, transport, data):
+    await transport.may_read.wait()  # a slow machine uses up the time of a turn
     connection.get_buffer(-1)[: len(data)] = data
     connection.buffer_updated(len(data))
 
@@ -135,10 +145,10 @@ async def play(steps):
 
     connection = Connection(Listener(open_call, 200, 80))
     connection.connection_made(transport)
-    receive(connection, GREETED)
+    await receive(connection, transport, GREETED)
     for step in steps:
         if isinstance(step, bytes):
-            receive(connection, step)
+            await receive(connection, transport, step)
         elif step == "pause":
             connection.pause_writing()
         elif step == "resume":
@@ -148,6 +158,7 @@ async def play(steps):
         else:
             await asyncio.sleep(0)
     await asyncio.sleep(0)
+    await transport.may_read.wait()
     connection.connection_lost(None)
     assert connection._streams == {}
     assert connection._timers == [] or all(timer.cancelled() for timer in connection._timers)
