@@ -169,13 +169,13 @@ def check_method(method: str, target: str = "torchscript", *, has_samples: bool 
             "int4-weight brings the weights into the order of the processor when a server loads them, which "
             "TorchScript can't; take --format export or aoti, or int8-weight"
         )
+    if method in _BY_PT2E and target != "torchscript":
+        check_torchao()
     if method == "int8-static" and not has_samples:
         raise ModelRefused(
             "int8-static needs samples to see how large activations are, and there are none; give some that "
             "are like real requests with --samples"
         )
-    if method in _BY_PT2E and target != "torchscript":
-        check_torchao()
 
 
 def check_quantised(module: nn.Module, method: str | None, target: str) -> str:
