@@ -168,6 +168,10 @@ class Missing:
         if wanted.restores is not None and all(one.wanted != wanted for one in self._absent):
             self._absent.append(_Absent(wanted, wanted.restores))
 
+    def lacks(self, wanted: Wanted) -> bool:
+        """Whether a model that was added is missing still, and no other one is registered instead."""
+        return any(one.wanted == wanted and one.instead is None for one in self._absent)
+
     def names(self) -> tuple[str, ...]:
         """Return the names of the missing models, derived from the file name where none is given."""
         return tuple([one.name for one in self._absent if one.instead is None])

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -22,6 +23,7 @@ from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
     DependenciesFailed,
+    DownloadFailed,
     NotFound,
     ServingError,
     VersionNotFound,
@@ -50,6 +52,7 @@ from torchere.serving.workers.launch import worker_environment
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+FETCH_AGAIN_S = (5.0, 15.0, 30.0, 60.0)  # pauses before the attempts at archives of the start; then the last
 
 
 class RegisteredWorkflows(Protocol):
@@ -90,6 +93,7 @@ class Registry:
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
         self._sweeping: asyncio.Future[None] | None = None
+        self._fetching_again: asyncio.Task[None] | None = None
 
     def find(self, model: str, version: str | None) -> Version:
         """Return the version for a request; raise `ModelNotFound` or `VersionNotFound`."""
@@ -294,26 +298,49 @@ class Registry:
     async def load_at_startup(self, models: Sequence[Wanted]) -> None:
         """Register `models` in turn; log and skip a model that fails, as TorchServe does.
 
-        A skipped model is `missing` until it is registered.
+        A skipped model is `missing` until it is registered. One whose archive could not be fetched is tried
+        again in the background.
         """
         self._sweeping = asyncio.ensure_future(asyncio.to_thread(self._store.sweep))
-        for wanted in models:
-            try:
-                await self.register(wanted)
-            except ServingError as err:
-                is_there = isinstance(err, Conflict)
-                if is_there and self._server.snapshot_models:  # the snapshot has restored it
-                    continue
-                if not is_there:
-                    self._missing.add(wanted)
-                reason = err.detail or err.message
-                if isinstance(err, DependenciesFailed):  # its detail does not say which step failed
-                    reason = f"{err.message}: {reason}"
-                logger.error("Failed to load model: %s: %s", shown_url(wanted.url), reason)
+        waiting = [wanted for wanted in models if not await self._tried(wanted)]
         for model in self._server.snapshot_models:
             if model.default_version and model.name in self._serving:
                 with contextlib.suppress(VersionNotFound):  # it failed to register, which was logged
                     self.set_default(model.name, model.version)
+        if waiting:
+            self._fetching_again = asyncio.create_task(self._fetch_again(waiting))
+
+    async def _tried(self, wanted: Wanted) -> bool:
+        """Register a model of the start; log a failure. Return False if its archive could not be fetched."""
+        try:
+            await self.register(wanted)
+        except ServingError as err:
+            is_there = isinstance(err, Conflict)
+            if is_there and self._server.snapshot_models:  # the snapshot has restored it
+                return True
+            if not is_there:
+                self._missing.add(wanted)
+            reason = err.detail or err.message
+            if isinstance(err, DependenciesFailed):  # its detail does not say which step failed
+                reason = f"{err.message}: {reason}"
+            logger.error("Failed to load model: %s: %s", shown_url(wanted.url), reason)
+            return not isinstance(err, DownloadFailed)
+        return True
+
+    async def _fetch_again(self, waiting: Sequence[Wanted]) -> None:
+        """Try to register models of the start until each is registered, or missing no more.
+
+        A host that fails for a minute would else keep each replica that starts in it out of service for good.
+        """
+        for pause_s in chain(FETCH_AGAIN_S, repeat(FETCH_AGAIN_S[-1])):
+            logger.warning(
+                "archives of the start that can't be fetched: the next attempt is in %d s", pause_s
+            )
+            await asyncio.sleep(pause_s)
+            lacking = [wanted for wanted in waiting if self._missing.lacks(wanted)]
+            waiting = [wanted for wanted in lacking if not await self._tried(wanted)]
+            if not waiting:
+                return
 
     def _wanted_at_startup(self) -> list[Wanted]:
         """Check the snapshot's archives on disk and return the startup models. Blocks."""
@@ -326,6 +353,8 @@ class Registry:
 
     def stopping(self) -> None:
         """Stop downloads because the server is about to stop; waiting callers get `Unavailable`."""
+        if self._fetching_again is not None:
+            self._fetching_again.cancel()
         self._fetching.close()
 
     async def close(self) -> None:

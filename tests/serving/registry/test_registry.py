@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pools import until
 
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.properties import read_properties
 from torchere.serving.config.resolve import configure
 from torchere.serving.config.server_settings import ServerSettings, SnapshotModel, SnapshotSettings
 from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest, NotFound
+from torchere.serving.registry import registry as registry_module
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
@@ -503,3 +505,55 @@ def test_requirements_that_fail_at_the_start_name_pip(
     asyncio.run(main())
     said = "m.mar: Custom pip package installation failed for model m: pip install -r r.txt: exit status 1: "
     assert f"Failed to load model: {said}" in caplog.text
+
+
+@pytest.fixture
+def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The archive of a model of the start that cannot be fetched; attempts follow one another at once."""
+    monkeypatch.setattr(registry_module, "FETCH_AGAIN_S", (0.0, 0.001))
+    (tmp_path / "shop").mkdir()
+    return tmp_path / "shop" / "late.mar"
+
+
+def test_an_archive_of_the_start_that_cannot_be_fetched_is_tried_again(tmp_path: Path, late: Path) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=(f"late=file://{late}", "m.mar")) as registry:
+            await registry.load_at_startup(await registry.wanted_at_startup())
+            assert (list(registry.served()), registry.missing()) == (["m"], ("late",))
+            pack(late)
+            await until(lambda: not registry.missing())
+            assert list(registry.served()) == ["m", "late"]
+            assert registry.of_the_start(registry.find("late", None))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_an_archive_of_the_start_that_nobody_misses_is_not_tried_again(
+    tmp_path: Path, late: Path, caplog: pytest.LogCaptureFixture, is_replaced: bool
+) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=(f"late=file://{late}",)) as registry:
+            await registry.load_at_startup(await registry.wanted_at_startup())
+            if is_replaced:
+                await registry.register(Wanted("m.mar", Asked(), name="late"))
+            else:
+                with pytest.raises(NotFound):
+                    await registry.unregister("late", None)
+            pack(late)
+            attempts = "the next attempt"
+            await until(lambda: not [one for one in asyncio.all_tasks() if "fetch_again" in repr(one)])
+            assert attempts in caplog.text
+            assert list(registry.served()) == (["late"] if is_replaced else [])
+
+    asyncio.run(main())
+
+
+def test_a_server_that_stops_tries_no_archive_again(tmp_path: Path, late: Path) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=(f"late=file://{late}",)) as registry:
+            await registry.load_at_startup(await registry.wanted_at_startup())
+            registry.stopping()
+        assert registry.missing() == ("late",)
+
+    asyncio.run(main())
