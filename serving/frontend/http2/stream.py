@@ -199,10 +199,13 @@ class Stream(StreamFlow):
     def keep(self, size: int) -> None:
         """Take a consumed message from the memory budget until it is answered: `let_go`, or the call's end.
 
+        Has no effect once the call has ended: its tasks may go on for a moment, and nothing would return it.
+
         Raises:
             MessageFailed: there is no room for it.
         """
-        self._inbound.keep(self, size)
+        if not self.ended:
+            self._inbound.keep(self, size)
 
     def let_go(self, size: int) -> None:
         """Return a message that is answered to the memory budget; has no effect once the call has ended."""
@@ -214,7 +217,7 @@ class Stream(StreamFlow):
         Raises:
             MessageFailed: there is no room for them.
         """
-        if len(message) > self.held_bytes:
+        if len(message) > self.held_bytes and not self.ended:  # see `keep`
             self._inbound.hold(self, len(message) - self.held_bytes)
         return self._inbound.lease_inflation(len(message), self.limit_bytes)
 

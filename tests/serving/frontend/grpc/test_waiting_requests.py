@@ -14,6 +14,7 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelInferRequest,
     ModelStreamInferResponse,
 )
+from torchere.serving.frontend.http2.frames import DATA, ErrorCode, frame, reset_stream
 from torchere.serving.types import InferResponse
 
 SIZE = 100_000
@@ -59,17 +60,22 @@ async def until(condition):
     await asyncio.wait_for(wait(), 20)
 
 
-def begin(served, method, timeout=20):
+def begin(served, method, timeout=20, requests=None):
     """Begin a call with one request; it is not half-closed if its method takes many."""
     if method == "ModelStreamInfer":
         path = f"/{PUBLIC_NAME}/{method}"
         infer = served.channel.stream_stream(
             path, ModelInferRequest.SerializeToString, ModelStreamInferResponse.FromString
         )
-        return infer(iter([tensors()] * 3), timeout=timeout)
+        return infer(requests or iter([tensors()] * 3), timeout=timeout)
     if method == "StreamPredictions2":
         return served.call(method, iter([prediction()]), timeout=timeout)
     return served.call(method, prediction(), timeout=timeout)
+
+
+async def one_and_no_end():
+    yield ModelInferRequest(model_name="echo")
+    await asyncio.Event().wait()
 
 
 async def ended(call, method):
@@ -111,6 +117,26 @@ def test_requests_count_until_their_call_has_ended(serving, model, method, ends)
             return held
 
     assert asyncio.run(main()) >= METHODS[method] * SIZE
+
+
+def test_requests_that_arrive_with_the_cancellation_of_their_call_do_not_count(serving, model):
+    async def main():
+        budgets = Budgets(2**30)
+        async with serving("inference", budgets=budgets, max_request_bytes=SIZE) as served:
+            call = begin(served, "ModelStreamInfer", requests=one_and_no_end())
+            await until(lambda: model.asked == 1)
+            (connection,) = served.server._listener.connections
+            ((number, _),) = connection._streams.items()
+            message = tensors().SerializeToString()
+            data = frame(DATA, 0, number, b"\0" + len(message).to_bytes(4, "big") + message)
+            connection._receive(data + data + reset_stream(number, ErrorCode.CANCEL))  # in one read
+            call.cancel()
+            await ended(call, "ModelStreamInfer")
+            for _ in range(100):
+                await asyncio.sleep(0)
+            return budgets.held_bytes
+
+    assert asyncio.run(main()) == 0
 
 
 def test_a_request_beyond_the_budget_is_refused_until_others_are_answered(serving, model):
