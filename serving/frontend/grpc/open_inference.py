@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -209,10 +210,11 @@ class TensorCalls:
             yield counted(ModelStreamInferResponse(error_message=text, infer_response=named), request)
 
         try:
-            async for part, size in in_order(paced(), told):
-                ahead_bytes -= size
-                call.stream.release(size)
-                yield part
+            async with aclosing(in_order(paced(), told)) as parts:
+                async for part, size in parts:
+                    ahead_bytes -= size
+                    call.stream.release(size)
+                    yield part
         finally:
             call.stream.release(ahead_bytes)
 
@@ -271,7 +273,7 @@ PARTS_AHEAD = 16  # parts of one answer buffered while earlier answers are sent
 
 async def in_order(
     requests: AsyncIterator[Request], answer: Callable[[Request], AsyncIterator[Part]]
-) -> AsyncIterator[Part]:
+) -> AsyncGenerator[Part, None]:
     """Yield the parts of the answers to all requests.
 
     Requests start, and their answers are yielded, in the order of arrival, so requests of a sequence stay in

@@ -1,9 +1,12 @@
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from torchere.serving.frontend.grpc.open_inference import IN_FLIGHT, PARTS_AHEAD, in_order
+from torchere.serving.frontend.grpc.open_inference import IN_FLIGHT, PARTS_AHEAD, TensorCalls, in_order
+from torchere.serving.frontend.grpc.open_inference_messages import TensorMessage
+from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferResponse
 
 
 async def given(*items):
@@ -120,3 +123,34 @@ def test_closing_ends_all_that_runs():
         return begun, sorted(ended), len(asyncio.all_tasks())
 
     assert asyncio.run(main()) == ([1, 2, 3], [1, 2, 3], 1)
+
+
+def test_an_answer_that_is_ready_as_its_call_is_closed_is_not_counted(monkeypatch):
+    held = [0]
+
+    async def main():
+        asked, go = asyncio.Event(), asyncio.Event()
+
+        async def parts(calls, request, call):
+            if request.id == "second":
+                asked.set()
+                await go.wait()
+            yield ModelInferResponse(id=request.id)
+
+        def count(size, **_):
+            held[0] += size
+
+        monkeypatch.setattr(TensorCalls, "_parts", parts)
+        stream = SimpleNamespace(kept_bytes=0, keep=lambda size: None, let_go=lambda size: None)
+        stream.hold, stream.release = count, lambda size: count(-size)
+        requests = given(*(TensorMessage(b"", name, ()) for name in ("first", "second")))
+        answers = TensorCalls(None).infer_stream(requests, SimpleNamespace(stream=stream))
+        assert (await anext(answers)).infer_response.id == "first"
+        await asked.wait()
+        go.set()
+        await answers.aclose()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert held == [0]
