@@ -348,7 +348,7 @@ class Worker:
             self._end_hung(process, run, loss)
 
     def _end_hung(self, process: WorkerProcess, run: Run, loss: Loss) -> None:
-        if run.run_id not in process.inside:  # it has ended, or its process has
+        if run.run_id not in process.inside or process is self._retired:  # ended, or about to be
             return
         if process is not self._process or process.hangs():
             if process is self._process:

@@ -359,7 +359,7 @@ class WorkerProcess:
             self._spec.model_version,
             timeout_s,
         )
-        self._look_in(timeout_s)
+        self._look_in(timeout_s if self._spec.at_once == 1 else 0.0)  # other coroutines may hang, too
         run.cancel(0)
         self._events.hung(run)
 

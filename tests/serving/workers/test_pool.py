@@ -259,6 +259,29 @@ def test_a_coroutine_that_hangs_costs_its_process_only_if_it_does_not_end_when_c
     asyncio.run(main())
 
 
+def test_coroutines_that_hang_are_answered_after_their_own_response_timeout(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    source = """
+        import asyncio
+        class Handler:
+            def initialize(self, context): pass
+            async def handle(self, data, context): await asyncio.Event().wait()
+    """
+
+    async def main() -> None:
+        async with pool_in_service(make_spec(source, at_once=8), response_timeout_s=1.0) as pool:
+            hung = [make_sink() for _ in range(6)]
+            for sink in hung:
+                sink.submit(pool, [make_request("waits")])
+            for outcome in await asyncio.wait_for(asyncio.gather(*(one.outcome() for one in hung)), 4):
+                assert isinstance(outcome, DeadlineExceeded)
+            await until_free(pool)
+            assert pool.statuses()[0].losses == 0
+
+    asyncio.run(main())
+
+
 def test_a_worker_that_gives_up_is_failed_and_says_so(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
