@@ -337,8 +337,8 @@ class Registry:
                 "archives of the start that can't be fetched: the next attempt is in %d s", pause_s
             )
             await asyncio.sleep(pause_s)
-            lacking = [wanted for wanted in waiting if self._missing.lacks(wanted)]
-            waiting = [wanted for wanted in lacking if not await self._tried(wanted)]
+            # Asked before each attempt: those before it may have taken minutes.
+            waiting = [one for one in waiting if self._missing.lacks(one) and not await self._tried(one)]
             if not waiting:
                 return
 

@@ -549,6 +549,32 @@ def test_an_archive_of_the_start_that_nobody_misses_is_not_tried_again(
     asyncio.run(main())
 
 
+def test_an_archive_that_nobody_misses_while_another_is_tried_is_not_tried_again(
+    tmp_path: Path, late: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = late.with_name("later.mar")
+
+    async def main() -> None:
+        models = (f"late=file://{late}", f"later=file://{later}")
+        async with registry_of(tmp_path, load_models=models) as registry:
+            await registry.load_at_startup(await registry.wanted_at_startup())
+            register = registry.register
+
+            async def registered(wanted: Wanted) -> Any:
+                if wanted.name == "late" and "later" in registry.missing():
+                    pack(late)
+                    pack(later)
+                    with pytest.raises(NotFound):
+                        await registry.unregister("later", None)
+                return await register(wanted)
+
+            monkeypatch.setattr(registry, "register", registered)
+            await until(lambda: not [one for one in asyncio.all_tasks() if "fetch_again" in repr(one)])
+            assert list(registry.served()) == ["late"]
+
+    asyncio.run(main())
+
+
 def test_a_server_that_stops_tries_no_archive_again(tmp_path: Path, late: Path) -> None:
     async def main() -> None:
         async with registry_of(tmp_path, load_models=(f"late=file://{late}",)) as registry:
