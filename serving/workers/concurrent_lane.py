@@ -40,13 +40,13 @@ class LaneOfProcess(Protocol):
 class _Running:
     """One run under way: its task, and the parts of its answer that wait for its client."""
 
-    __slots__ = ("is_cancelled", "place", "run_id", "task", "waiting")
+    __slots__ = ("has_begun", "is_cancelled", "place", "run_id", "task", "waiting")
 
     def __init__(self, message: Run) -> None:
         self.run_id, self.place = message.run_id, message.place
         self.task: asyncio.Task[None] | None = None
         self.waiting: deque[Parts] = deque()
-        self.is_cancelled = False
+        self.has_begun = self.is_cancelled = False
 
 
 class ConcurrentLane:
@@ -106,6 +106,7 @@ class ConcurrentLane:
             running.waiting.append([encode_frame(Partial(message.run_id, index, part))])
             self._send_waiting(running)
 
+        running.has_begun = True
         host = self._host
         if host.end_cause:  # the server sends it to another worker
             return
@@ -131,7 +132,9 @@ class ConcurrentLane:
     def _look(self) -> None:
         """Cancel the runs whose client has left, and send the parts that were held back."""
         for running in list(self._runs):
-            if not running.is_cancelled and self._page.all_cancelled(running.place, 1):
+            # A task that is cancelled before its first step takes none, so its run would have no report.
+            is_at_work = running.has_begun and not running.is_cancelled
+            if is_at_work and self._page.all_cancelled(running.place, 1):
                 running.is_cancelled = True
                 if running.task is not None:
                     running.task.cancel()

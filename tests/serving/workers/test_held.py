@@ -2,11 +2,15 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from pools import pool_in_service
+from pools import pool_in_service, until
 
-from torchere.serving.errors import ExecutorDied
+from torchere.serving.errors import Cancelled, ExecutorDied
+from torchere.serving.workers import messages
+from torchere.serving.workers.concurrent_lane import ConcurrentLane
+from torchere.serving.workers.executor import BatchReport
 from torchere.serving.workers.run import Run
 
 PARTS = 8
@@ -124,5 +128,26 @@ def test_a_coroutine_that_is_over_ends_its_run_when_its_client_leaves_the_last_p
             run.cancel(0)
             await asyncio.wait_for(asyncio.shield(held.sink.report), 10)
             assert (pool.free, len(held.sink.parts) < PARTS) == (8, True)
+
+    asyncio.run(main())
+
+
+def test_a_coroutine_whose_client_leaves_before_its_first_step_ends_its_run():
+    async def run_beside(*_):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return BatchReport([Cancelled()])
+
+    async def main():
+        sent = []
+        lane = SimpleNamespace(batches=SimpleNamespace(has_more=False), send=sent.append)
+        lane.next_batch = lambda: messages.Run(1, 0, ("a request",))
+        page = SimpleNamespace(mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True)
+        host = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
+        concurrent = ConcurrentLane(lane, host, page, None, None)
+        concurrent._take()
+        concurrent._look()  # its timer is due in the turn of the loop in which the run arrives
+        await until(lambda: sent, 10)
 
     asyncio.run(main())
