@@ -376,17 +376,24 @@ def done_from_report(run_id: int, report: BatchReport, end_cause: str = "") -> D
 
 
 def pong_of(samples: Sequence[MetricSample]) -> Pong:
-    """Return the answer to a `Ping`, with metrics reported outside of a batch, if they can be sent."""
-    pong = Pong(tuple(samples[:MAX_SAMPLES]))
+    """Return the answer to a `Ping`, with metrics reported outside of a batch, if they can be sent.
+
+    As in a report, their texts are made encodable if need be.
+    """
     if not samples:
-        return pong
-    try:
-        size = len(encode_frame(pong))
+        return Pong()
+    kept, cause = tuple(samples[:MAX_SAMPLES]), ""
+    for change in (None, _encodable):
+        pong = Pong(kept if change is None else tuple(map(change, kept)))
+        try:
+            size = len(encode_frame(pong))
+        except (TypeError, ValueError, OverflowError) as err:
+            cause = str(err)
+            continue
         if size <= CONTROL_BYTES:
             return pong
         cause = f"their texts have {size} bytes"
-    except (TypeError, ValueError, OverflowError) as err:
-        cause = str(err)
+        break
     logger.error("metrics that a handler reported outside of a batch can't be sent: %s", cause)
     return Pong()
 

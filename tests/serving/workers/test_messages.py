@@ -187,7 +187,7 @@ def test_metrics_of_an_idle_worker_that_cannot_be_sent_cost_no_sign_of_life() ->
     sample = MetricSample("n", 1.0, "ms", "gauge", (), ())
     assert pong_of([sample]) == Pong((sample,))
     assert pong_of([sample] * (MAX_SAMPLES + 1)) == Pong((sample,) * MAX_SAMPLES)
-    assert pong_of([sample._replace(name="\ud800")]) == Pong()
+    assert pong_of([sample, sample._replace(name="\ud800")]) == Pong((sample, sample._replace(name="?")))
     assert pong_of([sample._replace(name="n" * 2_000_000)] * 9) == Pong()
 
 
