@@ -265,9 +265,7 @@ Part = TypeVar("Part")
 Item = TypeVar("Item")
 
 IN_FLIGHT = 64  # requests of one stream read ahead of the answers; beyond that reading pauses
-IN_FLIGHT_BYTES = (
-    2**24
-)  # of them, likewise: a stream of long requests stays far below its connection's budget
+IN_FLIGHT_BYTES = 2**24  # of them, likewise: far below the budget of their connection
 PARTS_AHEAD = 16  # parts of one answer buffered while earlier answers are sent
 
 
