@@ -26,6 +26,7 @@ from torchere.serving.errors import (
     DownloadFailed,
     NotFound,
     ServingError,
+    Unavailable,
     VersionNotFound,
 )
 from torchere.serving.registry import serving_map as routing
@@ -324,7 +325,7 @@ class Registry:
             if isinstance(err, DependenciesFailed):  # its detail does not say which step failed
                 reason = f"{err.message}: {reason}"
             logger.error("Failed to load model: %s: %s", shown_url(wanted.url), reason)
-            return not isinstance(err, DownloadFailed)
+            return not isinstance(err, (DownloadFailed, Unavailable))
         return True
 
     async def _fetch_again(self, waiting: Sequence[Wanted]) -> None:
@@ -362,7 +363,7 @@ class Registry:
         await self._snapshots.stopping()
         self._closing = True
         self._reconciler.hurry()
-        self._fetching.close()
+        self.stopping()
         leaving = list(self.versions())
         for version in leaving:
             self._take_out(version)
