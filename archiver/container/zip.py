@@ -175,7 +175,7 @@ def _widened(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
     """Replace each 0xFFFFFFFF by its 64-bit value; the ZIP64 extra field has these in the same order."""
     if _FULL_32 not in values:
         return values
-    wide = _extra_field(extra, _WIDE_EXTRA)
+    wide = next(_extra_fields(extra, _WIDE_EXTRA), b"")
     found = []
     for value in values:
         if value == _FULL_32:
@@ -190,20 +190,20 @@ def _widened(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_other_name(extra: bytes, name: bytes) -> None:
     """Refuse a name in an extra field that differs: Info-ZIP and newer Pythons read it instead."""
-    other = _extra_field(extra, _NAME_EXTRA)[_NAME_EXTRA_HEAD_BYTES:]
-    if other not in (b"", name):
-        raise Malformed(f"its extra field names it {other[:80].decode(errors='replace')!a} instead")
+    for field in _extra_fields(extra, _NAME_EXTRA):  # of several the last one counts, for Python
+        other = field[_NAME_EXTRA_HEAD_BYTES:]
+        if other not in (b"", name):
+            raise Malformed(f"its extra field names it {other[:80].decode(errors='replace')!a} instead")
 
 
-def _extra_field(extra: bytes, wanted: int) -> bytes:
+def _extra_fields(extra: bytes, wanted: int) -> Iterator[bytes]:
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<HH", extra)
         if length > len(extra) - 4:
             raise Malformed("an extra field is longer than its room")
         if kind == wanted:
-            return extra[4 : 4 + length]
+            yield extra[4 : 4 + length]
         extra = extra[4 + length :]
-    return b""
 
 
 def _at(file: BinaryIO, offset: int, size: int) -> bytes:
