@@ -77,6 +77,7 @@ NEW_PATHS = {
     "torchscript_mapped": "loading.torchscript",
     "torchscript_state": "loading.torchscript",
     "ts_alias": "ts_compat.alias",
+    "ts_compat.texts": "text",
     "version": "ts_compat.alias",
     "voice_activity": "audio.voice_activity",
     "warm_up": "base",
