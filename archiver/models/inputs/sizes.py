@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -145,7 +145,8 @@ def sizes_of(options: BuildOptions, names: Sequence[str], example: Tensors) -> l
     """
     found = [parse_free_size(text, names, example) for text in options.dynamic_sizes]
     if options.dynamic_batch is not None:
-        found.append(batch_of(example, parse_range(options.dynamic_batch, "--dynamic-batch")))
+        batch = batch_of(example, parse_range(options.dynamic_batch, "--dynamic-batch"))
+        found.append(replace(batch, low=1))  # a server makes batches of rows, of one where no other waits
     return found
 
 

@@ -179,6 +179,22 @@ def test_without_a_dynamic_batch_an_export_takes_the_examples_size_only(forms: A
     assert signature_in(archive).inputs[0].shape == (2, 8)
 
 
+def test_a_batch_may_have_one_row_whatever_its_least_size_is(
+    forms: Any, pack: Pack, serve: Serve, tmp_path: Path
+) -> None:
+    torch.save(torch.rand(4, 8), tmp_path / "four.pt")
+    archive = pack(
+        **CLASS,
+        serialized_file=forms.file("state.weights"),
+        model_format="export",
+        example=tmp_path / "four.pt",
+        dynamic_batch="4:8",
+        verify=True,
+    )
+    rows = torch.rand(1, 8)
+    check_answers(forms, serve(archive, [{"body": row.tolist()} for row in rows]), rows)
+
+
 def test_the_limit_of_drift_and_its_acceptance_count_for_other_sizes_too(
     forms: Any, pack: Pack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
