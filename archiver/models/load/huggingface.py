@@ -157,12 +157,16 @@ def _refuse_other_weights(path: Path) -> None:
 
 
 def _refuse_shards_elsewhere(path: Path) -> None:
-    """Raise ModelRefused when an index of shards names files outside of the folder."""
-    for index in path.glob("*.index.json"):
+    """Raise ModelRefused when the configuration or an index of shards names files outside of the folder."""
+    config = path / "config.json"
+    explicit = _member(config, "transformers_weights")  # weights, or an index in a folder below
+    named = [] if explicit is None else [(config, explicit)]
+    for index in path.rglob("*.index.json"):
         shards = _member(index, "weight_map")
-        for name in shards.values() if isinstance(shards, dict) else ():
-            if not isinstance(name, str) or problem_with(name):
-                raise ModelRefused(f"{index}: weights should lie in {name!a:.80}; expected a file beside it")
+        named += [(index, name) for name in shards.values()] if isinstance(shards, dict) else []
+    for file, name in named:
+        if not isinstance(name, str) or problem_with(name):
+            raise ModelRefused(f"{file}: weights should lie in {name!a:.80}; expected a file beside it")
 
 
 def loaded(known: Any, path: Path, allow_pickle: bool, **more: Any) -> Any:

@@ -64,11 +64,20 @@ def test_a_hugging_face_folder_is_a_model_of_transformers_with_all_its_weights(
     refused(tmp_path, said)
 
 
+@pytest.mark.parametrize("folder", [".", "below"])
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/srv/other/model.safetensors", ["x"]])
-def test_a_hugging_face_folder_takes_no_weights_from_elsewhere(tmp_path: Path, name: Any) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a", "b": name}}))
+def test_a_hugging_face_folder_takes_no_weights_from_elsewhere(
+    tmp_path: Path, name: Any, folder: str
+) -> None:
+    index = tmp_path / folder / "model.safetensors.index.json"
+    index.parent.mkdir(exist_ok=True)
+    index.write_text(json.dumps({"weight_map": {"w": "a", "b": name}}))
     (tmp_path / "config.json").write_text(json.dumps({"missing": []}))
     with pytest.raises(ModelRefused, match="weights should lie in"):
         loaded(_Pretrained, tmp_path, allow_pickle=False)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a"}}))
+    index.write_text(json.dumps({"weight_map": {"w": "a"}}))
+    (tmp_path / "config.json").write_text(json.dumps({"missing": [], "transformers_weights": name}))
+    with pytest.raises(ModelRefused, match="weights should lie in"):
+        loaded(_Pretrained, tmp_path, allow_pickle=False)
+    (tmp_path / "config.json").write_text(json.dumps({"missing": []}))
     assert loaded(_Pretrained, tmp_path, allow_pickle=False)
