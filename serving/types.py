@@ -8,11 +8,13 @@ shares; the frontend converts a timeout to one absolute `deadline_s`, which is n
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 NO_DEADLINE = float("inf")
+MAX_RESPONSE_HEADERS = 1000  # clients accept 100 or so
+MAX_RESPONSE_HEADER_BYTES = 2**16  # clients accept 8 to 64 KiB
 
 
 class ModelKey(NamedTuple):
@@ -47,7 +49,7 @@ class InferResponse(msgspec.Struct, frozen=True, array_like=True):
     """One complete response of a handler; `status` and `reason` are the handler contract's."""
 
     body: bytes  # in the server a large body is a memoryview of the bytes that its worker sent
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: Annotated[tuple[tuple[str, str], ...], msgspec.Meta(max_length=MAX_RESPONSE_HEADERS)] = ()
     status: int = 200
     reason: str = ""
 

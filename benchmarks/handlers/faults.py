@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -93,9 +94,50 @@ def frames():
                 line.sendall(content)
 
 
+def pongs():
+    """Send metrics with ever new names on all of its sockets without end, as if for heartbeats."""
+    from torchere.handlers.metrics import MetricSample  # noqa: PLC0415 - a malicious handler knows them
+    from torchere.serving.workers.messages import Pong, encode_frame  # noqa: PLC0415 - as above
+
+    def pong(size, start):
+        numbers = range(start, start + size)
+        return Pong(tuple(MetricSample(f"m{number}", 1.0, "", "gauge", (), ()) for number in numbers))
+
+    _flood(bytes(encode_frame(pong(2_000, 0))) + bytes(encode_frame(pong(20_000, 2_000))))
+
+
+def headers():
+    """Send parts of an answer with as many headers as fit into a frame on all of its sockets."""
+    _flood(_frame_of(b"\x94\x0c\x00\x00\x94\xc4\x00", b"\x92\xa0\xa0"))
+
+
 def large_head():
     """Announce a frame of 2 GiB on all of its sockets, and send the beginning."""
     _write(b"\x7f\xff\xff\xff" + bytes(1000))
+
+
+def _frame_of(begin, item, most_bytes=2**24 - 100):
+    """Return a frame that ends with an array of equal items, and lacks the fields after it."""
+    count = most_bytes // len(item)
+    content = begin + b"\xdd" + count.to_bytes(4, "big") + item * count
+    return len(content).to_bytes(4, "big") + content
+
+
+def _flood(content):
+    """Write the content to all sockets again and again, from a thread for each."""
+    threads = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            line = socket.socket(fileno=os.dup(int(name)))
+            threads.append(threading.Thread(target=_write_on, args=(line, content), daemon=True))
+            threads[-1].start()
+    time.sleep(FOREVER_S)
+
+
+def _write_on(line, content):
+    with contextlib.suppress(OSError):
+        while True:
+            line.sendall(content)
 
 
 def _write(content):

@@ -24,6 +24,7 @@ _ROOM_BYTES = 65_536  # buffer of a reader: holds all batches that are sent ahea
 _RECEIVE_BYTES = 262_144
 _RECEIVES_A_TURN = 16  # limit for a worker that writes without pause, so that other sockets get a turn
 FRAMES_A_LOOK = 32  # between two looks at the clock
+BYTES_A_LOOK = 4096  # or so many bytes of frames: a long frame may hold thousands of values
 LOOP_SHARE = 0.25  # of all workers that send more frames at once than fit into a turn
 UNUSED_S = 0.4
 _SEND_PARTS = 64  # buffers that go out with one system call, far below IOV_MAX
@@ -80,6 +81,7 @@ class FrameSocket:
         self._writer_waits = False
         self._finishing = False  # writing closes once all unsent bytes are sent
         self._turn_ends_s = 0.0  # monotonic; frames that are read later wait
+        self._waits = False  # for another turn, without a reader
         self.open = True  # frames may be sent
         connection.setblocking(False)
         self._descriptor = connection.fileno()
@@ -165,7 +167,7 @@ class FrameSocket:
             self._filled += count
             if self._filled == len(self._large):
                 self._complete(self._large)
-            return self._is_reading
+            return self._is_reading and not self._waits
         with memoryview(self._room) as room:
             if not self._begun:
                 with room[:count] as view:
@@ -185,14 +187,15 @@ class FrameSocket:
         if (wait_s := _share.wait_s()) > 0:
             self._loop.call_later(wait_s, self._go_on)
             return
+        self._waits = False
         self._turn_ends_s = time.monotonic() + TURN_S
         if self._cut_begun():
             self._loop.add_reader(self._descriptor, self._readable)
 
     def _cut(self, view: memoryview) -> bool:
         """Pass on the frames in `view`; False: the stream has ended, or the rest waits for another turn."""
-        start, size, frames = 0, len(view), 0
-        while self._is_reading:
+        start, size, frames, looked = 0, len(view), 0, 0
+        while self._is_reading and not self._waits:
             if self._large is not None:
                 some = min(len(self._large) - self._filled, size - start)
                 self._large[self._filled : self._filled + some] = view[start : start + some]
@@ -212,9 +215,9 @@ class FrameSocket:
                 start = begin + length
                 self._on_frame(view[begin:start])
                 frames += 1
-                if frames % FRAMES_A_LOOK == 0 and time.monotonic() > self._turn_ends_s:
-                    self._put_off(view[start:])
-                    return False
+                if frames % FRAMES_A_LOOK == 0 or start - looked > BYTES_A_LOOK:
+                    looked = start
+                    self._look()
             elif length > _RECEIVE_BYTES:
                 start = begin
                 self._begin_large(length)
@@ -222,13 +225,13 @@ class FrameSocket:
                 break
         if self._is_reading:
             self._begun += view[start:]
-        return self._is_reading
+        return self._is_reading and not self._waits
 
-    def _put_off(self, rest: memoryview) -> None:
-        """Leave the rest, and what is still in the socket, for a later turn."""
-        if self._is_reading:
-            _share.spend(time.monotonic() - self._turn_ends_s + TURN_S)
-            self._begun += rest
+    def _look(self) -> None:
+        """Leave further frames, and what is still in the socket, for a later turn if this one is over."""
+        if self._is_reading and (late_s := time.monotonic() - self._turn_ends_s) > 0:
+            _share.spend(late_s + TURN_S)
+            self._waits = True
             self._loop.remove_reader(self._descriptor)
             self._loop.call_soon(self._go_on)
 
@@ -241,7 +244,12 @@ class FrameSocket:
 
     def _complete(self, large: memoryview) -> None:
         then, self._then, self._large = self._then, None, None
-        (then or self._on_frame)(large)
+        if then is not None:
+            then(large)
+            return
+        self._turn_ends_s = time.monotonic() + TURN_S  # the kernel's work, to receive it, does not count
+        self._on_frame(large)
+        self._look()
 
     @property
     def _is_reading(self) -> bool:

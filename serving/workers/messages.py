@@ -39,10 +39,11 @@ from torchere.serving.workers.frames import HEADER, MAX_FRAME_BYTES, Parts
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 32_768
-# A worker's frames are decoded in the server. These bound what a hostile one makes it hold.
-REPORT_BYTES = 2**24
-CONTROL_BYTES = 2**24
-
+# A worker's frames are decoded on the server's event loop, hostile ones in 0.1 us a byte. These bound that
+# time, and what the server has to hold.
+REPORT_BYTES = 2**22
+CONTROL_BYTES = 2**22
+_MOST_OUTCOMES = 2 * 65_536  # twice the largest batch size
 
 # More of them are refused before they are decoded; a worker of ours keeps no more.
 Samples = Annotated[tuple[MetricSample, ...], msgspec.Meta(max_length=MAX_SAMPLES)]
@@ -166,13 +167,14 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """Data, to the server: the batch is over; `outcomes[i]` is that of `requests[i]`."""
 
     run_id: int
-    outcomes: tuple[Answer | More | Failure, ...]
+    outcomes: Annotated[tuple[Answer | More | Failure, ...], msgspec.Meta(max_length=_MOST_OUTCOMES)]
     began_s: float  # monotonic; all processes of a machine share this clock
     handler_s: float
     metrics: Samples
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     end_cause: str = ""  # why the worker ends now, and begins no further batch; "": it goes on
-    large: tuple[tuple[int, int], ...] = ()  # raw answers after the frame: outcome, bytes
+    # Raw answers after the frame: outcome, bytes
+    large: Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=_MOST_OUTCOMES)] = ()
 
 
 class RankDone(msgspec.Struct, frozen=True, array_like=True, tag=16):
@@ -194,7 +196,7 @@ class RankLost(msgspec.Struct, frozen=True, array_like=True, tag=17):
 class RankPids(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """Control, to the server: the process ids of the ranks from 1 on that rank 0 has forked."""
 
-    pids: tuple[int, ...]
+    pids: Annotated[tuple[int, ...], msgspec.Meta(max_length=1024)]
 
 
 ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
@@ -206,6 +208,7 @@ DataFromWorker: TypeAlias = Partial | Done
 Message: TypeAlias = ControlToWorker | DataToWorker | ControlFromWorker | DataFromWorker | ToRank | FromRank
 
 _RUN_TAG = 6  # of `Run`
+_PARTIAL_BEGINS = b"\x94\x0c"  # an array of four, and the tag of `Partial`
 
 _encoder = msgspec.msgpack.Encoder()
 control_to_worker: msgspec.msgpack.Decoder[ControlToWorker] = msgspec.msgpack.Decoder(ControlToWorker)
@@ -284,6 +287,22 @@ def raw_answer_bytes(done: Done, spec: LoadSpec, requests: Sequence[Any] | None)
             f"{len(done.large)} answers of up to {longest} bytes, expected at most {most} for each request"
         )
     return _check_sum(done.large)
+
+
+def data_of(payload: memoryview, spec: LoadSpec) -> DataFromWorker:
+    """Decode a frame of a data socket. Only a part of a streamed answer may be longer than a report.
+
+    Raises:
+        msgspec.MsgspecError, RecursionError, ValueError: it is not a message, or too long for it.
+    """
+    is_report = len(payload) > REPORT_BYTES and payload[:2] != _PARTIAL_BEGINS
+    if is_report and len(payload) > (most := _most_done_bytes(2 * spec.batch_size)):
+        raise ValueError(f"a report of {len(payload)} bytes, expected at most {most}")
+    return data_from_worker.decode(payload)
+
+
+def _most_done_bytes(requests: int) -> int:
+    return REPORT_BYTES + 4 * requests * LARGE_BYTES
 
 
 def most_report_bytes(spec: LoadSpec) -> int:
@@ -407,8 +426,8 @@ def encode_report(run_id: int, report: BatchReport, end_cause: str = "") -> Part
     for rest in _ever_less(report):
         try:
             parts = _encode_done(done_from_report(run_id, rest, end_cause))
-            if rest.metrics and len(parts[0]) > REPORT_BYTES + len(rest.outcomes) * LARGE_BYTES:
-                raise ValueError(f"with the texts of its metrics it has {len(parts[0])} bytes")
+            if len(parts[0]) > _most_done_bytes(len(rest.outcomes)):
+                raise ValueError(f"with its texts and metrics it has {len(parts[0])} bytes")
             return parts
         except (TypeError, ValueError, OverflowError) as err:
             logger.error("the report of a batch can't be sent as it is: %s", err)

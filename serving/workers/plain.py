@@ -16,7 +16,7 @@ import torch
 from torchere.handlers.context import RequestProcessor
 from torchere.handlers.errors import PredictionException
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.types import InferResponse
+from torchere.serving.types import MAX_RESPONSE_HEADER_BYTES, MAX_RESPONSE_HEADERS, InferResponse
 
 
 def plain_text(value: object) -> str:
@@ -33,7 +33,8 @@ def response_of(body: bytes, processor: RequestProcessor) -> InferResponse:
     """Return an answer with the status, reason and headers that the handler has set.
 
     Raises:
-        TypeError, ValueError: the status is not an integer from 0 to 999, or a header is not text.
+        TypeError, ValueError: the status is not an integer from 0 to 999, a header is not text, or there are
+            too many or too long ones.
     """
     status, reason, headers = processor.status_code, processor.reason_phrase, processor.response_headers
     pairs = []
@@ -41,6 +42,13 @@ def response_of(body: bytes, processor: RequestProcessor) -> InferResponse:
         if not (isinstance(name, str) and isinstance(value, str)):
             raise TypeError(f"the handler set the response header {name!r} to {value!r}; expected texts")
         pairs.append((plain_text(name), plain_text(value)))
+    if pairs:
+        length = sum(len(name) + len(value) for name, value in pairs)
+        if len(pairs) > MAX_RESPONSE_HEADERS or length > MAX_RESPONSE_HEADER_BYTES:
+            raise ValueError(
+                f"the handler set {len(pairs)} response headers of {length} characters, expected at most "
+                f"{MAX_RESPONSE_HEADERS} of {MAX_RESPONSE_HEADER_BYTES}"
+            )
     if not 0 <= (number := int(operator.index(status))) <= 999:
         raise ValueError(f"the handler set the status {status}; a final HTTP status is from 200 to 599")
     return InferResponse(body, tuple(pairs), number, plain_text(reason) if reason else "")

@@ -273,7 +273,7 @@ class WorkerProcess:
 
     def _on_data(self, lane: LaneSocket, payload: memoryview) -> None:
         try:
-            message = messages.data_from_worker.decode(payload)
+            message = messages.data_of(payload, self._spec)
             if isinstance(message, messages.Done) and message.large:
                 run = self.inside.get(message.run_id)
                 size = messages.raw_answer_bytes(message, self._spec, None if run is None else run.requests)

@@ -94,6 +94,32 @@ def test_frames_beyond_a_turn_wait_while_the_loop_does_other_work(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("length", [5_000, 100_000, 300_000])
+def test_a_long_frame_that_takes_a_turn_is_the_last_of_it(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(frames, "TURN_S", -1.0)
+
+    async def main() -> None:
+        async with serving() as server:
+            payloads = [bytes([number]) * length for number in range(30)]
+            turns = []
+
+            def other_work() -> None:
+                turns.append(len(server.seen))
+                if not server.end.done():
+                    asyncio.get_running_loop().call_soon(other_work)
+
+            other_work()
+            await in_thread(server.theirs.sendall, stream_of(payloads))
+            server.theirs.close()
+            assert await server.fault() == ""
+            assert server.seen == payloads
+            assert max(later - earlier for earlier, later in pairwise(turns)) == 1
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("piece", [999, 65_536, 10**7])
 @pytest.mark.parametrize("length", [65_531, 65_536, 262_139, 262_140, 262_141, 262_145, 600_000, 9_000_000])
 def test_frames_of_any_length_are_received_whole_among_short_ones(length: int, piece: int) -> None:

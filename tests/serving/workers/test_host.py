@@ -144,6 +144,11 @@ def test_what_a_handler_sets_becomes_plain_numbers_and_texts(
         ("context.set_response_status('404')", "TypeError: 'str' object"),
         ("context.set_response_status(10**30)", "the handler set the status 1000"),
         ("context.get_response_headers(0)['n'] = 5", "the handler set the response header 'n' to 5"),
+        (
+            "context.get_response_headers(0).update({str(n): '' for n in range(1001)})",
+            "set 1001 response headers",
+        ),
+        ("context.set_response_header(0, 'n', 'x' * 65_536)", "response headers of 65537 characters"),
         ("raise ValueError('\\ud800')", "ValueError: ?"),
     ],
 )

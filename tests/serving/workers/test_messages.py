@@ -1,6 +1,7 @@
 """What goes to a worker and comes back is the same on both sides, and nothing but it is accepted."""
 
 from datetime import date, datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,19 +16,22 @@ from torchere.serving.errors import (
     OutOfResources,
     ServingError,
 )
-from torchere.serving.types import InferRequest, InferResponse, Parameter
+from torchere.serving.types import MAX_RESPONSE_HEADERS, InferRequest, InferResponse, Parameter
 from torchere.serving.workers import messages as wire
 from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Unfinished
 from torchere.serving.workers.frames import HEADER
 from torchere.serving.workers.messages import (
     Done,
     Load,
+    Partial,
     Ping,
     Pong,
+    RankPids,
     Run,
     control_from_worker,
     control_to_worker,
     data_from_worker,
+    data_of,
     data_to_worker,
     done_from_report,
     done_with_raw,
@@ -192,11 +196,36 @@ def test_metrics_of_an_idle_worker_that_cannot_be_sent_cost_no_sign_of_life() ->
 
 
 def test_metrics_with_more_text_than_a_report_may_hold_are_left_out() -> None:
-    long = MetricSample("n" * 2_000_000, 1.0, "ms", "gauge", (), ())
+    long = MetricSample("n" * 500_000, 1.0, "ms", "gauge", (), ())
     answer = InferResponse(b"x")
     for count, kept in ((8, 8), (9, 0)):
         done = done_of(payload(encode_report(7, BatchReport([answer], 0.25, (long,) * count))))
         assert (report_from_done(done, 1).outcomes, len(done.metrics)) == ([answer], kept)
+
+
+def test_a_report_longer_than_a_worker_sends_is_not_decoded_but_a_part_of_that_length_is(
+    tmp_path: Path,
+) -> None:
+    spec = LoadSpec("m", "1", str(tmp_path), "h:H")
+    failed = BatchReport([HandlerFailed(detail="x" * 4_500_000)])
+    with pytest.raises(ValueError, match="a report of 4500"):
+        data_of(memoryview(payload(encode_frame(done_from_report(7, failed)))), spec)
+    sent = data_of(memoryview(payload(encode_report(7, failed))), spec)
+    assert isinstance(sent, Done)
+    assert sent.outcomes[0].detail == "the answer can't be sent; the log says why"  # type: ignore[union-attr]
+    part = Partial(7, 0, InferResponse(bytes(5_000_000)))
+    assert data_of(memoryview(payload(encode_frame(part))), spec) == part
+
+
+def test_more_headers_or_ranks_than_there_are_in_earnest_are_refused_before_they_are_read() -> None:
+    headers = (("a", "b"),) * MAX_RESPONSE_HEADERS
+    part = Partial(7, 0, InferResponse(b"", headers))
+    assert data_from_worker.decode(payload(encode_frame(part))) == part
+    part = Partial(7, 0, InferResponse(b"", (*headers, ("a", "b"))))
+    with pytest.raises(msgspec.ValidationError, match="length <= 1000"):
+        data_from_worker.decode(payload(encode_frame(part)))
+    with pytest.raises(msgspec.ValidationError, match="length <= 1024"):
+        control_from_worker.decode(payload(encode_frame(RankPids((1,) * 1025))))
 
 
 def test_a_report_with_more_metrics_than_a_worker_keeps_is_refused_before_they_are_read() -> None:
