@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 MAX_FAMILIES = 500  # undeclared names of all handlers together, with auto-detection
 MAX_LABEL_SETS = 1000  # combinations of label values per name
 MAX_SERIES = 50_000  # combinations of all names together; each takes a kilobyte, and time of every scrape
+MAX_DIMENSIONS = 100  # of a value; they are kept with their names, also those that give no label
 MAX_TEXT_CHARACTERS = 1024  # of a name, a unit and the value of a label
 _UNDECLARED = "the metrics configuration does not declare it, and model_metrics_auto_detect is false"
 
@@ -118,9 +119,15 @@ class HandlerMetrics:
                         known.family.remove(*child.values)
 
     def _child(self, sample: MetricSample) -> _Child:
-        known = self._known.get(sample.name) or self._detected(sample)
-        child = known.children.get(sample.dimensions)
+        known = self._known.get(sample.name)
+        child = known.children.get(sample.dimensions) if known else None
         if child is None:
+            if len(sample.dimensions) > MAX_DIMENSIONS:
+                raise ValueError(
+                    f"it has {len(sample.dimensions)} dimensions, expected at most {MAX_DIMENSIONS}"
+                )
+            _check_lengths("the value of a label", [value for _, value in sample.dimensions])
+            known = known or self._detected(sample)
             if len(known.children) >= MAX_LABEL_SETS:
                 raise ValueError(f"it has {MAX_LABEL_SETS} combinations of label values already")
             if self._series >= MAX_SERIES:
@@ -134,7 +141,6 @@ class HandlerMetrics:
     def _new_child(self, known: _Known, dimensions: Dimensions) -> _Child:
         labels = known.declared.labels[:-1]
         values = _label_values(labels, dimensions)
-        _check_lengths("the value of a label", values)
         model = dict(dimensions).get("ModelName")
         if known.family is None:
             named = tuple(zip(labels, values, strict=True))

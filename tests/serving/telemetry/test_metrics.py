@@ -354,6 +354,7 @@ def test_handlers_can_not_invent_series_of_many_names_without_end(metrics, monke
         reported("Name", 1, unit="u" * 2000),
         reported("Name", 1, dimensions=(("user", "v" * 2000),)),
         reported("Name", 1, dimensions=(("l" * 2000, "v"),)),
+        reported("Name", 1, dimensions=(("Hostname", "v" * 2000),)),
     ],
 )
 def test_long_texts_of_handlers_are_not_kept(metrics, caplog, sample):
@@ -362,6 +363,14 @@ def test_long_texts_of_handlers_are_not_kept(metrics, caplog, sample):
     (warning,) = [record.getMessage() for record in caplog.records if "is dropped" in record.getMessage()]
     assert "2000 characters, expected at most 1024" in warning
     assert len(warning) < 300
+
+
+def test_a_dimension_that_is_there_very_often_is_not_kept(metrics, caplog):
+    metrics.handler_metrics([reported("Name", 1, dimensions=(("user", "v"),) * 101)])
+    assert lines(metrics, "Name") == []
+    assert "101 dimensions, expected at most 100" in caplog.text
+    metrics.handler_metrics([reported("Name", 1, dimensions=(("user", "v"),) * 100)])
+    assert len(lines(metrics, "Name{")) == 1
 
 
 @settings(deadline=None)
