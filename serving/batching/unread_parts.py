@@ -30,6 +30,7 @@ LOOKS = 8
 ALL_BYTES = 2**30
 ALL_ANSWERS = 4
 IDLE_S = 10.0
+LEAST_PART_BYTES = 64  # of memory, for a part of one byte or none
 
 
 def limit_bytes(max_response_bytes: int) -> int:
@@ -39,6 +40,11 @@ def limit_bytes(max_response_bytes: int) -> int:
     (True, 1000000000)
     """
     return max(LEAST_LIMIT_BYTES, max_response_bytes)
+
+
+def held_bytes(part: bytes) -> int:
+    """Return the bytes that a buffered part counts for: a handler may send millions of tiny ones."""
+    return max(LEAST_PART_BYTES, len(part))
 
 
 def must_wait(unread_bytes: int, limit: int) -> bool:
@@ -148,10 +154,11 @@ class UnreadParts:
             self.lose()
             return
         self._parts.append(part)
-        self.unread_bytes += len(part)
-        self._of_all.added(self, len(part))
+        size = held_bytes(part)
+        self.unread_bytes += size
+        self._of_all.added(self, size)
         if self._timer is not None:
-            self._held_limit = min(self._limit, self._held_limit + len(part))  # sent before the pause
+            self._held_limit = min(self._limit, self._held_limit + size)  # sent before the pause
         elif self._must_wait():
             self._held_limit = min(self._limit, self.unread_bytes)
             self._looks_left = LOOKS
@@ -189,8 +196,9 @@ class UnreadParts:
             self._taker = self._loop.create_future()
             await self._taker
         part = self._parts.popleft()
-        self.unread_bytes -= len(part)
-        self._of_all.gone(self, len(part))
+        size = held_bytes(part)
+        self.unread_bytes -= size
+        self._of_all.gone(self, size)
         if self._timer is not None and may_go_on(self.unread_bytes, self._held_limit):
             self._release()
         return part

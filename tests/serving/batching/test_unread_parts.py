@@ -29,6 +29,7 @@ PART = bytes(STEP)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(unread_parts, "STEP_BYTES", STEP)
+    monkeypatch.setattr(unread_parts, "LEAST_PART_BYTES", 1)
 
 
 class Given:
@@ -179,6 +180,18 @@ def test_a_client_that_reads_loses_nothing_when_the_loop_stood_still(monkeypatch
         assert given.reasons == []
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@run
+async def test_tiny_parts_count_for_the_memory_that_each_takes(monkeypatch):
+    monkeypatch.setattr(unread_parts, "LEAST_PART_BYTES", STEP)
+    given = Given()
+    for _ in range(5):
+        given.parts.add(b"")
+    assert (given.parts.unread_bytes, given.parts.held) == (5 * STEP, True)
+    for _ in range(5):
+        assert await given.parts.take() == b""
+    assert (given.parts.unread_bytes, given.parts.held) == (0, False)
 
 
 @run
