@@ -297,6 +297,9 @@ class Quarantined(InvalidRequest):
         )
 
 
+MAX_DETAIL_CHARACTERS = 10_000  # of the cause of a failed load
+
+
 class LoadFailed(ServingError):
     """A version could not be loaded; `detail` holds the cause (exception, exit code, time-out)."""
 
@@ -308,7 +311,11 @@ class LoadFailed(ServingError):
 
     @classmethod
     def of(cls, model: str, version: str, detail: str, out_of_memory: bool = False) -> LoadFailed:
-        """Return the error with the contract's text for a version whose executors do not start."""
+        """Return the error with the contract's text for a version whose executors do not start.
+
+        A long detail, which a handler chose and describe repeats, loses its end.
+        """
+        detail = detail[:MAX_DETAIL_CHARACTERS]
         return cls(f"Failed to start workers for model {model} version: {version}", detail, out_of_memory)
 
 

@@ -17,6 +17,7 @@ from torchere.serving.types import InferResponse
 from torchere.serving.workers.sandbox import Sandbox
 
 Executor = TypeVar("Executor")
+_MOST_S = 1e9  # 30 years
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,16 @@ class BatchReport(msgspec.Struct, frozen=True):
         preprocess, inference, postprocess = self.stages_s
         rest = self.handler_s - preprocess - inference - postprocess
         return preprocess, inference, postprocess, rest if rest > 0 else 0.0
+
+    def plausible(self) -> BatchReport:
+        """Return the report without its times, as if none were told, unless all can be true.
+
+        The worker may be hostile: a time that is not a number would end the function that counts the batch.
+        """
+        times = (self.handler_s, *self.stages_s, self.began_s)
+        if all(0 <= each_s < _MOST_S for each_s in times) and self.began_s <= time.monotonic():
+            return self
+        return BatchReport(self.outcomes, metrics=self.metrics)
 
 
 @dataclass(frozen=True, slots=True)

@@ -474,7 +474,7 @@ def report_from_done(done: Done, expected: int) -> BatchReport:
     if len(outcomes) != expected:
         cause = f"the worker sent {len(outcomes)} outcomes for a batch of {expected}"
         return BatchReport([ExecutorDied(cause)] * expected)
-    return BatchReport(outcomes, done.handler_s, done.metrics, done.stages_s, done.began_s)
+    return BatchReport(outcomes, done.handler_s, done.metrics, done.stages_s, done.began_s).plausible()
 
 
 def _encode_outcome(outcome: Outcome) -> Answer | More | Failure:

@@ -1,5 +1,6 @@
 """What goes to a worker and comes back is the same on both sides, and nothing but it is accepted."""
 
+import math
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torchere.serving.errors import (
     ExecutorDied,
     HandlerFailed,
     InvalidRequest,
+    LoadFailed,
     OutOfResources,
     ServingError,
 )
@@ -156,6 +158,16 @@ def test_a_report_survives_the_way_back() -> None:
     assert (back.handler_s, back.metrics) == (0.25, (metric,))
 
 
+@pytest.mark.parametrize("told_s", [math.nan, math.inf, -1.0, 1e308])
+def test_times_that_cannot_be_true_are_as_if_none_were_told(told_s: float) -> None:
+    answer, metrics = InferResponse(b"x"), (MetricSample("n", 1.0, "ms", "gauge", (), ()),)
+    true = BatchReport([answer], 0.25, metrics, (0.0, 0.25, 0.0), 1.0)
+    assert report_from_done(done_from_report(7, true), 1) == true
+    for field in ({"handler_s": told_s}, {"stages_s": (0.0, 0.0, told_s)}, {"began_s": told_s}):
+        done = done_from_report(7, msgspec.structs.replace(true, **field))
+        assert report_from_done(done, 1) == BatchReport([answer], metrics=metrics)
+
+
 @pytest.mark.parametrize(
     "failure",
     [
@@ -185,6 +197,10 @@ def test_half_of_a_surrogate_pair_in_a_label_costs_no_metrics() -> None:
     other = MetricSample("b", 2.0, "ms", "gauge", (), ("7",))
     done = done_of(payload(encode_report(7, BatchReport([InferResponse(b"x")], 0.25, (one, other)))))
     assert done.metrics == (one._replace(dimensions=(("word", "?x"),)), other)
+
+
+def test_the_cause_of_a_failed_load_is_kept_to_a_bounded_length() -> None:
+    assert LoadFailed.of("m", "1", "x" * 10_000_000).detail == "x" * 10_000
 
 
 def test_metrics_of_an_idle_worker_that_cannot_be_sent_cost_no_sign_of_life() -> None:
