@@ -107,7 +107,8 @@ def handler_lines(headers: Sequence[tuple[str, str]]) -> bytes:
     lines = _kept.get(headers)
     if lines is None:
         lines = joined(handler_headers(headers))
-        if len(lines) <= _MAX_KEPT_BYTES:
+        # Headers that are left out of the lines would be kept in the key.
+        if sum(len(name) + len(value) for name, value in headers) <= _MAX_KEPT_BYTES:
             _kept.keep(headers, lines)
     return lines
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.rest import wire
 from torchere.serving.frontend.rest.codec import (
     MAX_FIELDS,
     SHORT_TEXT_BYTES,
@@ -113,3 +114,11 @@ def test_the_memory_of_decoding_a_form_is_in_proportion_to_its_length():
     finally:
         tracemalloc.stop()
     assert peak_bytes < 12 * len(body)
+
+
+def test_long_headers_of_a_handler_that_are_left_out_are_not_kept():
+    wire._kept.clear()
+    assert wire.handler_lines((("connection", "x" * 10_000),)) == b""
+    assert wire._kept == {}
+    assert wire.handler_lines((("n", "x"),)) == b"n: x\r\n"
+    assert list(wire._kept) == [(("n", "x"),)]
