@@ -157,7 +157,12 @@ class Room:
         if not message:
             self._close()
             return
-        number, code = map(int, message.split())
+        try:
+            number, code = map(int, message.split())
+        except ValueError:
+            self._kill(Loss(LossKind.PROTOCOL, "sent a message of its room that is none"))
+            self._close()
+            return
         if number in self._leaving:
             self._leaving.pop(number).cancel()
         else:

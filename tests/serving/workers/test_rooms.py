@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.types import InferRequest, ModelKey, Parameter
 from torchere.serving.workers import rooms
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
+from torchere.serving.workers.launch import LaunchedRoom
+from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.rooms import RoomLauncher
 
@@ -344,3 +347,22 @@ def test_a_version_that_has_left_is_not_kept_alive_by_its_time_out(in_house: Any
         assert process() is None
 
     in_house(test)
+
+
+def test_a_room_that_sends_no_message_is_killed_and_not_read_on() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        process = await asyncio.create_subprocess_exec("sleep", "60")
+        exit_code = asyncio.ensure_future(process.wait())
+        output = asyncio.StreamReader()
+        output.feed_eof()
+        room = rooms.Room(LaunchedRoom(process.pid, output, exit_code, lambda: None), ours)
+        with theirs:
+            for _ in range(3):
+                theirs.send(b"hello")
+            assert await asyncio.wait_for(exit_code, 30) == -signal.SIGKILL
+            assert room.is_closed
+            assert "that is none" in room.loss(-signal.SIGKILL, OomWatch()).cause
+        await room.end()
+
+    asyncio.run(main())
