@@ -395,15 +395,9 @@ def done_from_report(run_id: int, report: BatchReport, end_cause: str = "") -> D
 
 
 def pong_of(samples: Sequence[MetricSample]) -> Pong:
-    """Return the answer to a `Ping`, with metrics reported outside of a batch, if they can be sent.
-
-    As in a report, their texts are made encodable if need be.
-    """
-    if not samples:
-        return Pong()
+    """Return the answer to a `Ping`, with metrics reported outside of a batch as far as they can be sent."""
     kept, cause = tuple(samples[:MAX_SAMPLES]), ""
-    for change in (None, _encodable):
-        pong = Pong(kept if change is None else tuple(map(change, kept)))
+    for pong in (Pong(kept), Pong(tuple(map(_encodable, kept)))):
         try:
             size = len(encode_frame(pong))
         except (TypeError, ValueError, OverflowError) as err:
@@ -412,7 +406,6 @@ def pong_of(samples: Sequence[MetricSample]) -> Pong:
         if size <= CONTROL_BYTES:
             return pong
         cause = f"their texts have {size} bytes"
-        break
     logger.error("metrics that a handler reported outside of a batch can't be sent: %s", cause)
     return Pong()
 

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pools import pool_in_service, until
@@ -140,12 +141,16 @@ def test_a_coroutine_whose_client_leaves_before_its_first_step_ends_its_run():
             return BatchReport([Cancelled()])
 
     async def main():
-        sent = []
+        sent: list[Any] = []
+        requests: Any = ("a request",)
         lane = SimpleNamespace(batches=SimpleNamespace(has_more=False), send=sent.append)
-        lane.next_batch = lambda: messages.Run(1, 0, ("a request",))
-        page = SimpleNamespace(mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True)
-        host = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
-        concurrent = ConcurrentLane(lane, host, page, None, None)
+        lane.next_batch = lambda: messages.Run(1, 0, requests)
+        page: Any = SimpleNamespace(
+            mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True
+        )
+        host: Any = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
+        unused: Any = None
+        concurrent = ConcurrentLane(lane, host, page, unused, unused)
         concurrent._take()
         concurrent._look()  # its timer is due in the turn of the loop in which the run arrives
         await until(lambda: sent, 10)

@@ -144,7 +144,8 @@ def test_an_answer_that_is_ready_as_its_call_is_closed_is_not_counted(monkeypatc
         stream = SimpleNamespace(kept_bytes=0, keep=lambda size: None, let_go=lambda size: None)
         stream.hold, stream.release = count, lambda size: count(-size)
         requests = given(*(TensorMessage(b"", name, ()) for name in ("first", "second")))
-        answers = TensorCalls(None).infer_stream(requests, SimpleNamespace(stream=stream))
+        calls: Any = TensorCalls
+        answers = calls(None).infer_stream(requests, SimpleNamespace(stream=stream))
         assert (await anext(answers)).infer_response.id == "first"
         await asked.wait()
         go.set()
