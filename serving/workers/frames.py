@@ -136,7 +136,7 @@ class FrameSocket:
             self._loop.remove_writer(self._descriptor)
 
     def _readable(self) -> None:
-        self._turn_ends_s = time.monotonic() + TURN_S
+        self.begin_turn()
         for _ in range(_RECEIVES_A_TURN):
             target = self._room if self._large is None else self._large[self._filled :]
             try:
@@ -152,6 +152,10 @@ class FrameSocket:
                 return
             if count < len(target):
                 return
+
+    def begin_turn(self) -> None:
+        """Count the time of frames from now on. Call it after a frame that was asked for, from `on_frame`."""
+        self._turn_ends_s = time.monotonic() + TURN_S
 
     def take(self, count: int, then: Callable[[memoryview], None]) -> None:
         """Pass the next `count` bytes, which are raw bytes, to `then`, which may keep them.
@@ -188,7 +192,7 @@ class FrameSocket:
             self._loop.call_later(wait_s, self._go_on)
             return
         self._waits = False
-        self._turn_ends_s = time.monotonic() + TURN_S
+        self.begin_turn()
         if self._cut_begun():
             self._loop.add_reader(self._descriptor, self._readable)
 
@@ -247,7 +251,7 @@ class FrameSocket:
         if then is not None:
             then(large)
             return
-        self._turn_ends_s = time.monotonic() + TURN_S  # the kernel's work, to receive it, does not count
+        self.begin_turn()  # the kernel's work, to receive it, does not count
         self._on_frame(large)
         self._look()
 

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -275,18 +274,14 @@ class WorkerProcess:
         try:
             message = messages.data_of(payload, self._spec)
             if isinstance(message, messages.Done) and message.large:
-                run = self.inside.get(message.run_id)
-                size = messages.raw_answer_bytes(message, self._spec, None if run is None else run.requests)
-                lane.frames.take(size, partial(self._on_large, lane, message))
+                done, run = message, self.inside.get(message.run_id)
+                size = messages.raw_answer_bytes(done, self._spec, None if run is None else run.requests)
+                lane.frames.take(size, lambda raw: self._on_message(lane, messages.done_with_raw(done, raw)))
                 return
         except (msgspec.MsgspecError, RecursionError, ValueError) as err:
             lane.frames.fail(f"sent a frame that is not a message: {err}")
             return
         self._on_message(lane, message)
-
-    def _on_large(self, lane: LaneSocket, done: messages.Done, raw: memoryview) -> None:
-        """Continue after the raw bytes of a report have arrived."""
-        self._on_message(lane, messages.done_with_raw(done, raw))
 
     def _on_message(self, lane: LaneSocket, message: messages.DataFromWorker) -> None:
         run = self.inside.get(message.run_id)
@@ -294,6 +289,7 @@ class WorkerProcess:
             return
         if isinstance(message, messages.Done):
             self._on_done(message, run, lane)
+            lane.frames.begin_turn()  # it was asked for: a large batch may take longer than a turn
         elif run.part(message.index, message.part) and run.page is not None:
             run.page.hold(run.place, held=True)
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -30,9 +31,12 @@ class Server:
         self.connection, self.theirs = socket.socketpair()
         self.seen: list[bytes] = []
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.frames = FrameSocket(
-            self.connection, lambda view: self.seen.append(bytes(view)), self.end.set_result
-        )
+        self.then: Callable[[], object] = lambda: None  # called behind each frame
+        self.frames = FrameSocket(self.connection, self.take, self.end.set_result)
+
+    def take(self, view: memoryview) -> None:
+        self.seen.append(bytes(view))
+        self.then()
 
     async def fault(self) -> str:
         """What the end of the stream is described as."""
@@ -116,6 +120,26 @@ def test_a_long_frame_that_takes_a_turn_is_the_last_of_it(
             assert await server.fault() == ""
             assert server.seen == payloads
             assert max(later - earlier for earlier, later in pairwise(turns)) == 1
+
+    asyncio.run(main())
+
+
+def test_frames_that_were_asked_for_count_for_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(frames, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+
+    async def main() -> None:
+        async with serving() as server:
+
+            def then() -> None:
+                clock.now_s += 1
+                server.frames.begin_turn()
+
+            server.then = then
+            server.theirs.sendall(stream_of([b"x"] * 500))
+            while not server.seen:
+                await asyncio.sleep(0)
+            assert len(server.seen) == 500
 
     asyncio.run(main())
 
