@@ -78,11 +78,13 @@ async def relay_all(
     token: str,
     origin: Mapping[str, object] | Callable[[], Mapping[str, object]],
     plain: logging.Logger,
+    has_ended: Callable[[], bool] = bool,
 ) -> None:
     """Call `relay` for each line of a worker's output, until the output ends.
 
     For a process that several models share, `origin` is a function: it returns the fields that apply to every
-    line, and each record contains the other fields.
+    line, and each record contains the other fields. Once the process `has_ended`, its last lines, which are
+    no more than a pipe and a buffer hold, do not wait for their share of the loop.
     """
     rest = b""
     while chunk := await output.read(65536):
@@ -90,8 +92,8 @@ async def relay_all(
         while len(rest) > MAX_LINE_BYTES:
             lines.append(rest[:MAX_LINE_BYTES])
             rest = rest[MAX_LINE_BYTES:]
-        await _relay_each(lines, token, origin, plain)
-    await _relay_each([rest] if rest else [], token, origin, plain)
+        await _relay_each(lines, token, origin, plain, has_ended)
+    await _relay_each([rest] if rest else [], token, origin, plain, has_ended)
 
 
 _share = LoopShare(LOOP_SHARE, UNUSED_S)
@@ -102,11 +104,12 @@ async def _relay_each(
     token: str,
     origin: Mapping[str, object] | Callable[[], Mapping[str, object]],
     plain: logging.Logger,
+    has_ended: Callable[[], bool],
 ) -> None:
     is_shared = callable(origin)
     waiting = deque(lines)
     while waiting:
-        while (wait_s := _share.wait_s()) > 0:
+        while (wait_s := _share.wait_s()) > 0 and not has_ended():
             await asyncio.sleep(wait_s)
         began_s = time.monotonic()
         known = origin() if callable(origin) else origin

@@ -97,7 +97,7 @@ class Room:
         server.setblocking(False)
         self._loop.add_reader(server, self._receive)
         self._output = asyncio.ensure_future(
-            relay_all(process.output, self._token, self._origin, output_logger)
+            relay_all(process.output, self._token, self._origin, output_logger, process.exit_code.done)
         )
         self._reader: asyncio.Task[None] | None = None  # reads the last log lines after the process has ended
         process.exit_code.add_done_callback(self._ended)

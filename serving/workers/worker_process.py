@@ -127,7 +127,9 @@ class WorkerProcess:
         launched.exit_code.add_done_callback(lambda _: self._on_end(""))
         spec = self._spec
         origin = {"model": spec.model_name, "version": spec.model_version, "executor": self._executor_id}
-        self._output = asyncio.ensure_future(relay_all(launched.output, self._log_token, origin, logger))
+        self._output = asyncio.ensure_future(
+            relay_all(launched.output, self._log_token, origin, logger, launched.exit_code.done)
+        )
 
     async def load(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
         """Load a lane for each of `gpu_ids` (None: on the CPU).

@@ -221,14 +221,15 @@ class Clock:
         self.lines_at_once[-1] += 1
 
 
-def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch):
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch, has_ended):
     clock, lines = Clock(), 1000
 
     async def relayed() -> None:
         output = asyncio.StreamReader()
         output.feed_data(b"x\n" * lines)
         output.feed_eof()
-        await worker_lines.relay_all(output, TOKEN, ORIGIN, PLAIN)
+        await worker_lines.relay_all(output, TOKEN, ORIGIN, PLAIN, lambda: has_ended)
 
     monkeypatch.setattr(worker_lines, "time", clock)
     monkeypatch.setattr(loop_share, "time", clock)
@@ -240,4 +241,5 @@ def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch)
     assert max(clock.lines_at_once) <= 3  # then other work of the loop has its turn
     alone_s = lines * 0.001
     saved_s = worker_lines.UNUSED_S
-    assert clock.now_s - began_s == pytest.approx(alone_s / worker_lines.LOOP_SHARE - saved_s, abs=0.05)
+    expected_s = alone_s if has_ended else alone_s / worker_lines.LOOP_SHARE - saved_s
+    assert clock.now_s - began_s == pytest.approx(expected_s, abs=0.05)
