@@ -713,13 +713,13 @@ async def test_a_client_that_leaves_its_stream_did_not_read_too_slowly() -> None
 @run
 async def test_a_stream_that_is_not_read_holds_its_lane_and_then_is_given_up(caplog: Any) -> None:
     stage = Stage(BatchSettings())
-    stage.batcher.unread_limit_bytes = 10
+    stage.batcher.unread_limit_bytes = 100
     request = stage.submit("a")
     inside = stage.pool.runs[0]
-    assert not inside.part(0, InferResponse(bytes(10)))
+    assert not inside.part(0, InferResponse(bytes(100)))
     response = await request.future
     assert isinstance(response, StreamedResponse)
-    assert inside.part(0, InferResponse(bytes(11)))
+    assert inside.part(0, InferResponse(bytes(110)))
     assert inside.held
     assert not inside.part(0, InferResponse(b"no room"))
     with pytest.raises(LeftUnread):
@@ -731,7 +731,7 @@ async def test_a_stream_that_is_not_read_holds_its_lane_and_then_is_given_up(cap
     assert stage.unread == 1
     assert stage.pool.cancelled == [(0, 0)]
     (line,) = caplog.messages
-    assert line.startswith("request a: The answer was given up: it was read too slowly. 21 bytes")
+    assert line.startswith("request a: The answer was given up: it was read too slowly. 210 bytes")
     stage.pool.finish([InferResponse(b"end")])
     assert await stage.batcher.drain(0)
 
