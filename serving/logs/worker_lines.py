@@ -96,7 +96,7 @@ async def relay_all(
     await _relay_each([rest] if rest else [], token, origin, plain, has_ended)
 
 
-_share = LoopShare(LOOP_SHARE, UNUSED_S)
+share = LoopShare(LOOP_SHARE, UNUSED_S)
 
 
 async def _relay_each(
@@ -109,7 +109,7 @@ async def _relay_each(
     is_shared = callable(origin)
     waiting = deque(lines)
     while waiting:
-        while (wait_s := _share.wait_s()) > 0 and not has_ended():
+        while (wait_s := share.wait_s()) > 0 and not has_ended():
             await asyncio.sleep(wait_s)
         began_s = time.monotonic()
         known = origin() if callable(origin) else origin
@@ -120,7 +120,7 @@ async def _relay_each(
             except Exception:  # keep reading after any error: a worker whose pipe is full hangs
                 with suppress(Exception):
                     plain.exception("a line of worker %s could not be logged", known.get("executor"))
-        _share.spend(time.monotonic() - began_s)
+        share.spend(time.monotonic() - began_s)
         if waiting:
             await asyncio.sleep(0)
 

@@ -231,6 +231,8 @@ def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch,
         output.feed_eof()
         await worker_lines.relay_all(output, TOKEN, ORIGIN, PLAIN, lambda: has_ended)
 
+    fresh = loop_share.LoopShare(worker_lines.LOOP_SHARE, worker_lines.UNUSED_S)
+    monkeypatch.setattr(worker_lines, "share", fresh)
     monkeypatch.setattr(worker_lines, "time", clock)
     monkeypatch.setattr(loop_share, "time", clock)
     monkeypatch.setattr(worker_lines, "asyncio", clock)
