@@ -9,20 +9,16 @@ from __future__ import annotations
 import time
 
 TURN_S = 0.002  # of work, before the loop does other work
+SHARE = 0.25  # of the loop's time, over all sources of one kind of work
+UNUSED_S = 0.4  # time without work whose share is saved up: a burst of it is not delayed
 
 
 class LoopShare:
-    """The time that one kind of work has taken of the event loop. For use on the loop's thread.
+    """The time that one kind of work has taken of the event loop. For use on the loop's thread."""
 
-    Args:
-        share: of the time, over all sources of the work.
-        unused_s: seconds without work whose share is saved up: a burst of it is not delayed.
-    """
+    __slots__ = ("_next_s",)
 
-    __slots__ = ("_next_s", "_share", "_unused_s")
-
-    def __init__(self, share: float, unused_s: float) -> None:
-        self._share, self._unused_s = share, unused_s
+    def __init__(self) -> None:
         self._next_s = 0.0  # monotonic, when the next turn may begin
 
     def wait_s(self) -> float:
@@ -31,4 +27,4 @@ class LoopShare:
 
     def spend(self, duration_s: float) -> None:
         """Count the time of a turn that ends now."""
-        self._next_s = max(self._next_s, time.monotonic() - self._unused_s) + duration_s / self._share
+        self._next_s = max(self._next_s, time.monotonic() - UNUSED_S) + duration_s / SHARE

@@ -31,9 +31,6 @@ SERVER_LOGGERS = frozenset({"ACCESS_LOG", "AUDIT_LOG", "MODEL_METRICS", "TS_METR
 MAX_LOGGERS = 1000  # of all workers
 MAX_LOGGER_CHARACTERS = 200
 MAX_LOGGER_DOTS = 16
-# Of all workers' lines, which take some 30 us each; the handlers of further ones wait in their `print`.
-LOOP_SHARE = 0.25
-UNUSED_S = 0.4
 
 
 def new_token() -> str:
@@ -96,7 +93,7 @@ async def relay_all(
     await _relay_each([rest] if rest else [], token, origin, plain, has_ended)
 
 
-share = LoopShare(LOOP_SHARE, UNUSED_S)
+share = LoopShare()  # of all workers' lines, which take some 30 us each; handlers wait in their `print`
 
 
 async def _relay_each(

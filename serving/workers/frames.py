@@ -25,8 +25,6 @@ _RECEIVE_BYTES = 262_144
 _RECEIVES_A_TURN = 16  # limit for a worker that writes without pause, so that other sockets get a turn
 FRAMES_A_LOOK = 32  # between two looks at the clock
 BYTES_A_LOOK = 4096  # or so many bytes of frames: a long frame may hold thousands of values
-LOOP_SHARE = 0.25  # of all workers that send more frames at once than fit into a turn
-UNUSED_S = 0.4
 _SEND_PARTS = 64  # buffers that go out with one system call, far below IOV_MAX
 
 Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]  # a frame and the raw bytes that follow it
@@ -40,9 +38,7 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
-
-
-_share = LoopShare(LOOP_SHARE, UNUSED_S)
+_share = LoopShare()  # of all workers that send more frames at once than fit into a turn
 
 
 class FrameSocket:

@@ -231,8 +231,7 @@ def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch,
         output.feed_eof()
         await worker_lines.relay_all(output, TOKEN, ORIGIN, PLAIN, lambda: has_ended)
 
-    fresh = loop_share.LoopShare(worker_lines.LOOP_SHARE, worker_lines.UNUSED_S)
-    monkeypatch.setattr(worker_lines, "share", fresh)
+    monkeypatch.setattr(worker_lines, "share", loop_share.LoopShare())
     monkeypatch.setattr(worker_lines, "time", clock)
     monkeypatch.setattr(loop_share, "time", clock)
     monkeypatch.setattr(worker_lines, "asyncio", clock)
@@ -242,6 +241,6 @@ def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch,
     assert sum(clock.lines_at_once) == lines
     assert max(clock.lines_at_once) <= 3  # then other work of the loop has its turn
     alone_s = lines * 0.001
-    saved_s = worker_lines.UNUSED_S
-    expected_s = alone_s if has_ended else alone_s / worker_lines.LOOP_SHARE - saved_s
+    saved_s = loop_share.UNUSED_S
+    expected_s = alone_s if has_ended else alone_s / loop_share.SHARE - saved_s
     assert clock.now_s - began_s == pytest.approx(expected_s, abs=0.05)
