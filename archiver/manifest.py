@@ -36,6 +36,14 @@ _FILE_MEMBERS = {
 }
 
 
+VERSION_RULE = "1 to 255 printable characters without '/'"
+
+
+def is_version(text: str) -> bool:
+    """Return whether a server takes the text for the version of a model: `VERSION_RULE`."""
+    return bool(text.strip()) and len(text) <= 255 and "/" not in text and text.isprintable()
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The manifest of one archive; the defaults stand for an archive without a manifest.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchere.archiver.manifest import DEFAULT_VERSION, RUNTIMES
+from torchere.archiver.manifest import DEFAULT_VERSION, RUNTIMES, VERSION_RULE, is_version
 from torchere.archiver.quantization import METHODS, limits_in_words
 from torchere.archiver.request import (
     AOTI,
@@ -297,9 +297,9 @@ def _positive(text: str) -> int:
 
 
 def version_name(text: str) -> str:
-    """Return the version if a server takes it, for argparse; see `check_version_name` of the registry."""
-    if not text.strip() or len(text) > 255 or "/" in text or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text[:80]!r}; expected 1 to 255 printable characters without '/'")
+    """Return the version if a server takes it, for argparse."""
+    if not is_version(text):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}; expected {VERSION_RULE}")
     return text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from torchere.archiver.manifest import Manifest
+from torchere.archiver.manifest import VERSION_RULE, Manifest, is_version
 from torchere.serving.errors import InvalidArchive, InvalidRequest
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]{0,254}")  # the archiver's rule, with a bound
@@ -43,12 +43,11 @@ def check_version_name(archive: str, manifest: Manifest) -> str:
     """Return the version of a manifest if it is valid.
 
     Raises:
-        InvalidArchive: it is not 1 to 255 printable characters without `/`.
+        InvalidArchive: it is not `VERSION_RULE`.
     """
     version = manifest.model_version
-    if not version.strip() or len(version) > 255 or "/" in version or not version.isprintable():
+    if not is_version(version):
         raise InvalidArchive(
-            f"Model version {version[:80]!r} of {archive} is not usable: expected 1 to 255 printable "
-            "characters without '/'."
+            f"Model version {version[:80]!r} of {archive} is not usable: expected {VERSION_RULE}."
         )
     return version
