@@ -44,6 +44,7 @@ from torchere.handlers.tensors.request import (
 logger = logging.getLogger(__name__)
 
 
+_ACCEPT = "accept"
 _KEEPS_STATE = "not warmed up, as the model may keep state, which the warm-up would change"
 
 
@@ -304,5 +305,7 @@ class TensorHandler(BaseHandler):
         if self.context.get_request_header(index, OPEN_INFERENCE) is not None:
             return "tensors"
         headers = self.context.get_all_request_header(index)
-        accepts = [value for name, value in headers.items() if len(name) == 6 and name.lower() == "accept"]
+        accepts = [
+            value for name, value in headers.items() if len(name) == len(_ACCEPT) and name.lower() == _ACCEPT
+        ]
         return "npy" if accepts and NPY_TYPE in str(accepts[-1]) else "lists"

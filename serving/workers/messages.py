@@ -45,7 +45,7 @@ REPORT_BYTES = 2**22
 CONTROL_BYTES = 2**22
 _MOST_OUTCOMES = 2 * 65_536  # twice the largest batch size
 
-# More of them are refused before they are decoded; a worker of ours keeps no more.
+# A frame with more samples is refused before it is decoded; our own workers keep no more (`MetricsCache`).
 Samples = Annotated[tuple[MetricSample, ...], msgspec.Meta(max_length=MAX_SAMPLES)]
 
 

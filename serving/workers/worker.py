@@ -14,12 +14,7 @@ from typing import Any
 
 from torchere.handlers.metrics import MetricSample
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
-from torchere.serving.workers.executor import (
-    ExecutorState,
-    ExecutorStatus,
-    Outage,
-    age_s,
-)
+from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, Outage, age_s
 from torchere.serving.workers.heartbeat import Heartbeat
 from torchere.serving.workers.loss import Loss, LossKind, LossRow, loss_of_slow_load
 from torchere.serving.workers.messages import Done

@@ -45,16 +45,8 @@ class StreamFlow:
 
     __slots__ = (
         *("_drained", "allowed_bytes", "arrived_bytes", "held_bytes", "id", "kept_bytes", "key_free"),
-        *(
-            "outbox",
-            "paused",
-            "received_bytes",
-            "remote_open",
-            "sent_bytes",
-            "trailers",
-            "unsent_bytes",
-            "window",
-        ),
+        *("outbox", "paused", "received_bytes", "remote_open", "sent_bytes", "trailers"),
+        *("unsent_bytes", "window"),
     )
 
     def __init__(self, stream_id: int, window: int) -> None:
