@@ -165,61 +165,79 @@ class TensorCalls:
             "ModelStreamInfer": WithCodec(self.infer_stream, self._tensors.decode),
         }
 
-    async def infer_stream(
+    def infer_stream(
         self, requests: AsyncIterator[TensorMessage], call: Call
-    ) -> AsyncIterator[ModelStreamInferResponse]:
+    ) -> AsyncGenerator[ModelStreamInferResponse, None]:
         """Answer the requests of a stream in order; an error is reported in place of the response."""
-        ahead_bytes = 0  # of answers that wait for those before them
-        answered = asyncio.Event()
-        unanswered: dict[TensorMessage, None] = {}  # in the order of their answers
+        return InferStream(self._tensors, call).answers(requests)
 
-        async def paced() -> AsyncIterator[TensorMessage]:
-            async for request in requests:
-                while call.stream.kept_bytes >= IN_FLIGHT_BYTES:
-                    answered.clear()
-                    await answered.wait()
-                call.stream.keep(request.size)
-                unanswered[request] = None
-                yield request
 
-        def counted(
-            part: ModelStreamInferResponse, request: TensorMessage
-        ) -> tuple[ModelStreamInferResponse, int]:
-            nonlocal ahead_bytes
-            size = part.ByteSize()
-            call.stream.hold(size, is_next=next(iter(unanswered), request) is request)
-            ahead_bytes += size
-            return part, size
+class InferStream:
+    """One call of `ModelStreamInfer`: its unanswered requests, and the bytes that its answers hold."""
 
-        async def told(request: TensorMessage) -> AsyncIterator[tuple[ModelStreamInferResponse, int]]:
-            try:
-                async for response in self._parts(request, call):
-                    yield counted(ModelStreamInferResponse(infer_response=response), request)
-                return
-            except ServingError as error:
-                text = failure(error, OPEN_INFERENCE).message
-            except MessageFailed as error:
-                text = str(error)
-            finally:
-                call.stream.let_go(request.size)
-                unanswered.pop(request, None)
-                answered.set()
-            # Cut: dozens of answers wait in memory, and megabytes of a name compress to a kilobyte.
-            names = request.fields.model_name[:MAX_NAME_LENGTH], request.fields.id[:MAX_NAME_LENGTH]
-            named = ModelInferResponse(model_name=names[0], id=names[1])
-            yield counted(ModelStreamInferResponse(error_message=text, infer_response=named), request)
+    __slots__ = ("_ahead_bytes", "_answered", "_call", "_tensors", "_unanswered")
 
+    def __init__(self, tensors: Tensors, call: Call) -> None:
+        self._tensors = tensors
+        self._call = call
+        self._ahead_bytes = 0  # of answers that wait for those before them
+        self._answered = asyncio.Event()
+        self._unanswered: dict[TensorMessage, None] = {}  # in the order of their answers
+
+    async def answers(
+        self, requests: AsyncIterator[TensorMessage]
+    ) -> AsyncGenerator[ModelStreamInferResponse, None]:
+        """Yield the answers to all requests, in order."""
         try:
-            async with aclosing(in_order(paced(), told)) as parts:
+            async with aclosing(in_order(self._paced(requests), self._answer)) as parts:
                 async for part, size in parts:
-                    ahead_bytes -= size
-                    call.stream.release(size)
+                    self._ahead_bytes -= size
+                    self._call.stream.release(size)
                     yield part
         finally:
-            call.stream.release(ahead_bytes)
+            self._call.stream.release(self._ahead_bytes)
 
-    async def _parts(self, asked: TensorMessage, call: Call) -> AsyncIterator[ModelInferResponse]:
-        (model, version, request), read = self._tensors.asked(asked, call)
+    async def _paced(self, requests: AsyncIterator[TensorMessage]) -> AsyncIterator[TensorMessage]:
+        """Yield the requests; wait while unanswered ones hold `IN_FLIGHT_BYTES`."""
+        async for request in requests:
+            while self._call.stream.kept_bytes >= IN_FLIGHT_BYTES:
+                self._answered.clear()
+                await self._answered.wait()
+            self._call.stream.keep(request.size)
+            self._unanswered[request] = None
+            yield request
+
+    async def _answer(self, request: TensorMessage) -> AsyncIterator[tuple[ModelStreamInferResponse, int]]:
+        """Yield the parts of the answer to one request, or its error, with their bytes."""
+        try:
+            async for response in self.parts(request):
+                yield self._held(ModelStreamInferResponse(infer_response=response), request)
+            return
+        except ServingError as error:
+            text = failure(error, OPEN_INFERENCE).message
+        except MessageFailed as error:
+            text = str(error)
+        finally:
+            self._call.stream.let_go(request.size)
+            self._unanswered.pop(request, None)
+            self._answered.set()
+        # Cut: dozens of answers wait in memory, and megabytes of a name compress to a kilobyte.
+        names = request.fields.model_name[:MAX_NAME_LENGTH], request.fields.id[:MAX_NAME_LENGTH]
+        named = ModelInferResponse(model_name=names[0], id=names[1])
+        yield self._held(ModelStreamInferResponse(error_message=text, infer_response=named), request)
+
+    def _held(
+        self, part: ModelStreamInferResponse, request: TensorMessage
+    ) -> tuple[ModelStreamInferResponse, int]:
+        """Count the bytes of a part until it is sent; return the part with them."""
+        size = part.ByteSize()
+        self._call.stream.hold(size, is_next=next(iter(self._unanswered), request) is request)
+        self._ahead_bytes += size
+        return part, size
+
+    async def parts(self, asked: TensorMessage) -> AsyncIterator[ModelInferResponse]:
+        """Yield the messages that answer one request; errors of the server or of the model are raised."""
+        (model, version, request), read = self._tensors.asked(asked, self._call)
         outcome = await self._tensors.service.ask(model, version, request)
         is_stream = isinstance(outcome, StreamedResponse)
         last: TensorAnswer | None = None

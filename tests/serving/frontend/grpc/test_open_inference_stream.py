@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.frontend.grpc.open_inference import IN_FLIGHT, PARTS_AHEAD, TensorCalls, in_order
+from torchere.serving.frontend.grpc.open_inference import IN_FLIGHT, PARTS_AHEAD, InferStream, in_order
 from torchere.serving.frontend.grpc.open_inference_messages import TensorMessage
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferResponse
 
@@ -131,7 +131,7 @@ def test_an_answer_that_is_ready_as_its_call_is_closed_is_not_counted(monkeypatc
     async def main():
         asked, go = asyncio.Event(), asyncio.Event()
 
-        async def parts(calls, request, call):
+        async def parts(stream, request):
             if request.id == "second":
                 asked.set()
                 await go.wait()
@@ -140,12 +140,12 @@ def test_an_answer_that_is_ready_as_its_call_is_closed_is_not_counted(monkeypatc
         def count(size, **_):
             held[0] += size
 
-        monkeypatch.setattr(TensorCalls, "_parts", parts)
+        monkeypatch.setattr(InferStream, "parts", parts)
         stream = SimpleNamespace(kept_bytes=0, keep=lambda size: None, let_go=lambda size: None)
         stream.hold, stream.release = count, lambda size: count(-size)
         requests = given(*(TensorMessage(b"", name, ()) for name in ("first", "second")))
-        calls: Any = TensorCalls
-        answers = calls(None).infer_stream(requests, SimpleNamespace(stream=stream))
+        of_call: Any = InferStream
+        answers = of_call(None, SimpleNamespace(stream=stream)).answers(requests)
         assert (await anext(answers)).infer_response.id == "first"
         await asked.wait()
         go.set()
