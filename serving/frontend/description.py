@@ -18,12 +18,15 @@ from torchere.handlers.encode import indented_json
 from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.config.server_settings import ModelSettings
+from torchere.serving.errors import HandlerFailed
 from torchere.serving.frontend.control import ModelPage, VersionDescription
 from torchere.serving.frontend.workflows import WorkflowPage
 from torchere.serving.registry.workflows import Workflow
 from torchere.serving.store.url_rules import shown_url
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
+
+MAX_METADATA_BYTES = 2**20  # of a handler: decoding and formatting a mebibyte takes the event loop 0.1 s
 
 
 def pretty(value: object) -> str:
@@ -60,7 +63,13 @@ def customized_text(version: VersionDescription, response: InferResponse) -> str
     As in TorchServe, a response that is not a JSON object (`BaseHandler` returns null) becomes `{}`, and only
     an empty response leaves the member out: clients that poll for it (KServe's wrapper) take any value as a
     sign that the handler is loaded.
+
+    Raises:
+        HandlerFailed: the metadata has more than `MAX_METADATA_BYTES`.
     """
+    if len(response.body) > MAX_METADATA_BYTES:
+        flaw = f"metadata of {len(response.body)} bytes, expected at most {MAX_METADATA_BYTES}"
+        raise HandlerFailed("Failed to get customized model metadata.", status=500, detail=flaw)
     described = version_json(version)
     try:
         said = msgspec.json.decode(response.body)

@@ -18,6 +18,7 @@ from torchere.serving.errors import (
     VersionNotFound,
 )
 from torchere.serving.frontend.control import ModelPage, Progress, Registered, Registration
+from torchere.serving.frontend.description import MAX_METADATA_BYTES
 from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.types import InferResponse, ModelKey
 
@@ -190,6 +191,13 @@ def test_a_customised_description_has_a_status_of_http(ask, planes):
     planes.control.customized = InferResponse(b"null", (), 1000)
     answer = ask("management", "GET", "/models/echo?customized=true")
     assert (answer.status, answer.json["message"]) == (500, "Prediction failed")
+
+
+def test_a_customised_description_of_many_bytes_is_refused(ask, planes):
+    planes.control.customized = InferResponse(b'{"labels": "' + b"x" * MAX_METADATA_BYTES + b'"}', (), 200)
+    answer = ask("management", "GET", "/models/echo?customized=true")
+    assert (answer.status, answer.json["message"]) == (500, "Failed to get customized model metadata.")
+    assert "metadata of 1048590 bytes, expected at most 1048576" in answer.json["detail"]
 
 
 def test_all_versions_are_never_customised(ask, planes):
