@@ -34,7 +34,6 @@ from torchere.serving.frontend.connection_limit import MIN_FILES, open_file_limi
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
-from torchere.serving.frontend.rest.listener import DeferredApp, build_after
 from torchere.serving.frontend.rest.server import RestServer, listener_of, listeners
 from torchere.serving.frontend.services import Services, budgets_of
 from torchere.serving.frontend.summary import Caller, started_models, summary
@@ -135,8 +134,6 @@ class Server:
             self._dataplane.draining()
             await self._end()
             raise
-        loaded = [version.settled.wait() for version in self._registry.versions()]
-        self._background.append(asyncio.create_task(build_after(loaded, self._ports.routes)))
         return endpoints
 
     def _observe(self) -> None:
@@ -240,7 +237,7 @@ async def run(settings: ServerSettings, fork_server: Spawned | None = None) -> i
         return 0
     _announce(endpoints, settings)
     telling = asyncio.create_task(server.tell_models(endpoints))
-    gc.freeze()  # torch's hundreds of thousands of objects live until exit: exclude them from collection
+    gc.freeze()  # the objects of the start live until exit: exclude them from collections
     gc.enable()  # may have been disabled until here: see `commands/serve.py`
     await stop.wait()
     telling.cancel()
@@ -399,7 +396,6 @@ class Ports:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._routes: list[DeferredApp] = []
         self._rest: list[RestServer] = []
         self._metrics_only: list[RestServer] = []
         self._grpc: list[GrpcServer] = []
@@ -433,18 +429,12 @@ class Ports:
             with said_plainly(address):
                 bound = await rest.start()
             (self._metrics_only if surfaces == {"metrics"} else self._rest).append(rest)
-            self._routes.append(listener.routes)
             endpoints.rest.update(dict.fromkeys(surfaces, bound))
         for grpc in grpc_listeners(dataplane, controlplane, services):
             with said_plainly(grpc.address):
                 endpoints.grpc[grpc.api] = await grpc.start()
             self._grpc.append(grpc)
         return endpoints
-
-    @property
-    def routes(self) -> Sequence[DeferredApp]:
-        """The REST applications that are built after the start: see `rest/listener.py`."""
-        return self._routes
 
     def drain(self) -> None:
         """Keep serving, and close each REST connection after its next response; see `RestServer.drain`."""

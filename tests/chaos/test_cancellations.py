@@ -148,8 +148,6 @@ def test_clients_that_go_away_leave_nothing_behind(pack: Any, store: Path) -> No
         try:
             while not server._dataplane.readiness().ready:
                 await asyncio.sleep(0)
-            for app in server._ports.routes:  # else a task and a thread build them during the storm
-                await app.built()
             versions = list(server._registry.versions())
             chance = random.Random(11)
             await storm(endpoints, 200, chance)  # pools and caches fill up

@@ -34,7 +34,7 @@ from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.bodies import BadBody, Chunks
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.heads import BadHead, HeadReader, Heads
-from torchere.serving.frontend.rest.listener import DeferredApp, Listener
+from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import VersionNumbers
@@ -161,13 +161,12 @@ def _listener() -> Listener:
     settings = ServerSettings(limits=Limits(max_request_bytes=2000), open_inference_protocol=True)
     services = Services(settings, Metrics("host"), None, "9.9", budgets=Budgets())
     planes: Any = Echo()
-    return Listener(frozenset({"inference"}), services, planes, DeferredApp(lambda: _app))
+    return Listener(frozenset({"inference"}), services, planes, _app)
 
 
 async def _dialogue(data: bytes, size: int) -> tuple[bytes, bool]:
     """What a server says to the bytes in pieces of a size, and whether it closed."""
     listener = _listener()
-    await listener.routes.built()
     connection, transport = Connection(listener), Transport()
     connection.connection_made(transport)
     for at in range(0, len(data), size):

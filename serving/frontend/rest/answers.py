@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from torchere.serving.errors import NotAllowed, NotFound, ServingError
 from torchere.serving.frontend import wording
@@ -17,9 +17,11 @@ from torchere.serving.frontend.rest.bodies import BodyTooLarge, ClientGone
 from torchere.serving.frontend.rest.errors import BodyTooLong
 from torchere.serving.frontend.rest.wire import RawHeaders, error_answer
 
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 Handler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]
 
 ANY_METHOD = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
+READ = ["GET", "HEAD"]
 
 
 def json_answer(text: str, status: int = 200) -> Response:
@@ -37,13 +39,20 @@ def raw_answer(status: int, headers: RawHeaders, body: bytes) -> Response:
     return Response(body, status, {name.decode(): value.decode() for name, value in headers})
 
 
+def route(path: str, endpoint: Endpoint, methods: Sequence[str]) -> Route:
+    """Return a route for the named methods only; the framework would add HEAD to GET."""
+    made = Route(path, endpoint)
+    made.methods = set(methods)
+    return made
+
+
 async def no_such_method(request: Request) -> Response:
     """Raise `NotAllowed`: the endpoint for methods that a path does not support."""
     raise NotAllowed(wording.NO_SUCH_METHOD)
 
 
-def answer_errors(app: FastAPI, *, show_detail: bool) -> None:
-    """Register exception handlers that turn every error of the app's routes into a response.
+def error_handlers(*, show_detail: bool) -> dict[type[Exception], Handler]:
+    """Return exception handlers that turn every error of the app's routes into a response.
 
     After answering an unexpected error, the framework raises it again, so that the listener can log it.
     """
@@ -63,11 +72,13 @@ def answer_errors(app: FastAPI, *, show_detail: bool) -> None:
 
         return answer
 
-    app.add_exception_handler(ServingError, handler(_as_it_is))
-    app.add_exception_handler(HTTPException, handler(_of_framework))
-    app.add_exception_handler(Exception, handler(_of_bug))
-    app.add_exception_handler(BodyTooLarge, handler(_too_long))
-    app.add_exception_handler(ClientGone, empty(499))
+    return {
+        ServingError: handler(_as_it_is),
+        HTTPException: handler(_of_framework),
+        Exception: handler(_of_bug),
+        BodyTooLarge: handler(_too_long),
+        ClientGone: empty(499),
+    }
 
 
 def _too_long(error: Exception) -> ServingError:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.access.keys import Keys
@@ -19,7 +19,13 @@ from torchere.serving.frontend import description, wording
 from torchere.serving.frontend.control import ControlPlane, Progress, flag, integer, registration
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
+from torchere.serving.frontend.rest.answers import (
+    ANY_METHOD,
+    json_answer,
+    no_such_method,
+    route,
+    status_answer,
+)
 from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.codec import request_headers, text_values
 from torchere.serving.frontend.rest.openapi import management_document
@@ -43,9 +49,6 @@ STATUS_OF = {
 class ModelRoutes:
     """Endpoints of the management API; each translates one HTTP request to a call of the control plane.
 
-    The optional version of a path is not an argument of the endpoints, because the framework would read such
-    an argument from the query too.
-
     Args:
         controlplane: carries the calls out.
         max_request_bytes: the limit of a JSON body.
@@ -57,26 +60,26 @@ class ModelRoutes:
         self._max_request_bytes = max_request_bytes
         self._is_strict = is_strict
 
-    def router(self) -> APIRouter:
-        """Return the router. Starlette takes the first match, so routes with exact methods come first."""
-        router = APIRouter()
-        router.add_api_route("/models", self.list_models, methods=["GET"])
-        router.add_api_route("/models", self.register, methods=["POST"])
-        router.add_api_route("/models/{model}/{version}/set-default", self.set_default, methods=["PUT"])
+    def routes(self) -> list[Route]:
+        """Return the routes. Starlette takes the first match, so routes with exact methods come first."""
         quarantine = "/models/{model}/{version}/quarantine"  # three levels: a version may be called so
-        router.add_api_route(quarantine, self.quarantined, methods=["GET"])
-        router.add_api_route(quarantine, self.lift_quarantine, methods=["DELETE"])
-        router.add_api_route(f"{quarantine}/{{digest}}", self.lift_one, methods=["DELETE"])
+        found = [
+            route("/models", self.list_models, ["GET"]),
+            route("/models", self.register, ["POST"]),
+            route("/models/{model}/{version}/set-default", self.set_default, ["PUT"]),
+            route(quarantine, self.quarantined, ["GET"]),
+            route(quarantine, self.lift_quarantine, ["DELETE"]),
+            route(f"{quarantine}/{{digest}}", self.lift_quarantine, ["DELETE"]),
+        ]
         for path in ("/models/{model}", "/models/{model}/{version}"):
-            router.add_api_route(path, self.describe, methods=["GET"])
-            router.add_api_route(path, self.scale, methods=["PUT"])
-            router.add_api_route(path, self.unregister, methods=["DELETE"])
-            router.add_api_route(path, self.describe_api, methods=["OPTIONS"])
-        router.add_api_route("/v1/models/{model}", self.kserve_ready, methods=["GET"])
-        paths = ("/models", "/models/{model}", "/models/{model}/{version}", "/v1/models/{model}")
-        for path in (*paths, quarantine, f"{quarantine}/{{digest}}"):
-            router.add_api_route(path, no_such_method, methods=ANY_METHOD)
-        return router
+            found.append(route(path, self.describe, ["GET"]))
+            found.append(route(path, self.scale, ["PUT"]))
+            found.append(route(path, self.unregister, ["DELETE"]))
+            found.append(route(path, self.describe_api, ["OPTIONS"]))
+        found.append(route("/v1/models/{model}", self.kserve_ready, ["GET"]))
+        paths = ["/models", "/models/{model}", "/models/{model}/{version}", "/v1/models/{model}"]
+        paths += [quarantine, f"{quarantine}/{{digest}}"]
+        return found + [route(path, no_such_method, ANY_METHOD) for path in paths]
 
     async def list_models(self, request: Request) -> Response:
         """Return one page of the models; invalid numbers in the query are ignored."""
@@ -90,9 +93,9 @@ class ModelRoutes:
         result = await self._controlplane.register(registration(values))
         return status_answer(wording.registered(result), STATUS_OF[result.progress])
 
-    async def describe(self, request: Request, model: str) -> Response:
+    async def describe(self, request: Request) -> Response:
         """Describe one version or all versions; `customized=true` calls the version's handler too."""
-        version = request.path_params.get("version")
+        model, version = _named(request)
         query = text_values(request.scope["query_string"])
         if flag(query, "customized", default=False) and version != "all":
             return await self._describe_customized(request, model, version)
@@ -106,10 +109,11 @@ class ModelRoutes:
             answer.headers[name.decode("latin-1")] = value.decode("latin-1")
         return answer
 
-    async def scale(self, request: Request, model: str) -> Response:
+    async def scale(self, request: Request) -> Response:
         """Change how many executors a version has."""
         query = text_values(request.scope["query_string"])
-        version = request.path_params.get("version") or query.get("model_version") or None
+        model, version = _named(request)
+        version = version or query.get("model_version") or None
         numbers = as_torchserve_reads(query) if self._is_strict else query
         min_executors = integer(numbers, "min_worker")
         minimum = 1 if min_executors is None else min_executors
@@ -125,39 +129,48 @@ class ModelRoutes:
         )
         return status_answer(wording.scaled(progress, model, version, minimum), STATUS_OF[progress])
 
-    async def unregister(self, request: Request, model: str) -> Response:
+    async def unregister(self, request: Request) -> Response:
         """Remove a version after its requests are answered."""
-        await self._controlplane.unregister(model, request.path_params.get("version"))
+        model, version = _named(request)
+        await self._controlplane.unregister(model, version)
         return status_answer(wording.unregistered(model))
 
-    async def set_default(self, model: str, version: str) -> Response:
+    async def set_default(self, request: Request) -> Response:
         """Make a version the default version."""
-        await self._controlplane.set_default(model, version)
-        return status_answer(wording.default_set(ModelKey(model, version)))
+        key = _key(request)
+        await self._controlplane.set_default(*key)
+        return status_answer(wording.default_set(key))
 
-    async def quarantined(self, model: str, version: str) -> Response:
+    async def quarantined(self, request: Request) -> Response:
         """List the requests that a version does not run, because they crash its executors."""
-        return json_answer(description.quarantine_text(self._controlplane.quarantined(model, version)))
+        return json_answer(description.quarantine_text(self._controlplane.quarantined(*_key(request))))
 
-    async def lift_quarantine(self, model: str, version: str) -> Response:
-        """Lift the quarantine of all requests of a version."""
-        lifted = self._controlplane.lift_quarantine(model, version)
-        return status_answer(wording.quarantine_lifted(ModelKey(model, version), lifted))
+    async def lift_quarantine(self, request: Request) -> Response:
+        """Lift the quarantine of all requests of a version, or of the one that the path names."""
+        key = _key(request)
+        lifted = self._controlplane.lift_quarantine(*key, request.path_params.get("digest"))
+        return status_answer(wording.quarantine_lifted(key, lifted))
 
-    async def lift_one(self, model: str, version: str, digest: str) -> Response:
-        """Lift the quarantine of one request."""
-        lifted = self._controlplane.lift_quarantine(model, version, digest)
-        return status_answer(wording.quarantine_lifted(ModelKey(model, version), lifted))
-
-    async def describe_api(self, request: Request, model: str) -> Response:
+    async def describe_api(self, request: Request) -> Response:
         """Return the OpenAPI document of the management operations on a model."""
-        self._controlplane.describe(model, request.path_params.get("version"))
+        model, version = _named(request)
+        self._controlplane.describe(model, version)
         return json_answer(description.pretty(management_document(model)))
 
-    async def kserve_ready(self, model: str) -> Response:
+    async def kserve_ready(self, request: Request) -> Response:
         """Return the KServe v1 readiness of a model."""
+        model, _ = _named(request)
         ready = self._controlplane.has_executors(model)
         return json_answer(description.pretty({"name": model, "ready": ready}))
+
+
+def _named(request: Request) -> tuple[str, str | None]:
+    """Return the model and the version that a path names."""
+    return request.path_params["model"], request.path_params.get("version")
+
+
+def _key(request: Request) -> ModelKey:
+    return ModelKey(request.path_params["model"], request.path_params["version"])
 
 
 async def parameters_of(request: Request, max_bytes: int, is_strict: bool = False) -> dict[str, object]:
@@ -230,12 +243,11 @@ def _natural(text: str | None, default: int) -> int:
 PATH = "/log-level"
 
 
-def log_level_routes() -> APIRouter:
+def log_level_routes() -> list[Route]:
     """Return the routes of `/log-level`: GET shows all levels, PUT sets one until the process ends.
 
     A level is set with `PUT /log-level?logger=NAME&level=LEVEL`.
     """
-    router = APIRouter()
 
     async def show(request: Request) -> Response:
         return json_answer(pretty(levels()))
@@ -248,19 +260,18 @@ def log_level_routes() -> APIRouter:
             raise InvalidRequest(str(err)) from err
         return json_answer(pretty(levels()))
 
-    router.add_api_route(PATH, show, methods=["GET"])
-    router.add_api_route(PATH, change, methods=["PUT"])
-    router.add_api_route(PATH, no_such_method, methods=ANY_METHOD)
-    return router
+    return [
+        route(PATH, show, ["GET"]),
+        route(PATH, change, ["PUT"]),
+        route(PATH, no_such_method, ANY_METHOD),
+    ]
 
 
-def token_routes(keys: Keys) -> APIRouter:
+def token_routes(keys: Keys) -> list[Route]:
     """Return the route `/token?type=inference|management`; it writes the new key to the key file only."""
-    router = APIRouter()
 
     async def renew(request: Request) -> Response:
         keys.renew(request.query_params.get("type"), request.headers.get("authorization"))
         return json_answer("")
 
-    router.add_api_route("/token", renew, methods=ANY_METHOD)
-    return router
+    return [route("/token", renew, ANY_METHOD)]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from torchere.handlers.tensors import shown
 from torchere.handlers.tensors.codec import NO_JSON
@@ -19,11 +19,9 @@ from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference import metadata
 from torchere.serving.frontend.open_inference.repository import Repository
-from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, raw_answer
+from torchere.serving.frontend.rest.answers import ANY_METHOD, READ, Endpoint, json_answer, raw_answer, route
 from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.wire import protocol_error
-
-_READ = ["GET", "HEAD"]
 
 # Endpoints of Triton below `/v2/` that this server lacks, with the text of the 404 response.
 _ABSENT = {
@@ -35,9 +33,8 @@ _ABSENT = {
 _ELSEWHERE = {"repository": "The model repository is on the management port."}
 
 
-def health_routes(dataplane: DataPlane) -> APIRouter:
+def health_routes(dataplane: DataPlane) -> list[Route]:
     """Return the routes `/v2`, `/v2/health/live` and `/v2/health/ready`, for any method as in TorchServe."""
-    router = APIRouter()
 
     async def of_server(request: Request) -> Response:
         return json_answer(pretty(metadata.server_metadata()))
@@ -49,15 +46,15 @@ def health_routes(dataplane: DataPlane) -> APIRouter:
         is_ready = dataplane.readiness().ready
         return json_answer(pretty({"ready": is_ready}), 200 if is_ready else 503)
 
-    router.add_api_route("/v2", of_server, methods=ANY_METHOD)
-    router.add_api_route("/v2/health/live", live, methods=ANY_METHOD)
-    router.add_api_route("/v2/health/ready", ready, methods=ANY_METHOD)
-    return router
+    return [
+        route("/v2", of_server, ANY_METHOD),
+        route("/v2/health/live", live, ANY_METHOD),
+        route("/v2/health/ready", ready, ANY_METHOD),
+    ]
 
 
-def model_routes(dataplane: DataPlane) -> APIRouter:
+def model_routes(dataplane: DataPlane) -> list[Route]:
     """Return the read-only routes of models: names, metadata, configuration, statistics, readiness."""
-    router = APIRouter()
     readiness = _reader(dataplane, lambda facts: _readiness(facts, dataplane))
 
     async def names(request: Request) -> Response:
@@ -68,23 +65,24 @@ def model_routes(dataplane: DataPlane) -> APIRouter:
         facts = [dataplane.facts(*key) for key in dataplane.registered()]
         return json_answer(pretty(metadata.model_statistics(facts)))
 
-    router.add_api_route("/v1/models", names, methods=_READ)
-    router.add_api_route("/v1/models/{model}", readiness, methods=_READ)
-    router.add_api_route("/v2/models/stats", statistics_of_all, methods=_READ)
+    found = [
+        route("/v1/models", names, READ),
+        route("/v1/models/{model}", readiness, READ),
+        route("/v2/models/stats", statistics_of_all, READ),
+    ]
     for path, endpoint in (
         ("", _reader(dataplane, metadata.model_metadata)),
         ("/config", _reader(dataplane, metadata.model_config)),
         ("/stats", _reader(dataplane, lambda facts: metadata.model_statistics([facts]))),
         ("/ready", readiness),
     ):
-        router.add_api_route(f"/v2/models/{{model}}{path}", endpoint, methods=_READ)
-        router.add_api_route(f"/v2/models/{{model}}/versions/{{version}}{path}", endpoint, methods=_READ)
-    return router
+        found.append(route(f"/v2/models/{{model}}{path}", endpoint, READ))
+        found.append(route(f"/v2/models/{{model}}/versions/{{version}}{path}", endpoint, READ))
+    return found
 
 
-def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> APIRouter:
+def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> list[Route]:
     """Return the routes of the model repository: index, load and unload. They belong to management."""
-    router = APIRouter()
     repository = Repository(controlplane)
 
     async def index(request: Request) -> Response:
@@ -98,54 +96,55 @@ def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> API
             return _refused(error)
         return json_answer(pretty(entries))
 
-    async def load(request: Request, model: str) -> Response:
+    async def load(request: Request) -> Response:
         try:
             said = await _object(request, max_request_bytes)
             parameters = said.get("parameters", {})
             if not isinstance(parameters, dict):
                 raise InvalidRequest(f"parameters: found {shown(parameters)}, expected an object")
-            await repository.load(model, parameters)
+            await repository.load(request.path_params["model"], parameters)
         except ServingError as error:
             return _refused(error)
         return Response(status_code=200)
 
-    async def unload(request: Request, model: str) -> Response:
+    async def unload(request: Request) -> Response:
         try:
-            await repository.unload(model)
+            await repository.unload(request.path_params["model"])
         except ServingError as error:
             return _refused(error)
         return Response(status_code=200)
 
-    router.add_api_route("/v2/repository/index", index, methods=["POST"])
-    router.add_api_route("/v2/repository/models/{model}/load", load, methods=["POST"])
-    router.add_api_route("/v2/repository/models/{model}/unload", unload, methods=["POST"])
-    return router
+    return [
+        route("/v2/repository/index", index, ["POST"]),
+        route("/v2/repository/models/{model}/load", load, ["POST"]),
+        route("/v2/repository/models/{model}/unload", unload, ["POST"]),
+    ]
 
 
-def absent_routes(is_management: bool) -> APIRouter:
+def absent_routes(is_management: bool) -> list[Route]:
     """Return routes that answer 404, as a protocol error, for Triton's endpoints that this port lacks.
 
     Triton's clients can't read the 404 response of other unknown paths.
     """
-    router = APIRouter()
 
-    def refusing(text: str) -> Callable[..., Any]:
+    def refusing(text: str) -> Endpoint:
         async def refuse(request: Request) -> Response:
             return _refused(NotFound(text))
 
         return refuse
 
-    for name, text in (_ABSENT if is_management else _ABSENT | _ELSEWHERE).items():
-        router.add_api_route(f"/v2/{name}", refusing(text), methods=ANY_METHOD)
-        router.add_api_route(f"/v2/{name}/{{rest:path}}", refusing(text), methods=ANY_METHOD)
-    router.add_api_route("/v2/models/{model}/trace/setting", refusing(_ABSENT["trace"]), methods=ANY_METHOD)
-    return router
+    texts = {
+        f"/v2/{name}": text for name, text in (_ABSENT if is_management else _ABSENT | _ELSEWHERE).items()
+    }
+    texts |= {f"{path}/{{rest:path}}": text for path, text in texts.items()}
+    texts["/v2/models/{model}/trace/setting"] = _ABSENT["trace"]
+    return [route(path, refusing(text), ANY_METHOD) for path, text in texts.items()]
 
 
-def _reader(dataplane: DataPlane, members: Callable[[ModelFacts], dict[str, Any]]) -> Callable[..., Any]:
-    async def read(request: Request, model: str) -> Response:
+def _reader(dataplane: DataPlane, members: Callable[[ModelFacts], dict[str, Any]]) -> Endpoint:
+    async def read(request: Request) -> Response:
         try:
-            facts = dataplane.facts(model, request.path_params.get("version"))  # not from the query
+            facts = dataplane.facts(request.path_params["model"], request.path_params.get("version"))
         except ServingError as error:
             return _refused(error)
         said = members(facts)

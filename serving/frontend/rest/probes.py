@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane, Readiness
 from torchere.serving.frontend.description import pretty
-from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, status_answer
+from torchere.serving.frontend.rest.answers import ANY_METHOD, READ, json_answer, route, status_answer
 from torchere.serving.frontend.rest.wire import accepts_gzip, deflate
 from torchere.serving.telemetry import exposition as openmetrics_format
 from torchere.serving.telemetry.exposition import wants_openmetrics
@@ -24,13 +24,12 @@ from torchere.serving.telemetry.torchserve import LEGACY_METRICS
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def probe_routes(dataplane: DataPlane) -> APIRouter:
+def probe_routes(dataplane: DataPlane) -> list[Route]:
     """Return the routes of the probes; none needs a key.
 
     `/livez` answers as long as the event loop runs. `/startupz` succeeds, permanently, once every startup
     model has loaded or failed to load. `/readyz` reports whether the server, or one model, can take traffic.
     """
-    router = APIRouter()
 
     async def live(request: Request) -> Response:
         return json_answer(pretty({"status": "live"}))
@@ -41,18 +40,17 @@ def probe_routes(dataplane: DataPlane) -> APIRouter:
     async def ready(request: Request) -> Response:
         return _told(dataplane.readiness(), "ready", "not ready")
 
-    async def model_ready(model: str) -> Response:
-        return _told(dataplane.model_readiness(model, None), "ready", "not ready")
+    async def model_ready(request: Request) -> Response:
+        named = request.path_params
+        return _told(dataplane.model_readiness(named["model"], named.get("version")), "ready", "not ready")
 
-    async def version_ready(model: str, version: str) -> Response:
-        return _told(dataplane.model_readiness(model, version), "ready", "not ready")
-
-    router.add_api_route("/livez", live, methods=["GET", "HEAD"])
-    router.add_api_route("/startupz", started, methods=["GET", "HEAD"])
-    router.add_api_route("/readyz", ready, methods=["GET", "HEAD"])
-    router.add_api_route("/readyz/{model}", model_ready, methods=["GET", "HEAD"])
-    router.add_api_route("/readyz/{model}/{version}", version_ready, methods=["GET", "HEAD"])
-    return router
+    return [
+        route("/livez", live, READ),
+        route("/startupz", started, READ),
+        route("/readyz", ready, READ),
+        route("/readyz/{model}", model_ready, READ),
+        route("/readyz/{model}/{version}", model_ready, READ),
+    ]
 
 
 def _told(readiness: Readiness, yes: str, no: str) -> Response:
@@ -61,16 +59,14 @@ def _told(readiness: Readiness, yes: str, no: str) -> Response:
     return json_answer(pretty({"status": no, "reasons": list(readiness.reasons)}), 503)
 
 
-def ping_routes(dataplane: DataPlane) -> APIRouter:
+def ping_routes(dataplane: DataPlane) -> list[Route]:
     """Return the route `/ping`, for any method."""
-    router = APIRouter()
 
     async def ping(request: Request) -> Response:
         healthy = dataplane.healthy()
         return status_answer(wording.health(healthy), 200 if healthy else 500)
 
-    router.add_api_route("/ping", ping, methods=ANY_METHOD)
-    return router
+    return [route("/ping", ping, ANY_METHOD)]
 
 
 def _page(exposure: Exposure, names: Collection[str], *, openmetrics: bool, zipped: bool) -> bytes:
@@ -78,9 +74,8 @@ def _page(exposure: Exposure, names: Collection[str], *, openmetrics: bool, zipp
     return deflate(text, "gzip") if zipped else text
 
 
-def metrics_routes(metrics: Metrics, mode: MetricsMode) -> APIRouter:
+def metrics_routes(metrics: Metrics, mode: MetricsMode) -> list[Route]:
     """Return the routes `/metrics` and below, for any method; repeatable `name[]` selects samples."""
-    router = APIRouter()
     turns = asyncio.Lock()  # so that scrapes together use one thread at most
 
     async def expose(request: Request) -> Response:
@@ -99,6 +94,4 @@ def metrics_routes(metrics: Metrics, mode: MetricsMode) -> APIRouter:
         headers = {"content-type": content_type, "vary": "Accept, Accept-Encoding"}
         return Response(body, headers={**headers, "content-encoding": "gzip"} if zipped else headers)
 
-    router.add_api_route("/metrics", expose, methods=ANY_METHOD)
-    router.add_api_route("/metrics/{rest:path}", expose, methods=ANY_METHOD)
-    return router
+    return [route(path, expose, ANY_METHOD) for path in ("/metrics", "/metrics/{rest:path}")]

@@ -1,15 +1,11 @@
-"""Construction of the ASGI app behind a REST port: all routes except predictions.
-
-Importing the framework takes longer than importing all our modules, so it is deferred (`listener.py`).
-"""
+"""Construction of the ASGI app behind a REST port: all routes except predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
-from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from torchere.serving.config.server_settings import ServerSettings
@@ -19,7 +15,15 @@ from torchere.serving.frontend.authorisation import Surfaces
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
-from torchere.serving.frontend.rest.answers import ANY_METHOD, answer_errors, json_answer, no_such_method
+from torchere.serving.frontend.rest.answers import (
+    ANY_METHOD,
+    READ,
+    Endpoint,
+    error_handlers,
+    json_answer,
+    no_such_method,
+    route,
+)
 from torchere.serving.frontend.rest.management import (
     ModelRoutes,
     log_level_routes,
@@ -47,46 +51,47 @@ from torchere.serving.frontend.services import Services
 def routes(
     surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> ASGIApp:
-    """Build the app of a port that serves the named APIs. Call it in any thread; use the app on one loop."""
-    app = FastAPI(openapi_url=None, redirect_slashes=False)
-    answer_errors(app, show_detail=services.shows_detail(surfaces))
-    app.include_router(_description_routes(surfaces, services))
+    """Build the app of a port that serves the named APIs. Use it on one event loop."""
+    found = _description_routes(surfaces, services)
     if surfaces != {"metrics"}:
-        app.include_router(probe_routes(dataplane))
+        found += probe_routes(dataplane)
     if "metrics" in surfaces:
-        app.include_router(metrics_routes(services.metrics, services.settings.metrics_mode))
+        found += metrics_routes(services.metrics, services.settings.metrics_mode)
     if "inference" in surfaces:
-        _add_inference(app, dataplane, services, is_management="management" in surfaces)
-        app.include_router(workflow_predictions(controlplane.workflows, services))
+        found += _inference_routes(dataplane, services, is_management="management" in surfaces)
+        found += workflow_predictions(controlplane.workflows, services)
     if "management" in surfaces:
-        _add_management(app, controlplane, services)
+        found += _management_routes(controlplane, services)
     if "inference" in surfaces:
-        app.include_router(prediction_options(dataplane))
+        found += prediction_options(dataplane)
+    app = Starlette(
+        routes=found, exception_handlers=error_handlers(show_detail=services.shows_detail(surfaces))
+    )
+    app.router.redirect_slashes = False
     return app
 
 
-def _add_inference(app: FastAPI, dataplane: DataPlane, services: Services, *, is_management: bool) -> None:
-    app.include_router(ping_routes(dataplane))
+def _inference_routes(dataplane: DataPlane, services: Services, *, is_management: bool) -> list[Route]:
+    found = ping_routes(dataplane)
     if services.settings.open_inference_protocol:
-        app.include_router(health_routes(dataplane))
-        app.include_router(model_routes(dataplane))
-        app.include_router(absent_routes(is_management))
+        found += health_routes(dataplane) + model_routes(dataplane) + absent_routes(is_management)
+    return found
 
 
-def _add_management(app: FastAPI, controlplane: ControlPlane, services: Services) -> None:
+def _management_routes(controlplane: ControlPlane, services: Services) -> list[Route]:
     settings = services.settings
     max_request_bytes = settings.limits.max_request_bytes
-    app.include_router(ModelRoutes(controlplane, max_request_bytes, settings.strict_compatibility).router())
-    app.include_router(WorkflowRoutes(controlplane.workflows, max_request_bytes).router())
-    app.include_router(log_level_routes())
+    found = ModelRoutes(controlplane, max_request_bytes, settings.strict_compatibility).routes()
+    found += WorkflowRoutes(controlplane.workflows, max_request_bytes).routes()
+    found += log_level_routes()
     if services.settings.open_inference_protocol:
-        app.include_router(repository_routes(controlplane, max_request_bytes))
+        found += repository_routes(controlplane, max_request_bytes)
     if services.keys is not None:
-        app.include_router(token_routes(services.keys))
+        found += token_routes(services.keys)
+    return found
 
 
-def _description_routes(surfaces: Surfaces, services: Services) -> APIRouter:
-    router = APIRouter()
+def _description_routes(surfaces: Surfaces, services: Services) -> list[Route]:
     more = workflow_operations(surfaces)
     more += open_inference_operations(surfaces) if services.settings.open_inference_protocol else []
     text = pretty(listener_document(surfaces, services.server_version, more))
@@ -94,15 +99,15 @@ def _description_routes(surfaces: Surfaces, services: Services) -> APIRouter:
     async def describe_api(request: Request) -> Response:
         return json_answer(text)
 
-    router.add_api_route("/", describe_api, methods=["OPTIONS"])
+    found = [route("/", describe_api, ["OPTIONS"])]
     if "inference" in surfaces:
-        router.add_api_route("/", _page_endpoint(surfaces, services.settings), methods=["GET", "HEAD"])
-    router.add_api_route("/", no_such_method, methods=ANY_METHOD)
-    router.add_api_route("/api-description", describe_api, methods=ANY_METHOD)
-    return router
+        found.append(route("/", _page_endpoint(surfaces, services.settings), READ))
+    found.append(route("/", no_such_method, ANY_METHOD))
+    found.append(route("/api-description", describe_api, ANY_METHOD))
+    return found
 
 
-def _page_endpoint(surfaces: Surfaces, settings: ServerSettings) -> Callable[[Request], Awaitable[Response]]:
+def _page_endpoint(surfaces: Surfaces, settings: ServerSettings) -> Endpoint:
     text, headers = page(surfaces, settings)
 
     async def browse(request: Request) -> Response:
@@ -113,9 +118,8 @@ def _page_endpoint(surfaces: Surfaces, settings: ServerSettings) -> Callable[[Re
     return browse
 
 
-def prediction_options(dataplane: DataPlane) -> APIRouter:
-    """Return the route of `OPTIONS` on prediction paths. It matches every path, so include it last."""
-    router = APIRouter()
+def prediction_options(dataplane: DataPlane) -> list[Route]:
+    """Return the route of `OPTIONS` on prediction paths. It matches every path, so it goes last."""
 
     async def describe(request: Request) -> Response:
         target = prediction_target(request.scope["path"]) if request.method == "OPTIONS" else None
@@ -130,5 +134,4 @@ def prediction_options(dataplane: DataPlane) -> APIRouter:
         signature = dataplane.signature_text(model, target.version)
         return json_answer(pretty(prediction_document(model, signature)))
 
-    router.add_api_route("/{path:path}", describe, methods=ANY_METHOD)
-    return router
+    return [route("/{path:path}", describe, ANY_METHOD)]

@@ -8,8 +8,6 @@ import logging
 import socket
 from pathlib import Path
 
-from starlette.types import ASGIApp
-
 from torchere.serving.access.tls import Certificates
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.authorisation import Surfaces
@@ -17,7 +15,8 @@ from torchere.serving.frontend.connection_limit import listening_descriptors, op
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.connection import Connection
-from torchere.serving.frontend.rest.listener import DeferredApp, Listener
+from torchere.serving.frontend.rest.listener import Listener
+from torchere.serving.frontend.rest.routes import routes
 from torchere.serving.frontend.services import Services
 from torchere.serving.frontend.tls_server import TlsServer
 
@@ -152,13 +151,7 @@ def listener_of(
     surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> Listener:
     """Return the listener of a port that serves the named APIs. Use it on one event loop only."""
-
-    def build() -> ASGIApp:
-        from torchere.serving.frontend.rest.routes import routes  # noqa: PLC0415 - imports the framework
-
-        return routes(surfaces, dataplane, controlplane, services)
-
-    return Listener(surfaces, services, dataplane, DeferredApp(build))
+    return Listener(surfaces, services, dataplane, routes(surfaces, dataplane, controlplane, services))
 
 
 def listeners(settings: ServerSettings) -> list[tuple[Address, Surfaces]]:

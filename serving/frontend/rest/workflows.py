@@ -8,10 +8,10 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive
 
 from torchere.serving.config.server_settings import SnapshotWorkflow
@@ -23,7 +23,13 @@ from torchere.serving.frontend.control import flag, integer, text
 from torchere.serving.frontend.description import workflow_page_text, workflow_text
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
+from torchere.serving.frontend.rest.answers import (
+    ANY_METHOD,
+    json_answer,
+    no_such_method,
+    route,
+    status_answer,
+)
 from torchere.serving.frontend.rest.bodies import ClientGone, read_body
 from torchere.serving.frontend.rest.codec import (
     body_parameters,
@@ -47,18 +53,16 @@ class WorkflowRoutes:
         self._workflows = workflows
         self._max_request_bytes = max_request_bytes
 
-    def router(self) -> APIRouter:
-        """Return the router. Like TorchServe, it ignores what follows the name in a path."""
-        router = APIRouter()
+    def routes(self) -> list[Route]:
+        """Return the routes. Like TorchServe, they ignore what follows the name in a path."""
+        found = []
         for path in ("/workflows", "/workflows/"):
-            router.add_api_route(path, self.list, methods=["GET"])
-            router.add_api_route(path, self.register, methods=["POST"])
-            router.add_api_route(path, no_such_method, methods=ANY_METHOD)
+            found += [route(path, self.list, ["GET"]), route(path, self.register, ["POST"])]
+            found.append(route(path, no_such_method, ANY_METHOD))
         for path in ("/workflows/{workflow}", "/workflows/{workflow}/{rest:path}"):
-            router.add_api_route(path, self.describe, methods=["GET"])
-            router.add_api_route(path, self.unregister, methods=["DELETE"])
-            router.add_api_route(path, no_such_method, methods=ANY_METHOD)
-        return router
+            found += [route(path, self.describe, ["GET"]), route(path, self.unregister, ["DELETE"])]
+            found.append(route(path, no_such_method, ANY_METHOD))
+        return found
 
     async def list(self, request: Request) -> Response:
         """Return one page of the workflows; invalid numbers in the query are ignored."""
@@ -81,12 +85,13 @@ class WorkflowRoutes:
         name = await self._workflows.register(wanted)
         return status_answer(wording.workflow_registered(name))
 
-    async def describe(self, workflow: str) -> Response:
+    async def describe(self, request: Request) -> Response:
         """Describe a workflow."""
-        return json_answer(workflow_text(self._workflows.describe(workflow)))
+        return json_answer(workflow_text(self._workflows.describe(request.path_params["workflow"])))
 
-    async def unregister(self, workflow: str) -> Response:
+    async def unregister(self, request: Request) -> Response:
         """Remove a workflow after its requests are answered."""
+        workflow = request.path_params["workflow"]
         await self._workflows.unregister(workflow)
         return status_answer(wording.workflow_unregistered(workflow))
 
@@ -97,15 +102,15 @@ class _AnyCase(StringConvertor):
     regex = "(?i:wfpredict)"
 
 
-def workflow_predictions(workflows: WorkflowPlane, services: Services) -> APIRouter:
+def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[Route]:
     """Return the route `/wfpredict/{workflow}`. Like TorchServe, it ignores what follows the name."""
     register_url_convertor("wfpredict", _AnyCase())
-    router = APIRouter()
     max_bytes = services.settings.limits.max_request_bytes
     decodes = services.budgets.decodes
 
-    async def predict(request: Request, workflow: str) -> Response:
+    async def predict(request: Request) -> Response:
         started_s = time.monotonic()
+        workflow = request.path_params["workflow"]
         workflows.check_exists(workflow)
         headers = request_headers(request.scope)
         of_listener = current_call()
@@ -123,9 +128,8 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> APIRou
         asked = prioritised(InferRequest(new_request_id(), parameters, headers, deadline_s))
         return _response(await _unless_gone(request.receive, workflows.infer(workflow, asked)))
 
-    for path in ("/{first:wfpredict}/{workflow}", "/{first:wfpredict}/{workflow}/{rest:path}"):
-        router.add_api_route(path, predict, methods=ANY_METHOD)
-    return router
+    paths = ("/{first:wfpredict}/{workflow}", "/{first:wfpredict}/{workflow}/{rest:path}")
+    return [route(path, predict, ANY_METHOD) for path in paths]
 
 
 async def _unless_gone(receive: Receive, run: Coroutine[Any, Any, InferResponse]) -> InferResponse:

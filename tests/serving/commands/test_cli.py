@@ -22,7 +22,7 @@ from torchere.serving.config.server_settings import ServerSettings, SnapshotSett
 from torchere.serving.logs.files import Log4jFormatter, remove_log_files
 from torchere.serving.store import url_rules
 
-HEAVY = ("torch", "fastapi", "grpc", "numpy", "prometheus_client")
+HEAVY = ("torch", "starlette", "grpc", "numpy", "prometheus_client")
 SNAPSHOT = (
     'model_store={store}\nmodel_snapshot={{"models":{{"net":{{"1.0":{{"defaultVersion":true,"marName":"net.mar",'
     '"minWorkers":1,"maxWorkers":1,"batchSize":1,"maxBatchDelay":100}}}}}}}}\n'

@@ -313,7 +313,7 @@ def test_nothing_is_imported_that_the_fork_server_would_wait_for() -> None:
     code = """
 import sys
 import torchere.serving.workers.launch
-print(sorted({"torch", "numpy", "fastapi", "grpc", "yaml"} & set(sys.modules)))
+print(sorted({"torch", "numpy", "starlette", "grpc", "yaml"} & set(sys.modules)))
 """
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout == "[]\n"
