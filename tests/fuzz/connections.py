@@ -551,12 +551,16 @@ def message_seeds() -> list[bytes]:
     ]
 
 
+MOST_PIECES = 4000
+
+
 def frames_to_server(data: bytes) -> None:
     """Bytes that a worker writes on a data socket: reports and parts, or the end of the stream.
 
-    The callbacks are those of `worker_process.py`, without its runs. The first byte: the pieces.
+    The callbacks are those of `worker_process.py`, without its runs. The first byte: the pieces, at most
+    `MOST_PIECES`, each of which takes the socket pair as long as some of a frame's bytes.
     """
-    size, data = max(1, data[0] if data else 1), data[1:]
+    size, data = max(1, data[0] if data else 1, len(data) // MOST_PIECES), data[1:]
     whole, pieces = (loop().run_until_complete(_reports(data, each)) for each in (len(data) + 1, size))
     assert whole == pieces, "pieces change the messages"
 
