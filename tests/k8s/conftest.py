@@ -25,8 +25,10 @@ Object = dict[str, Any]
 def helm(tool: Callable[[str], str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `helm template` on the chart with a file of values; `program` is helm (3) or helm4."""
 
-    def template(values: Path, *options: str, program: str = "helm") -> subprocess.CompletedProcess[str]:
-        command = [tool(program), "template", "rel", str(ROOT / "k8s/chart"), "--namespace", "torchserve"]
+    def template(
+        values: Path, *options: str, program: str = "helm", release: str = "rel"
+    ) -> subprocess.CompletedProcess[str]:
+        command = [tool(program), "template", release, str(ROOT / "k8s/chart"), "--namespace", "torchserve"]
         return subprocess.run(
             [*command, "--kube-version", KUBERNETES, "--values", str(values), *options],
             check=False, capture_output=True, text=True, timeout=60,

@@ -72,6 +72,31 @@ def test_a_zero_or_a_false_property_is_no_missing_one(properties: Callable[[Obje
     assert [found[key] for key in given] == ["0", "", "false"]
 
 
+def test_names_of_digits_stay_texts(
+    rendered: Callable[[Object], dict[str, Object]], assert_valid: Callable[..., None], tmp_path: Path
+) -> None:
+    given = {
+        "nameOverride": "123",
+        "priorityClassName": "100",
+        "runtimeClassName": "1",
+        "serviceAccount": {"name": "7"},
+        "modelStore": {"type": "pvc", "pvc": {"claimName": "2024", "create": True, "subPath": "1, 2"}},
+        "auth": {"enabled": True, "secretName": "1", "secretKey": "1.0"},
+        "tls": {"enabled": True, "secretName": "2"},
+        "autoscaling": {"enabled": True, "metric": "1"},
+        "ingress": {"enabled": True, "className": "1", "hosts": [{"host": "models.example"}]},
+        "service": {"type": "LoadBalancer", "loadBalancerClass": "1"},
+    }
+
+    objects = rendered(given)
+
+    assert_valid({"digits": list(objects.values())}, tmp_path)
+    pod = objects["Deployment/rel-123"]["spec"]["template"]
+    assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == "123"
+    (mount,) = [each for each in pod["spec"]["containers"][0]["volumeMounts"] if each["name"] == "store"]
+    assert mount["subPath"] == "1, 2"
+
+
 def test_recreate_has_nothing_of_the_rolling_update_that_helm_merges_in(
     rendered: Callable[[Object], dict[str, Object]],
 ) -> None:

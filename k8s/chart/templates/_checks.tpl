@@ -1,6 +1,10 @@
 {{/* What a schema can't say: values that need or exclude each other. Each message says what to do. */}}
 {{- define "torchere.checks" -}}
 {{- $v := include "torchere.effective" . | fromYaml -}}
+{{- $name := include "torchere.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "the release name %s gives the Service the name %s, which Kubernetes refuses: it has to begin with a letter, and has lower-case letters, digits and hyphens only. Set fullnameOverride, or name the release otherwise." .Release.Name $name) -}}
+{{- end -}}
 {{- if regexMatch "(^|/)pytorch/torchserve(-nightly)?(:|@|$)" (.Values.torchserve_image | default "") -}}
 {{- fail "torchserve_image names TorchServe's own image, which this chart can't run: it has no /livez and /readyz. Remove torchserve_image, and set image.repository and image.tag to an image of torchere." -}}
 {{- end -}}
@@ -8,7 +12,7 @@
 {{- fail (printf "namespace: %s has no effect, neither here nor in TorchServe's chart: install with --namespace %s, and remove the value." .Values.namespace .Values.namespace) -}}
 {{- end -}}
 {{- range list "app.kubernetes.io/name" "app.kubernetes.io/instance" -}}
-{{- if hasKey $.Values.podLabels . -}}
+{{- if hasKey ($.Values.podLabels | default dict) . -}}
 {{- fail (printf "podLabels.%s: by this label the Deployment and the Services find their pods. Use nameOverride, or a label of your own." .) -}}
 {{- end -}}
 {{- end -}}
@@ -132,7 +136,7 @@
 {{- if and $scrapes.scrapeTimeout (gt (include "torchere.milliseconds" $scrapes.scrapeTimeout | int) (include "torchere.milliseconds" $scrapes.interval | int)) -}}
 {{- fail (printf "serviceMonitor.scrapeTimeout is %s, longer than the interval, %s: Prometheus would refuse its whole configuration." $scrapes.scrapeTimeout $scrapes.interval) -}}
 {{- end -}}
-{{- if and (or (has "IPv6" .Values.service.ipFamilies) (hasSuffix "DualStack" .Values.service.ipFamilyPolicy)) (not (contains ":" .Values.server.address)) -}}
+{{- if and (or (has "IPv6" .Values.service.ipFamilies) (hasSuffix "DualStack" (.Values.service.ipFamilyPolicy | default ""))) (not (contains ":" .Values.server.address)) -}}
 {{- fail (printf "service.ipFamilies and ipFamilyPolicy give clients IPv6 addresses, but server.address %s listens on IPv4 alone: set it to \"[::]\", which takes both." .Values.server.address) -}}
 {{- end -}}
 {{- include "torchere.conflicts" . -}}

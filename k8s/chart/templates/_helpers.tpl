@@ -14,20 +14,20 @@
 {{- end -}}
 
 {{- define "torchere.selector" -}}
-app.kubernetes.io/name: {{ include "torchere.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "torchere.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* Of the pods that run ranks and no server, which no Service may take for one. */}}
 {{- define "torchere.ranksSelector" -}}
-app.kubernetes.io/name: {{ include "torchere.name" . }}-ranks
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ printf "%s-ranks" (include "torchere.name" . | trunc 57 | trimSuffix "-") | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* Of the pod of `helm test`, which no Service may take for a server and the NetworkPolicy lets in. */}}
 {{- define "torchere.testLabels" -}}
 app.kubernetes.io/component: test
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "torchere.labels" -}}

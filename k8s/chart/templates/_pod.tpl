@@ -23,10 +23,10 @@ httpGet:
 - {name: config, mountPath: /etc/torchere, readOnly: true}
 {{- end }}
 {{- if eq $v.configFrom "volume" }}
-- {name: store, mountPath: {{ $v.mount }}, readOnly: true}
+- {name: store, mountPath: {{ $v.mount | quote }}, readOnly: true}
 {{- else if ne $v.storeType "bundled" }}
 {{- $subPath := dig $v.storeType "subPath" "" .Values.modelStore }}
-- {name: store, mountPath: {{ include "torchere.store" . }}, readOnly: true{{ with $subPath }}, subPath: {{ . }}{{ end }}}
+- {name: store, mountPath: {{ include "torchere.store" . }}, readOnly: true{{ with $subPath }}, subPath: {{ . | quote }}{{ end }}}
 {{- end }}
 {{- if .Values.tls.enabled }}
 - {name: tls, mountPath: /run/torchere-tls, readOnly: true}
@@ -54,7 +54,7 @@ httpGet:
 {{- end }}
 {{- if eq $v.storeType "pvc" }}
 - name: store
-  persistentVolumeClaim: {claimName: {{ $v.claimName }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ $v.claimName | quote }}, readOnly: true}
 {{- else if eq $v.storeType "image" }}
 - name: store
   image: {reference: {{ include "torchere.mirrored" (dict "image" .Values.modelStore.image.reference "root" .) | quote }}, pullPolicy: {{ .Values.modelStore.image.pullPolicy }}}
@@ -64,18 +64,18 @@ httpGet:
 {{- end }}
 {{- if and (eq $v.storeType "gcs") .Values.modelStore.gcs.secretName }}
 - name: store-credentials
-  secret: {secretName: {{ .Values.modelStore.gcs.secretName }}, defaultMode: 0440}
+  secret: {secretName: {{ .Values.modelStore.gcs.secretName | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if .Values.tls.enabled }}
 - name: tls
-  secret: {secretName: {{ .Values.tls.secretName }}, defaultMode: 0440}
+  secret: {secretName: {{ .Values.tls.secretName | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if and .Values.auth.enabled .Values.auth.secretName }}
 - name: keys
   secret:
-    secretName: {{ .Values.auth.secretName }}
+    secretName: {{ .Values.auth.secretName | quote }}
     defaultMode: 0440
-    items: [{key: {{ .Values.auth.secretKey }}, path: keys.json}]
+    items: [{key: {{ .Values.auth.secretKey | quote }}, path: keys.json}]
 {{- else if .Values.auth.enabled }}
 - name: keys
   emptyDir: {medium: Memory, sizeLimit: 1Mi}
@@ -83,9 +83,9 @@ httpGet:
 {{- if .Values.leaderWorkerSet.enabled }}
 - name: rendezvous
   secret:
-    secretName: {{ .Values.leaderWorkerSet.secretName }}
+    secretName: {{ .Values.leaderWorkerSet.secretName | quote }}
     defaultMode: 0440
-    items: [{key: {{ .Values.leaderWorkerSet.secretKey }}, path: secret}]
+    items: [{key: {{ .Values.leaderWorkerSet.secretKey | quote }}, path: secret}]
 {{- end }}
 {{- with .Values.extraVolumes }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end -}}
@@ -113,7 +113,7 @@ initContainers:
       {{- end }}
     {{- with $s3.secretName }}
     envFrom:
-      - secretRef: {name: {{ . }}}
+      - secretRef: {name: {{ . | quote }}}
     {{- end }}
     {{- else if has $v.storeType (list "gcs" "azure") }}
     {{- $source := get .Values.modelStore $v.storeType }}
@@ -125,7 +125,7 @@ initContainers:
       - {name: GOOGLE_APPLICATION_CREDENTIALS, value: {{ printf "/run/store-credentials/%s" $source.secretKey | quote }}}
     {{- else if $source.secretName }}
     envFrom:
-      - secretRef: {name: {{ $source.secretName }}}
+      - secretRef: {name: {{ $source.secretName | quote }}}
     {{- end }}
     {{- else }}
     {{- $init := .Values.modelStore.init }}
@@ -262,7 +262,7 @@ spec:
 
 {{/* Where the scheduler may put a pod, and what it runs as; for the pods of all kinds. */}}
 {{- define "torchere.placement" -}}
-serviceAccountName: {{ include "torchere.serviceAccount" . }}
+serviceAccountName: {{ include "torchere.serviceAccount" . | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
@@ -270,10 +270,10 @@ securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .Values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .Values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
