@@ -38,6 +38,7 @@ metrics_address=http://0.0.0.0:8082
 grpc_inference_port=0
 grpc_management_port=0
 enable_metrics_api=true
+metrics_format=prometheus
 enable_envvars_config=true
 default_workers_per_model=1
 load_models=all
@@ -170,6 +171,18 @@ def test_a_store_laid_out_for_torchserve_answers_kserves_first_protocol(
             assert json.loads(answer.read()) == told
     with urllib.request.urlopen(f"http://{served}/readyz", timeout=30) as answer:
         assert answer.status == 200
+
+
+def test_a_store_laid_out_for_torchserve_has_metrics_to_scrape(
+    serve: Callable[[], str], objects: dict[str, Object], tmp_path: Path
+) -> None:
+    lay_out_for_torchserve(tmp_path / "models")
+    serve()
+    (metrics,) = re.findall(r"Metrics API: http://([\d.:]+)", (tmp_path / "log").read_text())
+    path = objects["ClusterServingRuntime"]["spec"]["annotations"]["prometheus.kserve.io/path"]
+
+    with urllib.request.urlopen(f"http://{metrics}{path}", timeout=30) as answer:
+        assert b"torchere_saturation{" in answer.read()
 
 
 def test_a_bare_exported_program_answers_both_protocols_under_the_services_name(
