@@ -222,7 +222,11 @@ def _log_account(plan: Plan, options: argparse.Namespace, names_file: bool) -> N
         logger.warning("%s, %s", origin, finding)
     if plan.settings.snapshot_models:
         count = len(plan.settings.snapshot_models)
-        logger.warning("%s: restoring its snapshot of %d models; start without it by --ncs", origin, count)
+        is_newest = plan.config_file and plan.config_file.parent == plan.log_directory / "config"
+        # --ncs looks for no snapshot, and leaves `model_snapshot` of a file that is named as it is.
+        is_found = is_newest and not (options.no_config_snapshots or options.ts_config)
+        remedy = "start without it by --ncs" if is_found else "to start without it, remove model_snapshot"
+        logger.warning("%s: restoring its snapshot of %d models; %s", origin, count, remedy)
     if options.log_config:
         logger.warning(
             "--log-config has no effect: log4j2 files are not read; PUT /log-level changes levels, and "

@@ -420,17 +420,24 @@ def test_temp_becomes_the_temporary_directory(
     assert server.served[0].temp_dir == store
 
 
-def test_the_newest_snapshot_is_restored_unless_told_not_to(store: Path, server: FakeServer) -> None:
+def test_the_newest_snapshot_is_restored_unless_told_not_to(
+    store: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = Path("logs/config")
     folder.mkdir(parents=True)
     (folder / "20250101000000000-startup.cfg").write_text("job_queue_size=bad")
     (folder / "20250102000000000-shutdown.cfg").write_text(SNAPSHOT.format(store=store))
     (folder / "99990101000000000-notes.txt").write_text("=")
+    Path("named.properties").write_text(SNAPSHOT.format(store=store))
     assert cli.main(["serve"]) == 0
+    assert "start without it by --ncs" in caplog.text
     assert cli.main(["serve", "--ncs", "--model-store", str(store)]) == 0
-    restored, fresh = server.served
+    assert cli.main(["serve", "--ncs", "--ts-config", "named.properties"]) == 0
+    assert "restoring its snapshot of 1 models; to start without it, remove model_snap" in caplog.text
+    restored, fresh, named = server.served
     assert [(model.name, model.archive) for model in restored.snapshot_models] == [("net", "net.mar")]
     assert fresh.snapshot_models == ()
+    assert named.snapshot_models == restored.snapshot_models
 
 
 @pytest.mark.parametrize(
