@@ -83,7 +83,8 @@ def _model_in(folder: Path) -> Path:
     """Return the file or folder of the one model, below folders that hold nothing but a folder, as `1/`."""
     if not folder.is_dir():
         raise LaunchRefused(f"{folder} not found: expected the folder in which KServe puts models")
-    entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+    # A claim that is a disk of its own has lost+found.
+    entries = [each for each in sorted(folder.iterdir()) if not each.name.startswith((".", "lost+found"))]
     if len(entries) == 1 and entries[0].is_dir():
         return _model_in(entries[0])
     if (folder / "config.json").is_file():

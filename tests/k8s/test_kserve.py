@@ -218,6 +218,7 @@ def test_a_bare_exported_program_answers_both_protocols_under_the_services_name(
          ["M/weights.pth", "--model-name=net", "--handler=M/handler.py", "--model-file=M/model.py",
           "--requirements-file=M/requirements.txt"]),
         (["net/1/model.onnx"], ["M/net/1/model.onnx", "--model-name=net"]),
+        (["net/1/model.onnx", "lost+found/#1"], ["M/net/1/model.onnx", "--model-name=net"]),
         (["model.pt2", "model.pt"], ["M/model.pt2", "--model-name=net"]),
         (["config.json", "model.safetensors", "tokenizer.json"], ["M", "--model-name=net"]),
         ([".cache", "model.safetensors", "model.py"],
