@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -231,3 +232,27 @@ def test_who_brings_a_configuration_on_a_claim_is_told_of_the_tokens(
     assert "Tokens are on" in notes(*theirs)
     assert "Tokens are on" not in notes(*theirs, "--set", "server.extraArgs={--disable-token-auth}")
     assert "Tokens are on" not in notes()
+
+
+@pytest.mark.parametrize("program", ["helm", "helm4"])
+def test_a_chart_may_have_it_twice_among_its_dependencies_on_a_condition(
+    program: str, tool: Callable[[str], str], root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(root / "k8s/chart", tmp_path / "charts/torchere")
+    one = {"name": "torchere", "version": "0.1.0"}
+    both = [one | {"alias": name, "condition": f"{name}.enabled"} for name in ("bert", "resnet", "off")]
+    chart = {"apiVersion": "v2", "name": "umbrella", "version": "1.0.0", "dependencies": both}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(chart))
+    values = {"bert": {"enabled": True}, "resnet": {"enabled": True}, "off": {"enabled": False}}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+
+    done = subprocess.run(
+        [tool(program), "template", "rel", tmp_path, "--kube-version", "1.35.0"],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    found = [each for each in yaml.safe_load_all(done.stdout) if each and each["kind"] == "Deployment"]
+    assert [each["metadata"]["name"] for each in found] == ["rel-bert", "rel-resnet"]
+    labels = [each["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"] for each in found]
+    assert labels == ["bert", "resnet"]

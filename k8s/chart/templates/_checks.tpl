@@ -5,6 +5,9 @@
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
 {{- fail (printf "the release name %s gives the Service the name %s, which Kubernetes refuses: it has to begin with a letter, and has lower-case letters, digits and hyphens only. Set fullnameOverride, or name the release otherwise." .Release.Name $name) -}}
 {{- end -}}
+{{- if and (hasKey .Values "enabled") .Chart.IsRoot -}}
+{{- fail "enabled has no effect here: it is for the condition of a chart that has this one among its dependencies. Remove the value." -}}
+{{- end -}}
 {{- if regexMatch "(^|/)pytorch/torchserve(-nightly)?(:|@|$)" (.Values.torchserve_image | default "") -}}
 {{- fail "torchserve_image names TorchServe's own image, which this chart can't run: it has no /livez and /readyz. Remove torchserve_image, and set image.repository and image.tag to an image of torchere." -}}
 {{- end -}}
