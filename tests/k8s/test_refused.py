@@ -50,7 +50,7 @@ def leaves(values: Object, path: str = "") -> Iterator[str]:
 
 
 def is_told(path: str, message: str) -> bool:
-    """Whether helm 3 (a line for each value) or helm 4 (one for each section) says that a value is missing."""
+    """Whether helm 3 (a line for a value) or helm 4 (one for a section) says that a value is missing."""
     above, _, name = path.rpartition(".")
     section = re.search(rf"- at '{'/' * bool(above)}{above.replace('.', '/')}': missing propert.*", message)
     return f"- {above or '(root)'}: {name} is required" in message or bool(
