@@ -217,16 +217,30 @@ def test_keda_adds_up_the_pods_of_a_scrape_that_does_not_name_them(
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_who_brings_a_configuration_on_a_claim_is_told_of_the_tokens(
-    tool: Callable[[str], str], root: Path
-) -> None:
-    def notes(*options: str) -> str:
+@pytest.fixture
+def notes(tool: Callable[[str], str], root: Path) -> Callable[..., str]:
+    """What Helm prints after an installation with these options."""
+
+    def printed(*options: str) -> str:
         done = subprocess.run(
             [tool("helm4"), "install", "rel", root / "k8s/chart", "--dry-run=client", *options],
             check=True, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         return done.stdout.partition("\nNOTES:\n")[2]
 
+    return printed
+
+
+def test_the_notes_name_the_pods_of_a_server(notes: Callable[..., str]) -> None:
+    groups = ("--set", "leaderWorkerSet.enabled=true,leaderWorkerSet.secretName=ranks")
+
+    assert "port-forward deploy/rel-torchere 8081" in notes()
+    assert "port-forward sts/rel-torchere 8081" in notes(*groups)
+
+
+def test_who_brings_a_configuration_on_a_claim_is_told_of_the_tokens(
+    notes: Callable[..., str], root: Path
+) -> None:
     theirs = ("--values", str(root / "tests/k8s/values/torchserve-chart.yaml"))
 
     assert "Tokens are on" in notes(*theirs)
