@@ -162,7 +162,7 @@ def _of_object(body: dict[str, Any], layout: Layout) -> Example:
     key = next((key for key in _ROWS if isinstance(body.get(key), list)), None)
     if key is None:
         found = ", ".join(map(shown, list(body)[:20])) or "an empty object"
-        raise TensorError("the body", found, f"{_names(layout)}, or a list of rows in 'inputs'")
+        raise TensorError("the body", found, f"{_names(layout)}, or rows in 'inputs' or 'instances'")
     if not layout.batched:
         raise TensorError(f"body.{key}", "a list of rows", "one example: the model takes no batches")
     return Example(_columns(body[key], key, layout.names), single=False, instances=key == "instances")

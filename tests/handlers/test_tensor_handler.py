@@ -367,7 +367,7 @@ def test_an_npy_file_holds_one_output(make_handler: Callable[..., Asked]) -> Non
         ([[1, 2, 3], [1, 2]], "input.data[1]: found 2 elements, expected a list of 3"),
         ([1, 2, 1e39], "input.data[2]: found 1e+39"),
         ([True, 1, 2], "input.data[0]: found True"),
-        ({}, "the body: found an empty object, expected 'input', or a list of rows in 'inputs'"),
+        ({}, "the body: found an empty object, expected 'input', or rows in 'inputs' or 'instances'"),
         ({"inputs": [{"y": 1}]}, "body.inputs[0]: found an object, expected an object with 'input'"),
         (7, "input: found 0 dimensions"),
         (bytearray(), "input: found an empty body"),
