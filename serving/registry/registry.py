@@ -308,8 +308,19 @@ class Registry:
             if model.default_version and model.name in self._serving:
                 with contextlib.suppress(VersionNotFound):  # it failed to register, which was logged
                     self.set_default(model.name, model.version)
+        self._tell_unread_settings()
         if waiting:
             self._fetching_again = asyncio.create_task(self._fetch_again(waiting))
+
+    def _tell_unread_settings(self) -> None:
+        """Warn of settings in `models` for a version that is not there, while the model has another one."""
+        for name, settings in self._server.model_defaults.items():
+            loaded = self._serving[name].versions if name in self._serving else {}
+            for version in settings.keys() - loaded.keys() if loaded else ():
+                logger.warning(
+                    "models: the settings for version %s of %s have no effect: its archive says version %s",
+                    version, name, ", ".join(sorted(loaded)),
+                )  # fmt: skip
 
     async def _tried(self, wanted: Wanted) -> bool:
         """Register a model of the start; log a failure. Return False if its archive could not be fetched."""

@@ -197,6 +197,21 @@ def test_the_loop_goes_on_while_the_store_is_looked_through_at_the_start(
     asyncio.run(main())
 
 
+def test_settings_for_a_version_that_no_archive_has_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers: dict[str, object] = {"minWorkers": 0}
+    settings = {"m": {"9.9": workers, "1.0": workers}, "later": {"1.0": workers}}
+
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=("all",), model_defaults=settings) as registry:
+            await registry.load_at_startup(await registry.wanted_at_startup())
+
+    asyncio.run(main())
+    told = [each.getMessage() for each in caplog.records if each.getMessage().startswith("models:")]
+    assert told == ["models: the settings for version 9.9 of m have no effect: its archive says version 1.0"]
+
+
 def test_a_model_of_the_start_from_another_archive_is_missing_no_more(tmp_path: Path) -> None:
     async def main() -> None:
         async with registry_of(tmp_path, load_models=("n=away.mar",)) as registry:
