@@ -98,6 +98,26 @@ def test_names_of_digits_stay_texts(
     assert mount["subPath"] == "1, 2"
 
 
+def test_a_variable_of_the_values_takes_the_place_of_the_charts(
+    rendered: Callable[[Object], dict[str, Object]],
+) -> None:
+    pods = [
+        rendered(
+            {"server": {"env": env}, "modelStore": {"type": "init", "init": {"image": "fetch:1", "env": env}}}
+        )
+        for env in ([], [{"name": "HOME", "value": "/cache"}])
+    ]
+
+    for objects, home in zip(pods, ("/tmp", "/cache"), strict=True):
+        pod = objects["Deployment/rel-torchere"]["spec"]["template"]["spec"]
+        for container, other in ((pod["containers"][0], "TEMP"), (pod["initContainers"][0], "MODEL_STORE")):
+            names = [each["name"] for each in container["env"]]
+            assert sorted(names) == sorted(
+                ["HOME", other]
+            )  # server-side apply refuses a name that comes twice
+            assert {"name": "HOME", "value": home} in container["env"]
+
+
 def test_recreate_has_nothing_of_the_rolling_update_that_helm_merges_in(
     rendered: Callable[[Object], dict[str, Object]],
 ) -> None:

@@ -15,6 +15,17 @@ httpGet:
 {{- toYaml (dict "requests" $requests "limits" $limits) -}}
 {{- end -}}
 
+{{/* Variables: defaults, and those of the values. A name may not come twice: server-side apply, as of Helm 4, refuses that. */}}
+{{- define "torchere.env" -}}
+{{- $names := list -}}
+{{- range .given -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $variables := list -}}
+{{- range $name, $value := .defaults -}}
+{{- if not (has $name $names) -}}{{- $variables = append $variables (dict "name" $name "value" $value) -}}{{- end -}}
+{{- end -}}
+{{- toYaml (concat $variables (.given | default list)) -}}
+{{- end -}}
+
 {{- define "torchere.mounts" -}}
 {{- $v := include "torchere.effective" . | fromYaml -}}
 - {name: scratch, mountPath: /tmp}
@@ -137,9 +148,7 @@ initContainers:
     args: {{- toYaml . | nindent 6 }}
     {{- end }}
     env:
-      - {name: HOME, value: /tmp}
-      - {name: MODEL_STORE, value: /mnt/model-store}
-      {{- with $init.env }}{{ toYaml . | nindent 6 }}{{ end }}
+      {{- include "torchere.env" (dict "given" $init.env "defaults" (dict "HOME" "/tmp" "MODEL_STORE" "/mnt/model-store")) | nindent 6 }}
     {{- with $init.envFrom }}
     envFrom: {{- toYaml . | nindent 6 }}
     {{- end }}
@@ -217,11 +226,7 @@ spec:
         {{- end }}
         {{- with .Values.server.extraArgs }}{{ toYaml . | nindent 8 }}{{ end }}
       env:
-        - name: TEMP
-          value: /tmp
-        - name: HOME
-          value: /tmp
-        {{- with .Values.server.env }}{{ toYaml . | nindent 8 }}{{ end }}
+        {{- include "torchere.env" (dict "given" .Values.server.env "defaults" (dict "TEMP" "/tmp" "HOME" "/tmp")) | nindent 8 }}
       {{- with .Values.server.envFrom }}
       envFrom: {{- toYaml . | nindent 8 }}
       {{- end }}
@@ -313,11 +318,7 @@ spec:
         - --ts-config=/etc/torchere/config.properties
         - --log-level={{ .Values.server.logLevel }}
       env:
-        - name: TEMP
-          value: /tmp
-        - name: HOME
-          value: /tmp
-        {{- with .Values.server.env }}{{ toYaml . | nindent 8 }}{{ end }}
+        {{- include "torchere.env" (dict "given" .Values.server.env "defaults" (dict "TEMP" "/tmp" "HOME" "/tmp")) | nindent 8 }}
       {{- with .Values.server.envFrom }}
       envFrom: {{- toYaml . | nindent 8 }}
       {{- end }}
