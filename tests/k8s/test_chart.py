@@ -327,6 +327,8 @@ def test_a_copied_store_is_there_before_the_server_starts_and_may_be_fetched(
 
     assert fetch["args"][-2:] == ["s3://models/production", "/mnt/model-store"]
     assert {"secretRef": {"name": "s3-credentials"}} in fetch["envFrom"]
+    assert fetch["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
+    assert fetch["resources"]["requests"] == {"cpu": "100m", "memory": "256Mi"}
     egress = named(objects, "NetworkPolicy")["spec"]["egress"]
     assert {"protocol": "TCP", "port": 9000} in [port for rule in egress for port in rule["ports"]]
 

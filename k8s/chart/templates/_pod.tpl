@@ -153,9 +153,7 @@ initContainers:
     envFrom: {{- toYaml . | nindent 6 }}
     {{- end }}
     {{- end }}
-    resources:
-      requests: {cpu: 100m, memory: 256Mi}
-      limits: {memory: 1Gi}
+    resources: {{- toYaml .Values.modelStore.resources | nindent 6 }}
     securityContext: {{- toYaml .Values.securityContext | nindent 6 }}
     volumeMounts:
       - {name: store, mountPath: /mnt/model-store}

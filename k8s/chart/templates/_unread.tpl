@@ -35,7 +35,7 @@ and the chart refuses its own values when values.yaml says something else.
       (dict "read" .Values.modelStore.pvc.create "when" "modelStore.pvc.create" "values" .Values.modelStore.pvc "path" "modelStore.pvc"
         "defaults" (dict "size" "20Gi" "accessModes" (list "ReadWriteMany")))
       (dict "read" (has $store (list "s3" "gcs" "azure" "init")) "when" "modelStore.type s3, gcs, azure or init" "values" .Values.modelStore "path" "modelStore"
-        "defaults" (dict "sizeLimit" "20Gi"))
+        "defaults" (dict "sizeLimit" "20Gi" "resources" (dict "requests" (dict "cpu" "100m" "memory" "256Mi") "limits" (dict "memory" "1Gi"))))
       (dict "read" (eq $v.configFrom "chart") "when" "server.configFrom chart" "values" .Values.server "path" "server"
         "defaults" (dict "workersPerModel" 1 "queueSize" 100 "responseTimeoutSeconds" 120 "openInferenceProtocol" true))
       (dict "read" .Values.httpRoute.enabled "when" "httpRoute.enabled" "values" .Values.httpRoute "path" "httpRoute"
