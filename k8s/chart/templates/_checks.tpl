@@ -19,6 +19,9 @@
 {{- fail (printf "podLabels.%s: by this label the Deployment and the Services find their pods. Use nameOverride, or a label of your own." .) -}}
 {{- end -}}
 {{- end -}}
+{{- if regexMatch "[:@]" (base .Values.image.repository) -}}
+{{- fail (printf "image.repository %s has a tag or a digest in it, and the chart adds its own: set image.tag or image.digest, and the repository without." .Values.image.repository) -}}
+{{- end -}}
 {{- if eq .Values.image.tag "latest" -}}
 {{- fail "image.tag latest: what runs would change with no change here, and no roll-back could undo it. Set a version or image.digest." -}}
 {{- end -}}
