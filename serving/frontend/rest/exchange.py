@@ -133,11 +133,14 @@ class Exchange(ABC):
     def authorized(self) -> bool:
         """Return whether the client has the required role, or needs none, and is within its limits.
 
-        If not, refuse the request.
+        If not, refuse the request. A browser's preflight is answered here, too: it has no key, and never can.
         """
         listener, head = self.connection.listener, self.head
         if head.refusal is not None:
             self.refuse(head.refusal)
+            return False
+        if listener.answers_preflights and head.is_preflight:
+            self.answer(204, [], b"")
             return False
         if listener.is_for_this_machine and self._changes_from_outside():
             self.refuse(Forbidden(FOR_THIS_MACHINE))

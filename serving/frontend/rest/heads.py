@@ -167,6 +167,7 @@ class Head:
             "is_form",
             "is_head",
             "is_old",
+            "is_preflight",
             "is_probe",
             "is_tensors",
             "is_traced",
@@ -209,6 +210,12 @@ class Head:
         self.timeout_ms = lines.get(b"x-torchere-timeout-ms", b"")
         self.priority = lines.get(b"x-torchere-priority", b"")
         self.origin = lines.get(b"origin")
+        # A browser asks whether it may send a page's request to this origin (Fetch, 4.8).
+        self.is_preflight = (
+            reader.method == b"OPTIONS"
+            and self.origin is not None
+            and b"access-control-request-method" in lines
+        )
         key = lines.get(b"authorization")
         self.authorization = None if key is None else key.decode("latin-1")
         # Content-Length, or `CHUNKED`. The parser accepts digits only; the last 20 are enough for any length.

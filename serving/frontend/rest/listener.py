@@ -101,6 +101,7 @@ class Listener:
         self.limits = settings.limits
         self.budgets = services.budgets
         self.cors = cors_headers(settings)
+        self.answers_preflights = settings.cors_allowed_origin != ""
         self.server_timing = settings.server_timing
         self.adds_headers = bool(self.cors or self.server_timing)  # to answers of handlers
         self.show_detail = services.shows_detail(surfaces)

@@ -390,6 +390,42 @@ def test_the_configured_cors_headers_are_on_every_answer(planes, ask_listener):
         assert "access-control-allow-headers" not in headers
 
 
+PREFLIGHT = {"origin": "https://a.example", "access_control_request_method": "POST"}
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+@pytest.mark.parametrize("target", ["/ping", "/predictions/echo", "/predictions/none", "/v2/models/echo"])
+def test_a_preflight_needs_no_key_and_tells_what_cors_allows(planes, ask_listener, with_keys, target):
+    from torchere.serving.frontend.rest.server import listener_of
+
+    settings = {"cors_allowed_origin": "*", "cors_allowed_headers": "Authorization"}
+    services = planes.services(keys=planes.keys if with_keys else None, **settings)
+    listener = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
+    answer = asyncio.run(ask_listener(listener, "OPTIONS", target, **PREFLIGHT))
+    assert (answer.status, answer.body) == (204, b"")
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert answer.headers["access-control-allow-headers"] == "Authorization"
+
+
+@pytest.mark.parametrize("case", [("", PREFLIGHT, 400), ("*", {"origin": "https://a.example"}, 400)])
+def test_options_is_a_preflight_only_with_cors_and_from_a_browser(planes, ask_listener, case):
+    from torchere.serving.frontend.rest.server import listener_of
+
+    origin, headers, status = case
+    services = planes.services(keys=planes.keys, cors_allowed_origin=origin)
+    listener = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
+    answer = asyncio.run(ask_listener(listener, "OPTIONS", "/predictions/echo", **headers))
+    assert answer.status == status
+
+
+def test_without_keys_a_preflight_of_a_foreign_page_to_management_is_refused(planes, ask_listener):
+    from torchere.serving.frontend.rest.server import listener_of
+
+    services = planes.services(cors_allowed_origin="*")
+    listener = listener_of(frozenset({"management"}), planes.data, planes.control, services)
+    assert asyncio.run(ask_listener(listener, "OPTIONS", "/models/echo", **PREFLIGHT)).status == 403
+
+
 def test_the_description_is_an_openapi_document(ask):
     for method, target in (("OPTIONS", "/"), ("GET", "/api-description"), ("POST", "/api-description")):
         answer = ask("inference", method, target)
