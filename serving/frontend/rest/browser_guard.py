@@ -1,8 +1,9 @@
-"""Guard against browsers that call the server for a foreign web site, where no token is asked for. Pure.
+"""Guard against browsers that call the server for a foreign web site, where a token is not needed. Pure.
 
 A page of another site may post a form to any address that its visitor's browser reaches (cross-site request
 forgery); the browser sends the page's site as `Origin`. A page whose name is made to resolve to the server's
 address (DNS rebinding) may use every method and read the responses; the browser sends the name as `Host`.
+A browser also sends its user's certificate for every page, where TLS asks for one.
 """
 
 from __future__ import annotations
@@ -52,14 +53,28 @@ class BrowserGuard:
         if needs not in self._always and not self._names:
             return None
         authority = host.decode("ascii").lower()
-        if origin is not None:
-            site = origin.decode("latin-1").lower()
-            if not (site in self._origins or self._is_own(site, authority)):
-                return _foreign_site(site)
+        if origin is not None and (site := self._foreign(origin, authority)):
+            return _foreign_site(site)
         name = _name_of(authority)
         if self._is_known(name) or (origin is None and not self._needs_known_host):
             return None
         return _foreign_host(name)
+
+    def page_refusal(self, needs: Need, host: bytes, origin: bytes | None) -> Forbidden | None:
+        """As `refusal`, for a client that has a certificate and sends no key.
+
+        `Host` is not checked: a browser that TLS has shown another name sends nothing.
+        """
+        if origin is None or (needs not in self._always and not self._names):
+            return None
+        site = self._foreign(origin, host.decode("ascii").lower())
+        return _foreign_site(site) if site else None
+
+    def _foreign(self, origin: bytes, authority: str) -> str:
+        """Return the foreign site that an origin is, `null` if it is empty; "": it is an accepted one."""
+        site = origin.decode("latin-1").lower()
+        is_accepted = site in self._origins or self._is_own(site, authority)
+        return "" if is_accepted else site or "null"
 
     def _is_own(self, site: str, authority: str) -> bool:
         """Tell whether an origin is the host of the request, or one that the operator has named."""
@@ -87,7 +102,7 @@ class BrowserGuard:
 def _foreign_site(site: str) -> Forbidden:
     return Forbidden(
         f"Requests of web pages of {site[:100]!a} are not allowed. Name the origin in cors_allowed_origin or "
-        "its host in allowed_hosts, or switch token authorization on."
+        "its host in allowed_hosts, or switch token authorization on and send a key."
     )
 
 

@@ -149,6 +149,9 @@ class Exchange(ABC):
             if listener.keys is not None and head.role is not None:
                 identity = listener.keys.authorize(head.role, head.authorization, self.connection.subjects)
                 self.caller = identity.name or self.caller
+                if head.page_refusal is not None:
+                    self.refuse(head.page_refusal)
+                    return False
             if listener.client_limits is not None and head.place.is_charged:
                 self.account = listener.client_limits.charge(self.caller, self.started_s)
         except (Unauthorized, TooManyRequests) as error:

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from torchere.serving.access.identity import Role
+from torchere.serving.access.identity import Role, bearer_key
 from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, is_probe
 from torchere.serving.frontend.known_heads import Known
@@ -178,6 +178,7 @@ class Head:
             "method",
             "mime",
             "origin",
+            "page_refusal",
             "place",
             "priority",
             "refusal",
@@ -202,6 +203,7 @@ class Head:
         self.is_old = reader.version == "1.0"
         self.host = _host(reader)
         self.refusal: Forbidden | None = None  # set if a browser may have sent it for a foreign site
+        self.page_refusal: Forbidden | None = None  # the same, for a client that only its certificate names
         self.keep_alive = reader.keep_alive and reader.method != b"CONNECT"  # tunnel bytes are not requests
         # The first header of a name counts, as in TorchServe.
         lines = {name.lower(): value for name, value in reversed(reader.headers)}
@@ -297,8 +299,12 @@ class Heads:
         if place.path == "/" and self._port.page is not None and wants_page(reader.method, reader.headers):
             place = place._replace(row=self._port.page, role=None, is_charged=False)
         head = Head(reader, place)
-        if self._guard is not None and not self._port.asks(head.place.row):
-            head.refusal = self._guard.refusal(head.place.row.needs, head.host, head.origin)
+        if self._guard is not None:
+            needs = head.place.row.needs
+            if not self._port.asks(head.place.row):
+                head.refusal = self._guard.refusal(needs, head.host, head.origin)
+            elif not bearer_key(head.authorization):
+                head.page_refusal = self._guard.page_refusal(needs, head.host, head.origin)
         target = head.target
         if target is not None:
             head.texts = text_headers(head.headers) + target.headers

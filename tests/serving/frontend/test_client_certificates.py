@@ -285,14 +285,22 @@ def test_a_file_without_certificates_is_refused(files, tmp_path, content):
     assert f"{tmp_path / 'ca.pem'}: " in caught.value.detail
 
 
-def test_a_browser_with_a_certificate_is_no_foreign_page(planes, files, made):
+def test_a_foreign_page_in_a_browser_with_a_certificate_changes_nothing(planes, files, made):
     async def main():
-        async with serving(planes, files, "management", takes_tokens=False) as server:
-            url = f"https://localhost:{server.rest.port}/models"
-            headers = {"Origin": "http://evil.example"}
+        async with serving(planes, files, "management") as server:
+            own = f"https://localhost:{server.rest.port}"
             options: dict[str, Any] = {"cert": tuple(map(str, made.ci)), "verify": str(made.ca)}
-            options["headers"] = headers
-            answer = await asyncio.to_thread(requests.get, url, timeout=20, **options)
-            assert answer.status_code == 200
+
+            async def status(**headers):
+                url = f"{own}/models?url=echo.mar"
+                call = partial(requests.post, url, headers=headers, timeout=20, **options)
+                return (await asyncio.to_thread(call)).status_code
+
+            assert await status(Origin="http://evil.example") == 403
+            assert await status(Origin="", Authorization="Basic eDp5") == 403
+            assert planes.control.calls == []
+            assert await status() == 200
+            assert await status(Origin=own) == 200
+            assert await status(Origin="http://evil.example", Authorization="Bearer management-key") == 200
 
     uvloop.run(main())
