@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DRAIN_LINGER_S = 0.25  # idle connections stay open so long after a shutdown: many data-centre round trips
 UNREAD_LINGER_S = 2.0  # how long a refused body is still read, so that the client receives the refusal
+DROPPED_BYTES = 1 << 62  # of a body whose length is not known, because its head was malformed
 HEAD_TIMEOUT_S = 60.0  # a connection whose head is incomplete after so long is closed
 BODY_TIMEOUT_S = (
     60.0  # a connection whose body is incomplete and stops, or is too slow, for so long is closed
@@ -201,7 +202,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _read_body(self, data: bytes, start: int) -> int:
         exchange = self.exchange
-        if exchange is None:  # unreachable: a body has an exchange
+        if exchange is None:  # the head was malformed
+            self.hold()  # see `_came_on`
+            self._loop.call_soon(self._read_on)
             return len(data)
         if self._chunks is None:
             end = min(len(data), start + self._body_left)
@@ -309,7 +312,7 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.close()
             return
         if self._idle is None:
-            self._idle = Silence(self.listener.keep_alive_s, self._idle_too_long)
+            self._idle = Silence(self.listener.keep_alive_s, self._close_if_idle)
         self._idle.watch()
         if self._ahead is None:
             self._is_free = not self.write_paused
@@ -445,9 +448,6 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self.transport.close()
 
-    def _idle_too_long(self) -> None:
-        self._close_if_idle()
-
     def _refuse(self, error: Exception) -> None:
         """Reject a malformed or oversized request, and close the connection."""
         logger.debug("%s sent a malformed request: %s", self.client, error)  # else clients can flood the log
@@ -460,7 +460,13 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_in_body():  # the head was malformed
             self.transport.write(last_words.text())
             self.listener.refused(self.client, last_words.status)
-        elif exchange is not None and not exchange.complete and exchange.status == 0:
+            self._end_timer()
+            self._timer = self._loop.call_later(UNREAD_LINGER_S, self.transport.close)  # as in `answered`
+            self.exchange, self._body_left = None, DROPPED_BYTES
+            if self.transport.can_write_eof():  # TLS can't
+                self.transport.write_eof()
+            return
+        if exchange is not None and not exchange.complete and exchange.status == 0:
             self.transport.write(last_words.text(exchange.head.place.path))
             exchange.ended(last_words.status)
         self.transport.close()

@@ -273,3 +273,35 @@ def test_without_a_key_nobody_is_told_to_send_the_body(talk, planes, path):
     said = talk(head, keys=planes.keys)
     assert b"100 Continue" not in said
     assert statuses(said)[0] in (b"400", b"404", 400, 404)
+
+
+def test_a_client_can_send_a_body_after_a_bad_head_and_read_the_refusal(planes, monkeypatch):
+    monkeypatch.setattr(connection, "UNREAD_LINGER_S", 5)
+
+    async def main():
+        async with planes.connected() as (server, reader, writer):
+            writer.write(HEAD + b"Cookie: %b\r\nContent-Length: 6000000\r\n\r\n" % (b"a" * 9000))
+            answer = await reader.read()  # the server has ended its side, and drops what comes
+            for _ in range(20):
+                writer.write(bytes(65_536))
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            writer.close()
+            while server.listener.connections:
+                await asyncio.sleep(0.01)
+            return answer
+
+    answer = asyncio.run(asyncio.wait_for(main(), 4))
+    assert answer.startswith(INVALID)
+    assert statuses(answer) == [b"400"]
+
+
+def test_a_bad_head_is_not_waited_for_longer_than_a_refused_body(planes):
+    async def main():
+        async with planes.connected() as (server, reader, writer):
+            writer.write(b"nonsense\r\n\r\n")
+            assert statuses(await reader.read()) == [b"400"]
+            while server.listener.connections:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 4))
