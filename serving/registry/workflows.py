@@ -87,6 +87,7 @@ class Workflows:
         self._registry = registry
         self._workflows: dict[str, Workflow] = {}
         self._registering: set[str] = set()  # names of workflows that are being registered
+        self._leaving: set[str] = set()  # removed, while their requests under way need their steps
         self._missing: list[SnapshotWorkflow] = []  # of the snapshot, and not registered
         self._removals: set[asyncio.Task[None]] = set()
         registry.workflows = self
@@ -126,6 +127,8 @@ class Workflows:
             name, spec, handler = await asyncio.to_thread(read_workflow, archive.archive, wanted.name)
             if name in self._workflows or name in self._registering:
                 raise Conflict(f"Workflow {name} is already registered.")
+            if name in self._leaving:
+                raise Conflict(f"Workflow {name} is being removed, and still has requests. Try again later.")
             workflow = Workflow(name, wanted.url, spec, wanted.response_timeout_s, wanted.startup_timeout_s)
             workflow.s3_sse_kms = wanted.s3_sse_kms
             workflow.downloaded = downloaded.path if downloaded and downloaded.is_new else None
@@ -165,6 +168,7 @@ class Workflows:
             return
         workflow = self.find(name)
         del self._workflows[name]
+        self._leaving.add(name)
         self._registry.workflows_changed()
         removal = asyncio.ensure_future(self._remove(workflow))
         self._removals.add(removal)
@@ -178,6 +182,7 @@ class Workflows:
     async def _remove(self, workflow: Workflow) -> None:
         if workflow.running:
             await workflow.idle.wait()
+        self._leaving.discard(workflow.name)
         await self._discard(workflow.versions)
         if workflow.downloaded is not None:
             await asyncio.to_thread(self._store.delete, workflow.downloaded)
@@ -188,6 +193,8 @@ class Workflows:
             try:
                 await self.register(each, at_startup=True)
             except ServingError as err:
+                if each.name in self._workflows:  # a client was faster: management is open by now
+                    continue
                 self._missing.append(each)
                 logger.error("Failed to load workflow: %s: %s", shown_url(each.url), err.full_text)
 
@@ -263,6 +270,9 @@ class Workflows:
                     await outcome.settled.wait()
                     if outcome.failure is not None:
                         failures.append((outcome.failure.message, outcome.failure.detail))
+                elif isinstance(outcome, Conflict) and at_startup:
+                    # The operator had replaced the step; that version is in the snapshot as a model.
+                    logger.info("workflow %s: step %s is a model of its own", workflow.name, step)
                 elif isinstance(outcome, ServingError):
                     model, why = workflow.model_of(step), outcome.message
                     text = f"Workflow Node {model} failed to register. Details: {why}"
@@ -278,7 +288,19 @@ class Workflows:
         except BaseException:
             await self._discard(versions)
             raise
+        if at_startup:
+            self._restore_defaults(versions)
         return versions
+
+    def _restore_defaults(self, versions: Sequence[Version]) -> None:
+        """Make steps the default again where the snapshot has other versions, none of them the default.
+
+        Those are registered first, and the first version of a model is its default.
+        """
+        chosen = {model.name for model in self._server.snapshot_models if model.default_version}
+        for version in versions:
+            if version.key.name not in chosen:
+                self._registry.set_default(*version.key)
 
     async def _discard(self, versions: Sequence[Version]) -> None:
         for version in versions:

@@ -387,9 +387,15 @@ def test_without_the_model_api_workflows_are_read_only(start_server, server, sto
     closed = start_server("--disable-token-auth")
     assert register(closed, "life.war").status == 405
     assert managed(closed, "DELETE", "/workflows/life").status == 405
+        again = register(server, "leaving.war")
+        assert (again.status, again.json()["message"]) == (
+            409,
+            "Workflow leaving is being removed, and still has requests. Try again later.",
+        )
     assert managed(closed, "GET", "/workflows").json() == {"workflows": []}
 
 
+    assert register(server, "leaving.war").status == 200
 def test_a_start_restores_the_workflows_of_a_snapshot(server, start_server, pack_workflow):
     pack_workflow("kept", "dag:\n  start: [left]\n")
     kept = {"workflowUrl": "kept.war", "workflowName": "kept", "responseTimeout": 9}
@@ -411,3 +417,27 @@ def test_a_workflow_of_models_only_needs_no_handler(server, pack_workflow):
     archive = pack_workflow("plain", f"{MODELS}dag:\n  echo: [tea]\n", None)
     assert register(server, archive).status == 200
     assert server.call("POST", "/wfpredict/plain", b"x").body == b"tea"
+def test_a_start_restores_steps_that_the_operator_replaced_and_default_versions(
+    server, start_server, pack, pack_workflow
+):
+    other = "def handle(data, context):\n    return data and [b'other'] * len(data)\n"
+    for archive, version in (("wf_same", "1.0"), ("wf_next", "2.0")):
+        pack(archive, {"h.py": other}, handler="h.py", modelVersion=version)
+    pack_workflow("replaced", f"{MODELS}dag:\n  echo: [left]\n")
+    entry = {"marName": "wf_next.mar", "minWorkers": 1, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 1}
+    table = {
+        "same__echo": {"1.0": entry | {"marName": "wf_same.mar", "defaultVersion": True}},
+        "trial__echo": {"2.0": entry | {"defaultVersion": False}},
+        "moved__echo": {"2.0": entry | {"defaultVersion": True}},
+    }
+    flows = [{"workflowUrl": "replaced.war", "workflowName": name} for name in ("same", "trial", "moved")]
+    snapshot = json.dumps({"models": table, "torchere": {"workflows": flows}})
+    again = start_server(
+        "--disable-token-auth", "--enable-model-api", properties=f"model_snapshot={snapshot}\n"
+    )
+    assert again.call("GET", "/readyz").status == 200
+    assert again.call("POST", "/wfpredict/same", b"x").body == b"other<"
+    assert b'"model": "trial__echo"' in again.call("POST", "/wfpredict/trial", b"x").body
+    assert again.call("POST", "/wfpredict/moved", b"x").body == b"other<"
+
+
