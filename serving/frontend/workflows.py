@@ -30,6 +30,8 @@ from torchere.serving.errors import (
 )
 from torchere.serving.frontend.call_scope import manages
 from torchere.serving.frontend.dataplane import STARTING, DataPlane
+from torchere.serving.frontend.refusals import check_refusal
+from torchere.serving.logs.access_lines import log_fields
 from torchere.serving.registry.workflows import Workflow, Workflows
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
 
@@ -137,6 +139,7 @@ class WorkflowPlane:
             DeadlineExceeded: the deadline of the request passed.
             TooManyRequests: its client has too many unanswered predictions; each step is one.
             StepFailed: a step failed in each of its attempts.
+            HandlerFailed: the built-in handler of a step refused its input.
         """
         self.check_exists(name)
         workflow = self._workflows.find(name)
@@ -192,14 +195,17 @@ class WorkflowPlane:
             attempt = msgspec.structs.replace(request, deadline_s=deadline_s)
             try:
                 response = await self._dataplane.infer(workflow.model_of(step), None, attempt)
-                return await _whole(response, self._max_step_bytes)
+                whole = await _whole(response, self._max_step_bytes)
             except TooManyRequests:  # the client has reached its limits; no step has failed
                 raise
             except ServingError as err:
                 if time.monotonic() >= request.deadline_s:
                     raise DeadlineExceeded(f"The deadline passed at the step {step}.") from err
                 if not attempts_left or not isinstance(err, _WORTH_RETRYING):
-                    raise _step_error(workflow, step, err) from err
+                    raise _step_error(workflow, step, err, request.request_id) from err
+            else:
+                _check(step, whole)
+                return whole
             attempts_left -= 1
             await _pause(min(pause_s, max(0.0, request.deadline_s - time.monotonic())))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -222,7 +228,15 @@ async def _whole(response: InferResponse | StreamedResponse, max_bytes: int) -> 
     return InferResponse(b"".join(parts), head.headers, head.status, head.reason)
 
 
-def _step_error(workflow: Workflow, step: str, error: ServingError) -> ServingError:
+def _check(step: str, response: InferResponse) -> None:
+    """Raise the error of the whole run if a built-in handler refused its input: no step can use that body."""
+    try:
+        check_refusal(response)
+    except HandlerFailed as refusal:
+        raise HandlerFailed(f"Error executing {step}: {refusal.message}", refusal.status) from None
+
+
+def _step_error(workflow: Workflow, step: str, error: ServingError, request_id: str) -> ServingError:
     """Return the error of the whole run; its text for a failed step is TorchServe's."""
     text = f"Error executing {step}"
     cause = ": ".join(filter(None, (error.message, error.detail)))
@@ -232,7 +246,8 @@ def _step_error(workflow: Workflow, step: str, error: ServingError) -> ServingEr
         return refused
     if isinstance(error, ModelNotFound):
         cause = f"the model {workflow.model_of(step)} was unregistered"
-    logger.warning("workflow %s: step %s failed: %s", workflow.name, step, cause)
+    extra = log_fields(request_id)
+    logger.warning("workflow %s: step %s failed: %s", workflow.name, step, cause, extra=extra)
     return StepFailed(text, cause)
 
 

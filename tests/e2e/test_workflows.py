@@ -28,6 +28,13 @@ def handle(data, context):
     context.set_response_content_type(0, "text/x-tea")
     return ["tea"] * len(data)
 """
+REFUSES = """
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.rows import refusal
+
+def handle(data, context):  # as built-in handlers do
+    return data and [refusal(context, i, PredictionException("no picture", 400)) for i in range(len(data))]
+"""
 FUNCTIONS = """
 import os, time
 
@@ -53,6 +60,14 @@ def fails(data, context):
 def dies(data, context):
     if data is not None:
         os._exit(3)
+
+def ids(data, context):
+    return data and [context.get_request_id(i) for i in range(len(data))]
+
+def says_404(data, context):
+    if data is not None:
+        context.set_response_status(404)
+    return data and [b"not here"] * len(data)
 
 def hangs(data, context):
     if data is not None:
@@ -83,6 +98,7 @@ def second_time(data, context):
     return data and [b"done"] * len(data)
 """
 MODELS = "models:\n  timeout-ms: 5000\n  echo:\n    url: wf_echo.mar\n  tea:\n    url: wf_tea.mar\n"
+REFUSING = f"{MODELS}  refuses:\n    url: wf_refuses.mar\n"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +107,7 @@ def server(
 ) -> RunningServer:
     pack("wf_echo", {"h.py": ECHO}, handler="h.py")
     pack("wf_tea", {"h.py": TEA}, handler="h.py")
+    pack("wf_refuses", {"h.py": REFUSES}, handler="h.py")
     return start_server("--disable-token-auth", "--enable-model-api")
 
 
@@ -207,6 +224,34 @@ def test_a_step_that_fails_gives_one_error_and_the_server_goes_on(server, add, s
         )
     assert server.logs(f"workflow one_{step}: step {step} failed: ")
     assert managed(server, "DELETE", f"/workflows/one_{step}").status == 200
+
+
+def test_steps_have_the_id_that_the_answer_names(server, add):
+    add("known", "  ids: [right]\n")
+    answer = server.call("POST", "/wfpredict/known", b"x")
+    assert answer.body.decode() == answer.headers["x-request-id"] + ">"
+    add("unknown", "  fails: []\n")
+    answer = server.call("POST", "/wfpredict/unknown", b"x")
+    assert server.logs("workflow unknown: step fails failed")
+    (line,) = [line for line in server.log().splitlines() if "workflow unknown: step fails failed" in line]
+    assert json.loads(line)["request_id"] == answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("dag", ["refuses: [echo]", "start: [refuses, left]", "start: [refuses]"])
+def test_a_step_whose_built_in_handler_refuses_its_input_ends_the_graph(server, add, dag):
+    add("refused", f"  {dag}\n", REFUSING)
+    try:
+        answer = server.call("POST", "/wfpredict/refused", b"x")
+        assert answer.status == 400
+        assert answer.json()["message"] == "Error executing refuses: no picture"
+    finally:
+        managed(server, "DELETE", "/workflows/refused")
+
+
+def test_a_status_that_a_handler_sets_itself_is_for_clients_not_for_the_next_step(server, add):
+    add("odd", "  says_404: [right]\n")
+    answer = server.call("POST", "/wfpredict/odd", b"x")
+    assert (answer.status, answer.body) == (200, b"not here>")
 
 
 def test_a_step_is_tried_again_as_often_as_retry_attempts_says(server, add):
@@ -342,9 +387,15 @@ def test_requests_under_way_are_answered_when_the_workflow_is_removed(server, ad
         removal = pool.submit(managed, server, "DELETE", "/workflows/leaving")
         while managed(server, "GET", "/workflows/leaving").status != 404:
             time.sleep(0.01)
+        again = register(server, "leaving.war")
+        assert (again.status, again.json()["message"]) == (
+            409,
+            "Workflow leaving is being removed, and still has requests. Try again later.",
+        )
         (tmp_path / "go").touch()
         assert answer.result().body == b"went<>"
         assert removal.result().status == 200
+    assert register(server, "leaving.war").status == 200
 
 
 def test_many_requests_at_once_each_get_their_own_answer(server, add):
@@ -387,15 +438,9 @@ def test_without_the_model_api_workflows_are_read_only(start_server, server, sto
     closed = start_server("--disable-token-auth")
     assert register(closed, "life.war").status == 405
     assert managed(closed, "DELETE", "/workflows/life").status == 405
-        again = register(server, "leaving.war")
-        assert (again.status, again.json()["message"]) == (
-            409,
-            "Workflow leaving is being removed, and still has requests. Try again later.",
-        )
     assert managed(closed, "GET", "/workflows").json() == {"workflows": []}
 
 
-    assert register(server, "leaving.war").status == 200
 def test_a_start_restores_the_workflows_of_a_snapshot(server, start_server, pack_workflow):
     pack_workflow("kept", "dag:\n  start: [left]\n")
     kept = {"workflowUrl": "kept.war", "workflowName": "kept", "responseTimeout": 9}
@@ -413,10 +458,6 @@ def test_a_start_restores_the_workflows_of_a_snapshot(server, start_server, pack
     assert again.call("GET", "/readyz").status == 200
 
 
-def test_a_workflow_of_models_only_needs_no_handler(server, pack_workflow):
-    archive = pack_workflow("plain", f"{MODELS}dag:\n  echo: [tea]\n", None)
-    assert register(server, archive).status == 200
-    assert server.call("POST", "/wfpredict/plain", b"x").body == b"tea"
 def test_a_start_restores_steps_that_the_operator_replaced_and_default_versions(
     server, start_server, pack, pack_workflow
 ):
@@ -441,3 +482,7 @@ def test_a_start_restores_steps_that_the_operator_replaced_and_default_versions(
     assert again.call("POST", "/wfpredict/moved", b"x").body == b"other<"
 
 
+def test_a_workflow_of_models_only_needs_no_handler(server, pack_workflow):
+    archive = pack_workflow("plain", f"{MODELS}dag:\n  echo: [tea]\n", None)
+    assert register(server, archive).status == 200
+    assert server.call("POST", "/wfpredict/plain", b"x").body == b"tea"

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
-import msgspec
 from google.protobuf import any_pb2, empty_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.batching.stateful import SEQUENCE_ID
-from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
+from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
@@ -25,13 +23,11 @@ from torchere.serving.frontend.grpc.protos.inference_pb2 import (
 from torchere.serving.frontend.grpc.service import Callback, Implementation
 from torchere.serving.frontend.open_inference.tensor_request import MAX_NAME_LENGTH, check_length
 from torchere.serving.frontend.priority import prioritised
+from torchere.serving.frontend.refusals import check_refusal
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.logs.trace_context import trace_headers
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
-
-FIRST_ERROR_STATUS = 400
-MAX_ERROR_BYTES = 65_536  # of a body that is taken for an error
 
 
 class InferenceService:
@@ -110,35 +106,6 @@ class _Predictions(GrpcPrediction):
     def message_of(self, response: InferResponse) -> PredictionResponse:
         check_refusal(response)
         return PredictionResponse(prediction=bytes(response.body))
-
-
-class _Refusal(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of an error in the server's own form, as built-in handlers answer one request of a batch."""
-
-    code: int
-    type: str
-    message: str
-
-
-_refusals = msgspec.json.Decoder(_Refusal)
-
-
-def check_refusal(response: InferResponse) -> None:
-    """Raise the error that a built-in handler answered: over gRPC its body alone would be a success.
-
-    Other bodies with a status of the handler's own are answers, as with TorchServe.
-
-    Raises:
-        HandlerFailed: the response has an error's status, and its body is an error in the server's own form.
-    """
-    if response.status < FIRST_ERROR_STATUS or len(response.body) > MAX_ERROR_BYTES:
-        return
-    try:
-        found = _refusals.decode(response.body)
-    except NO_JSON:
-        return
-    if found.code == response.status:
-        raise HandlerFailed(found.message, found.code)
 
 
 def _request(

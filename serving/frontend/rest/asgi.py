@@ -16,7 +16,7 @@ from torchere.serving.frontend import wording
 from torchere.serving.frontend.authorisation import API_KEY, named_model
 from torchere.serving.frontend.call_scope import CLIENT_GONE, CallScope
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
+from torchere.serving.frontend.rest.codec import REQUEST_ID, SPELLED_HEADERS
 from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange, status_of
 from torchere.serving.frontend.rest.heads import Head
 from torchere.serving.frontend.rest.wire import CONTINUE, NO_CONTENT, RESET_CONTENT
@@ -142,6 +142,7 @@ class AppExchange(Exchange):
             "query_string": head.place.query,
             "headers": [(name.lower(), value) for name, value in head.headers],
             SPELLED_HEADERS: head.headers,
+            REQUEST_ID: self.request_id,
             "state": {},
         }
 

@@ -14,6 +14,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.types import Scope
 
 from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.types import Parameter
 
 MAX_PARTS = 1000
@@ -153,6 +154,7 @@ INLINE_MULTIPART_BYTES = 65_536
 SHORT_TEXT_BYTES = 512  # up to it, `unquote_to_bytes` is faster than numpy
 MAX_TIMEOUT_MS = 86_400_000  # one day; a longer timeout is taken for a mistake in the unit
 SPELLED_HEADERS = "torchere.spelled_headers"  # key in an ASGI scope: headers in the client's spelling
+REQUEST_ID = "torchere.request_id"  # key in an ASGI scope: the id that the answer names
 
 
 _MULTIPART = "multipart/form-data"
@@ -263,6 +265,11 @@ def text_values(query: bytes) -> dict[str, str]:
 def request_headers(scope: Scope) -> tuple[tuple[str, str], ...]:
     """Return the client's headers from an ASGI scope, in the client's spelling where `asgi.py` kept it."""
     return text_headers(scope.get(SPELLED_HEADERS) or scope["headers"])
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the id of the request of an ASGI scope: that of its answer and of its line in the access log."""
+    return scope.get(REQUEST_ID) or new_request_id()
 
 
 def text_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:

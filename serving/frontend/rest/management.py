@@ -18,7 +18,6 @@ from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import description, wording
 from torchere.serving.frontend.control import ControlPlane, Progress, flag, integer, registration
 from torchere.serving.frontend.description import pretty
-from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.answers import (
     ANY_METHOD,
     json_answer,
@@ -27,7 +26,7 @@ from torchere.serving.frontend.rest.answers import (
     status_answer,
 )
 from torchere.serving.frontend.rest.bodies import read_parameters
-from torchere.serving.frontend.rest.codec import request_headers, text_values
+from torchere.serving.frontend.rest.codec import request_headers, request_id_of, text_values
 from torchere.serving.frontend.rest.openapi import management_document
 from torchere.serving.frontend.rest.wire import checked_status, handler_headers
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
@@ -102,7 +101,7 @@ class ModelRoutes:
         return json_answer(description.versions_text(self._controlplane.describe(model, version)))
 
     async def _describe_customized(self, request: Request, model: str, version: str | None) -> Response:
-        wish = InferRequest(new_request_id(), (), request_headers(request.scope))
+        wish = InferRequest(request_id_of(request.scope), (), request_headers(request.scope))
         described, response = await self._controlplane.describe_customized(model, version, wish)
         answer = json_answer(description.customized_text(described, response), checked_status(response))
         for name, value in handler_headers(response.headers):

@@ -22,7 +22,6 @@ from torchere.serving.frontend.call_scope import CallScope, current_call
 from torchere.serving.frontend.control import flag, integer, text
 from torchere.serving.frontend.description import workflow_page_text, workflow_text
 from torchere.serving.frontend.priority import prioritised
-from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.answers import (
     ANY_METHOD,
     json_answer,
@@ -35,6 +34,7 @@ from torchere.serving.frontend.rest.codec import (
     body_parameters,
     deadline,
     request_headers,
+    request_id_of,
     takes_long,
     text_values,
 )
@@ -125,7 +125,7 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[R
         parse = partial(body_parameters, content_type, body)
         is_long = takes_long(content_type, len(body))
         parameters = await _in_turn(decodes, parse, caller) if is_long else parse()
-        asked = prioritised(InferRequest(new_request_id(), parameters, headers, deadline_s))
+        asked = prioritised(InferRequest(request_id_of(request.scope), parameters, headers, deadline_s))
         return _response(await _unless_gone(request.receive, workflows.infer(workflow, asked)))
 
     paths = ("/{first:wfpredict}/{workflow}", "/{first:wfpredict}/{workflow}/{rest:path}")
