@@ -235,10 +235,32 @@ class _Reader:
                 return ParallelSettings("pptp", split.ranks) if split else None
             torchrun = _Reader({_IN_TORCHRUN.get(str(key), str(key)): value for key, value in block.items()})
             settings = torchrun.torchrun(settings)
-            self.ignored |= {f"torchrun.{key}": remark for key, remark in torchrun.ignored.items()}
+            own = {name: key for key, name in _IN_TORCHRUN.items()}
+            self.ignored |= {
+                f"torchrun.{own.get(key, key)}": remark for key, remark in torchrun.ignored.items()
+            }
         if split:
             return replace(settings, kind="pptp", level=_on_each_machine(split.ranks, settings))
+        self._note_lost_level(kind, settings.level, block)
         return settings if kind and settings.level else None
+
+    def _note_lost_level(self, kind: str | None, level: int, torchrun: Any) -> None:
+        """Note a type or a level without effect: a model would be served from one process, or one GPU."""
+        own = self._raw.get("parallelLevel")
+        noted = self.ignored.keys() & {"parallelType", "parallelLevel"}
+        if not noted and ((kind and not level) or (level > 1 and not kind)):
+            key, lacks = ("parallelType", "parallelLevel") if kind else ("parallelLevel", "parallelType")
+            key = key if self._raw.get(key) else "torchrun"
+            self.ignored[key] = f"is {self._raw[key]!r:.80}, and {lacks} is not set; it has no effect"
+        elif (
+            not noted
+            and torchrun is not None
+            and "nproc-per-node" not in torchrun
+            and own not in (None, 0, level)
+        ):
+            self.ignored["parallelLevel"] = (
+                f"is {own!r:.80}, and torchrun without nproc-per-node means {level}; it is ignored"
+            )
 
     def torchrun(self, settings: ParallelSettings) -> ParallelSettings:
         """Return the settings with those of the keys of `torchrun`."""

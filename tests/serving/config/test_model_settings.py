@@ -176,6 +176,50 @@ def test_a_worker_is_spread_if_a_type_and_a_level_are_given(text: str, expected:
     assert parse_model_config(text).parallel == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "remark"),
+    [
+        ("parallelType: tp", "parallelType", "is 'tp', and parallelLevel is not set; it has no effect"),
+        ("parallelLevel: 2", "parallelLevel", "is 2, and parallelType is not set; it has no effect"),
+        (
+            *("parallelType: tp\nparallelLevel: 4\ntorchrun: {OMP_NUMBER_THREADS: 2}", "parallelLevel"),
+            "is 4, and torchrun without nproc-per-node means 1; it is ignored",
+        ),
+        (
+            *("torchrun: {nproc-per-node: 2}", "torchrun"),
+            "is {'nproc-per-node': 2}, and parallelType is not set; it has no effect",
+        ),
+        (
+            *("parallelType: tp\nparallelLevel: -1", "parallelLevel"),
+            "is -1, expected at least 1; it is ignored",
+        ),
+        (
+            *("parallelType: tp\ntorchrun: {nproc-per-node: two}", "torchrun.nproc-per-node"),
+            "is 'two', expected an integer; it is ignored",
+        ),
+    ],
+)
+def test_a_type_or_a_level_without_effect_is_noted(text: str, key: str, remark: str) -> None:
+    assert parse_model_config(text).ignored == {key: remark}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "parallelLevel: 0",
+        "parallelLevel: 1",
+        "parallelType: tp\nparallelLevel: 2",
+        "parallelType: tp\nparallelLevel: 1\ntorchrun: {OMP_NUMBER_THREADS: 2}",
+        "parallelType: tp\nparallelLevel: 2\ntorchrun: {nproc-per-node: 4}",
+        "parallel: {tensor: 2}",
+        "parallel: {tensor: 2}\ntorchrun: {nnodes: 2}",
+    ],
+)
+def test_a_type_and_a_level_that_have_their_effect_are_not_noted(text: str) -> None:
+    assert parse_model_config(text).ignored == {}
+
+
 def test_the_processes_of_custom_are_not_started_by_the_server() -> None:
     assert [ParallelSettings(kind, 4).ranks for kind in ("tp", "pp", "pptp", "custom")] == [4, 4, 4, 1]
 
