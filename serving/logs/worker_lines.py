@@ -9,9 +9,11 @@ from clients, and a client must not be able to forge a log record.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +40,17 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
+def print_whole_lines() -> None:
+    """Write each line that this process prints when it is whole, and in one piece.
+
+    Python keeps 8 KiB back where the output is a pipe, which a crash loses. Without any buffer
+    (`PYTHONUNBUFFERED`) `print` writes each of its arguments by itself, and those of several ranks are mixed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a handler may have replaced it
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 class WorkerFormatter(logging.Formatter):
     """Formats a record as one marked line, which the server accepts if `token` is the worker's token.
 
@@ -46,6 +59,7 @@ class WorkerFormatter(logging.Formatter):
     """
 
     token = ""
+    rank = ""  # of the process, if its worker has several
 
     def __init__(self, origin: Callable[[], Mapping[str, str]] = dict) -> None:
         super().__init__()
@@ -59,7 +73,7 @@ class WorkerFormatter(logging.Formatter):
         return line
 
     def _line(self, record: logging.LogRecord, longest: int) -> str:
-        extra = {**extras_of(record), **self._origin()}
+        extra = {**extras_of(record), **self._origin(), **({"rank": self.rank} if self.rank else {})}
         fields = {
             "level": min(max(record.levelno, logging.NOTSET), logging.CRITICAL),
             "logger": record.name,
@@ -68,6 +82,13 @@ class WorkerFormatter(logging.Formatter):
             "extra": {name: _shortened(str(value), longest) for name, value in extra.items()},
         }
         return f"{SEPARATOR}{self.token}{json.dumps(fields)}"
+
+
+def name_rank(rank: int) -> None:
+    """Give the log records of this process a field with the number of its rank."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, WorkerFormatter):
+            handler.formatter.rank = str(rank)
 
 
 async def relay_all(

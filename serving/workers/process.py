@@ -32,7 +32,7 @@ from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.handlers.ts_compat.main import hide_launcher
 from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.levels import set_level
-from torchere.serving.logs.worker_lines import WorkerFormatter
+from torchere.serving.logs.worker_lines import WorkerFormatter, print_whole_lines
 from torchere.serving.process.allocator import keep_freed_memory, settle_loaded
 from torchere.serving.process.signals import die_with_parent, leave
 from torchere.serving.types import InferResponse
@@ -453,6 +453,7 @@ def stand_in(archive_dir: str) -> None:
 def settle_in() -> None:
     """Prepare a process that will run a handler."""
     die_with_parent()
+    print_whole_lines()
     offer_to_oom_killer()
     hide_launcher()
     faulthandler.enable()  # logs a traceback at a crash in native code
@@ -465,8 +466,7 @@ def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
     `origin`: see `WorkerFormatter`.
     """
     settle_in()
-    to_server = logging.StreamHandler()
-    lines = WorkerFormatter(origin)
+    lines, to_server = WorkerFormatter(origin), logging.StreamHandler()
     to_server.setFormatter(lines)
     logging.basicConfig(level=logging.INFO, handlers=[to_server])
     logging.captureWarnings(True)  # as records with a level, which are not repeated for each worker

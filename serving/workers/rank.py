@@ -14,6 +14,7 @@ from torchere.handlers.loading.parallel import import_libraries
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
 from torchere.serving.logs.levels import set_level
+from torchere.serving.logs.worker_lines import name_rank
 from torchere.serving.process.allocator import settle_loaded
 from torchere.serving.process.signals import die_with_parent
 from torchere.serving.workers.executor import LoadSpec
@@ -100,6 +101,7 @@ class _RankMain:
         try:
             if isinstance(message, Join):
                 os.environ.update(environment(self._spec, self._met(message), self._local))
+                name_rank(message.rank)
                 self._host.own_process()
                 self._host.load()
             else:

@@ -28,6 +28,7 @@ import msgspec
 from torchere.handlers.loading.devices import kind_of
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
+from torchere.serving.logs.worker_lines import name_rank
 from torchere.serving.process.signals import live
 from torchere.serving.types import NO_DEADLINE, InferRequest
 from torchere.serving.workers.devices import show_devices
@@ -134,6 +135,7 @@ class GroupHost:
         self._store = open_store(self._host_of_store, spec.ranks * machines)
         self._join = self._join_of(machines)
         os.environ.update(environment(spec, self._join, 0))
+        name_rank(0)
         self._host = HandlerHost(spec, 0 if on_gpu else None, shared_models)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 

@@ -1,6 +1,9 @@
 import asyncio
+import io
 import json
 import logging
+import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,6 +20,8 @@ from torchere.serving.logs.worker_lines import (
     SEPARATOR,
     SERVER_LOGGERS,
     WorkerFormatter,
+    name_rank,
+    print_whole_lines,
     relay,
 )
 from torchere.serving.telemetry import torchserve
@@ -244,3 +249,50 @@ def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch,
     saved_s = loop_share.UNUSED_S
     expected_s = alone_s if has_ended else alone_s / loop_share.SHARE - saved_s
     assert clock.now_s - began_s == pytest.approx(expected_s, abs=0.05)
+
+
+class _Pipe(io.RawIOBase):
+    """Keeps what each write has written."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data):
+        self.written.append(bytes(data))
+        return len(data)
+
+
+@pytest.mark.parametrize("is_buffered", [False, True])  # False: with PYTHONUNBUFFERED
+def test_a_line_that_is_printed_is_written_at_once_and_in_one_piece(monkeypatch, is_buffered):
+    pipe = _Pipe()
+    binary: Any = io.BufferedWriter(pipe) if is_buffered else pipe
+    stream = io.TextIOWrapper(binary, write_through=not is_buffered)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    print_whole_lines()
+    print("line", 1, "of", 2)
+    print("a bar", end="\r")
+    assert pipe.written == [b"line 1 of 2\n", b"a bar\r"]
+
+
+def test_a_stream_that_is_no_file_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", None)
+    print_whole_lines()
+
+
+def test_records_of_a_rank_name_it():
+    formatter = WorkerFormatter()
+    record = logging.makeLogRecord({"msg": "said", "levelno": logging.INFO})
+    assert "rank" not in json.loads(formatter.format(record).removeprefix(SEPARATOR))["extra"]
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logging.getLogger().addHandler(handler)
+    try:
+        name_rank(3)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert json.loads(formatter.format(record).removeprefix(SEPARATOR))["extra"] == {"rank": "3"}

@@ -21,7 +21,7 @@ from torchere.serving.workers.messages import Ping, encode_frame
 
 # Every rank adds its number plus one, so that three ranks add 6.
 HANDLER = """
-    import os, signal, time
+    import logging, os, signal, time
     import torch
     import torch.distributed as dist
 
@@ -37,6 +37,8 @@ HANDLER = """
                     time.sleep(0.005)
             dist.init_process_group("gloo")
             assert (dist.get_rank(), dist.get_world_size()) == (self.rank, 3)
+            print("rank", self.rank, "of", 3)
+            logging.getLogger("mine").info("loaded")
 
         def handle(self, data, context):
             word, _, rank = bytes(data[0]["body"]).decode().partition(" ")
@@ -366,6 +368,27 @@ from torchere.serving.workers.rank import serve_rank
 spec = LoadSpec("demo", "1.0", ".", "handler.py", ranks=2)
 serve_rank(os.getppid(), spec, 1, socket.socket(fileno=int(sys.argv[1])), None)
 """
+
+
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_lines_of_ranks_are_whole_and_at_once_and_records_name_them(
+    make_group, monkeypatch, caplog, buffering
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", buffering)
+    caplog.set_level("INFO")
+
+    def lines(text: str) -> list[Any]:
+        return [record for record in caplog.records if record.getMessage().startswith(text)]
+
+    async def main() -> None:
+        async with pool_in_service(make_group()):
+            await until(lambda: len(lines("rank")) == 3 and len(lines("loaded")) == 3)
+
+    asyncio.run(main())
+    assert sorted(record.getMessage() for record in lines("rank")) == [
+        f"rank {rank} of 3" for rank in range(3)
+    ]
+    assert sorted(record.rank for record in lines("loaded")) == ["0", "1", "2"]
 
 
 def test_a_rank_whose_rank_0_is_gone_ends_without_a_traceback(tmp_path: Path) -> None:
