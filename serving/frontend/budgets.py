@@ -201,6 +201,28 @@ class Lease:
         self._budget.end_lease(size)
 
 
+class ResultsBudget:
+    """Bytes of results that one run of a workflow holds for its next steps, in the budget of all clients."""
+
+    __slots__ = ("_budgets", "held_bytes")
+
+    def __init__(self, budgets: Budgets) -> None:
+        self._budgets = budgets
+        self.held_bytes = 0
+
+    def take(self, size: int) -> None:
+        """Count `size` bytes more; raise `BudgetExceeded`, and count none, if there is no room for them."""
+        if self._budgets.held_bytes + size > self._budgets.limit_bytes:
+            raise self._budgets.over(0, 0, key_free=False)
+        self.held_bytes += size
+        self._budgets.held_bytes += size
+
+    def give(self, size: int) -> None:
+        """Give back `size` bytes that were taken."""
+        self.held_bytes -= size
+        self._budgets.held_bytes -= size
+
+
 MIN_PAUSE_S = 0.001  # after shorter functions the event loop needs no pause
 
 

@@ -28,6 +28,7 @@ from torchere.serving.errors import (
     TooManyRequests,
     Unavailable,
 )
+from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ResultsBudget
 from torchere.serving.frontend.call_scope import manages
 from torchere.serving.frontend.dataplane import STARTING, DataPlane
 from torchere.serving.frontend.refusals import check_refusal
@@ -128,14 +129,15 @@ class WorkflowPlane:
             raise Unavailable(STARTING)
         self._workflows.find(name)
 
-    async def infer(self, name: str, request: InferRequest) -> InferResponse:
+    async def infer(self, name: str, request: InferRequest, budgets: Budgets | None = None) -> InferResponse:
         """Run a workflow for one request. Cancelling the awaiting task withdraws its steps.
 
         `request.deadline_s` bounds the whole run, the `timeout-ms` of a step each of its attempts.
+        Results count for `budgets` until the steps that take them are over.
 
         Raises:
             WorkflowNotFound: it is not registered.
-            Unavailable: the server is starting, or a step can't be admitted now.
+            Unavailable: the server is starting, a step can't be admitted now, or `budgets` have no room.
             DeadlineExceeded: the deadline of the request passed.
             TooManyRequests: its client has too many unanswered predictions; each step is one.
             StepFailed: a step failed in each of its attempts.
@@ -144,15 +146,17 @@ class WorkflowPlane:
         self.check_exists(name)
         workflow = self._workflows.find(name)
         workflow.begin()
+        held = ResultsBudget(budgets or Budgets())
         try:
-            return await self._run(workflow, request)
+            return await self._run(workflow, request, held)
         finally:
+            held.give(held.held_bytes)
             workflow.end()
 
-    async def _run(self, workflow: Workflow, request: InferRequest) -> InferResponse:
+    async def _run(self, workflow: Workflow, request: InferRequest, held: ResultsBudget) -> InferResponse:
         spec = workflow.spec
         running: dict[str, asyncio.Task[None]] = {}
-        results: dict[str, InferResponse] = {}  # of leaves, and of steps whose children do not all have it
+        results: dict[str, InferResponse] = {}  # of leaves, and of steps whose children are not all over
         children_left = {name: len(spec.children.get(name, ())) for name in spec.steps}
 
         async def step(name: str) -> None:
@@ -166,11 +170,13 @@ class WorkflowPlane:
                 ]
                 asked = msgspec.structs.replace(request, parameters=tuple(values))
                 del values
+            result = await self._attempts(workflow, name, asked)
+            _hold(name, result, held)
+            results[name] = result
             for parent in parents:
                 children_left[parent] -= 1
                 if not children_left[parent]:
-                    del results[parent]
-            results[name] = await self._attempts(workflow, name, asked)
+                    held.give(len(results.pop(parent).body))
 
         for name in spec.steps:  # parents first
             running[name] = asyncio.ensure_future(step(name))
@@ -226,6 +232,14 @@ async def _whole(response: InferResponse | StreamedResponse, max_bytes: int) -> 
             raise HandlerFailed(f"The answer has more than max_response_size={max_bytes} bytes.", 500)
         parts.append(part)
     return InferResponse(b"".join(parts), head.headers, head.status, head.reason)
+
+
+def _hold(step: str, response: InferResponse, held: ResultsBudget) -> None:
+    """Count the bytes of a step's result; raise `Unavailable` if there is no room for them."""
+    try:
+        held.take(len(response.body))
+    except BudgetExceeded as err:
+        raise Unavailable(f"Error executing {step}: {err}") from None
 
 
 def _check(step: str, response: InferResponse) -> None:

@@ -126,7 +126,8 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[R
         is_long = takes_long(content_type, len(body))
         parameters = await _in_turn(decodes, parse, caller) if is_long else parse()
         asked = prioritised(InferRequest(request_id_of(request.scope), parameters, headers, deadline_s))
-        return _response(await _unless_gone(request.receive, workflows.infer(workflow, asked)))
+        run = workflows.infer(workflow, asked, services.budgets)
+        return _response(await _unless_gone(request.receive, run))
 
     paths = ("/{first:wfpredict}/{workflow}", "/{first:wfpredict}/{workflow}/{rest:path}")
     return [route(path, predict, ANY_METHOD) for path in paths]

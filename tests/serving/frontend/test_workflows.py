@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from torchere.serving.config.workflow_spec import read_workflow_spec
-from torchere.serving.errors import HandlerFailed, StepFailed
+from torchere.serving.errors import HandlerFailed, StepFailed, Unavailable
 from torchere.serving.frontend import workflows
+from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.registry.workflows import Workflow
@@ -52,6 +53,26 @@ def test_the_parts_of_a_step_have_together_the_limit_of_a_response(planes):
         asyncio.run(plane.infer("flow", request()))
     assert failed.value.detail == "The answer has more than max_response_size=1000 bytes."
     assert len(taken) == 4
+
+
+def test_results_count_for_the_budget_until_the_steps_that_take_them_are_over(planes):
+    budgets = Budgets(1_000)
+    held: list[tuple[int, int]] = []  # length of the input, bytes held meanwhile
+
+    async def longer(asked: InferRequest) -> InferResponse:
+        size = sum(len(each.value) for each in asked.parameters)
+        held.append((size, budgets.held_bytes))
+        return InferResponse(b"x" * (size + 100))
+
+    planes.data.behave = longer
+    plane = plane_of(planes, "  one: [two]\n  two: [three]\n")
+    assert len(asyncio.run(plane.infer("flow", request(), budgets)).body) == 301
+    assert held == [(1, 0), (101, 101), (201, 201)]
+    assert budgets.held_bytes == 0
+    with pytest.raises(Unavailable, match="Error executing three: Unfinished calls of all clients have"):
+        asyncio.run(plane.infer("flow", request(b"x" * 300), budgets))  # 500 of two, 600 of three
+    assert budgets.held_bytes == 0
+    assert budgets.refused["all"] == 1
 
 
 def test_a_step_is_tried_again_after_pauses_that_grow(planes, monkeypatch):

@@ -319,7 +319,7 @@ def test_options_on_a_prediction_path_gives_the_models_document(ask, planes):
 def test_the_steps_of_a_workflow_have_its_caller(ask, planes):
     callers = []
 
-    async def infer(workflow, request):
+    async def infer(workflow, request, budgets):
         scope = current_call()
         assert scope is not None
         callers.append(scope.caller)
