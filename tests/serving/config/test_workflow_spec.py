@@ -67,6 +67,9 @@ def test_a_graph_that_is_none_is_refused_in_torchserves_words_with_the_reason(da
         (f"{MODELS}dag: {{}}\n", "a mapping called 'dag': found {}"),
         (f"{MODELS}dag:\n  m: other\n", "expected a list of node names"),
         (f"{MODELS}dag:\n  m: [1]\n", "expected a list of node names"),
+        ("dag:\n  m: [my step]\n", "The node 'my step' in 'dag' contains special characters"),
+        ("dag:\n  a/b: []\n", "The node 'a/b' in 'dag' contains special characters"),
+        ("dag:\n  '': []\n", "The node '' in 'dag' contains special characters"),
         ("models:\n  m:\n    batch-size: 2\ndag:\n  m: []\n", "The model 'm' has no url"),
         ("models:\n  m:\n    url: 3\ndag:\n  m: []\n", "url of the model 'm' is 3"),
         (
