@@ -33,6 +33,7 @@ from torchere.serving.frontend.call_scope import manages
 from torchere.serving.frontend.dataplane import STARTING, DataPlane
 from torchere.serving.frontend.refusals import check_refusal
 from torchere.serving.logs.access_lines import log_fields
+from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.registry.workflows import Workflow, Workflows
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
 
@@ -208,7 +209,7 @@ class WorkflowPlane:
                 if time.monotonic() >= request.deadline_s:
                     raise DeadlineExceeded(f"The deadline passed at the step {step}.") from err
                 if not attempts_left or not isinstance(err, _WORTH_RETRYING):
-                    raise _step_error(workflow, step, err, request.request_id) from err
+                    raise _step_error(workflow, step, err, request) from err
             else:
                 _check(step, whole)
                 return whole
@@ -250,7 +251,7 @@ def _check(step: str, response: InferResponse) -> None:
         raise HandlerFailed(f"Error executing {step}: {refusal.message}", refusal.status) from None
 
 
-def _step_error(workflow: Workflow, step: str, error: ServingError, request_id: str) -> ServingError:
+def _step_error(workflow: Workflow, step: str, error: ServingError, request: InferRequest) -> ServingError:
     """Return the error of the whole run; its text for a failed step is TorchServe's."""
     text = f"Error executing {step}"
     cause = ": ".join(filter(None, (error.message, error.detail)))
@@ -260,7 +261,7 @@ def _step_error(workflow: Workflow, step: str, error: ServingError, request_id: 
         return refused
     if isinstance(error, ModelNotFound):
         cause = f"the model {workflow.model_of(step)} was unregistered"
-    extra = log_fields(request_id)
+    extra = log_fields(request.request_id, trace_of_headers(request.headers))
     logger.warning("workflow %s: step %s failed: %s", workflow.name, step, cause, extra=extra)
     return StepFailed(text, cause)
 

@@ -185,6 +185,7 @@ class AccessLog:
         *,
         prediction: LoggedPrediction | None = None,
         request_id: str = "",
+        trace: TraceContext | None = None,
     ) -> None:
         """Log one answered request.
 
@@ -195,9 +196,10 @@ class AccessLog:
             started_s: when the request arrived, in monotonic seconds.
             prediction: the prediction, or None for other requests; its ids are in the JSON line.
             request_id: the id of a request that is not a prediction.
+            trace: its trace context.
         """
         elapsed_ms = round((time.monotonic() - started_s) * 1000)
-        trace = version = None
+        version = None
         if prediction is not None:
             request_id, trace, version = prediction.request_id, prediction.trace, prediction.meter
         line = AccessLine(time.time(), client, request_line, status, elapsed_ms, request_id, trace, version)

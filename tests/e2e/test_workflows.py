@@ -231,10 +231,13 @@ def test_steps_have_the_id_that_the_answer_names(server, add):
     answer = server.call("POST", "/wfpredict/known", b"x")
     assert answer.body.decode() == answer.headers["x-request-id"] + ">"
     add("unknown", "  fails: []\n")
-    answer = server.call("POST", "/wfpredict/unknown", b"x")
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    answer = server.call("POST", "/wfpredict/unknown", b"x", headers=headers)
     assert server.logs("workflow unknown: step fails failed")
     (line,) = [line for line in server.log().splitlines() if "workflow unknown: step fails failed" in line]
     assert json.loads(line)["request_id"] == answer.headers["x-request-id"]
+    assert json.loads(line)["trace_id"] == trace_id
 
 
 @pytest.mark.parametrize("dag", ["refuses: [echo]", "start: [refuses, left]", "start: [refuses]"])

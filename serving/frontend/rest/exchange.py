@@ -309,6 +309,7 @@ class Exchange(ABC):
                 self.started_s,
                 prediction=prediction,
                 request_id=self.request_id,
+                trace=self.head.trace,
             )
 
     def _begun(self, status: int) -> None:

@@ -305,11 +305,11 @@ class Heads:
                 head.refusal = self._guard.refusal(needs, head.host, head.origin)
             elif not bearer_key(head.authorization):
                 head.page_refusal = self._guard.page_refusal(needs, head.host, head.origin)
+        if head.is_traced:
+            head.trace = trace_of_headers(head.headers)
         target = head.target
         if target is not None:
             head.texts = text_headers(head.headers) + target.headers
-            if head.is_traced:
-                head.trace = trace_of_headers(head.headers)
             head.is_tensors = self._speaks_tensors and target.verb != ""
             head.wire = _wire_of(head)
             self._remember(head)

@@ -369,6 +369,16 @@ def test_answers_are_counted_by_class(ask, planes):
     assert 'Requests5XX{Level="Host",Hostname="host",} 1.0' in text
 
 
+def test_lines_of_all_requests_name_the_trace_of_their_client(ask, caplog):
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    with caplog.at_level("INFO", "ACCESS_LOG"):
+        for method, path in (("POST", "/predictions/echo"), ("POST", "/wfpredict/nothing"), ("GET", "/ping")):
+            ask("inference", method, path, traceparent=f"00-{trace_id}-00f067aa0ba902b7-01")
+        ask("inference", "GET", "/ping")
+    lines = [record for record in caplog.records if record.name == "ACCESS_LOG"]
+    assert [getattr(line, "trace_id", None) for line in lines] == [trace_id] * 3 + [None]
+
+
 def test_each_answer_has_a_line_in_the_access_log(ask, caplog):
     with caplog.at_level("INFO", "ACCESS_LOG"):
         ask("inference", "GET", "/ping?a=1")
