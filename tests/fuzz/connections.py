@@ -72,8 +72,10 @@ class Transport(asyncio.Transport):
         super().__init__({**names, "socket": SimpleNamespace(setsockopt=lambda *_: None)})
         self.said = bytearray()
         self.closed = False
+        self.ended = False  # by `write_eof`; what the client sends is dropped from then on
 
     def write(self, data: Any) -> None:
+        assert not self.ended, "bytes behind the end"
         if not self.closed:
             self.said += data
 
@@ -84,6 +86,12 @@ class Transport(asyncio.Transport):
         self.closed = True
 
     abort = close
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.ended = True
 
     def pause_reading(self) -> None:
         """Bytes are given to the connection all the same, as those in flight would be."""
@@ -180,7 +188,7 @@ async def _dialogue(data: bytes, size: int) -> tuple[bytes, bool]:
         await turns(9)
         if said == len(transport.said) and connection._is_in_body():
             break  # it waits for the rest of a body
-    closed = transport.closed
+    closed = transport.closed or transport.ended
     transport.close()
     connection.connection_lost(None)
     await turns()
