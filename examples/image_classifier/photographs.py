@@ -51,7 +51,7 @@ def photograph(name: str) -> Path:
         raise FileNotFoundError("scikit-image is not installed; run `pip install -e '.[demo]'`")
     path = Path(package.origin).parent / "data" / name
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; expected scikit-image 0.25, which ships it")
+        raise FileNotFoundError(f"{path} is not there; expected scikit-image 0.25 or 0.26, which ship it")
     return path
 
 
