@@ -125,7 +125,9 @@ def indented_json(value: object, *, ascii_only: bool = True) -> bytes:
     """
     text = _written(value, _INDENTED)
     if text is None:
-        return json.dumps(value, indent=2, ensure_ascii=ascii_only).encode()
+        # `json.dumps` of Python 3.14 indents in C, without the recursion limit: 800 MB for 20,000 levels.
+        encoder = json.JSONEncoder(indent=2, ensure_ascii=ascii_only)
+        return "".join(encoder.iterencode(value)).encode()
     return _escaped(text) if ascii_only else text
 
 
