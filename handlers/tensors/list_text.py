@@ -161,8 +161,8 @@ class ListText:
         if len(codes) < 2**31:
             places = places.astype(np.int32)
         closed = closes[places].view(np.int8)
-        # The parser that checked the text refuses a depth beyond the recursion limit.
-        return places, np.cumsum(opens[places].view(np.int8) - closed, dtype=np.int16) + closed
+        # 16 bits do not do: from Python 3.14 on it is the stack that limits the depth that the parser accepts.
+        return places, np.cumsum(opens[places].view(np.int8) - closed, dtype=np.int32) + closed
 
 
 def has_many_items(text: bytes | memoryview) -> bool:

@@ -135,6 +135,10 @@ def test_count_and_first_element(text: bytes, count: int, first: Any) -> None:
         assert found.first == first
 
 
+def test_lists_deeper_than_16_bits_count_are_told_apart() -> None:
+    assert ListText(b"[" * 70_000 + b"]" * 70_000).count == 1
+
+
 def test_items_and_members_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(list_text, "MANY_ITEMS", 3)
     assert not has_many_items(b'{"a":[1,2,3]}')
