@@ -30,6 +30,7 @@ from torchere.archiver.errors import ArchiveError
 ENCRYPTED_FLAGS = 0x0001 | 0x0040 | 0x2000  # encrypted, strongly encrypted, masked headers
 PATCHED_FLAG = 0x0020
 DESCRIPTOR_FLAG = 0x0008  # CRC and sizes follow the data
+_UTF8_FLAG = 0x0800  # the name is UTF-8; says nothing of one in ASCII
 STORED, DEFLATED = 0, 8
 MAX_RAW_NAME_BYTES = 4096  # keeps the index of a full archive small; entries.py allows much less
 
@@ -376,6 +377,10 @@ def _check_kind(name: str, central: Central) -> None:
 
 def _check_agreement(local: Local, central: Central) -> None:
     """Raise Malformed when the local header contradicts the central directory."""
+    if local.raw_name.isascii():
+        # Python 3.14's zipfile clears the flag in the central directory alone when an entry is appended.
+        local = local._replace(flags=local.flags & ~_UTF8_FLAG)
+        central = central._replace(flags=central.flags & ~_UTF8_FLAG)
     same = ("raw_name", "flags", "method")
     values = ("crc", "stored_size", "size")
     wrong = [field for field in same if getattr(local, field) != getattr(central, field)]
