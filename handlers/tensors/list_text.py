@@ -161,7 +161,7 @@ class ListText:
         if len(codes) < 2**31:
             places = places.astype(np.int32)
         closed = closes[places].view(np.int8)
-        # 16 bits do not do: from Python 3.14 on it is the stack that limits the depth that the parser accepts.
+        # Not 16 bits: from Python 3.14 on the parser accepts as many levels as its stack holds.
         return places, np.cumsum(opens[places].view(np.int8) - closed, dtype=np.int32) + closed
 
 

@@ -48,7 +48,7 @@ def mutated(data: bytes, others: list[bytes], target: Target, chance: random.Ran
     return bytes(text[: target.max_bytes])
 
 
-# Texts of damaged pickles hold escapes that pickletools warns of; those that it refuses are read as `UNKNOWN`.
+# Damaged pickles hold escapes that pickletools warns of; those that it refuses are read as `UNKNOWN`.
 @pytest.mark.filterwarnings("ignore:.*invalid escape sequence:DeprecationWarning")
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_accepts_its_seeds_and_mutations_of_them(name: str) -> None:
