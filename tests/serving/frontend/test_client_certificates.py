@@ -47,11 +47,16 @@ class Authority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         ca = x509.BasicConstraints(ca=True, path_length=0)
+        usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs alone
         certificate = self._builder(self._name, self._key).add_extension(ca, critical=True)
+        certificate = certificate.add_extension(usage, critical=True)
         self.file = folder / f"{name}.pem"
         self.file.write_bytes(certificate.sign(self._key, hashes.SHA256()).public_bytes(PEM))
 
     def _builder(self, subject, key, until=None):
+        """Begin a certificate; clients of Python 3.13 on want the identifiers of both keys."""
+        identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -60,6 +65,8 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(datetime.datetime(2020, 1, 1))
             .not_valid_after(until or datetime.datetime(2100, 1, 1))
+            .add_extension(identifier, critical=False)
+            .add_extension(issuer, critical=False)
         )
 
     def sign(self, name, *alternative, organization="", usage=ExtendedKeyUsageOID.CLIENT_AUTH, until=None):
