@@ -159,7 +159,8 @@ FINISHES_LATER = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(3)))
 print("up", flush=True)
-time.sleep(60)
+while True:
+    time.sleep(0.1)  # a signal between print and sleep is handled after the sleep
 """
 
 
