@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,9 @@ def _until_ready(process: subprocess.Popen[bytes], log: Path, address: str) -> N
         try:
             with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=5):
                 return True
+        except urllib.error.HTTPError as refusal:
+            refusal.close()  # Python 3.14 warns of one that is left open
+            return False
         except OSError:
             return False
 
