@@ -457,7 +457,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         exchange = self.exchange
-        if not self._is_in_body():  # the head was malformed
+        if not self.is_busy():  # the head was malformed
             self.transport.write(last_words.text())
             self.listener.refused(self.client, last_words.status)
             self._end_timer()

@@ -79,6 +79,28 @@ def test_a_body_of_the_app_beyond_the_budget_is_answered_with_503(planes):
     assert (budgets.held_bytes, budgets.refused[CONNECTION]) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    "upload",
+    [
+        LOAD % 10_000 + bytes(10_000),
+        LOAD.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
+        + b"%x\r\n%b\r\n0\r\n\r\n" % (10_000, bytes(10_000)),
+    ],
+    ids=["sized", "in chunks"],
+)
+def test_the_app_is_told_that_the_last_bytes_of_a_body_were_refused(planes, upload):
+    async def main():
+        async with connected(planes, Budgets(20_000), surface="management") as (server, reader, writer):
+            writer.write(upload)
+            answer = await asyncio.wait_for(reader.read(), 20)
+            await asyncio.wait_for(until(lambda: not server.listener.tasks), 20)
+            return answer
+
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 503 ")
+    answered = planes.metrics.exposition(["Requests5XX"]).splitlines()
+    assert [line.split()[-1] for line in answered if not line.startswith("#")] == ["1.0"]
+
+
 def test_a_body_counts_until_it_is_answered(planes, held):
     budgets = Budgets()
     planes.data.behave = held
