@@ -70,7 +70,7 @@ class AppExchange(Exchange):
         """Count the response, and write its line to the access log, and one to the audit log if it is due."""
         super().finished(status)
         action = self.head.place.row.action(self.head.method)
-        if action:
+        if action and not self.is_preflight:
             self._audit(action, status)
 
     def _audit(self, action: str, status: int) -> None:

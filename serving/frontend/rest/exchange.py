@@ -110,6 +110,11 @@ class Exchange(ABC):
         return None
 
     @property
+    def is_preflight(self) -> bool:
+        """Whether a browser asks for the answer's headers of CORS only, so that nothing is called."""
+        return self.connection.listener.answers_preflights and self.head.is_preflight
+
+    @property
     def room(self) -> memoryview | None:
         """Buffer for the next bytes of the body; None: pass them to `take`."""
         return None
@@ -139,7 +144,7 @@ class Exchange(ABC):
         if head.refusal is not None:
             self.refuse(head.refusal)
             return False
-        if listener.answers_preflights and head.is_preflight:
+        if self.is_preflight:
             self.answer(204, [], b"")
             return False
         if listener.is_for_this_machine and self._changes_from_outside():

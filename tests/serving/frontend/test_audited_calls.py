@@ -68,6 +68,18 @@ def test_a_call_that_reads_is_not_audited(ask, audited, method, target):
     assert audited() == []
 
 
+def test_a_preflight_is_no_call_for_the_audit(ask_listener, planes, audited):
+    from torchere.serving.frontend.rest.server import listener_of
+
+    asks = {"origin": "https://a.example", "access_control_request_method": "GET"}
+    services = planes.services(keys=planes.keys, cors_allowed_origin="https://a.example")
+    for headers, status, outcomes in ((asks, 204, []), ({}, 400, ["refused"])):
+        listener = listener_of(frozenset({"management"}), planes.data, planes.control, services)
+        asked = ask_listener(listener, "OPTIONS", "/token?type=management", **headers)
+        assert asyncio.run(asked).status == status
+        assert [call[6] for call in audited()] == outcomes
+
+
 def test_refused_calls_are_audited_without_an_identity(ask, planes, audited):
     for headers in ({}, {"authorization": "Bearer inference"}):
         assert ask("management", "DELETE", "/models/echo", keys=planes.keys, **headers).status == 400
