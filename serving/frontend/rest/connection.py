@@ -436,8 +436,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def idle_since_s(self) -> float | None:
         """Return since when there is no request to answer, in monotonic seconds; None if there is one."""
-        if self._ahead is not None or self.is_busy():
-            return None
+        if self._ahead is not None or (self.is_busy() and self.exchange is not None):
+            return None  # busy without an exchange: what follows a malformed head is dropped
         began_s = None if self._idle is None else self._idle.began_s
         return self._opened_s if began_s is None else began_s
 

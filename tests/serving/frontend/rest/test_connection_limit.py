@@ -98,6 +98,25 @@ def test_rest_closes_the_longest_idle_connection_for_a_new_one(planes):
     assert asyncio.run(main()) == [b"HTTP/1.1 200 OK"] * 3
 
 
+def test_rest_closes_a_connection_that_it_has_refused_for_a_new_one(planes):
+    async def main():
+        async with planes.serving() as server:
+            server.listener.connection_limit.limit = 1
+            address = server.address
+            _, refused = await asyncio.open_connection(address.host, address.port)
+            refused.write(b"nonsense\r\n\r\n")
+            while not planes.metrics.exposition(["Requests4XX"]).endswith(" 1.0\n"):
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(b"GET /predictions/echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answer = await closed(reader)
+            for each in (refused, writer):
+                each.close()
+            return answer[:15]
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) == b"HTTP/1.1 200 OK"
+
+
 def test_a_connection_with_a_request_or_pipelined_bytes_is_not_idle(planes):
     async def main():
         listener = listener_of(frozenset({"inference"}), planes.data, planes.control, planes.services())
