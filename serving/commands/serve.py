@@ -1,7 +1,6 @@
 """`torchere serve`: its arguments, and the steps of a server start.
 
-Modules are imported only when needed. The fork server starts first (`workers/launch.py`). Modules that
-predictions do not need are imported after the start (`frontend/rest/listener.py`).
+Modules are imported only when needed. The fork server starts first (`workers/launch.py`).
 """
 
 from __future__ import annotations

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
+from starlette.requests import Request
 from starlette.types import Receive
 
 from torchere.serving.frontend.alignment import room_before
 from torchere.serving.frontend.rest.errors import ParametersTooLong
-
-if TYPE_CHECKING:  # the app is built after the start
-    from starlette.requests import Request
 
 MAX_LINE_BYTES = 16_384  # of a chunk-size or trailer line; else a client could send an endless one
 MAX_TRAILER_BYTES = 8192  # the same limit as for the headers of a head
