@@ -18,7 +18,7 @@ from hpack import Decoder, Encoder, HPACKError
 
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Limits, ServerSettings
-from torchere.serving.errors import InvalidRequest, ModelNotFound
+from torchere.serving.errors import InvalidRequest, ModelNotFound, NotFound
 from torchere.serving.frontend.authorisation import RestPort
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.grpc.fields import counted
@@ -129,6 +129,9 @@ class Echo:
     def check_exists(self, model: str, version: str | None) -> None:
         if model != "echo":
             raise ModelNotFound.named(model)
+
+    def refuse_unknown(self, error: NotFound) -> NotFound:
+        return error
 
     def tensors(self, model: str, version: str | None) -> None:
         """The model's tensors, which are not known."""
