@@ -313,12 +313,16 @@ class Registry:
             self._fetching_again = asyncio.create_task(self._fetch_again(waiting))
 
     def _tell_unread_settings(self) -> None:
-        """Warn of settings in `models` for a version that is not there, while the model has another one."""
+        """Warn of settings in `models` for a version that is not there, while the model has another one.
+
+        A client may register that version later, or its archive may be fetched again; then they count.
+        """
         for name, settings in self._server.model_defaults.items():
             loaded = self._serving[name].versions if name in self._serving else {}
             for version in settings.keys() - loaded.keys() if loaded else ():
                 logger.warning(
-                    "models: the settings for version %s of %s have no effect: its archive says version %s",
+                    "models: the settings for version %s of %s have no effect until it is registered; "
+                    "the start has registered version %s",
                     version, name, ", ".join(sorted(loaded)),
                 )  # fmt: skip
 

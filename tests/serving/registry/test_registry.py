@@ -209,7 +209,10 @@ def test_settings_for_a_version_that_no_archive_has_are_told(
 
     asyncio.run(main())
     told = [each.getMessage() for each in caplog.records if each.getMessage().startswith("models:")]
-    assert told == ["models: the settings for version 9.9 of m have no effect: its archive says version 1.0"]
+    assert told == [
+        "models: the settings for version 9.9 of m have no effect until it is registered; "
+        "the start has registered version 1.0"
+    ]
 
 
 def test_a_model_of_the_start_from_another_archive_is_missing_no_more(tmp_path: Path) -> None:
