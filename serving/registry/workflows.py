@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,7 @@ from torchere.serving.errors import (
     ModelNotFound,
     ServingError,
     UnregisterTimeout,
+    VersionNotFound,
     WorkflowFailed,
     WorkflowNotFound,
 )
@@ -300,7 +302,8 @@ class Workflows:
         chosen = {model.name for model in self._server.snapshot_models if model.default_version}
         for version in versions:
             if version.key.name not in chosen:
-                self._registry.set_default(*version.key)
+                with suppress(ModelNotFound, VersionNotFound):  # a client has unregistered it meanwhile
+                    self._registry.set_default(*version.key)
 
     async def _discard(self, versions: Sequence[Version]) -> None:
         for version in versions:
