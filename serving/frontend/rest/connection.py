@@ -32,9 +32,7 @@ DRAIN_LINGER_S = 0.25  # idle connections stay open so long after a shutdown: ma
 UNREAD_LINGER_S = 2.0  # how long a refused body is still read, so that the client receives the refusal
 DROPPED_BYTES = 1 << 62  # of a body whose length is not known, because its head was malformed
 HEAD_TIMEOUT_S = 60.0  # a connection whose head is incomplete after so long is closed
-BODY_TIMEOUT_S = (
-    60.0  # a connection whose body is incomplete and stops, or is too slow, for so long is closed
-)
+BODY_TIMEOUT_S = 60.0  # a connection whose incomplete body stops, or is too slow, for so long is closed
 AHEAD_BYTES = 65_536  # of pipelined bytes; beyond it reading pauses, so a disconnect is not noticed either
 LARGE_BYTES = 65_536  # for a longer body, joining it to its head costs more than a separate write
 _BLANK = re.compile(rb"[\r\n]*")
@@ -436,8 +434,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def idle_since_s(self) -> float | None:
         """Return since when there is no request to answer, in monotonic seconds; None if there is one."""
-        if self._ahead is not None or (self.is_busy() and self.exchange is not None):
-            return None  # busy without an exchange: what follows a malformed head is dropped
+        # The rest of a body whose request is answered or refused is only dropped.
+        if self._ahead is not None or (self.exchange is not None and not self.exchange.complete):
+            return None
         began_s = None if self._idle is None else self._idle.began_s
         return self._opened_s if began_s is None else began_s
 

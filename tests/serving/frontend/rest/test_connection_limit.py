@@ -98,19 +98,27 @@ def test_rest_closes_the_longest_idle_connection_for_a_new_one(planes):
     assert asyncio.run(main()) == [b"HTTP/1.1 200 OK"] * 3
 
 
-def test_rest_closes_a_connection_that_it_has_refused_for_a_new_one(planes):
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"nonsense\r\n\r\n",
+        b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n",
+    ],
+    ids=["a malformed head", "a body that is too long", "a body after the answer"],
+)
+def test_rest_closes_a_connection_whose_bytes_it_drops_for_a_new_one(planes, text):
     async def main():
         async with planes.serving() as server:
             server.listener.connection_limit.limit = 1
             address = server.address
-            _, refused = await asyncio.open_connection(address.host, address.port)
-            refused.write(b"nonsense\r\n\r\n")
-            while not planes.metrics.exposition(["Requests4XX"]).endswith(" 1.0\n"):
-                await asyncio.sleep(0.01)
+            answered, dropped = await asyncio.open_connection(address.host, address.port)
+            dropped.write(text)
+            assert (await answered.readline()).startswith(b"HTTP/1.1 ")
             reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.write(b"GET /predictions/echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             answer = await closed(reader)
-            for each in (refused, writer):
+            for each in (dropped, writer):
                 each.close()
             return answer[:15]
 
