@@ -381,7 +381,8 @@ def planes():
     control: Any = FakeControlPlane()
     registry: Any = SimpleNamespace()
     control.workflows = WorkflowPlane(Workflows(ServerSettings(), registry), data, lambda: None, 1000)
-    return SimpleNamespace(data=data, control=control, keys=FakeKeys(), metrics=metrics, services=services)
+    yield SimpleNamespace(data=data, control=control, keys=FakeKeys(), metrics=metrics, services=services)
+    control.workflows.close()
 
 
 @pytest.fixture
