@@ -169,11 +169,11 @@ class Ledger:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Ask every 5 ms."""
+    """Ask every 20 ms: most conditions are requests, which take time from workers that start."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s, f"{what}: not within {PATIENCE_S:g} s"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 class Breaking:

@@ -35,7 +35,7 @@ def plant(start_server: Any, breaking: Callable[[Any], Any]) -> Iterator[Any]:
 
     def live() -> None:
         number = 0
-        while not over.wait(0.005):  # the server stays free for what is tested
+        while not over.wait(0.03):  # the server stays free for what is tested
             number += 1
             assert plant.ledger.predict("neighbour", f"echo {number}") == (200, str(number))
 
