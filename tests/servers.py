@@ -78,6 +78,11 @@ class RunningServer:
         """Wait until a text is in the log."""
         follow(self, wanted)
 
+    def until_ready(self) -> None:
+        """Wait until all models of the start serve, and leave the processor to them meanwhile."""
+        while self.call("GET", "/readyz").status != 200:
+            time.sleep(0.02)
+
     def log(self) -> str:
         return (self.folder / "server.log").read_text()
 

@@ -50,8 +50,7 @@ def server(start_server: Any, pack: Any, store: Any) -> Any:
     keys.write_text(json.dumps(KEYS))
     keys.chmod(0o600)
     running = start_server("--models", "m.mar", properties=f"token_keys_file={keys}\n")
-    while running.call("GET", "/readyz").status != 200:
-        continue
+    running.until_ready()
     return running
 
 
@@ -126,6 +125,7 @@ def wait_for_handler(gate: Any) -> None:
     limit_s = time.monotonic() + PATIENCE_S
     while seen_by_handler(gate)[-2:-1] != [str(gate)]:
         assert time.monotonic() < limit_s
+        time.sleep(0.01)
 
 
 def order_after(gate: Any) -> list[str]:
@@ -139,6 +139,7 @@ def wait_for(server: Any, number: int, name: str, **labels: str) -> None:
     limit_s = time.monotonic() + PATIENCE_S
     while (found := value_of(metrics(server), name, **labels)) != number:
         assert time.monotonic() < limit_s, f"{name} is {found}, expected {number}"
+        time.sleep(0.01)
 
 
 def test_a_client_has_no_more_unanswered_predictions_than_it_may(server: Any, gate: Any) -> None:

@@ -83,6 +83,7 @@ class Deployment:
         while STARTED not in self.log():
             assert psutil.pid_exists(self.pid), self.log()
             assert time.monotonic() < deadline_s, self.log()
+            time.sleep(0.02)
 
     def address(self, api: str) -> str:
         found = re.findall(rf"{api} API: (http://[\d.:]+)", self.log())
@@ -216,6 +217,7 @@ def test_kserves_single_port_configuration_with_a_model_snapshot(deployment: Dep
     pid_file = deployment.folder / "tmp" / ".model_server.pid"
     while not pid_file.exists():
         assert process.poll() is None, deployment.log()
+        time.sleep(0.01)
     deployment.wait_until_started()
     assert deployment.pid == process.pid  # signals of the container's runtime reach the server
     (model,) = deployment.call("GET", "/models/net?customized=false")[1]

@@ -178,6 +178,7 @@ def test_a_rank_that_is_killed_is_named_and_the_model_comes_back(server: Any) ->
     limit_s = time.monotonic() + 60
     while (worker := worker_of(server, "tensor"))["pid"] == before or worker["status"] != "READY":
         assert time.monotonic() < limit_s, worker
+        time.sleep(0.01)
     losses = server.call("GET", "/models/tensor", api="management").json()[0]["torchere"]["losses"]
     assert losses[0]["lastCause"] == "rank 1: killed by signal 9 (SIGKILL)"
     assert predict(server, "tensor", [0.5] * 16).status == 200

@@ -60,6 +60,7 @@ def pid_of(server: Any, name: str) -> int:
     until_s = time.monotonic() + 50
     while (worker := describe(server, name)["workers"][0])["status"] != "READY":
         assert time.monotonic() < until_s
+        time.sleep(0.01)
     return int(worker["pid"])
 
 

@@ -42,8 +42,7 @@ def server(start_server: Any, pack: Any) -> Any:
         files = {"h.py": STREAMING, "c.yaml": f"isolation: {model}\nminWorkers: 1\nmaxWorkers: 1\n"}
         pack(model, files, handler="h.py", configFile="c.yaml")
     running = start_server("--disable-token-auth", "--models", *(f"{model}.mar" for model in MODELS))
-    while running.call("GET", "/readyz").status != 200:
-        continue
+    running.until_ready()
     return running
 
 

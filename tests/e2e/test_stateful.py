@@ -138,6 +138,7 @@ def test_answers_that_are_under_way_are_finished_by_a_worker_that_is_to_end(
         until_s = time.monotonic() + 30
         while open_server.call("GET", "/models/patient", api="management").json()[0]["workers"][1:]:
             assert time.monotonic() < until_s
+            time.sleep(0.01)
         go.touch()
         assert [stream.read() for stream in streams] == [b"3 2 1 0 "] * 2
 

@@ -32,8 +32,7 @@ def server(start_server: Any, pack: Any) -> Any:
     """A server with a model, without tokens."""
     pack("good", {"h.py": HANDLER}, handler="h.py")
     running = start_server("--disable-token-auth", "--enable-model-api", "--models", "good.mar")
-    while running.call("GET", "/readyz").status != 200:
-        continue
+    running.until_ready()
     return running
 
 

@@ -49,8 +49,7 @@ def server(start_server: Any, pack: Any) -> Any:
         *("--models", *(f"{model}.mar" for model in models)),
         properties=f"max_held_bytes={HELD_BYTES}\n",
     )
-    while running.call("GET", "/readyz").status != 200:
-        continue
+    running.until_ready()
     return running
 
 

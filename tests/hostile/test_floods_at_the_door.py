@@ -50,8 +50,7 @@ def server() -> Iterator[Any]:
         folder = Path(root) / "server"
         folder.mkdir()
         running = start(folder, properties=f"max_connections={MAX_CONNECTIONS}\n")
-        while running.call("GET", "/readyz").status != 200:
-            continue
+        running.until_ready()
         yield running
         running.stop()
 
