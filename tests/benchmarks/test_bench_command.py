@@ -67,7 +67,7 @@ def running(kind: type[Model]) -> Iterator[tuple[str, list[tuple[str, bytes, str
     handler = type("Handler", (kind,), {"seen": seen})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}", seen

@@ -46,7 +46,7 @@ def render(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..
         if (name, program) not in kept:
             done = helm(Path(__file__).parent / f"values/{name}.yaml", program=program)
             assert done.returncode == 0, done.stderr
-            kept[name, program] = [each for each in yaml.safe_load_all(done.stdout) if each]
+            kept[name, program] = [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
         return kept[name, program]
 
     return rendered
@@ -71,7 +71,7 @@ def assert_valid(tool: Callable[[str], str]) -> Callable[[Mapping[str, list[Obje
         for rendering, objects in renderings.items():
             for number, each in enumerate(objects):
                 file = folder / f"{rendering}-{number}-{each['kind']}.yaml"
-                file.write_text(yaml.safe_dump(each))
+                file.write_text(yaml.dump(each, Dumper=yaml.CSafeDumper))
                 has_schema = (SCHEMAS / f"{each['kind']}.json").exists()
                 (custom.setdefault(each["kind"], []) if has_schema else built_in).append(str(file))
         if built_in:

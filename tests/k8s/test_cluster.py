@@ -106,7 +106,7 @@ def rendered_in(
     def render(values: Object, *objects: Object, program: str = "helm") -> dict[str, Object]:
         server = ApiServer(list(objects))
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
         address = f"http://127.0.0.1:{server.server_address[1]}"
         command = [tool(program), "template", "rel", str(root / "k8s/chart"), "--namespace", NAMESPACE]
@@ -117,7 +117,7 @@ def rendered_in(
             env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "KUBECONFIG": str(tmp_path / "none")},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        made = [each for each in yaml.safe_load_all(done.stdout) if each]
+        made = [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
         return {f"{each['kind']}/{each['metadata']['name']}": each for each in made}
 
     yield render

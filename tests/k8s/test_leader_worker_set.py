@@ -35,7 +35,7 @@ def objects(
     values.write_text(VALUES)
     done = helm(values)
     assert done.returncode == 0, done.stderr
-    found = [each for each in yaml.safe_load_all(done.stdout) if each]
+    found = [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
     return {(each["kind"], each["metadata"]["name"]): each for each in found}
 
 

@@ -26,7 +26,7 @@ def rendered(
         (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
         done = helm(tmp_path / "values.yaml")
         assert done.returncode == 0, done.stderr
-        objects = [each for each in yaml.safe_load_all(done.stdout) if each]
+        objects = [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
         return {f"{each['kind']}/{each['metadata']['name']}": each for each in objects}
 
     return render
@@ -286,7 +286,8 @@ def test_a_chart_may_have_it_twice_among_its_dependencies_on_a_condition(
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
-    found = [each for each in yaml.safe_load_all(done.stdout) if each and each["kind"] == "Deployment"]
+    made = yaml.load_all(done.stdout, yaml.CSafeLoader)
+    found = [each for each in made if each and each["kind"] == "Deployment"]
     assert [each["metadata"]["name"] for each in found] == ["rel-bert", "rel-resnet"]
     labels = [each["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"] for each in found]
     assert labels == ["bert", "resnet"]
