@@ -204,11 +204,16 @@ def _flat(values: object) -> list[Any]:
     return level
 
 
-def _of_values(flat: list[object], datatype: str) -> Array:
+def _of_values(flat: list[Any], datatype: str) -> Array:
     import numpy as np  # noqa: PLC0415
 
     if datatype == "BYTES":
         array = np.empty(len(flat), dtype=object)
         array[:] = flat
         return array
-    return np.array(flat, dtype=_NUMPY.get(datatype, "<f4"))
+    dtype = np.dtype(_NUMPY.get(datatype, "<f4"))
+    if dtype.kind in "iu" and flat:
+        limits, integers = np.iinfo(dtype), [int(value) for value in flat]
+        if min(integers) < limits.min or max(integers) > limits.max:  # NumPy 1 would wrap them
+            raise OverflowError(f"they are from {min(integers)} to {max(integers)}")
+    return np.array(flat, dtype=dtype)

@@ -133,7 +133,9 @@ def test_bytes_that_are_no_such_tensor_are_told(wrong: Tensor) -> None:
         wrong.numpy()
 
 
-@pytest.mark.parametrize(("datatype", "values"), [("FP32", [1]), ("INT8", [1, 300]), ("FP32", ["a", "b"])])
+@pytest.mark.parametrize(
+    ("datatype", "values"), [("FP32", [1]), ("INT8", [1, 300]), ("UINT64", [1, -1]), ("FP32", ["a", "b"])]
+)
 def test_json_that_is_no_such_tensor_is_told(datatype: str, values: list[object]) -> None:
     with pytest.raises(UnreadableAnswer, match="'x'"):
         from_json("x", datatype, (2,), values)
