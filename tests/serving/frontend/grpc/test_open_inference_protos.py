@@ -37,7 +37,9 @@ THEIRS = flat(
 def shape(field):
     named = field.message_type or field.enum_type
     oneof = field.containing_oneof.name if field.containing_oneof else None
-    return field.number, field.type, field.is_repeated, named.full_name if named else None, oneof
+    # protobuf 5 has `label` only, protobuf 7 `is_repeated` only.
+    repeated = field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
+    return field.number, field.type, repeated, named.full_name if named else None, oneof
 
 
 @pytest.mark.parametrize("name", sorted(flat(OURS.message_types_by_name.values())))
