@@ -380,9 +380,10 @@ def planes():
     data: Any = FakeDataPlane()
     control: Any = FakeControlPlane()
     registry: Any = SimpleNamespace()
-    control.workflows = WorkflowPlane(Workflows(ServerSettings(), registry), data, lambda: None, 1000)
+    workflows = WorkflowPlane(Workflows(ServerSettings(), registry), data, lambda: None, 1000)
+    control.workflows = workflows
     yield SimpleNamespace(data=data, control=control, keys=FakeKeys(), metrics=metrics, services=services)
-    control.workflows.close()
+    workflows.close()  # a test may have put another in its place
 
 
 @pytest.fixture
