@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import uvloop
@@ -136,7 +137,8 @@ async def door(rounds: int = 15, requests: int = 5000) -> None:
     for name, limits in ((WITHOUT, None), (WITH, ClientLimits(Quota(1e6, 10**6, 10**6), Counter()))):
         services = Services(ServerSettings(), Metrics("host"), client_limits=limits)
         plane = Plane(None, services.metrics, client_limits=limits)  # type: ignore[arg-type]
-        listener = listener_of(frozenset({"inference"}), plane, None, services)  # type: ignore[arg-type]
+        unasked: Any = SimpleNamespace(workflows=None)  # the plane of routes that are not called
+        listener = listener_of(frozenset({"inference"}), plane, unasked, services)
         connections[name] = Connection(listener)
         connections[name].connection_made(Transport({"peername": ("127.0.0.1", 1234)}))
     best = dict.fromkeys(connections, float("inf"))

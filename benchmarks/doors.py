@@ -269,7 +269,8 @@ def grpc_door(method: str, deadline: Callable[[int], str]) -> Door:
 def rest_doors() -> dict[str, Door]:
     """The cases over REST, on one connection."""
     services = Services(ServerSettings(), Metrics("host"))
-    listener = listener_of(frozenset({"inference"}), Plane(), None, services)  # type: ignore[arg-type]
+    unasked: Any = SimpleNamespace(workflows=None)  # the plane of routes that are not called
+    listener = listener_of(frozenset({"inference"}), Plane(), unasked, services)  # type: ignore[arg-type]
     connection = connected(Connection(listener))
 
     def reads(name: str) -> Sequence[bytes]:
