@@ -246,18 +246,14 @@ class _Reader:
 
     def _note_lost_level(self, kind: str | None, level: int, torchrun: Any) -> None:
         """Note a type or a level without effect: a model would be served from one process, or one GPU."""
+        if self.ignored.keys() & {"parallelType", "parallelLevel"}:
+            return
         own = self._raw.get("parallelLevel")
-        noted = self.ignored.keys() & {"parallelType", "parallelLevel"}
-        if not noted and ((kind and not level) or (level > 1 and not kind)):
+        if (kind and not level) or (level > 1 and not kind):
             key, lacks = ("parallelType", "parallelLevel") if kind else ("parallelLevel", "parallelType")
             key = key if self._raw.get(key) else "torchrun"
             self.ignored[key] = f"is {self._raw[key]!r:.80}, and {lacks} is not set; it has no effect"
-        elif (
-            not noted
-            and torchrun is not None
-            and "nproc-per-node" not in torchrun
-            and own not in (None, 0, level)
-        ):
+        elif torchrun is not None and "nproc-per-node" not in torchrun and own not in (None, 0, level):
             self.ignored["parallelLevel"] = (
                 f"is {own!r:.80}, and torchrun without nproc-per-node means {level}; it is ignored"
             )

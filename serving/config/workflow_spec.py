@@ -8,13 +8,13 @@ of the workflow's handler.
 from __future__ import annotations
 
 import ast
-import re
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+from torchere.archiver.request import MODEL_NAME_PATTERN
 from torchere.serving.config.bounded_yaml import read_yaml
 from torchere.serving.config.server_settings import MAX_BATCH_SIZE, MAX_EXECUTORS
 from torchere.serving.errors import InvalidGraph, InvalidWorkflow
@@ -23,7 +23,6 @@ MAX_STEPS = 100  # of one workflow: each is a model, with a worker process for m
 MAX_RETRIES = 100
 MAX_DELAY_MS = 86_400_000  # one day, for delays and time-outs
 
-_STEP_NAME = re.compile(r"[A-Za-z0-9_\-.]+")  # the end of a model's name
 _PARSE_FAILED = "Failed to parse yaml."  # TorchServe's text
 _ONE_START = "DAG should have only one start node"
 _NO_DAG = "Not a valid DAG"
@@ -232,7 +231,7 @@ def _parents(children: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ..
     if len(parents) > MAX_STEPS:
         raise InvalidWorkflow(f"The graph has {len(parents)} nodes; expected at most {MAX_STEPS}.")
     for name in parents:
-        if not _STEP_NAME.fullmatch(name):
+        if not name or not MODEL_NAME_PATTERN.fullmatch(f"workflow__{name}"):
             raise InvalidWorkflow(
                 f"The node {name!r:.60} in 'dag' contains special characters.",
                 "expected letters, digits, '_', '-' or '.': it is the end of a model's name",

@@ -281,7 +281,7 @@ def test_a_client_can_send_a_body_after_a_bad_head_and_read_the_refusal(planes, 
     async def main():
         async with planes.connected() as (server, reader, writer):
             writer.write(HEAD + b"Cookie: %b\r\nContent-Length: 6000000\r\n\r\n" % (b"a" * 9000))
-            answer = await reader.read()  # the server has ended its side, and drops what comes
+            answer = await reader.read()  # the server has ended its side, and drops further bytes
             for _ in range(20):
                 writer.write(bytes(65_536))
                 await writer.drain()
