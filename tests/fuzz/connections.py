@@ -355,8 +355,8 @@ class Call:
         except MessageFailed as err:
             self.stream.end(err.code, str(err))
 
-    def on_failure(self, code: Any, message: str) -> None:
-        self.stream.end(code, message)
+    def on_failure(self, error: MessageFailed) -> None:
+        self.stream.end(error.code, str(error))
 
     def on_cancel(self) -> None:
         self.ends += 1

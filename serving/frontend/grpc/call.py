@@ -22,6 +22,7 @@ from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import (
     Compressed,
     MessageFailed,
+    MessageTooLong,
     Received,
     StatusCode,
 )
@@ -39,13 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 class Method(NamedTuple):
-    """Codec, error table and running tasks shared by all calls of one method."""
+    """What all calls of one method share: codec, error table, running tasks and metrics."""
 
     path: str  # `package.Service/Method`
     table: Table  # the status of each error
     decode: Callable[[Received], Any]
     encode: Callable[[Any], Encoded]
     tasks: set[Any]  # running tasks of its calls
+    metrics: Metrics
 
     def code_of(self, error: ServingError) -> str:
         """Return the name of the status code of an error."""
@@ -128,6 +130,8 @@ class Call:
     def fail(self, error: Exception) -> None:
         """End the call with the status of an error; a bug is logged, and the client gets INTERNAL."""
         if isinstance(error, MessageFailed):
+            if isinstance(error, MessageTooLong):
+                self.method.metrics.refused_body()
             self._end_with(error.code, str(error))
             return
         if not isinstance(error, ServingError):
@@ -137,9 +141,9 @@ class Call:
             self.prediction.error = error
         self._end_with(*failure(error, self.method.table).trailers())
 
-    def on_failure(self, code: StatusCode, message: str) -> None:
+    def on_failure(self, error: MessageFailed) -> None:
         """End the call with an error, because a message can't be accepted."""
-        self.fail(MessageFailed(code, message))
+        self.fail(error)
 
     def on_cancel(self) -> None:
         """Do nothing: the call has no running work to cancel."""
@@ -173,13 +177,13 @@ class UnaryCall(Call, ABC):
         if self._message is None:
             self._message = message
         else:
-            self.on_failure(StatusCode.INTERNAL, "found several messages, expected one")
+            self.on_failure(MessageFailed(StatusCode.INTERNAL, "found several messages, expected one"))
 
     def on_half_close(self) -> None:
         """Decode the message and begin, after decompressing it if needed."""
         message = self._message
         if message is None:
-            self.on_failure(StatusCode.INTERNAL, "found no message, expected one")
+            self.on_failure(MessageFailed(StatusCode.INTERNAL, "found no message, expected one"))
         elif isinstance(message, Compressed):
             self._inflate(message)
         else:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from torchere.serving.frontend.grpc.open_inference_descriptors import (
 )
 from torchere.serving.frontend.grpc.open_inference_messages import RawAnswers
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
-from torchere.serving.frontend.grpc.service import Openers, dispatcher, service
+from torchere.serving.frontend.grpc.service import Openers, Service, dispatcher, service
 from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.open_inference.service import TensorService
@@ -42,7 +42,6 @@ from torchere.serving.frontend.services import Services
 from torchere.serving.frontend.tls_server import TlsServer, bound_sockets
 
 Api = Literal["inference", "management"]
-Service = Callable[[set[Any]], Openers]
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
@@ -72,7 +71,7 @@ class GrpcServer:
         is_local = settings.insecure_management == "local"
         openers: Openers = {}
         for one in (*offered, *reflection_services(names)):
-            openers |= one(self._tasks)
+            openers |= one(self._tasks, services.metrics)
         self.methods = frozenset(openers)  # paths
         limits = settings.limits
         self._age_s, self._age_grace_s = _ages(api, settings)
@@ -221,7 +220,7 @@ _TORCHSERVE_MODELS: Table = {
 
 def open_inference_services(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services
-) -> list[Callable[[set[Any]], Openers]]:
+) -> list[Service]:
     """Return both services. They differ in error codes, and in the encoding of BYTES for an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
     context = PredictionContext(dataplane, services.metrics)

@@ -46,6 +46,7 @@ _GRPC = "application/grpc"
 
 Opener = Callable[[Stream], CallListener]
 Openers = dict[str, Opener]
+Service = Callable[[set[Any], Metrics], Openers]  # takes a set that will hold running tasks; openers by path
 
 
 class Callback(NamedTuple):
@@ -71,8 +72,8 @@ def service(
     methods: Mapping[str, Implementation],
     table: Table,
     name: str = "",
-) -> Callable[[set[Any]], Openers]:
-    """Define a service. The result takes a set that will hold running tasks, and returns openers by path.
+) -> Service:
+    """Define a service.
 
     Args:
         descriptor: descriptor of the service in the .proto file.
@@ -84,9 +85,11 @@ def service(
     """
     name = name or descriptor.full_name
 
-    def openers(tasks: set[Any]) -> Openers:
+    def openers(tasks: set[Any], metrics: Metrics) -> Openers:
         return {
-            f"/{name}/{method.name}": _opener(name, method, methods[method.name], table, tasks)
+            f"/{name}/{method.name}": _opener(
+                name, method, methods[method.name], table, tasks=tasks, metrics=metrics
+            )
             for method in descriptor.methods
             if method.name in methods
         }
@@ -95,7 +98,13 @@ def service(
 
 
 def _opener(
-    service_name: str, described: MethodDescriptor, implementation: Any, table: Table, tasks: set[Any]
+    service_name: str,
+    described: MethodDescriptor,
+    implementation: Any,
+    table: Table,
+    *,
+    tasks: set[Any],
+    metrics: Metrics,
 ) -> Opener:
     coded = implementation if isinstance(implementation, WithCodec) else WithCodec(implementation)
     method = Method(
@@ -106,6 +115,7 @@ def _opener(
         or counted(cast("Callable[[Received], Any]", GetMessageClass(described.input_type).FromString)),
         coded.encode or GetMessageClass(described.output_type).SerializeToString,
         tasks,
+        metrics,
     )
     implementation = coded.implementation
     if f"/{method.path}" in _ACTIONS:

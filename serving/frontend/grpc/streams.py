@@ -14,7 +14,7 @@ from torchere.serving.batching.request import Request
 from torchere.serving.frontend.budgets import Lease
 from torchere.serving.frontend.call_scope import CANCELLED, CallScope
 from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
-from torchere.serving.frontend.http2.messages import Compressed, Received, StatusCode
+from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, Received, StatusCode
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import NO_DEADLINE
 
@@ -51,9 +51,9 @@ class TaskCall(Call):
         if self.deadline_s != NO_DEADLINE:
             self._expiry = loop.call_later(self.deadline_s - self.started_s + LATE_S, self._expire)
 
-    def on_failure(self, code: StatusCode, message: str) -> None:
+    def on_failure(self, error: MessageFailed) -> None:
         """End the call, because a message can't be accepted."""
-        super().on_failure(code, message)
+        super().on_failure(error)
         self.on_cancel()
 
     def on_cancel(self) -> None:

@@ -41,7 +41,7 @@ from torchere.serving.frontend.http2.header_blocks import (
     RequestHead,
 )
 from torchere.serving.frontend.http2.listener import Listener
-from torchere.serving.frontend.http2.messages import StatusCode
+from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, Stream
 from torchere.serving.io import watchdog as unread
 from torchere.serving.io.turn_writes import TurnWrites
@@ -463,7 +463,7 @@ class Connection(asyncio.BufferedProtocol):
             stream = self._streams.get(stream_id)
             if stream is not None:
                 text = "SERVER: The rest of the call did not come in time"
-                stream.listener.on_failure(StatusCode.DEADLINE_EXCEEDED, text)
+                stream.listener.on_failure(MessageFailed(StatusCode.DEADLINE_EXCEEDED, text))
 
     def _unread_progress(self) -> dict[int, tuple[int, int]]:
         waiting = self.outbound.stalled_on(self._streams.values())

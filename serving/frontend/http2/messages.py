@@ -47,6 +47,10 @@ class MessageFailed(Exception):
         self.code = code
 
 
+class MessageTooLong(MessageFailed):
+    """A received message is longer than the limit."""
+
+
 class Compressed:
     """A compressed message, kept compressed until it is needed, to bound its memory."""
 
@@ -210,9 +214,9 @@ def only_message(piece: Received, limit_bytes: int) -> bytes | None:
 
 
 def check_size(length: int, limit_bytes: int) -> None:
-    """Raise `MessageFailed` if a received message is longer than the limit."""
+    """Raise `MessageTooLong` if a received message is longer than the limit."""
     if length > limit_bytes:
-        raise MessageFailed(
+        raise MessageTooLong(
             StatusCode.RESOURCE_EXHAUSTED,
             f"SERVER: Received message larger than max ({length} vs. {limit_bytes})",
         )

@@ -48,8 +48,8 @@ class CallListener(Protocol):
     def on_half_close(self) -> None:
         """Handle the client's half-close: it sends no more messages."""
 
-    def on_failure(self, code: StatusCode, message: str) -> None:
-        """End the call with a gRPC status, because a message can't be accepted. It is the last event."""
+    def on_failure(self, error: MessageFailed) -> None:
+        """End the call with an error, because a message can't be accepted. It is the last event."""
 
     def on_cancel(self) -> None:
         """Stop work on the call: the client cancelled it, or the connection is lost."""
@@ -69,7 +69,7 @@ class _Ended:
     def on_half_close(self) -> None:
         """Ignore it."""
 
-    def on_failure(self, code: StatusCode, message: str) -> None:
+    def on_failure(self, error: MessageFailed) -> None:
         """Ignore it."""
 
     def on_cancel(self) -> None:
@@ -158,7 +158,7 @@ class Stream(StreamFlow):
                         continue
                 self._read(piece)
         except MessageFailed as err:
-            self.listener.on_failure(err.code, str(err))
+            self.listener.on_failure(err)
 
     def _read(self, piece: Piece) -> None:
         reader = self._reader
@@ -237,7 +237,8 @@ class Stream(StreamFlow):
         if self._reader is None or self._reader.at_message_end:
             self.listener.on_half_close()
         else:
-            self.listener.on_failure(StatusCode.INTERNAL, "the stream ends in the middle of a message")
+            text = "the stream ends in the middle of a message"
+            self.listener.on_failure(MessageFailed(StatusCode.INTERNAL, text))
 
     def answer(self, message: Encoded) -> None:
         """Send the only message and status OK.
@@ -338,7 +339,7 @@ class Stream(StreamFlow):
             try:
                 self._read_on(reader)
             except MessageFailed as err:
-                self.listener.on_failure(err.code, str(err))
+                self.listener.on_failure(err)
             if not (self.remote_open or reader.unsplit or self.ended):  # paused or not: see `half_close`
                 self._half_closed()
         self._inbound.extend(self)

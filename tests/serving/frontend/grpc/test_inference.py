@@ -294,9 +294,14 @@ def test_a_client_that_cancels_withdraws_its_request_which_counts_as_cancelled(s
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_a_message_that_is_too_large_is_refused(refusal):
-    code, _ = refusal("inference", "Predictions", request(data=b"a" * 6000))
-    assert code == "RESOURCE_EXHAUSTED"
+def test_a_message_that_is_too_large_is_refused_and_counted(refusal, serving, planes):
+    wanted = request(data=b"a" * 6000)
+    code, _ = refusal("inference", "Predictions", wanted)
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        messages(serving, "StreamPredictions", wanted)
+    assert (code, failed.value.code().name) == ("RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED")
+    counted = planes.metrics.exposition({"torchere_requests_rejected_total"})
+    assert 'rejected_total{model="",version="",reason="too_large",} 2.0' in counted
 
 
 def test_a_message_of_very_many_inputs_is_refused(refusal):

@@ -22,6 +22,7 @@ from torchere.serving.frontend.grpc.errors import MANAGEMENT
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
 from torchere.serving.frontend.grpc.service import service
+from torchere.serving.telemetry.metrics import Metrics
 
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -199,7 +200,7 @@ def test_a_thousand_idle_watches_cost_one_look_and_one_timer(planes, monkeypatch
         monkeypatch.setattr(loop, "call_later", call_later)
         tasks: set[asyncio.Task[object]] = set()
         health_service = health.HealthService(planes.data, frozenset({SERVICE}))
-        opened = service(health.HEALTH, health_service.methods(), MANAGEMENT)(tasks)[WATCH]
+        opened = service(health.HEALTH, health_service.methods(), MANAGEMENT)(tasks, planes.metrics)[WATCH]
         streams: list[Any] = [WatchStream() for _ in range(1000)]
         calls = [opened(stream) for stream in streams]
         for call in calls:
@@ -230,7 +231,7 @@ def test_a_watch_that_begins_while_the_connection_drains_is_told_and_ended(plane
     async def main():
         health_service = health.HealthService(planes.data, frozenset())
         stream: Any = WatchStream()
-        call = service(health.HEALTH, health_service.methods(), MANAGEMENT)(set())[WATCH](stream)
+        call = service(health.HEALTH, health_service.methods(), MANAGEMENT)(set(), Metrics())[WATCH](stream)
         call.on_drain()
         before = stream.ended
         call.on_message(b"")
@@ -242,7 +243,7 @@ def test_a_watch_that_begins_while_the_connection_drains_is_told_and_ended(plane
 
 def watching(health_service, stream, service_name=b""):
     """A watch that has begun."""
-    call = service(health.HEALTH, health_service.methods(), MANAGEMENT)(set())[WATCH](stream)
+    call = service(health.HEALTH, health_service.methods(), MANAGEMENT)(set(), Metrics())[WATCH](stream)
     call.on_message(service_name)
     call.on_half_close()
     return call

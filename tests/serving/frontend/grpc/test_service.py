@@ -13,6 +13,7 @@ from torchere.serving.frontend.grpc.management import ManagementService
 from torchere.serving.frontend.grpc.open_inference_control import ModelCalls
 from torchere.serving.frontend.grpc.service import dispatcher, opener
 from torchere.serving.frontend.http2.header_blocks import request_head
+from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
 from torchere.serving.telemetry.metrics import Metrics
 
 PATH = "/test.Service/echo"
@@ -135,7 +136,11 @@ def test_calls_without_their_key_are_counted(planes):
 def test_what_still_comes_of_a_call_that_was_refused_is_passed_over():
     stream: Any = SimpleNamespace(head=request_head([])[0], refuse=lambda *told: None)
     receiver: Any = dispatcher({}, None, "inference", METRICS)(stream)
-    told = [receiver.on_message(b"m"), receiver.on_half_close(), receiver.on_failure(13, "no")]
+    told = [
+        receiver.on_message(b"m"),
+        receiver.on_half_close(),
+        receiver.on_failure(MessageFailed(StatusCode.INTERNAL, "no")),
+    ]
     assert [*told, receiver.on_cancel(), receiver.on_drain()] == [None] * 5
 
 
@@ -148,7 +153,7 @@ def test_a_plain_function_answers_within_the_half_close_and_without_a_task():
     stream.answer = answered.append
     tasks: set[asyncio.Task[object]] = set()
     decode: Any = bytes.decode
-    method = Method("test.Service/echo", MANAGEMENT, decode, str.encode, tasks)
+    method = Method("test.Service/echo", MANAGEMENT, decode, str.encode, tasks, METRICS)
     call = opener(lambda request, call: request.upper(), method, streams_in=False, streams_out=False)(stream)
     call.on_message(b"word")
     call.on_half_close()

@@ -111,7 +111,7 @@ class Service:
 
 def method(name, tasks):
     decode: Any = BytesValue.FromString  # reads memoryviews too
-    return Method(f"test.Service/{name}", MANAGEMENT, decode, BytesValue.SerializeToString, tasks)
+    return Method(f"test.Service/{name}", MANAGEMENT, decode, BytesValue.SerializeToString, tasks, Metrics())
 
 
 @contextlib.asynccontextmanager

@@ -96,9 +96,9 @@ class Answering:
                 self.stream.send(bytes(message))
             self.stream.end(5, "enough: 100%")
 
-    def on_failure(self, code, message):
-        self._over(f"flawed: {message}")
-        self.stream.end(code, message)
+    def on_failure(self, error):
+        self._over(f"flawed: {error}")
+        self.stream.end(error.code, str(error))
 
     def on_cancel(self):
         self._over("gone")

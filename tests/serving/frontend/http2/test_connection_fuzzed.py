@@ -82,8 +82,8 @@ class Answering:
         except MessageFailed as err:
             self.stream.end(err.code, str(err))
 
-    def on_failure(self, code, message):
-        self.stream.end(code, message)
+    def on_failure(self, error):
+        self.stream.end(error.code, str(error))
 
     def on_cancel(self):
         self.ends += 1
