@@ -193,7 +193,11 @@ def _head_of(text: memoryview) -> _Head:
         return _decoder.decode(text)
     except NO_JSON as err:
         try:  # envelopes write NaN and infinities as Python does
-            return msgspec.convert(parse_json(text), _Head)
+            head = msgspec.convert(parse_json(text), _Head)
+            # It also reads lone surrogates, which no protocol can send.
+            names = [(output.name, output.parameters) for output in head.outputs]
+            msgspec.json.encode((head.model_name, head.model_version, head.id, names))
+            return head
         except (msgspec.MsgspecError, ValueError, RecursionError):
             raise _no_tensors(str(err)) from err
 

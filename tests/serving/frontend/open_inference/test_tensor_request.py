@@ -201,6 +201,7 @@ def test_an_envelopes_answer_may_hold_numbers_that_json_lacks() -> None:
         b'{"outputs":[{"name":"y","datatype":"WORD","data":[1],"shape":[1]}]}',
         b'{"outputs":[{"name":"y","datatype":"INT8","data":[1],"shape":[7]}]}',
         b'{"outputs":[{"name":"y","datatype":"WORD","shape":[0],"parameters":{"binary_data_size":0}}]}',
+        rb'{"outputs":[{"name":"\ud800","datatype":"INT8","data":[1],"shape":[1]}]}',
     ],
 )
 def test_an_answer_that_is_none_of_the_protocol_is_the_handlers_failure(body: bytes) -> None:
