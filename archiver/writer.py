@@ -22,7 +22,8 @@ from torchere.archiver.atomic import is_unfinished, staged
 from torchere.archiver.container.entries import MANIFEST_NAME, first_clash, problem_with
 from torchere.archiver.container.sinks import Sink, open_sink
 from torchere.archiver.errors import PackingError
-from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.request import DEFAULT_HANDLER, ArchiveRequest
+from torchere.archiver.signature import SIGNATURE_NAME
 
 LARGE_BYTES = 64 * 2**20  # smaller files are packed before a bar could be read
 _WIDTH = 30
@@ -85,7 +86,8 @@ def gather(request: ArchiveRequest) -> list[Input]:
 
     Raises:
         FileNotFoundError: A named file does not exist.
-        PackingError: Two different files have one name, or a name or file type can't be packed.
+        PackingError: Two different files have one name, a name or file type can't be packed, or the handler
+            needs a file that is not among them.
     """
     chosen: dict[str, Input] = {}
     made = list(_below(Path(request.made), request.target)) if request.made else []
@@ -103,6 +105,11 @@ def gather(request: ArchiveRequest) -> list[Input]:
         raise PackingError(
             f"{chosen[clash[0]].path} and {chosen[clash[1]].path} would be one file on some systems; "
             "rename one"
+        )
+    if request.handler == DEFAULT_HANDLER and SIGNATURE_NAME not in chosen:
+        raise PackingError(
+            f"the handler {DEFAULT_HANDLER!r} needs {SIGNATURE_NAME}: give --example with inputs (.json, "
+            f".pt, .npy or a picture), or {SIGNATURE_NAME} among the extra files, or name another handler"
         )
     return [chosen[name] for name in sorted(chosen)]
 

@@ -35,6 +35,15 @@ def test_zip_store_stores_everything(request_for: Any) -> None:
         assert {info.compress_type for info in archive.infolist()} == {zipfile.ZIP_STORED}
 
 
+def test_the_built_in_handler_is_not_packed_without_the_signature_that_it_reads(
+    request_for: Any, sources: Path
+) -> None:
+    with pytest.raises(PackingError, match=r"'tensor' needs signature\.json: give --example"):
+        write_archive(request_for(handler="tensor"))
+    (sources / "signature.json").write_text("{}")
+    write_archive(request_for(handler="tensor", extra_files=(sources / "signature.json",)))
+
+
 def test_a_tgz_has_everything_below_the_models_name(request_for: Any) -> None:
     with tarfile.open(write_archive(request_for(archive_format="tgz"))) as archive:
         members = archive.getmembers()

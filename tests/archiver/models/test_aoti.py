@@ -109,7 +109,7 @@ def test_a_package_that_is_packed_again_is_not_loaded_for_it(
     unpacked: Path, pack: Callable[..., Path]
 ) -> None:
     given = {"serialized_file": unpacked / "model.pt2"}
-    archive = open_archive(pack(**given, needs_signature=False))
+    archive = open_archive(pack("base_handler", **given, needs_signature=False))
     assert json.loads(archive.read_text("MAR-INF/build.json")) == {
         "format": "aoti",
         "isa": aoti_metadata(unpacked / "model.pt2")["AOTI_CPU_ISA"].lower(),
