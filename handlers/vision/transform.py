@@ -48,12 +48,33 @@ def _crop_start(length: int, size: int) -> int:
     return -((size - length) // 2) if length < size else round((length - size) / 2.0)
 
 
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image of any mode as RGB with 8 bits; of 16 bits the upper 8 are kept.
+
+    Raises:
+        PredictionException: 400, the pixels are 32-bit numbers, of which no file says which one is white.
+    """
+    if image.mode == "RGB":
+        return image
+    # Pillow's own conversion cuts these off at 255, which makes nearly everything white. It decodes a grey
+    # PGM of 16 bits to the mode I, and before release 11.3 a PNG as well.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in {"PPM", "PNG"}):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in {"I", "F"}:
+        raise PredictionException(
+            f"The {image.format or 'image'} has pixels of 32 bits (Pillow's mode {image.mode}), and does not "
+            "say which number is white; send it with 8 or 16 bits for each channel",
+            400,
+        )
+    return image.convert("RGB")
+
+
 @dataclass(frozen=True, slots=True)
 class ImageTransform:
     """A transform from a PIL image to a normalised float tensor [3, crop, crop].
 
     The steps are those of torchvision's `Resize(resize)`, `CenterCrop(crop)`, `ToTensor()`, `Normalize(mean,
-    std)` on PIL images. Images of any mode are converted to three channels first. The default numbers are
+    std)` on PIL images. Images are converted to three channels first (`to_rgb`). The default numbers are
     ImageNet's.
     """
 
@@ -63,12 +84,13 @@ class ImageTransform:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Return the tensor of an image of any mode.
+        """Return the tensor of an image.
 
         Raises:
-            PredictionException: 400, a long image would have too many pixels, resized by its shorter side.
+            PredictionException: 400, `to_rgb` refuses its mode, or a long image would have too many pixels,
+                resized by its shorter side.
         """
-        image = image.convert("RGB") if image.mode != "RGB" else image
+        image = to_rgb(image)
         if self.resize is not None:
             size = resized_size(image.width, image.height, self.resize)
             if size[0] * size[1] > max(MAX_RESIZED_PIXELS, MAX_RATIO * self.resize**2):

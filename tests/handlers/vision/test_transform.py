@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from PIL import Image
 
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.vision.transform import ImageTransform, crop_box, resized_size, to_tensor
+from torchere.handlers.vision.decode import decode_image
+from torchere.handlers.vision.transform import ImageTransform, crop_box, resized_size, to_rgb, to_tensor
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,25 @@ def test_the_whole_transform_is_resize_crop_scale_normalise(photo: Image.Image) 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1", "LA"])
 def test_pictures_of_any_mode_come_out_in_three_channels(photo: Image.Image, mode: str) -> None:
     assert ImageTransform()(photo.convert(mode)).shape == (3, 224, 224)
+
+
+@pytest.mark.parametrize("suffix", ["PNG", "TIFF", "JPEG2000", "PPM"])
+def test_of_a_grey_picture_of_16_bits_the_upper_8_are_kept(suffix: str) -> None:
+    """Pillow's own conversion to RGB cuts the numbers off at 255: grey became white."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.array([[0, 0x7FFF], [0x80FF, 0xFFFF]], dtype=np.uint16)).save(buffer, suffix)
+    red, green, blue = to_rgb(decode_image(buffer.getvalue())).split()
+    assert list(red.tobytes()) == [0, 0x7F, 0x80, 0xFF]
+    assert red.tobytes() == green.tobytes() == blue.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_whose_white_is_unknown_are_refused(mode: str) -> None:
+    buffer = io.BytesIO()
+    Image.new(mode, (4, 3), 1).save(buffer, "TIFF")
+    with pytest.raises(PredictionException, match=f"The TIFF has pixels of 32 bits .*mode {mode}") as caught:
+        ImageTransform()(decode_image(buffer.getvalue()))
+    assert caught.value.error_code == 400
 
 
 def test_a_small_picture_is_padded_with_black() -> None:
