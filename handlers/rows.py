@@ -26,8 +26,8 @@ _FILE_AS_FORM = (
 def value_of(row: Any) -> Any:
     """Return the value under `data`, else `body`; or the row's only value, if it is a tensor, by any name.
 
-    None when the row has none of these. A row that is not a dict, as an envelope may make it, is itself the
-    value.
+    An empty `data` counts only without a `body`. None when the row has none of these. A row that is not a
+    dict, as an envelope may make it, is itself the value.
     """
     if not isinstance(row, dict):
         return row
@@ -37,8 +37,8 @@ def value_of(row: Any) -> Any:
     body = row.get("body")
     if body is None and len(row) == 1:
         (sole,) = row.values()
-        return sole if _is_tensor(sole) else None
-    return body
+        return sole if _is_tensor(sole) else data
+    return data if body is None else body
 
 
 def fields_of(row: Mapping[str, Any]) -> str:

@@ -140,14 +140,25 @@ def _numbers(value: object) -> torch.Tensor:
     try:
         if isinstance(value, int):  # torch takes it as a size, and returns uninitialised memory
             raise TypeError("a number alone is no input")
-        return torch.FloatTensor(value)
+        numbers = torch.FloatTensor(value)
+        if not numbers.numel():
+            raise ValueError("it is empty")
+        return numbers
     except (TypeError, ValueError, RuntimeError, OverflowError) as err:
-        why = f" ({err})" if isinstance(value, list) else ""  # for a list, torch names the wrong dimension
         raise PredictionException(
-            f"The request has a {type(value).__name__} that is not an image{why}; expected the bytes of "
-            "an image file, base64 text, or nested lists of numbers in the shape of the model's input",
+            f"The request has {_kind(value, err)}; expected the bytes of an image file, base64 text, or "
+            "nested lists of numbers in the shape of the model's input",
             400,
         ) from err
+
+
+def _kind(value: object, err: Exception) -> str:
+    if isinstance(value, dict):
+        enveloped = "instances" in value or "inputs" in value
+        found = f"a JSON object with {fields_of(value)}, and no image"
+        return f"{found} (service_envelope in config.properties unwraps it)" if enveloped else found
+    why = f" ({err})" if isinstance(value, list) else ""  # for a list, torch names the wrong dimension
+    return f"a {type(value).__name__} that is not an image{why}"
 
 
 def integrated_gradients(

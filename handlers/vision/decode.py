@@ -185,15 +185,27 @@ def _not_an_image(raw: bytes) -> str:
     return (
         f"The request body is not an image: found {_describe(raw)}; expected the bytes of a JPEG, PNG or "
         "other image file. Send them as they are (curl -T cat.jpg URL), in a form field "
-        "(curl -F data=@cat.jpg URL), or as base64 text"
+        "(curl -F data=@cat.jpg URL), or as base64 with Content-Type: text/plain"
     )
+
+
+# Files that people send as images and that can't be opened: offset, bytes at it, what they are.
+_KNOWN_HEADS = (
+    (0, b"\xff\xd8\xff", "a JPEG whose head is broken or cut off"),
+    (0, b"\x89PNG\r\n\x1a\n", "a PNG whose head is broken or cut off"),
+    (4, b"ftyphei", "a HEIC file, which Pillow does not decode: convert it to JPEG"),
+    (4, b"ftypmif1", "a HEIF file, which Pillow does not decode: convert it to JPEG"),
+)
 
 
 def _describe(raw: bytes) -> str:
     if not raw:
-        return "an empty body"
+        return "no bytes"
     if raw[:2] in (b"PK", b"\x80\x02"):
         return f"{len(raw)} bytes of a zip or pickle file"
+    for offset, magic, what in _KNOWN_HEADS:
+        if raw.startswith(magic, offset):
+            return f"{len(raw)} bytes of {what}"
     head = raw[:24]
     if head.lstrip()[:1] in (b"{", b"["):
         return f"{len(raw)} bytes that look like JSON: {head!r}"

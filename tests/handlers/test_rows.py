@@ -18,6 +18,8 @@ NUMBERS = np.zeros(3)
         ({"data": b"d", "body": b"b"}, b"d"),
         ({"data": b"", "body": b"b"}, b"b"),
         ({"body": b""}, b""),
+        ({"data": b""}, b""),
+        ({"data": b"", "x": b"1"}, b""),
         ({"data": NUMBERS, "body": b"b"}, NUMBERS),
         ({"image": NUMBERS}, NUMBERS),
         ({"image": NUMBERS, "other": NUMBERS}, None),

@@ -54,11 +54,15 @@ def test_exif_rotation_is_not_applied(photo: Image.Image) -> None:
 @pytest.mark.parametrize(
     ("body", "found"),
     [
-        (b"", "an empty body"),
+        (b"", "found no bytes"),
         (b'{"data": [1]}', "look like JSON"),
         (b"hello there", "begin with b'hello there'"),
         (pickle.dumps([1], protocol=2), "zip or pickle"),
         (b"PK\x03\x04rest", "zip or pickle"),
+        (b"\xff\xd8\xff\xe0\0\x10JFIF", "10 bytes of a JPEG whose head is broken or cut off"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "10 bytes of a PNG whose head is broken or cut off"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "24 bytes of a HEIC file, which Pillow does not decode"),
+        (b"/9j/4AAQSkZJRg==", "or as base64 with Content-Type: text/plain"),
     ],
 )
 def test_what_is_no_picture_is_described_with_the_way_to_send_one(body: bytes, found: str) -> None:

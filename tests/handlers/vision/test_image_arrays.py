@@ -65,7 +65,7 @@ def test_bfloat16_is_the_models_input_too() -> None:
         (np.zeros((4, 5), bool), "a tensor of bool that is no image"),
         (np.array([b"a", b"b"], object), "2 elements of BYTES"),
         (np.array([b"\xffnonsense"], object), "not an image"),
-        (np.array([b""], object), "an empty body"),
+        (np.array([b""], object), "found no bytes"),
     ],
 )
 def test_what_is_no_picture_is_refused(tensor: Any, message: str) -> None:

@@ -63,8 +63,11 @@ def test_an_envelope_may_hand_bodies_over_as_they_are(handler: ImageClassifier, 
     ("row", "message"),
     [
         ({"picture": b"x"}, "found the fields 'picture'; expected 'data' or 'body'"),
-        ({"body": b""}, "an empty body"),
-        ({"body": {"a": 1}}, "a dict that is not an image; expected"),
+        ({"body": b""}, "found no bytes"),
+        ({"data": b""}, "found no bytes"),
+        ({"body": []}, "a list that is not an image (it is empty)"),
+        ({"body": {"a": 1}}, "a JSON object with the fields 'a', and no image; expected"),
+        ({"body": {"instances": []}}, "'instances', and no image (service_envelope in config"),
         ({"body": [[1], "x"]}, "a list that is not an image ("),
         ({"body": b"nonsense"}, "not an image"),
         ({"body": 5}, "a int that is not an image; expected"),  # no tensor of so many numbers
