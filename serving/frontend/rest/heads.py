@@ -251,6 +251,10 @@ class Head:
                 raise UnknownTransferCoding(names[0].decode("latin-1"))
             self.length = CHUNKED
 
+    def hide_key(self) -> None:
+        """Take the key from the headers of handlers, which could call the server with it."""
+        self.headers = [line for line in self.headers if line[0].lower() != b"authorization"]
+
     def inflated(self) -> Head:
         """Return a copy without Content-Encoding, for a handler that gets the body decompressed."""
         head = copy(self)
@@ -270,6 +274,7 @@ class Heads:
         max_body_bytes: the longest body to accept.
         speaks_tensors: whether the listener supports the Open Inference Protocol.
         guard: checks hosts and origins where no token is asked for; None: they are not checked.
+        takes_tokens: whether `Authorization` holds a key of this server, which handlers don't get.
     """
 
     def __init__(
@@ -279,12 +284,14 @@ class Heads:
         *,
         speaks_tensors: bool,
         guard: BrowserGuard | None = None,
+        takes_tokens: bool = False,
     ) -> None:
         self.known: Known[bytes, Head] = Known(MAX_KNOWN_HEADS)
         self._max_body_bytes = max_body_bytes
         self._port = port
         self._speaks_tensors = speaks_tensors
         self._guard = guard
+        self._takes_tokens = takes_tokens
         # Clients use few request lines.
         self._place_of = lru_cache(maxsize=1024)(self._find_place)
 
@@ -305,6 +312,8 @@ class Heads:
                 head.refusal = self._guard.refusal(needs, head.host, head.origin)
             elif not bearer_key(head.authorization):
                 head.page_refusal = self._guard.page_refusal(needs, head.host, head.origin)
+        if self._takes_tokens and head.role is not None:
+            head.hide_key()
         if head.is_traced:
             head.trace = trace_of_headers(head.headers)
         target = head.target

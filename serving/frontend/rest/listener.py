@@ -118,6 +118,7 @@ class Listener:
             settings.limits.max_request_bytes,
             speaks_tensors=self.tensors is not None,
             guard=BrowserGuard(surfaces, settings),
+            takes_tokens=services.keys is not None and settings.token_auth_enabled,
         )
         self.buffer = bytearray(READ_BYTES)  # shared by all connections: see `Connection`
         self.view = memoryview(self.buffer)

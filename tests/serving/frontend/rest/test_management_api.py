@@ -181,6 +181,13 @@ def test_a_customised_description_asks_the_handler_with_the_clients_headers(ask,
     assert (answer.headers["x-extra"], answer.headers["content-type"]) == ("yes", "application/json")
 
 
+def test_a_handler_that_is_asked_for_metadata_does_not_get_the_management_key(ask, planes):
+    key = {"keys": planes.keys, "authorization": "Bearer management"}
+    assert ask("management", "GET", "/models/echo?customized=true", x_test="1", **key).status == 200
+    assert dict(planes.control.calls[0][3].headers).keys() >= {"x-test"}
+    assert "authorization" not in dict(planes.control.calls[0][3].headers)
+
+
 def test_a_customised_description_may_have_the_handlers_status(ask, planes):
     planes.control.customized = InferResponse(b"null", (("Content-Type", "text/x"),), 202)
     answer = ask("management", "GET", "/models/echo?customized=true")

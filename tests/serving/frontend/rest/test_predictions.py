@@ -357,6 +357,17 @@ def test_the_identity_names_the_caller_and_without_keys_the_address_does(planes,
     assert planes.data.callers == [caller] * 3
 
 
+@pytest.mark.parametrize("is_keyed", [True, False])
+@pytest.mark.parametrize("path", [b"/predictions/echo", b"/v2/models/echo/infer"])
+def test_a_handler_gets_no_key_of_the_server(planes, path, is_keyed):
+    """Without tokens the header is not one of ours, and handlers may ask for it."""
+    line = b"AUTHORIZATION: Bearer inference\r\nauthorization: Bearer inference\r\n"
+    messages = [plain(b"x", path=path, headers=line), plain(b"x", path=path, headers=line + CLOSE)]
+    exchange(planes, *messages, keys=planes.keys if is_keyed else None)
+    names = [[name.lower() for name, _ in request.headers] for *_, request in planes.data.asked]
+    assert [found.count("authorization") for found in names] == [0 if is_keyed else 2] * 2
+
+
 def test_a_known_head_does_not_outlive_its_key(planes):
     def refuse(role, authorization, subjects):
         raise Unauthorized("expired")
