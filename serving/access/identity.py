@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -89,8 +90,11 @@ _SPECIAL = re.compile(r'([,+"\\<>;]|^[ #]| $)')
 _ALTERNATIVE_NAMES = ("DNS", "URI", "email")
 
 
-def subjects_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
+def subjects_of(certificate: Mapping[str, Any] | None, now_s: float) -> tuple[str, ...]:
     r"""Return the names in a client's certificate: its subject, then its alternative names.
+
+    An expired certificate names no client: OpenSSL checks the time in a full handshake only, and a client can
+    resume its session for as long as it likes, since each resumption gives it a new ticket.
 
     The subject has the form of RFC 4514: `CN=ci,O=Example`. If `openssl x509 -subject -nameopt RFC2253`
     prints it otherwise (`CN=J\C3\BCrgen`), both forms are names. Alternative names have their kind in front:
@@ -98,8 +102,9 @@ def subjects_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
 
     Args:
         certificate: as `ssl.SSLObject.getpeercert` returns it; empty or None: the client has shown none.
+        now_s: seconds since the epoch.
     """
-    if not certificate:
+    if not certificate or now_s > ssl.cert_time_to_seconds(certificate["notAfter"]):
         return ()
     groups = [list(map(_attribute, group)) for group in reversed(certificate.get("subject", ()))]
     subject = ",".join("+".join(group) for group in groups)

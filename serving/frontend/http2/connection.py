@@ -135,7 +135,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._writes.begin(self._transport)
         self.client = transport.get_extra_info("peername") or None
-        self._subjects = subjects_of(transport.get_extra_info("peercert"))
+        self._subjects = subjects_of(transport.get_extra_info("peercert"), time.time())
         limit = self._listener.connection_limit
         is_admitted = transport.get_extra_info("sslcontext") is not None  # when it was accepted
         if not (limit is None or is_admitted or limit.admits(self._listener.connections)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 from torchere.serving.access.identity import address_of, subjects_of
@@ -95,7 +96,7 @@ class Connection(asyncio.BufferedProtocol):
         peer = transport.get_extra_info("peername")
         self.client = peer[:2] if isinstance(peer, tuple) else None  # a Unix socket has no name
         self.address = address_of(peer)
-        self.subjects = subjects_of(transport.get_extra_info("peercert"))
+        self.subjects = subjects_of(transport.get_extra_info("peercert"), time.time())
         self._mind_the_head()
 
     def get_buffer(self, sizehint: int) -> memoryview:

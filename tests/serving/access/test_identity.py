@@ -26,6 +26,10 @@ def test_an_anonymous_client_has_its_one_role_and_no_name():
     assert {identity.name for identity in ANONYMOUS.values()} == {""}
 
 
+VALID = {"notAfter": "Jan  1 00:00:00 2100 GMT"}
+NOW_S = 1_900_000_000.0
+
+
 def subject(*attributes):
     return tuple((attribute,) for attribute in attributes)
 
@@ -55,7 +59,14 @@ def subject(*attributes):
     ],
 )
 def test_a_certificate_names_its_client_by_subject_and_alternative_names(certificate, names):
-    assert subjects_of(certificate) == names
+    assert subjects_of(certificate and VALID | certificate, NOW_S) == names
+
+
+@pytest.mark.parametrize(("passed_s", "names"), [(-1, ("CN=ci",)), (0, ("CN=ci",)), (1, ())])
+def test_a_certificate_that_has_expired_names_no_client(passed_s, names):
+    expires_at_s = 4_102_444_800.0  # 2100
+    certificate = VALID | {"subject": subject(("commonName", "ci"))}
+    assert subjects_of(certificate, expires_at_s + passed_s) == names
 
 
 @pytest.mark.parametrize(
@@ -69,7 +80,7 @@ def test_a_certificate_names_its_client_by_subject_and_alternative_names(certifi
     ],
 )
 def test_a_subject_is_known_as_openssl_prints_it_too(attribute, names):
-    assert subjects_of({"subject": subject(attribute)}) == names
+    assert subjects_of(VALID | {"subject": subject(attribute)}, NOW_S) == names
 
 
 @pytest.mark.parametrize(
@@ -77,4 +88,4 @@ def test_a_subject_is_known_as_openssl_prints_it_too(attribute, names):
     [("ci,O=Admins", r"ci\,O=Admins"), ("#ci", r"\#ci"), (" ci ", r"\ ci\ "), ("a+b\\", r"a\+b" + 2 * "\\")],
 )
 def test_a_name_can_not_pretend_to_be_two(value, written):
-    assert subjects_of({"subject": subject(("commonName", value))}) == (f"CN={written}",)
+    assert subjects_of(VALID | {"subject": subject(("commonName", value))}, NOW_S) == (f"CN={written}",)

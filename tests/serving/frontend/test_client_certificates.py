@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +232,22 @@ def test_a_certificate_opens_the_grpc_methods_of_its_roles(planes, files, made, 
 
     run(main)
     assert set(planes.data.callers) <= {"mesh"}
+
+
+def test_a_certificate_that_expired_since_its_handshake_has_no_role_when_it_is_resumed(
+    planes, files, made, monkeypatch
+):
+    """OpenSSL takes a resumed session without another look at its certificate."""
+    method = "/org.pytorch.serve.grpc.management.ManagementAPIsService/ListModels"
+
+    async def main():
+        async with serving(planes, files, "management") as server:
+            monkeypatch.setattr(time, "time", lambda: 4_200_000_000.0)  # 2103; OpenSSL has its own clock
+            assert await asyncio.to_thread(rest_status, made, server.rest, "/models", "ci") == 400
+            found = await grpc_code(made, server.grpc, method, management_pb2.ListModelsRequest(), "ci")
+            assert found == "PERMISSION_DENIED"
+
+    uvloop.run(main())
 
 
 def test_the_identity_of_a_certificate_names_the_caller(planes, files, made):
