@@ -52,7 +52,7 @@ class KeyFileUnusable(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class FixedKey:
-    """The owner of one key, and its expiry time."""
+    """The owner of one key or one name in certificates, and its expiry time."""
 
     identity: Identity
     expires_at_s: float | None  # seconds since the epoch; None: never
@@ -65,12 +65,12 @@ class Clients:
     Attributes:
         keys: by role and SHA-256 of the key. A look-up by digest takes as long for a wrong key as for a right
             one, however many keys there are.
-        subjects: identities by the name in a certificate.
+        subjects: by the name in a certificate.
         limits: of identities with the role `inference`, by name; see `client_limits.py`.
     """
 
     keys: dict[Role, dict[bytes, FixedKey]] = field(default_factory=lambda: {role: {} for role in ROLES})
-    subjects: dict[str, Identity] = field(default_factory=dict)
+    subjects: dict[str, FixedKey] = field(default_factory=dict)
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -112,14 +112,14 @@ class FixedKeys:
         Raises:
             Unauthorized: neither has this role: they are missing, wrong or expired.
         """
-        clients = self._file.value
+        clients, now_s = self._file.value, self._clock()
         for subject in subjects:
-            identity = clients.subjects.get(subject)
-            if identity is not None and role in identity.roles:
-                return identity
+            known = clients.subjects.get(subject)
+            if known is not None and role in known.identity.roles and is_before(now_s, known.expires_at_s):
+                return known.identity
         if self._takes_tokens:
             key = clients.keys[role].get(_digest(bearer_key(authorization)))
-            if key is not None and is_before(self._clock(), key.expires_at_s):
+            if key is not None and is_before(now_s, key.expires_at_s):
                 return key.identity
         raise Unauthorized(REFUSED)
 
@@ -221,7 +221,7 @@ def _add_identity(clients: Clients, entry: object) -> None:
             raise _Flaw(f"a subject of identity {name!r} is no text")
         if subject in clients.subjects:
             raise _Flaw(f"identity {name!r} has the subject of another one")
-        clients.subjects[subject] = identity
+        clients.subjects[subject] = FixedKey(identity, _expiry(name, entry.get("expiration time")))
     _add_limits(clients, entry, identity)
 
 

@@ -246,6 +246,20 @@ def test_a_name_of_a_certificate_is_enough(path: Path, subjects: list[str], take
         keys.authorize("inference", None, ["CN=mesh"])
 
 
+@pytest.mark.parametrize(("now_s", "is_known"), [(1_893_455_999.0, True), (1_893_456_000.0, False)])
+def test_a_name_of_a_certificate_expires_when_the_file_says_so(
+    path: Path, now_s: float, is_known: bool
+) -> None:
+    entry = {"identity": "ci", "roles": ["management"], "subject": "CN=ci"}
+    write(path, {"identities": [entry | {"expiration time": "2030-01-01T00:00:00Z"}]})
+    keys = FixedKeys(path, lambda: now_s)
+    if is_known:
+        assert keys.authorize("management", None, ["CN=ci"]).name == "ci"
+    else:
+        with pytest.raises(Unauthorized):
+            keys.authorize("management", None, ["CN=ci"])
+
+
 def test_a_certificate_without_the_role_leaves_the_key_to_count(path: Path) -> None:
     write(path, IDENTITIES)
     assert FixedKeys(path).authorize("management", "Bearer ci-key-1", ["CN=mesh,O=Example"]) == CI
@@ -274,6 +288,10 @@ def test_of_two_entries_of_one_key_the_longer_one_counts(path: Path) -> None:
         ({"identity": "ci", "roles": [["x"]], "key": "inference-key"}, "an unknown role of identity 'ci'"),
         ({"identity": "ci", "roles": ["inference"]}, "neither key nor subject of identity 'ci'"),
         ({"identity": "ci", "roles": ["inference"], "subject": 7}, "a subject of identity 'ci' is no text"),
+        (
+            {"identity": "ci", "roles": ["inference"], "subject": "CN=ci", "expiration time": "soon"},
+            "the expiration time of 'ci' is no ISO 8601 time",
+        ),
         ({"identity": "ci", "roles": ["inference"], "keys": "x"}, "unknown member 'keys' of identity 'ci'"),
         ({"identity": "ci", "roles": ["metrics"], "key": "short"}, "a key in 'ci' is shorter"),
         ({"identity": "ci", "roles": ["inference"], "key": "key-of-team-a"}, "that of another identity"),
