@@ -38,6 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,99}")  # appears in logs and
 _IDENTITIES = "identities"
 _UNUSED = "API"  # TorchServe's key file has it
 _MEMBERS = frozenset({"identity", "roles", "key", "subject", "expiration time", *LIMIT_NAMES})
+_MEMBERS_OF_KEYS = _MEMBERS - {"roles", "subject"}  # of an entry below its role
 _FORM = (
     'expected a JSON object like {"inference": "KEY", "management": "KEY"}; a list of keys, or '
     '{"key": "KEY", "expiration time": "2030-01-01T00:00:00Z"} as in key_file.json, may stand for each KEY; '
@@ -184,6 +185,8 @@ def _read_document(document: object) -> Clients:
             plain = {"key": entry} if isinstance(entry, str) else entry
             if not isinstance(plain, dict):
                 raise _Flaw(f"no key in {role!r}")
+            if unknown := sorted(set(plain) - _MEMBERS_OF_KEYS):
+                raise _Flaw(f"unknown member {unknown[0]!r} of a key in {role!r}")
             name = "" if plain.get("identity") is None else _identity_name(plain)
             identity = Identity(name, frozenset({role})) if name else ANONYMOUS[role]
             _add_key(clients, role, plain, identity)

@@ -174,6 +174,8 @@ def test_owner_and_group_may_read_it(path: Path, mode: int) -> None:
         ({"inference": "with a blank"}, "or is not printable ASCII"),
         ({"inference": "inference-key\n"}, "or is not printable ASCII"),
         ({"inference": {"key": "inference-key", "expiration time": "soon"}}, "no ISO 8601 time"),
+        ({"inference": {"key": "inference-key", "expires": "2030"}}, "'expires' of a key in 'inference'"),
+        ({"inference": {"key": "inference-key", "subject": "CN=ci"}}, "'subject' of a key in 'inference'"),
         (" " * (MAX_FILE_BYTES + 1), "more than 1048576 bytes"),
     ],
 )
