@@ -57,7 +57,7 @@ class CallScope:
         self._metrics: Metrics | None = None  # set by the first prediction
         self.operation: Operation | None = None  # of the call, for spans; None: unknown
         self.managed = ("", "")  # the model and the version that the call changes
-        self.has_changed = False  # its change is in effect, also if the client does not wait for the answer
+        self.has_changed = False  # its change is in effect, whatever the answer is
         self.read_s = 0.0  # monotonic seconds when the body was complete; 0: on arrival
         self.request: Request | None = None  # the prediction, unless the call may carry many
         _current.set(self)
@@ -114,8 +114,8 @@ def manages(model: str, version: str | None = None) -> None:
         call.managed = (model, version or "")
 
 
-def changed() -> None:
-    """Record that the change of the current call is in effect, for the audit log."""
+def changed(in_effect: bool = True) -> None:
+    """Record that the change of the current call is in effect, or is undone, for the audit log."""
     call = _current.get()
     if call is not None:
-        call.has_changed = True
+        call.has_changed = in_effect

@@ -147,6 +147,7 @@ class ControlPlane:
         await settled(version)
         if (failure := version.failure) is not None:  # read now: a later failure belongs to another call
             self._registry.discard(version)
+            changed(False)
             await version.settled.wait()
         progress = _progress(version, executors)
         await self._registry.written()

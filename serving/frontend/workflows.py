@@ -27,9 +27,10 @@ from torchere.serving.errors import (
     StepFailed,
     TooManyRequests,
     Unavailable,
+    UnregisterTimeout,
 )
 from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ResultsBudget
-from torchere.serving.frontend.call_scope import manages
+from torchere.serving.frontend.call_scope import changed, manages
 from torchere.serving.frontend.dataplane import STARTING, DataPlane
 from torchere.serving.frontend.refusals import check_refusal
 from torchere.serving.logs.access_lines import log_fields
@@ -100,9 +101,14 @@ class WorkflowPlane:
         Raises:
             NotAllowed: the model API is off.
             WorkflowNotFound: it is not registered.
+            UnregisterTimeout: it is removed, and requests still run.
         """
         self.check_model_api()
-        await self._workflows.unregister(name)
+        try:
+            await self._workflows.unregister(name)
+        except UnregisterTimeout:
+            changed()
+            raise
 
     def describe(self, name: str) -> Workflow:
         """Return a workflow; raise `WorkflowNotFound` if it is not registered."""

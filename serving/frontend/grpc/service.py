@@ -221,7 +221,7 @@ def audit(
 ) -> None:
     """Write a call to the audit log if it changes models, with the name of its status code.
 
-    `has_changed`: the change is in effect, although the client has cancelled the call.
+    `has_changed`: the change is in effect, although the call was cancelled, or ended with an error.
     """
     action = _ACTIONS.get(stream.head.path)
     if action is None:
@@ -252,7 +252,7 @@ def audited(implementation: Waiting) -> Waiting:
         finally:
             scope = current_call()
             named = str(getattr(request, "model_name", "")), str(getattr(request, "model_version", ""))
-            has_changed = code == _CANCELLED and scope is not None and scope.has_changed
+            has_changed = scope is not None and scope.has_changed
             named = named if scope is None or not scope.managed[0] else scope.managed
             audit(call.stream, code, named, has_changed=has_changed)
 

@@ -78,8 +78,11 @@ class AppExchange(Exchange):
         model, version = ("", "") if self._call is None else self._call.managed
         if not model:
             model, version = named_model(place.row.route, place.path)
-        is_refused = self._is_refused or status in _REFUSALS or place.row.needs == API_KEY
-        outcome: Outcome = "done" if status < 400 else "refused" if is_refused else "failed"
+        is_of_key = place.row.needs == API_KEY and status < 500  # 500: the file of keys can't be written
+        is_refused = self._is_refused or status in _REFUSALS or is_of_key
+        outcome: Outcome = "refused" if is_refused else "failed"
+        if status < 400 or (self._call is not None and self._call.has_changed):
+            outcome = "done"
         identity = "" if self.caller == address else self.caller
         audit_log.add(
             AuditedCall(identity, address, "rest", action, model, version, outcome=outcome, status=status)

@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from torchere.serving.access.keys import KeyFileUnwritable
 from torchere.serving.config.server_settings import Address
-from torchere.serving.errors import LoadFailed, ModelNotFound
+from torchere.serving.errors import LoadFailed, ModelNotFound, UnregisterTimeout
 from torchere.serving.frontend.call_scope import changed
 from torchere.serving.frontend.grpc.protos import management_pb2, open_inference_pb2
 from torchere.serving.frontend.grpc.server import inference_server, management_server
@@ -199,6 +201,35 @@ def test_a_change_in_effect_is_done_though_its_client_cancels_the_call(
     monkeypatch.setattr(planes.control, "unregister", unregister)
     asyncio.run(main())
     assert audited() == [("", "127.0.0.1", "grpc", "unregister", "echo", "", outcome, "CANCELLED")]
+
+
+def test_a_change_in_effect_is_done_though_its_answer_is_an_error(ask, planes, audited, monkeypatch):
+    async def unregister(model, version):
+        changed()
+        raise UnregisterTimeout("its requests still run")
+
+    monkeypatch.setattr(planes.control, "unregister", unregister)
+    assert ask("management", "DELETE", "/models/echo").status == 408
+    code_of(planes, management_server, f"{MANAGEMENT}/UnregisterModel", CALLS["UnregisterModel"][0])
+    assert [call[6] for call in audited()] == ["done", "done"]
+
+
+def test_a_workflow_whose_requests_still_run_is_unregistered(ask, planes, audited, monkeypatch):
+    async def unregister(name):
+        raise UnregisterTimeout("its requests still run")
+
+    monkeypatch.setattr(planes.control.workflows, "_workflows", SimpleNamespace(unregister=unregister))
+    assert ask("management", "DELETE", "/workflows/graph").status == 408
+    assert [call[6:] for call in audited()] == [("done", 408)]
+
+
+def test_a_key_that_can_not_be_written_is_a_failure(ask, planes, audited, monkeypatch):
+    def renew(wanted, authorization):
+        raise KeyFileUnwritable("the disk is full")
+
+    monkeypatch.setattr(planes.keys, "renew", renew)
+    assert ask("management", "GET", "/token?type=inference", keys=planes.keys).status == 500
+    assert [call[6:] for call in audited()] == [("failed", 500)]
 
 
 def test_reads_over_grpc_are_not_audited(planes, audited):

@@ -258,6 +258,21 @@ def test_a_change_in_effect_is_known_to_its_call_also_when_the_client_does_not_w
 
 
 @pytest.mark.parametrize("change", [register, scale])
+def test_a_registration_that_is_undone_is_not_in_effect_and_a_number_of_executors_is(change: Any) -> None:
+    async def main() -> bool:
+        registry = LoadingRegistry()
+        registry.version.failure = LoadFailed("no")
+        registry.version.settled.set()
+        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
+        call = CallScope("rest", 0.0, tuple, lambda error: 500)
+        with pytest.raises(LoadFailed):
+            await change(plane)
+        return call.has_changed
+
+    assert asyncio.run(main()) == (change is scale)
+
+
+@pytest.mark.parametrize("change", [register, scale])
 def test_what_another_call_makes_of_a_version_while_a_change_is_written_is_not_its_failure(
     change: Any,
 ) -> None:
