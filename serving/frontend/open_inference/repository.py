@@ -55,6 +55,7 @@ class Repository:
         """Register a model of the store and wait until it can answer. A ready model is left unchanged.
 
         A model that is registered but not ready (it failed, has no executors, or is loading) is scaled up.
+        Of several versions this is about the one from `url`, or without it about the default one.
 
         Args:
             model: name of the model.
@@ -64,7 +65,7 @@ class Repository:
         Raises:
             NotAllowed: the model API is off.
             InvalidRequest, ModelNotFound, InvalidArchive, DownloadFailed, LoadFailed: it is not loaded.
-            Conflict: it was unregistered meanwhile.
+            Conflict: it was unregistered meanwhile, or another archive has its name and version.
         """
         file = next((name for name in parameters if name.startswith("file:")), None)
         if file is not None:  # a success would be taken for a load of these bytes
@@ -77,27 +78,53 @@ class Repository:
                 "parameters.config: found a model configuration, expected none: say it in the archive's "
                 "model-config.yaml, or with batch_size, max_batch_delay and initial_workers of POST /models"
             )
-        if any(entry.name == model for entry in self.index(ready_only=True)):
-            return
-        url = parameters.get("url", f"{model}.mar")
-        if not isinstance(url, str):
+        url = parameters.get("url")
+        if url is not None and not isinstance(url, str):
             raise InvalidRequest(f"parameters.url: found {shown(url)}, expected the name of an archive")
         executors = parameters.get("initial_workers", 1)
         if not isinstance(executors, int) or isinstance(executors, bool):
             raise InvalidRequest(
                 f"parameters.initial_workers: found {shown(executors)}, expected a whole number"
             )
-        try:
-            await self._controlplane.register(
-                Registration(url, model_name=model, initial_executors=executors)
-            )
-        except Conflict:
-            settings = self._controlplane.describe(model, None)[0].settings
-            least = max(executors, settings.min_executors)
-            most = max(least, settings.max_executors)
-            await self._controlplane.scale(
-                model, None, min_executors=least, max_executors=most, synchronous=True
-            )
+        found = self._meant(model, url)
+        if found is None:
+            archive = f"{model}.mar" if url is None else url
+            wish = Registration(archive, model_name=model, initial_executors=executors)
+            try:
+                await self._controlplane.register(wish)
+            except Conflict:
+                found = self._meant(model, url)
+                if found is None:  # the name and version are of another archive, or it was unregistered
+                    raise
+            else:
+                return
+        if _entry(found).state == "READY":
+            return
+        self._controlplane.check_model_api()
+        least = max(executors, found.settings.min_executors)
+        most = max(least, found.settings.max_executors)
+        await self._controlplane.scale(
+            model, found.key.version, min_executors=least, max_executors=most, synchronous=True
+        )
+
+    def _meant(self, model: str, url: str | None) -> VersionDescription | None:
+        """Return the registered version that a load names: the one from `url`, or the default version.
+
+        A version that a start restored has lost the URL of its download, and has the name of the file.
+        """
+        if model not in dict(self._controlplane.list_models(2**31, 0).models):
+            return None
+        if url is None:
+            return self._controlplane.describe(model, None)[0]
+        file_name = url.partition("?")[0].rpartition("/")[2]
+        return next(
+            (
+                one
+                for one in self._controlplane.describe(model, "all")
+                if one.url == url or (one.loaded_at_startup and one.url == file_name)
+            ),
+            None,
+        )
 
     async def unload(self, model: str) -> None:
         """Unregister every version of a model, each after its requests are answered.

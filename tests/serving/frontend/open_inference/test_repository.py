@@ -10,8 +10,10 @@ import pytest
 
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.errors import Conflict, InvalidRequest
+from torchere.serving.frontend.control import VersionDescription
 from torchere.serving.frontend.open_inference.repository import Repository
 from torchere.serving.registry.version import VersionState
+from torchere.serving.types import ModelKey
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,52 @@ def test_what_is_registered_and_not_ready_is_brought_up(
     asyncio.run(Repository(control).load("echo", asked))
     least, most = gets
     wish = {"min_executors": least, "max_executors": most, "synchronous": True}
-    assert control.calls[-1] == ("scale", "echo", None, wish)
+    assert control.calls[-1] == ("scale", "echo", "1.0", wish)
+
+
+@pytest.fixture
+def two_versions(planes: Any) -> Any:
+    """A control plane with `echo` in version 1.0, the default, which has failed, and 2.0, which is ready."""
+    control = planes.control
+    failed = replace(control.description, state=VersionState.FAILED, condition="failed")
+    ready = replace(control.description, key=ModelKey("echo", "2.0"), url="http://host/v2/echo2.mar")
+    control.versions = {"1.0": failed, "2.0": ready}
+
+    def describe(model: str, version: str | None) -> list[VersionDescription]:
+        return [*control.versions.values()] if version == "all" else [control.versions[version or "1.0"]]
+
+    control.describe = describe
+    control.list_models = lambda limit, page_token: control.page
+    return control
+
+
+def test_a_load_waits_for_the_default_version_though_another_one_is_ready(two_versions: Any) -> None:
+    asyncio.run(Repository(two_versions).load("echo", {}))
+    assert [call[:3] for call in two_versions.calls] == [("scale", "echo", "1.0")]
+
+
+def test_a_load_of_an_archive_that_no_version_came_from_registers_it(two_versions: Any) -> None:
+    asyncio.run(Repository(two_versions).load("echo", {"url": "echo3.mar"}))
+    ((called, wish),) = two_versions.calls
+    assert (called, wish.url, wish.model_name) == ("register", "echo3.mar", "echo")
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_load_of_an_archive_that_a_ready_version_came_from_changes_nothing(
+    two_versions: Any, restored: bool
+) -> None:
+    if restored:  # by a start, which knows the file in the store
+        there = replace(two_versions.versions["2.0"], url="echo2.mar", loaded_at_startup=True)
+        two_versions.versions["2.0"] = there
+    asyncio.run(Repository(two_versions).load("echo", {"url": "http://host/v2/echo2.mar"}))
+    assert not two_versions.calls
+
+
+def test_a_load_of_another_archive_with_the_same_version_is_a_conflict(two_versions: Any) -> None:
+    two_versions.error = Conflict("Model version 2.0 is already registered for model echo")
+    with pytest.raises(Conflict):
+        asyncio.run(Repository(two_versions).load("echo", {"url": "other.mar"}))
+    assert [call[0] for call in two_versions.calls] == ["register"]
 
 
 def test_files_of_the_client_are_refused_and_not_ignored(planes: Any) -> None:
