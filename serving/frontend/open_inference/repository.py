@@ -5,6 +5,7 @@ In TorchServe's terms, loading registers an archive of the model store, and unlo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ class Repository:
         )
 
     async def unload(self, model: str) -> None:
-        """Unregister every version of a model, each after its requests are answered.
+        """Unregister every version of a model at once, and wait until their requests are answered.
 
         Raises:
             NotAllowed: the model API is off.
@@ -137,8 +138,11 @@ class Repository:
         default = self._controlplane.describe(model, None)[0].key.version
         versions = [described.key.version for described in self._controlplane.describe(model, "all")]
         others = [version for version in versions if version != default]
-        for version in (*others, default):  # the default version can only be unregistered last
-            await self._controlplane.unregister(model, version)
+        # The default version can only be unregistered last. All leave before the first wait, during which
+        # clients could register or remove a version, and the model would go on with some of its versions.
+        await asyncio.gather(
+            *(self._controlplane.unregister(model, version) for version in (*others, default))
+        )
 
 
 def _entry(described: VersionDescription) -> IndexEntry:

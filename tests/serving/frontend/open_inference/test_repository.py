@@ -81,6 +81,25 @@ def test_a_load_of_another_archive_with_the_same_version_is_a_conflict(two_versi
     assert [call[0] for call in two_versions.calls] == ["register"]
 
 
+def test_an_unload_removes_all_versions_before_it_waits_for_their_requests(two_versions: Any) -> None:
+    gone: list[str] = []
+
+    async def unregister(model: str, version: str) -> None:
+        gone.append(version)
+        await asyncio.sleep(0 if version == "1.0" else 3600)
+
+    async def main() -> None:
+        two_versions.unregister = unregister
+        unloading = asyncio.ensure_future(Repository(two_versions).unload("echo"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert gone == ["2.0", "1.0"]
+        assert not unloading.done()
+        unloading.cancel()
+
+    asyncio.run(main())
+
+
 def test_files_of_the_client_are_refused_and_not_ignored(planes: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^parameters\.file:1/model\.pt: found the bytes of a file"):
         asyncio.run(Repository(planes.control).load("echo", {"config": "{}", "file:1/model.pt": b"x"}))
