@@ -52,6 +52,8 @@ class Reconciler:
             Step.REMOVE: self._remove,
         }
         try:
+            if version.state is VersionState.READY and next_step(_view(version)) is None:
+                version.failure = None  # of an earlier wish: this one is met by the executors that are there
             while (step := next_step(_view(version))) is not None:
                 await steps[step](version)
         except Exception:  # top of a task: a bug must be logged, and `settled` must be set for its waiters
@@ -133,6 +135,8 @@ class Reconciler:
             return
         if version.failure is not None and version.target == target:
             version.target = version.pool.size  # otherwise the next step would retry the same at once
+        elif version.target == version.pool.size:
+            version.failure = None  # another call has replaced the wish that failed, and its own is met
         version.batcher.pump()
 
     async def _unload(self, version: Version) -> None:

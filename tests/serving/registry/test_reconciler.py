@@ -223,6 +223,25 @@ def test_a_resize_that_fails_is_not_tried_in_a_loop() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_wish_for_the_executors_that_are_there_forgets_the_resize_that_failed(meanwhile: bool) -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.settle()
+        stage.pool.failure = LoadFailed("Failed to start", "out of memory")
+        await stage.begin_to_resize(5)
+        if not meanwhile:
+            stage.pool.gate.set()
+            await stage.version.settled.wait()
+            assert stage.version.failure is not None
+        stage.version.target = 1
+        stage.pool.gate.set()
+        assert await stage.settle() is VersionState.READY
+        assert (stage.version.failure, stage.version.failure_text) == (None, "")
+
+    asyncio.run(main())
+
+
 def test_what_is_wanted_while_a_resize_fails_is_not_forgotten() -> None:
     async def main() -> None:
         stage = Stage()
