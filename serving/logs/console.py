@@ -13,7 +13,7 @@ from torchere.serving.logs.lines import AT_START, escape, trace_of
 
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 _OF_LEVELS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
-_UNPACKED = re.compile(r"\S*/torchere-models-\w+/\w+/model/")  # a temporary folder
+_UNPACKED = re.compile(r"[^\s'\"`(=]*/torchere-models-\w+/\w+/model/")  # and no quote before it
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
 _OURS = re.compile(r"/(serving|handlers|archiver)/[\w/]+\.py$|[/\\](torch|lib/python3\.\d+)[/\\]")
 _LOADS = "torchere.serving.workers.host"  # its errors of loads are repeated by the reconciler

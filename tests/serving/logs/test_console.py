@@ -75,6 +75,8 @@ def test_a_load_that_fails_in_each_worker_has_one_line(lines: ConsoleFormatter) 
 
 def test_temporary_folders_are_left_out(lines: ConsoleFormatter) -> None:
     assert said(lines, "/tmp/torchere-models-a_b/tmpc1/model/h.py is bad") == "h.py is bad"
+    quoted = "No such file or directory: '/tmp/torchere-models-a_b/tmpc1/model/words.json'"
+    assert said(lines, quoted) == "No such file or directory: 'words.json'"
 
 
 def test_nothing_can_move_the_cursor_of_the_terminal(lines: ConsoleFormatter) -> None:
