@@ -93,6 +93,12 @@ def entry_of(module: ModuleType, function: str, context: Context) -> EntryPoint:
         return initialised(_only_class(module, function), module, context)
     if not callable(entry):
         raise HandlerLoadError(f"{function!r} in {module.__file__} is not callable; make it a function")
+    if inspect.isclass(entry):
+        raise HandlerLoadError(
+            f"{function!r} in {module.__file__} is a class, and the name behind the colon is a function's; "
+            f"leave ':{function}' out of --handler: the only class of a file is found without it"
+        )
+    _check_takes(entry, (None, context), f"the function {function!r} in {module.__file__}", "(data, context)")
     entry_point = EntryPoint(entry)
     try:
         entry_point(None, context)  # the contract: called once without data, to load
@@ -140,13 +146,28 @@ def initialised(handler_class: type, module: ModuleType, context: Context) -> En
             f"the class {handler_class.__name__} in {module.__file__} can't be constructed without "
             f"arguments: {err}"
         ) from err
+    name = f"the class {handler_class.__name__} in {module.__file__}"
+    _check_takes(instance.initialize, (context,), f"beside self, 'initialize' of {name}", "(context)")
     instance.initialize(context)
+    _check_takes(instance.handle, (None, context), f"beside self, 'handle' of {name}", "(data, context)")
 
     def call(data: Any, ctx: Context) -> Any:
         # Looked up at each call: handlers may replace their own `handle`, as MicroBatching's users do.
         return instance.handle(data, ctx)
 
     return EntryPoint(call, instance)
+
+
+def _check_takes(call: Call, given: tuple[object, ...], name: str, expected: str) -> None:
+    """Raise HandlerLoadError if a function of a handler can't be called with as many arguments."""
+    try:
+        signature = inspect.signature(call, follow_wrapped=False)  # decorators may drop or add arguments
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as err:
+        raise HandlerLoadError(f"{name} takes {signature}; expected {expected}: declare it so") from err
 
 
 def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:

@@ -95,6 +95,18 @@ def test_the_class_imported_from_elsewhere_does_not_count(
         ("from json import not_there", r"my\.py was found, but an import in its code failed"),
         ("def handle(data, c): return len(data)", r"'handle' in .*my\.py .* data=None, as TorchServe does"),
         ("class A:\n    def __init__(self, x): pass\n    handle = initialize = print", "without arguments"),
+        (
+            "def handle(data): return data",
+            r"'handle' in .*my\.py takes \(data\); expected",
+        ),
+        (
+            "class A:\n    def initialize(self): pass\n    handle = print",
+            "'initialize' of .* expected",
+        ),
+        (
+            "class A:\n    initialize = print\n    def handle(self, d): pass",
+            "'handle' of .* expected",
+        ),
     ],
 )
 def test_a_wrong_file_is_explained(
@@ -102,6 +114,32 @@ def test_a_wrong_file_is_explained(
 ) -> None:
     with pytest.raises(HandlerLoadError, match=message):
         load_entry_point("my.py", make_context(write_archive({"my.py": code})))
+
+
+def test_a_class_in_place_of_a_function_is_explained(write_archive: WriteArchive, make_context: Any) -> None:
+    context = make_context(write_archive({"my.py": CLASS_FORM}))
+    with pytest.raises(HandlerLoadError, match=r"'Handler' in .*my\.py is a class.*leave ':Handler' out"):
+        load_entry_point("my.py:Handler", context)
+
+
+def test_a_decorator_may_take_other_arguments_than_what_it_wraps(
+    write_archive: WriteArchive, make_context: Any
+) -> None:
+    code = """
+        import functools
+        def alone(method):
+            @functools.wraps(method)
+            def without_context(self, data, context):
+                return method(self, data)
+            return without_context
+        class Handler:
+            @staticmethod
+            def initialize(context): pass
+            @alone
+            def handle(self, data): return ["alone"]
+    """
+    context = make_context(write_archive({"my.py": code}))
+    assert load_entry_point("my.py", context)([{}], context) == ["alone"]
 
 
 def test_the_cause_inside_the_users_file_is_kept(write_archive: WriteArchive, make_context: Any) -> None:
