@@ -23,7 +23,7 @@ from torchere.serving.frontend.grpc.open_inference_messages import (
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferResponse
 from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listener import Listener
-from torchere.serving.frontend.http2.messages import StatusCode
+from torchere.serving.frontend.http2.messages import MessageFailed
 from torchere.serving.frontend.http2.stream import Stream
 from transport.link import Link, connected
 
@@ -83,8 +83,8 @@ async def ours(port: int, link: Link) -> None:
         def answered(self, status: int, body: memoryview) -> None:
             self.stream.answer(self.asked.answer(body))
 
-        def on_failure(self, code: StatusCode, message: str) -> None:
-            self.stream.end(code, message)
+        def on_failure(self, error: MessageFailed) -> None:
+            self.stream.end(error.code, str(error))
 
         def on_cancel(self) -> None: ...
 

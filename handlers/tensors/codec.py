@@ -320,8 +320,8 @@ def json_from_tensor(tensor: Any, datatype: Datatype, field: str) -> msgspec.Raw
     if datatype is BYTES:
         texts = [_text(element, field) for element in tensor.flatten().tolist()]
         return msgspec.Raw(msgspec.json.encode(texts))
-    if datatype.numpy is None:
-        tensor, dtype = tensor.double().numpy(), _FLOAT64
+    if datatype.numpy is None:  # BF16: a torch tensor, or float32 where there is no torch
+        tensor, dtype = tensor if isinstance(tensor, np.ndarray) else tensor.double().numpy(), _FLOAT64
     else:  # orjson writes a float32 with fewer digits, which a client would parse as another double
         dtype = _FLOAT64 if datatype.numpy.kind == "f" else datatype.numpy
     flat = tensor.astype(dtype, order="C").ravel()  # a copy: orjson reads aligned memory without gaps

@@ -42,7 +42,10 @@ def read_npy(value: bytes | bytearray, field: str) -> Array:
             f"{needed} bytes of {dtype}",
         )
     flat = np.frombuffer(value, dtype=dtype, offset=start)
-    return flat.reshape(shape[::-1]).transpose() if fortran_order else flat.reshape(shape)
+    try:
+        return flat.reshape(shape[::-1]).transpose() if fortran_order else flat.reshape(shape)
+    except ValueError as err:  # beside a size of 0, any other fits the bytes
+        raise TensorError(field, f"a .npy file of shape {shown(shape)}", "sizes that arrays have") from err
 
 
 def write_npy(array: Array) -> bytes:
