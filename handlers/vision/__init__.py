@@ -123,8 +123,25 @@ class VisionHandler(BaseHandler):
         return importlib.import_module("captum.attr").IntegratedGradients(self.model)
 
     def get_insights(self, tensor_data: torch.Tensor, _: Any, target: Any = 0) -> Any:
-        """Return the attribution of each input element to the score of class `target`, as nested lists."""
-        return integrated_gradients(self.model, tensor_data, target).tolist()
+        """Return the attribution of each input element to the score of class `target`, as nested lists.
+
+        Raises:
+            PredictionException: 400, the model has no such class.
+        """
+        return integrated_gradients(self.model, tensor_data, _class_index(target)).tolist()
+
+
+def _class_index(target: Any) -> Any:
+    """Return the target of an explanation; in a form it is bytes or text."""
+    if not isinstance(target, (bytes, bytearray, str)):
+        return target
+    try:
+        return int(target)
+    except ValueError as err:
+        text = target if isinstance(target, str) else target.decode(errors="replace")
+        raise PredictionException(
+            f"The target is {shown(text)}; expected the number of a class, from 0 on", 400
+        ) from err
 
 
 def _limit(key: str, value: Any) -> Any:
@@ -177,6 +194,9 @@ def integrated_gradients(
 
     Returns:
         A tensor of the shape of `inputs`.
+
+    Raises:
+        PredictionException: 400, the model has no class `target`.
     """
     nodes, weights = np.polynomial.legendre.leggauss(n_steps)
     total = torch.zeros_like(inputs)
@@ -185,6 +205,11 @@ def integrated_gradients(
         point = (inputs.detach() * ((1.0 + node) / 2.0)).requires_grad_()
         with torch.enable_grad():
             scores = model(point)
+            if isinstance(target, int) and not -scores.shape[1] <= target < scores.shape[1]:
+                last = scores.shape[1] - 1
+                raise PredictionException(
+                    f"The target is {shown(target)}; expected the number of a class, 0 to {last}", 400
+                )
             rows = torch.arange(len(inputs), device=scores.device)
             picked = scores[rows, torch.as_tensor(target, device=scores.device)].sum()
         (gradient,) = torch.autograd.grad(picked, point)

@@ -1,9 +1,37 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from torchere.handlers.errors import PredictionException
 from torchere.handlers.vision import integrated_gradients
+from torchere.handlers.vision.tasks import ImageClassifier
+
+
+@pytest.fixture
+def handler(classifier_archive: Path, make_context: Any) -> ImageClassifier:
+    classifier = ImageClassifier()
+    classifier.initialize(make_context(classifier_archive, model={"serializedFile": "classifier.pt"}))
+    return classifier
+
+
+@pytest.mark.parametrize("target", [b"1", bytearray(b"1"), "1"])
+def test_a_target_from_a_form_is_a_number(handler: ImageClassifier, target: Any) -> None:
+    inputs = torch.rand(1, 3, 224, 224)
+    explained = handler.get_insights(inputs, None, target)
+    assert explained == handler.get_insights(inputs, None, 1)
+    assert explained != handler.get_insights(inputs, None, 0)
+
+
+@pytest.mark.parametrize("target", [b"cat", 1000, b"9" * 1000, -1000])
+def test_a_target_that_is_no_class_is_refused(handler: ImageClassifier, target: Any) -> None:
+    with pytest.raises(PredictionException, match=r"The target is .*; expected the number") as caught:
+        handler.get_insights(torch.rand(1, 3, 224, 224), None, target)
+    assert caught.value.error_code == 400
+    assert len(caught.value.message) < 300
 
 
 def test_a_curved_score_is_integrated_exactly() -> None:
