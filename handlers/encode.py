@@ -84,7 +84,8 @@ def encode_answer(value: object) -> bytes:
     except (TypeError, ValueError, RecursionError) as err:
         raise UnsupportedOutput(
             f"an answer of type {type(value).__name__} can't be sent: {err}; "
-            "expected bytes, str, a tensor, or a value for json.dumps"
+            "expected bytes, str, a tensor, or a value for json.dumps: call .tolist() on tensors in it, on "
+            "NumPy's arrays and on its numbers"
         ) from err
 
 

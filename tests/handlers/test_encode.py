@@ -122,6 +122,12 @@ def test_what_cannot_be_sent_is_refused(value: object) -> None:
         encode_answer(value)
 
 
+@pytest.mark.parametrize("value", [np.ones(2), np.int64(1), {"scores": torch.ones(2)}])
+def test_arrays_and_tensors_within_an_answer_are_refused_with_the_remedy(value: Any) -> None:
+    with pytest.raises(UnsupportedOutput, match=r"call \.tolist\(\)"):
+        encode_answer(value)
+
+
 @pytest.mark.parametrize(
     ("lent", "is_same_memory", "may_change"),
     [("own", False, True), ("write", True, True), ("read", True, False)],
