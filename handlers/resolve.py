@@ -352,7 +352,8 @@ def _import_failure(archive: ArchiveModules, module_name: str, err: ImportError)
         missing = (err.name or "").replace(f"{archive.prefix}.", "")
         return (
             f"the handler file {file} was found, but its code imports {missing!r}, which is not there "
-            f"({text}); add the file with --extra-files, or install the package in the server's environment"
+            f"({text}); add the file with --extra-files, or install the package in the server's environment "
+            "(the archive's requirements are installed with install_py_dep_per_model=true only)"
         )
     what = "an import in its code failed" if file.endswith(".py") else "it can't be imported"
     return f"the handler file {file} was found, but {what}: {text}"
