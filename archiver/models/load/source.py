@@ -198,6 +198,12 @@ def _whole(path: Path, allow_pickle: bool) -> Source:
         return readers[kind](path)
     if kind in trusting:
         return trusting[kind](path, allow_pickle)
+    if kind == "unknown" and path.suffix == ".py":
+        raise ModelRefused(
+            f"{path}: Python code, expected a model's file or folder; with the model's class it is "
+            "--model-file beside the weights, and a handler is packed by: "
+            f"torchere archive --model-name NAME --handler {path}"
+        )
     if kind in ("unknown", "zip", "damaged zip", "shared library"):
         found = "not a model of a kind known here" if kind == "unknown" else kind
         raise ModelRefused(

@@ -88,6 +88,12 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes, said: str) -> None
     refused(path, said)
 
 
+def test_python_code_in_place_of_a_model_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "handler.py"
+    path.write_text("def handle(data, context): ...")
+    refused(path, r"handler\.py: Python code, .*--model-file .*--handler .*handler\.py")
+
+
 def test_a_pickle_that_calls_is_not_unpickled(tmp_path: Path, sign: Path) -> None:
     path = tmp_path / "weights.pt"
     torch.save({"w": torch.zeros(1), "trap": Trap(sign)}, path)
