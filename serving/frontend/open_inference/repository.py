@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchere.handlers.tensors import shown
-from torchere.serving.errors import Conflict, InvalidRequest
+from torchere.serving.errors import Conflict, InvalidRequest, ModelNotFound
 from torchere.serving.frontend.control import ControlPlane, Registration, VersionDescription
 from torchere.serving.registry.version import VersionState
 
@@ -113,19 +113,17 @@ class Repository:
 
         A version that a start restored has lost the URL of its download, and has the name of the file.
         """
-        if model not in dict(self._controlplane.list_models(2**31, 0).models):
+        try:
+            versions = self._controlplane.describe(model, None if url is None else "all")
+        except ModelNotFound:
             return None
         if url is None:
-            return self._controlplane.describe(model, None)[0]
+            return versions[0]
         file_name = url.partition("?")[0].rpartition("/")[2]
-        return next(
-            (
-                one
-                for one in self._controlplane.describe(model, "all")
-                if one.url == url or (one.loaded_at_startup and one.url == file_name)
-            ),
-            None,
-        )
+        for one in versions:
+            if one.url == url or (one.loaded_at_startup and one.url == file_name):
+                return one
+        return None
 
     async def unload(self, model: str) -> None:
         """Unregister every version of a model at once, and wait until their requests are answered.

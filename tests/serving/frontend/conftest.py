@@ -210,6 +210,8 @@ class FakeControlPlane:
 
     def describe(self, model: str, version: str | None) -> list[VersionDescription]:
         self._called("describe", model, version)
+        if model not in dict(self.page.models):
+            raise ModelNotFound.named(model)
         return [self.description]
 
     def quarantined(self, model: str, version: str) -> list[ConvictedRequest]:
