@@ -320,10 +320,10 @@ def json_from_tensor(tensor: Any, datatype: Datatype, field: str) -> msgspec.Raw
     if datatype is BYTES:
         texts = [_text(element, field) for element in tensor.flatten().tolist()]
         return msgspec.Raw(msgspec.json.encode(texts))
-    if datatype.numpy is None:  # BF16: a torch tensor, or float32 where there is no torch
-        tensor, dtype = tensor if isinstance(tensor, np.ndarray) else tensor.double().numpy(), _FLOAT64
-    else:  # orjson writes a float32 with fewer digits, which a client would parse as another double
-        dtype = _FLOAT64 if datatype.numpy.kind == "f" else datatype.numpy
+    if datatype is BF16 and not isinstance(tensor, np.ndarray):  # see `bytes_from_tensor`
+        tensor = tensor.double().numpy()
+    # orjson writes a float32 with fewer digits, which a client would parse as another double.
+    dtype = _FLOAT64 if datatype.numpy is None or datatype.numpy.kind == "f" else datatype.numpy
     flat = tensor.astype(dtype, order="C").ravel()  # a copy: orjson reads aligned memory without gaps
     if dtype is _FLOAT64 and not np.isfinite(flat).all():
         return msgspec.Raw(json.dumps(flat.tolist()).encode())

@@ -91,7 +91,10 @@ def test_the_class_imported_from_elsewhere_does_not_count(
         ("class A:\n    def handle(self, d, c): pass", "no method 'initialize'"),
         ("handle = 3", "'handle' in .* is not callable"),
         ("def handle(:", r"my\.py is not valid Python: .* in line 1"),
-        ("import not_there", r"my\.py was found, but its code imports 'not_there'.*install_py_dep"),
+        (
+            "import not_there",
+            r"my\.py was found, but its code imports 'not_there'.*--extra-files.*install_py_dep",
+        ),
         ("from json import not_there", r"my\.py was found, but an import in its code failed"),
         ("def handle(data, c): return len(data)", r"'handle' in .*my\.py .* data=None, as TorchServe does"),
         ("class A:\n    def __init__(self, x): pass\n    handle = initialize = print", "without arguments"),
