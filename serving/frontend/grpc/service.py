@@ -46,7 +46,7 @@ _GRPC = "application/grpc"
 
 Opener = Callable[[Stream], CallListener]
 Openers = dict[str, Opener]
-Service = Callable[[set[Any], Metrics], Openers]  # takes a set that will hold running tasks; openers by path
+Service = Callable[[set[Any], Metrics], Openers]  # a set that will hold running tasks > openers by path
 
 
 class Callback(NamedTuple):

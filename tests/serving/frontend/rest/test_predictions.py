@@ -360,7 +360,7 @@ def test_the_identity_names_the_caller_and_without_keys_the_address_does(planes,
 @pytest.mark.parametrize("is_keyed", [True, False])
 @pytest.mark.parametrize("path", [b"/predictions/echo", b"/v2/models/echo/infer"])
 def test_a_handler_gets_no_key_of_the_server(planes, path, is_keyed):
-    """Without tokens the header is not one of ours, and handlers may ask for it."""
+    """Without tokens `Authorization` holds no key of the server, and handlers get it."""
     line = b"AUTHORIZATION: Bearer inference\r\nauthorization: Bearer inference\r\n"
     messages = [plain(b"x", path=path, headers=line), plain(b"x", path=path, headers=line + CLOSE)]
     exchange(planes, *messages, keys=planes.keys if is_keyed else None)
