@@ -201,8 +201,7 @@ def _whole(path: Path, allow_pickle: bool) -> Source:
     if kind == "unknown" and path.suffix == ".py":
         raise ModelRefused(
             f"{path}: Python code, expected a model's file or folder; with the model's class it is "
-            "--model-file beside the weights, and a handler is packed by: "
-            f"torchere archive --model-name NAME --handler {path}"
+            f"--model-file beside the weights, and a handler is packed by torchere archive --handler {path}"
         )
     if kind in ("unknown", "zip", "damaged zip", "shared library"):
         found = "not a model of a kind known here" if kind == "unknown" else kind
