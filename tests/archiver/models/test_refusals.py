@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from torchere.archiver import open_archive
+from torchere.archiver.models.load.torchscript import supported
+from torchere.archiver.models.quantize import candidates
 from torchere.archiver.models.verify.report import Report
 from torchere.serving.commands.cli import main
 
@@ -629,6 +631,12 @@ UNFOLLOWED = {
     "a damaged file": "there is nothing to do but to get or write it again, as for the damaged ones above",
 }
 """Advice that is not followed here, and why."""
+
+
+@pytest.fixture(autouse=True)
+def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run finds the engine of the first one fastest, however busy the machine is."""
+    monkeypatch.setattr(candidates, "supported", lambda: supported()[-1:])
 
 
 @pytest.fixture(scope="module")
