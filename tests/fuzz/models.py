@@ -19,7 +19,7 @@ from PIL import Image
 from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
 from torchere.archiver.scan.pickles import UNKNOWN, foreign_names_in, imported_names, is_plain
 from torchere.archiver.scan.torchscript import UnsafeScript, check_script
-from torchere.archiver.scan.weights import classify
+from torchere.archiver.scan.weights import AOTINDUCTOR, EXPORTED_PROGRAM, classify
 from torchere.archiver.signature import Signature, SignatureError, parse
 from torchere.handlers.audio.wav import decode_wav
 from torchere.handlers.errors import PredictionException
@@ -28,6 +28,7 @@ from torchere.handlers.tensors.npy import read_npy, write_npy
 from torchere.handlers.vision.decode import ImageLimits, decode_image
 
 LIMITS = ImageLimits(max_pixels=10_000, max_decoded_bytes=2**20)
+PROGRAMS = (EXPORTED_PROGRAM, AOTINDUCTOR)  # code of their own, or a zip that can't be read, is foreign
 FILLED_FIRST = b"\x96"  # BYTEARRAY8: Python fills its whole length before it reads the first byte
 
 
@@ -87,7 +88,7 @@ def pickle_seeds() -> list[bytes]:
 def weights(data: bytes) -> None:
     """A file of weights is classified, whatever it is; its checks raise their own errors only."""
     found = classify("w.pt", io.BytesIO(data))
-    assert found.pickled or not found.foreign or found.kind.startswith("Exported")
+    assert found.pickled or not found.foreign or found.kind in PROGRAMS
     for check, refusal in ((check_script, UnsafeScript), (check_program, UnsafeProgram)):
         try:
             check(io.BytesIO(data), len(data))
