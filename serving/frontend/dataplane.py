@@ -202,21 +202,12 @@ class DataPlane:
             ModelNotFound, VersionNotFound, Unavailable, QueueFull, DeadlineExceeded: it was not admitted.
             TooManyRequests: the client has too many unanswered predictions.
         """
-        if self._client_limits is not None and request.caller:
-            return self._admit_within(self._client_limits, request, model, version)
-        target = self._find(model, version)
-        self._submit(request, target, model, version)
-        return target
-
-    def _admit_within(
-        self, limits: ClientLimits, request: Request, model: str, version: str | None
-    ) -> Version:
-        """Admit a request that counts for its client until it is answered."""
         account = request.account
-        if account is None:  # the door has not looked it up
-            account = request.account = limits.account(request.caller)
+        if account is None and self._client_limits is not None and request.caller:
+            account = request.account = self._client_limits.account(request.caller)  # the door did not
         try:
-            account.enter()
+            if account is not None:
+                account.enter()
         except TooManyRequests as error:
             self._metrics.refused(error)
             raise
@@ -224,7 +215,8 @@ class DataPlane:
             target = self._find(model, version)
             self._submit(request, target, model, version)
         except BaseException:
-            account.running -= 1
+            if account is not None:
+                account.running -= 1
             raise
         return target
 
