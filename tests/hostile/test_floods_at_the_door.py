@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gzip
 import http.client
 import re
 import socket
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ ATTACK_S = 3.0
 CONTROLS = 120  # so many that one slow answer, of a machine that was busy, is not the 99th of a hundred
 GROWTH_BYTES = 256 * 2**20
 PATIENCE_S = 30.0
+HELD_BYTES = 128 * 2**20
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+FRAME_BYTES = 16_384
+END_STREAM, END_HEADERS = 1, 4
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 RESET = struct.pack(">BHBBII", 0, 4, 3, 0, 0, 8)
 
@@ -53,6 +59,19 @@ def server() -> Iterator[Any]:
         running.until_ready()
         yield running
         running.stop()
+
+
+@pytest.fixture(scope="module")
+def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server without models that asks for no token: everybody may ask for predictions."""
+    root = tmp_path_factory.mktemp("open")
+    for name in ("store", "server"):
+        (root / name).mkdir()
+    properties = f"max_held_bytes={HELD_BYTES}\n"
+    running = start(root / "server", "--disable-token-auth", properties=properties)
+    running.until_ready()
+    yield running
+    running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +129,12 @@ class Control:
         while time.monotonic() < end_s:
             self.ask()
 
-    def check(self, name: str, capsys: Any) -> None:
+    def check(self, name: str, capsys: Any, limit_bytes: int = 0) -> None:
         """Print the figures and check them against the bounds."""
         with capsys.disabled():
             print(f"\n{name}: {self.figures}")
         assert self.figures.quantile(0.99) <= CONTROL_S
-        assert self.figures.grown_bytes <= GROWTH_BYTES
+        assert self.figures.grown_bytes <= limit_bytes + GROWTH_BYTES
 
 
 def refusals(server: Any, budget: str) -> int:
@@ -129,22 +148,37 @@ def connected(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), PATIENCE_S)
 
 
-def watch(stream_id: int) -> bytes:
-    """Frames of a call of `Watch`, with its whole request, for the server itself."""
+def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream_id) + payload
+
+
+def data(stream_id: int, payload: bytes, *, ends: bool = True) -> bytes:
+    """Data frames within the size that every server takes."""
+    parts = [payload[at : at + FRAME_BYTES] for at in range(0, len(payload), FRAME_BYTES)]
+    flags = [0] * (len(parts) - 1) + [END_STREAM * ends]
+    return b"".join(frame(0, flag, stream_id, part) for flag, part in zip(flags, parts, strict=True))
+
+
+def head(stream_id: int, method: str, *, gzipped: bool = False) -> bytes:
+    """The frame of the headers of a call."""
     lines = {
         ":method": "POST",
         ":scheme": "http",
-        ":path": "/grpc.health.v1.Health/Watch",
+        ":path": method,
         ":authority": "x",
         "content-type": "application/grpc",
         "te": "trailers",
-    }
+    } | ({"grpc-encoding": "gzip"} if gzipped else {})
     block = b"".join(
         b"\0%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
         for name, value in lines.items()
     )
-    head = len(block).to_bytes(3, "big") + b"\1\4" + stream_id.to_bytes(4, "big")
-    return head + block + b"\0\0\5\0\1" + stream_id.to_bytes(4, "big") + bytes(5)
+    return frame(1, END_HEADERS, stream_id, block)
+
+
+def watch(stream_id: int) -> bytes:
+    """Frames of a call of `Watch`, with its whole request, for the server itself."""
+    return head(stream_id, WATCH) + data(stream_id, bytes(5))
 
 
 def reset(stream_id: int) -> bytes:
@@ -230,33 +264,99 @@ def drain(client: socket.socket) -> None:
             continue
 
 
-def test_cancelled_calls_delay_no_others(server, capsys):
-    over = threading.Event()
-    share = RATE_BYTES / ATTACKERS
+def updates_of_the_table(stream_id: int, method: str) -> bytes:
+    """A block of headers that changes the size of the dynamic table again and again (RFC 7541, 4.2)."""
+    parts = [b"\x20" * FRAME_BYTES] * 2
+    return frame(1, 0, stream_id, parts[0]) + frame(9, END_HEADERS, stream_id, parts[1])
 
-    def attack() -> None:
-        with contextlib.suppress(OSError), connected(server.grpc["inference"]) as client:
-            reader = threading.Thread(target=drain, args=(client,))
-            reader.start()
-            client.sendall(PREFACE)
-            for first in range(1, 2**20, 200):
-                calls = b"".join(watch(number) + reset(number) for number in range(first, first + 200, 2))
-                if over.wait(len(calls) / share):
-                    break
-                client.sendall(calls)
+
+def bomb(stream_id: int, method: str) -> bytes:
+    message = b"\1" + struct.pack(">I", len(BOMB)) + BOMB
+    return head(stream_id, method, gzipped=True) + data(stream_id, message)
+
+
+def short_fields(stream_id: int, method: str) -> bytes:
+    """A message of a field that no message has, many times."""
+    return head(stream_id, method) + data(stream_id, b"\0" + struct.pack(">I", 64_000) + b"\x78\0" * 32_000)
+
+
+def unfinished(stream_id: int, method: str) -> bytes:
+    message = b"\0" + struct.pack(">I", 6_500_000) + bytes(FRAME_BYTES)
+    return head(stream_id, method) + data(stream_id, message, ends=False)
+
+
+BOMB = gzip.compress(bytes(6_500_000))
+# The frames of one call of a method on a stream.
+CALLS: dict[str, Callable[[int, str], bytes]] = {
+    "cancelled calls": lambda stream_id, method: watch(stream_id) + reset(stream_id),
+    "updates of the header table": updates_of_the_table,
+    "compressed messages": bomb,
+    "messages of short fields": short_fields,
+    "unfinished messages": unfinished,
+}
+
+
+class Attack:
+    """Calls without end from `ATTACKERS` connections, which are made again when the server closes them."""
+
+    def __init__(self, address: str, call: Callable[[int], bytes]) -> None:
+        self._address = address
+        self._call = call
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._attack) for _ in range(ATTACKERS)]
+        self.sent_bytes = 0
+
+    def __enter__(self) -> Attack:
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for each in self._threads:
+            each.join(PATIENCE_S)
+
+    def _attack(self) -> None:
+        while not self._over.is_set():
+            with contextlib.suppress(OSError), connected(self._address) as client:
+                reader = threading.Thread(target=drain, args=(client,))
+                reader.start()
+                client.sendall(PREFACE)
+                self._send_calls(client, reader)
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_RDWR)
+                reader.join(PATIENCE_S)
+
+    def _send_calls(self, client: socket.socket, reader: threading.Thread) -> None:
+        number = 1
+        while reader.is_alive():
+            calls = b""
+            while len(calls) < FRAME_BYTES:
+                calls += self._call(number)
+                number += 2
+            if self._over.wait(len(calls) * ATTACKERS / RATE_BYTES):
+                break
             with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
-            reader.join(PATIENCE_S)
+                client.sendall(calls)
+            self.sent_bytes += len(calls)
 
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_without_a_key_delay_no_others(server, capsys, name):
     control = Control(server)
-    attackers = [threading.Thread(target=attack) for _ in range(ATTACKERS)]
-    for each in attackers:
-        each.start()
-    control.ask_for(ATTACK_S)
-    over.set()
-    for each in attackers:
-        each.join(PATIENCE_S)
-    control.check("cancelled calls", capsys)
+    with Attack(server.grpc["inference"], lambda stream_id: CALLS[name](stream_id, CHECK)) as attack:
+        control.ask_for(ATTACK_S)
+    control.check(f"{name} for the health service", capsys)
+    assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
+
+
+@pytest.mark.parametrize("name", ["compressed messages", "messages of short fields", "unfinished messages"])
+def test_predictions_of_anybody_delay_no_others(open_server, capsys, name):
+    control = Control(open_server)
+    with Attack(open_server.grpc["inference"], lambda stream_id: CALLS[name](stream_id, INFER)) as attack:
+        control.ask_for(ATTACK_S)
+    control.check(f"{name} for predictions", capsys, HELD_BYTES)
+    assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
 
 
 def test_a_connection_with_too_many_cancelled_calls_is_closed(server):
