@@ -10,11 +10,14 @@ Used on the event loop only.
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+Decoded = TypeVar("Decoded")
 
 DEFAULT_BYTES = 2**31  # of all connections; a server derives it from its memory
 CONNECTION_SHARE = 4  # one connection gets at most 1/CONNECTION_SHARE of the limit
@@ -41,6 +44,10 @@ INLINE_INFLATED_BYTES = 16_384
 # Of parsing in one iteration of the event loop, for all connections together. Each connection has a turn of
 # its own (`TURN_S` in `http2/connection.py`), but hundreds of those in a row keep the loop for seconds.
 SHARED_TURN_S = 0.02
+# Of a whole iteration with such parsing. A call that is parsed in 50 us can take 500 us of later iterations
+# (a stream of requests has three tasks), so after longer iterations less is parsed in each.
+MOST_ITERATION_S = 0.03
+LEAST_TURN_S = SHARED_TURN_S / 100
 
 
 def inflated_if_short(data: bytes | memoryview, window_bits: int) -> bytes | None:
@@ -130,6 +137,11 @@ class ConnectionBudget:
         self.held_bytes = 0  # in all
         self.key_free_bytes = 0  # of these, without a key
         self._leased_bytes = 0  # of these, by leases
+
+    @property
+    def decodes(self) -> DecodeQueue:
+        """The queue of long decodes of all connections."""
+        return self._budgets.decodes
 
     def take(self, size: int, key_free: bool = False) -> None:
         """Count `size` bytes more.
@@ -254,6 +266,22 @@ class DecodeQueue:
             self._run_next()
         return queued
 
+    async def run(self, work: Callable[[], Decoded], client: str) -> Decoded:
+        """Run `work` as `add` does, and return its result; withdraw it if the awaiting task is cancelled."""
+        decoded: asyncio.Future[Decoded] = asyncio.get_running_loop().create_future()
+
+        def come_back(done: asyncio.Future[Decoded]) -> None:
+            error = done.exception()
+            if decoded.done():
+                return
+            decoded.set_exception(error) if error else decoded.set_result(done.result())
+
+        queued = self.add(work, come_back, client)
+        try:
+            return await decoded
+        finally:
+            queued.withdraw()
+
     def _run_next(self) -> None:
         self._is_running = False
         while self._waiting and not self._is_running:
@@ -303,12 +331,15 @@ class LoopTurns:
 
     Attributes:
         are_over: whether further work should be put off, or be done in a thread.
+        turn_s: time for parsing in each iteration: less than `SHARED_TURN_S` while iterations are too long.
     """
 
-    __slots__ = ("_is_due", "_spent_s", "_waiting", "are_over")
+    __slots__ = ("_due_since_s", "_is_due", "_spent_s", "_waiting", "are_over", "turn_s")
 
     def __init__(self) -> None:
         self.are_over = False
+        self.turn_s = SHARED_TURN_S
+        self._due_since_s = 0.0
         self._waiting: deque[Callable[[], None]] = deque()
         self._spent_s = 0.0  # in this iteration, and a little of earlier ones
         self._is_due = False  # `_begin` is scheduled for the next one
@@ -316,7 +347,7 @@ class LoopTurns:
     def spend(self, duration_s: float) -> None:
         """Count time of the loop in this iteration."""
         self._spent_s += duration_s
-        if self._spent_s >= SHARED_TURN_S / 4:  # an iteration more for each short read would cost too much
+        if self._spent_s >= self.turn_s / 4:  # an iteration more for each short read would cost too much
             self._look()
             self._schedule()
 
@@ -327,18 +358,24 @@ class LoopTurns:
         self._schedule()
 
     def _look(self) -> None:
-        self.are_over = self._spent_s >= SHARED_TURN_S or bool(self._waiting)
+        self.are_over = self._spent_s >= self.turn_s or bool(self._waiting)
 
     def _schedule(self) -> None:
         if not self._is_due:
             self._is_due = True
+            self._due_since_s = time.monotonic()
             asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
+        iteration_s = time.monotonic() - self._due_since_s
+        if iteration_s > MOST_ITERATION_S:
+            self.turn_s = max(LEAST_TURN_S, self.turn_s * MOST_ITERATION_S / iteration_s)
+        else:
+            self.turn_s = min(SHARED_TURN_S, self.turn_s * 1.1)
         self._is_due = False
         self._spent_s = 0.0
         for _ in range(len(self._waiting)):
-            if self._spent_s >= SHARED_TURN_S:
+            if self._spent_s >= self.turn_s:
                 break
             self._waiting.popleft()()
         self._look()

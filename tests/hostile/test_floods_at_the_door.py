@@ -28,20 +28,21 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from floods import CONTROL_S, RATE_BYTES, Figures
+from floods import CONTROL_S, FLOOD_S, RATE_BYTES, Figures
 from servers import start
 
 from torchere.serving.frontend.connection_limit import MIN_FILES
 
 MAX_CONNECTIONS = 150
 ATTACKERS = 8
-ATTACK_S = 3.0
+ATTACK_S = max(3.0, FLOOD_S)
 CONTROLS = 120  # so many that one slow answer, of a machine that was busy, is not the 99th of a hundred
 GROWTH_BYTES = 256 * 2**20
 PATIENCE_S = 30.0
 HELD_BYTES = 128 * 2**20
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
-INFER = "/inference.GRPCInferenceService/ModelInfer"
+INFER, STREAM = (f"/inference.GRPCInferenceService/Model{name}" for name in ("Infer", "StreamInfer"))
+SHORT_FIELD = b"\x78\0"  # that no message has
 FRAME_BYTES = 16_384
 END_STREAM, END_HEADERS = 1, 4
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -270,14 +271,14 @@ def updates_of_the_table(stream_id: int, method: str) -> bytes:
     return frame(1, 0, stream_id, parts[0]) + frame(9, END_HEADERS, stream_id, parts[1])
 
 
-def bomb(stream_id: int, method: str) -> bytes:
-    message = b"\1" + struct.pack(">I", len(BOMB)) + BOMB
+def compressed(packed: bytes, stream_id: int, method: str) -> bytes:
+    message = b"\1" + struct.pack(">I", len(packed)) + packed
     return head(stream_id, method, gzipped=True) + data(stream_id, message)
 
 
 def short_fields(stream_id: int, method: str) -> bytes:
     """A message of a field that no message has, many times."""
-    return head(stream_id, method) + data(stream_id, b"\0" + struct.pack(">I", 64_000) + b"\x78\0" * 32_000)
+    return head(stream_id, method) + data(stream_id, b"\0" + struct.pack(">I", 64_000) + SHORT_FIELD * 32_000)
 
 
 def unfinished(stream_id: int, method: str) -> bytes:
@@ -285,12 +286,13 @@ def unfinished(stream_id: int, method: str) -> bytes:
     return head(stream_id, method) + data(stream_id, message, ends=False)
 
 
-BOMB = gzip.compress(bytes(6_500_000))
 # The frames of one call of a method on a stream.
 CALLS: dict[str, Callable[[int, str], bytes]] = {
     "cancelled calls": lambda stream_id, method: watch(stream_id) + reset(stream_id),
     "updates of the header table": updates_of_the_table,
-    "compressed messages": bomb,
+    "compressed messages": partial(compressed, gzip.compress(SHORT_FIELD * 3_250_000)),
+    "short compressed messages": partial(compressed, gzip.compress(SHORT_FIELD * 8_000)),
+    "compressed messages of 64 KB": partial(compressed, gzip.compress(SHORT_FIELD * 32_000)),
     "messages of short fields": short_fields,
     "unfinished messages": unfinished,
 }
@@ -350,12 +352,13 @@ def test_calls_without_a_key_delay_no_others(server, capsys, name):
     assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
 
 
-@pytest.mark.parametrize("name", ["compressed messages", "messages of short fields", "unfinished messages"])
-def test_predictions_of_anybody_delay_no_others(open_server, capsys, name):
+@pytest.mark.parametrize("method", [INFER, STREAM])
+@pytest.mark.parametrize("name", [name for name in CALLS if "messages" in name])
+def test_predictions_of_anybody_delay_no_others(open_server, capsys, name, method):
     control = Control(open_server)
-    with Attack(open_server.grpc["inference"], lambda stream_id: CALLS[name](stream_id, INFER)) as attack:
+    with Attack(open_server.grpc["inference"], lambda stream_id: CALLS[name](stream_id, method)) as attack:
         control.ask_for(ATTACK_S)
-    control.check(f"{name} for predictions", capsys, HELD_BYTES)
+    control.check(f"{name} for {method.rpartition('/')[2]}", capsys, HELD_BYTES)
     assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
 
 

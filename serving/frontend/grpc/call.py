@@ -113,6 +113,19 @@ class Call:
         except DecodeError as err:
             raise MessageFailed(StatusCode.INTERNAL, "Exception deserializing request!") from err
 
+    def decoded_apart(self, message: Received) -> Any:
+        """As `decoded`, but return `MessageFailed`; None if the call has ended. For the thread of decodes.
+
+        The frames of the error's traceback would keep the message, and what has been decoded of it.
+        """
+        if self.stream.ended:
+            return None
+        try:
+            return self.decoded(message)
+        except MessageFailed as error:
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+            return error
+
     def end(self) -> None:
         """End the call with status OK, after the messages already sent."""
         self.stream.end()
@@ -190,22 +203,27 @@ class UnaryCall(Call, ABC):
             self._decode(message)
 
     def _decode(self, message: Received) -> None:
-        self.read_s = time.monotonic()
-        self._message = b""
         try:
-            self.stream.consumed_all()
-            if not self.stream.key_free:  # a watch of health lasts for hours, and needs nothing of it
-                self.stream.keep(len(message))  # until the call ends: a request may wait in a queue
+            self._keep(len(message))
             request = self.decoded(message)
         except MessageFailed as err:
             self.fail(err)
             return
         self.begin(request)
 
+    def _keep(self, size: int) -> None:
+        """Hold the message of `size` bytes until the call ends: a request may wait in a queue."""
+        self.read_s = time.monotonic()
+        self._message = b""
+        self.stream.consumed_all()
+        if not self.stream.key_free:  # a watch of health lasts for hours, and needs nothing of it
+            self.stream.keep(size)
+
     def _inflate(self, message: Compressed) -> None:
         """Decompress the message and decode it.
 
-        A long message is decompressed in a thread, under a lease for its maximum decompressed size.
+        A long message is decompressed in a thread, under a lease for its maximum decompressed size. Then it
+        is decoded in its turn: a few kilobytes can hold fields that take tens of milliseconds.
         """
         self._message = b""
         try:
@@ -221,16 +239,32 @@ class UnaryCall(Call, ABC):
         inflating.add_done_callback(partial(self._inflated, lease))
 
     def _inflated(self, lease: Lease, inflating: asyncio.Future[bytes]) -> None:
-        lease.end()
         if inflating.cancelled() or self.stream.ended:
+            lease.end()
             return  # the client cancelled the call
         # `result` would add this frame to the error's traceback. The frame references the future, which
         # references the error: a cycle that keeps the message's bytes until the garbage collector runs.
         error = inflating.exception()
         if error is None:
-            self._decode(inflating.result())
-        elif isinstance(error, Exception):  # the top of a call: `fail` logs a bug
+            message = inflating.result()
+            decode = partial(self.decoded_apart, message)
+            self.stream.decodes.add(decode, partial(self._decoded, lease, len(message)), self.stream.caller)
+            return
+        lease.end()
+        if isinstance(error, Exception):  # the top of a call: `fail` logs a bug
             self.fail(error)
+
+    def _decoded(self, lease: Lease, size: int, decoding: asyncio.Future[Any]) -> None:
+        lease.end()
+        if self.stream.ended:
+            return
+        found = decoding.exception() or decoding.result()
+        try:
+            if not isinstance(found, Exception):
+                self._keep(size)
+        except MessageFailed as err:
+            found = err
+        self.fail(found) if isinstance(found, Exception) else self.begin(found)
 
 
 class FunctionCall(UnaryCall):

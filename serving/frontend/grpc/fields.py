@@ -54,7 +54,7 @@ class Fields:
                 is_short = at < end and message[at] < _MORE
                 size, at = (message[at], at + 1) if is_short else self._number(at, _MOST_TAG_BYTES)
             elif kind == _VARINT:
-                _, at = self._number(at)
+                at = at + 1 if at < end and message[at] < _MORE else self._number(at)[1]
             elif kind in _FIXED_BYTES:
                 size = _FIXED_BYTES[kind]
             else:

@@ -213,7 +213,7 @@ def _fill(contents: InferTensorContents, output: OutputTensor) -> None:
 Raw = bytes | memoryview
 
 MOST_TENSORS = 256  # cut out of one message; with more of them the library needs less memory
-MOST_CUT_FIELDS = 1024  # of a short message; the library is faster at more of them
+MOST_CUT_FIELDS = 256  # of a short message; the library is faster at more of them
 # Tags: field number and wire type 2 (length-delimited).
 _ID_TAG = 3 << 3 | 2  # of `id`, in requests and in responses
 _INPUT_TAG = 7 << 3 | 2  # of `raw_input_contents`

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, ClassVar, cast
 
 from google.protobuf.message import Message
@@ -140,7 +141,7 @@ class StreamTaskCall(TaskCall):
     async def _requests(self) -> AsyncIterator[Message]:
         while True:
             while self._messages:
-                yield self.decoded(await self._next())
+                yield await self._next()
             if self._half_closed:
                 return
             self.stream.resume()
@@ -151,20 +152,31 @@ class StreamTaskCall(TaskCall):
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
 
-    async def _next(self) -> Received:
+    async def _next(self) -> Any:
         message = self._messages.popleft()
         size = len(message)
         self._messages_bytes -= size
-        plain = message if not isinstance(message, Compressed) else await self._inflated(message)
+        if isinstance(message, Compressed):
+            decoded = await self._inflated_and_decoded(message)
+        else:
+            decoded = self.decoded(message)
         self.stream.consumed(size)
-        return plain
+        return decoded
 
-    async def _inflated(self, message: Compressed) -> bytes:
+    async def _inflated_and_decoded(self, message: Compressed) -> Any:
+        """Decompress a message and decode it; if it is long, both in threads, and the latter in its turn."""
         inflated = message.inflated_if_short()
-        if inflated is None:
-            lease = self.stream.hold_while_inflating(message)
-            inflated = await asyncio.to_thread(_inflate, message, lease, asyncio.get_running_loop())
-        return inflated
+        if inflated is not None:
+            return self.decoded(inflated)
+        lease = self.stream.hold_while_inflating(message)
+        inflated = await asyncio.to_thread(_inflate, message, lease, asyncio.get_running_loop())
+        size = len(inflated)
+        self.stream.keep(size)
+        decoded = await self.stream.decodes.run(partial(self.decoded_apart, inflated), self.stream.caller)
+        self.stream.let_go(size)
+        if isinstance(decoded, MessageFailed):
+            raise decoded
+        return decoded
 
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():

@@ -212,7 +212,7 @@ class Connection(asyncio.BufferedProtocol):
             rest = data
             while rest and not self._transport.is_closing():  # TLS delivers bytes even after the close
                 rest = self._reader.feed(rest, STEP_FRAMES)
-                if rest and time.monotonic() - began_s > TURN_S:
+                if rest and time.monotonic() - began_s > min(TURN_S, self._turns.turn_s):
                     self._deferred = bytes(rest)
                     break
         except ConnectionBroken as broken:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ConnectionBudget, Lease
+from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ConnectionBudget, DecodeQueue, Lease
 from torchere.serving.frontend.http2.frames import (
     DATA,
     DEFAULT_FRAME_BYTES,
@@ -102,6 +102,11 @@ class InboundFlow:
         self._write = write
         self._window = CONNECTION_WINDOW_BYTES
         self._unread_bytes = 0
+
+    @property
+    def decodes(self) -> DecodeQueue:
+        """The queue of long decodes of all connections."""
+        return self._budget.decodes
 
     def consume(self, stream: StreamFlow | None, size: int) -> None:
         """Count DATA that arrived. The connection's window is extended at once, a stream's by `extend`.

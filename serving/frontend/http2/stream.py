@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from torchere.serving.frontend.budgets import Lease
+from torchere.serving.frontend.budgets import DecodeQueue, Lease
 from torchere.serving.frontend.http2.flow_control import InboundFlow, OutboundFlow, StreamFlow
 from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, Piece, frame, head
 from torchere.serving.frontend.http2.header_blocks import (
@@ -129,6 +129,11 @@ class Stream(StreamFlow):
     def connection(self) -> Hashable:
         """Identity of the call's connection, for limits per connection."""
         return self._inbound
+
+    @property
+    def decodes(self) -> DecodeQueue:
+        """The queue of long decodes of all connections."""
+        return self._inbound.decodes
 
     @property
     def waits_for_client(self) -> bool:

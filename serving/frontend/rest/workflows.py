@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from starlette.types import Receive
 from torchere.serving.config.server_settings import SnapshotWorkflow
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import wording
-from torchere.serving.frontend.budgets import DecodeQueue
 from torchere.serving.frontend.call_scope import CallScope, current_call
 from torchere.serving.frontend.control import flag, integer, text
 from torchere.serving.frontend.description import workflow_page_text, workflow_text
@@ -43,7 +42,7 @@ from torchere.serving.frontend.rest.management import page_of, parameters_of
 from torchere.serving.frontend.rest.wire import checked_status, handler_headers
 from torchere.serving.frontend.services import Services
 from torchere.serving.frontend.workflows import WorkflowPlane
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse
 
 
 class WorkflowRoutes:
@@ -124,7 +123,7 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[R
         content_type = request.headers.get("content-type", "")
         parse = partial(body_parameters, content_type, body)
         is_long = takes_long(content_type, len(body))
-        parameters = await _in_turn(decodes, parse, caller) if is_long else parse()
+        parameters = await decodes.run(parse, caller) if is_long else parse()
         asked = prioritised(InferRequest(request_id_of(request.scope), parameters, headers, deadline_s))
         run = workflows.infer(workflow, asked, services.budgets)
         return _response(await _unless_gone(request.receive, run))
@@ -153,25 +152,6 @@ async def _unless_gone(receive: Receive, run: Coroutine[Any, Any, InferResponse]
         gone.cancel()
         running.cancel()  # no effect when it is done
         await asyncio.gather(running, gone, return_exceptions=True)
-
-
-async def _in_turn(
-    decodes: DecodeQueue, parse: Callable[[], tuple[Parameter, ...]], client: str
-) -> tuple[Parameter, ...]:
-    """Convert a long body to the parameters of the first step, in a thread."""
-    decoded: asyncio.Future[tuple[Parameter, ...]] = asyncio.get_running_loop().create_future()
-
-    def come_back(done: asyncio.Future[tuple[Parameter, ...]]) -> None:
-        error = done.exception()
-        if decoded.done():
-            return
-        decoded.set_exception(error) if error else decoded.set_result(done.result())
-
-    queued = decodes.add(parse, come_back, client)
-    try:
-        return await decoded
-    finally:
-        queued.withdraw()
 
 
 def _response(answer: InferResponse) -> Response:

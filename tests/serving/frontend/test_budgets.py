@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,15 @@ from torchere.serving.config.server_settings import Limits
 from torchere.serving.frontend.budgets import (
     ALL,
     CONNECTION,
+    LEAST_TURN_S,
     MIN_KEY_FREE_BYTES,
+    MOST_ITERATION_S,
+    SHARED_TURN_S,
     BudgetExceeded,
     Budgets,
     ConnectionBudget,
     DecodeQueue,
+    LoopTurns,
 )
 from torchere.serving.frontend.services import budgets_of
 
@@ -157,3 +162,55 @@ def test_a_client_with_many_functions_keeps_others_waiting_for_one_of_its_own():
 
     asyncio.run(main())
     assert began == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
+
+
+def test_a_function_that_is_awaited_has_its_turn_too():
+    ended: list[int] = []
+
+    async def main():
+        queue = DecodeQueue()
+        assert await queue.run(partial(int, "7"), "client") == 7
+        with pytest.raises(ValueError, match="seven"):
+            await queue.run(partial(int, "seven"), "client")
+        go_on = threading.Event()
+        first = asyncio.ensure_future(queue.run(partial(go_on.wait, 20), "client"))
+        second = asyncio.ensure_future(queue.run(partial(ended.append, 2), "client"))
+        await asyncio.sleep(0)
+        second.cancel()  # it is withdrawn
+        await asyncio.sleep(0)
+        go_on.set()
+        assert await first
+        await queue.run(partial(ended.append, 3), "client")
+
+    asyncio.run(main())
+    assert ended == [3]
+
+
+def test_less_is_parsed_in_each_iteration_while_iterations_are_too_long():
+    async def main():
+        loop = asyncio.get_running_loop()
+        turns = LoopTurns()
+
+        async def parse(iterations, work):
+            done = loop.create_future()
+            left = iter(range(iterations))
+
+            def go_on():
+                loop.call_soon(work)
+                turns.spend(turns.turn_s)
+                if next(left, None) is None:
+                    done.set_result(None)
+                else:
+                    turns.put_off(go_on)
+
+            turns.put_off(go_on)
+            await done
+
+        await parse(5, lambda: time.sleep(2 * MOST_ITERATION_S))
+        slowed_s = turns.turn_s
+        await parse(60, lambda: None)
+        return slowed_s, turns.turn_s
+
+    slowed_s, after_s = asyncio.run(main())
+    assert LEAST_TURN_S <= slowed_s < SHARED_TURN_S / 4
+    assert slowed_s < after_s <= SHARED_TURN_S
