@@ -7,6 +7,7 @@ or overlap, and each local header matches the directory.
 
 from __future__ import annotations
 
+import lzma
 import stat
 import struct
 import zipfile
@@ -220,7 +221,7 @@ def _exactly(file: BinaryIO, size: int) -> bytes:
 
 
 # Errors of Python's zipfile for a file that is damaged, or packed by an unknown method.
-DAMAGED = (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error)
+DAMAGED = (zipfile.BadZipFile, EOFError, NotImplementedError, lzma.LZMAError, zlib.error)
 _REPACK = "pack the archive again"
 _MAX_RECORDS = 100_000  # of one file of weights
 _EMPTY_DEFLATED_BYTES = 2  # some tools "compress" directories

@@ -15,7 +15,7 @@ import tarfile
 import zipfile
 from typing import BinaryIO
 
-from torchere.archiver.container.zip import DAMAGED, check_zip
+from torchere.archiver.container.zip import DAMAGED, DEFLATED, STORED, check_zip
 from torchere.archiver.errors import ArchiveError
 
 MAX_PICKLE_BYTES = 64 * 2**20  # the numbers lie beside the pickle, so even large models stay far below
@@ -162,7 +162,8 @@ def _collect(file: BinaryIO, found: set[str], depth: int, also: frozenset[str]) 
                 found.add("TorchScript")  # torch.load passes it to torch.jit.load
             if not base.endswith((".pkl", ".pt")) and base not in also:
                 continue
-            if info.file_size > MAX_PICKLE_BYTES:
+            # torch reads no other methods than these two.
+            if info.file_size > MAX_PICKLE_BYTES or info.compress_type not in (STORED, DEFLATED):
                 found.add(UNKNOWN)
                 continue
             found.update(_inner(archive.read(info), depth, also))

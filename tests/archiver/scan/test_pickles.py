@@ -95,3 +95,16 @@ def test_pickles_are_found_in_files_within_files() -> None:
 def test_a_damaged_zip_is_unknown() -> None:
     data = b"PK\3\4 and nothing"
     assert foreign_names_in(io.BytesIO(data), len(data)) == (UNKNOWN,)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_pickle_that_torch_does_not_unpack_is_unknown(method: int, is_damaged: bool) -> None:
+    outer = io.BytesIO()
+    with zipfile.ZipFile(outer, "w", method) as archive:
+        archive.writestr("m/data.pkl", pickle.dumps([1], protocol=2))
+    data = bytearray(outer.getvalue())
+    if is_damaged:
+        at = data.index(b"data.pkl") + len(b"data.pkl")
+        data[at : at + 12] = b"\xff" * 12
+    assert foreign_names_in(io.BytesIO(data), len(data)) == (UNKNOWN,)
