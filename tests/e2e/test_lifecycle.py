@@ -176,7 +176,7 @@ def test_tokens_are_asked_for_by_default(pack: Any, start_server: Any) -> None:
     keys = json.loads((server.folder / "key_file.json").read_text())
     allowed = server.call("GET", "/predictions/pid", authorization=f"Bearer {keys['inference']['key']}")
     assert allowed.status == 200
-    assert server.call("GET", "/readyz").json()["status"] == "ready"
+    server.until_ready()
 
 
 def test_a_server_that_lacks_an_archive_of_its_start_is_unready_until_it_is_registered(
