@@ -149,7 +149,7 @@ class Prediction(Exchange, Request):
             return
         speaks_json = head.target is not None and head.target.speaks_json
         parse = partial(body_parameters, head.content_type, body, speaks_json=speaks_json)
-        if takes_long(head.content_type, len(body)):
+        if takes_long(head.content_type, body):
             self._refuse_unknown()
             self.in_turn(self._ask, parse)
         else:

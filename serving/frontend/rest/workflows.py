@@ -122,7 +122,7 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[R
         body = await read_body(request.receive, length, max_bytes)
         content_type = request.headers.get("content-type", "")
         parse = partial(body_parameters, content_type, body)
-        is_long = takes_long(content_type, len(body))
+        is_long = takes_long(content_type, body)
         parameters = await decodes.run(parse, caller) if is_long else parse()
         asked = prioritised(InferRequest(request_id_of(request.scope), parameters, headers, deadline_s))
         run = workflows.infer(workflow, asked, services.budgets)

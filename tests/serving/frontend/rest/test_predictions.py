@@ -435,9 +435,19 @@ def test_a_long_form_is_read_off_the_loop(planes, talk, monkeypatch):
 
 MULTIPART = b"Content-Type: multipart/form-data; boundary=b\r\n"
 PART = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n%b\r\n--b--'
+PARTS = b'--b\r\nContent-Disposition: form-data; name="a"%b\r\n\r\n1\r\n'  # any number, and then `--b--`
 
 
-def test_a_long_multipart_body_is_read_off_the_loop(planes, talk, monkeypatch):
+@pytest.mark.parametrize(
+    "long",
+    [
+        PART % bytes(INLINE_MULTIPART_BYTES),
+        PARTS % (b"\r\na: b" * 10) * 100 + b"--b--",
+        PARTS % (b";a=b" * 20) * 100 + b"--b--",
+    ],
+    ids=["bytes", "lines", "options"],
+)
+def test_a_multipart_body_that_takes_long_is_read_off_the_loop(planes, talk, monkeypatch, long):
     threads = []
 
     def noting(*args, **how):
@@ -445,8 +455,7 @@ def test_a_long_multipart_body_is_read_off_the_loop(planes, talk, monkeypatch):
         return body_parameters(*args, **how)
 
     monkeypatch.setattr(predictions, "body_parameters", noting)
-    short, long = PART % b"1", PART % bytes(INLINE_MULTIPART_BYTES)
-    messages = [plain(body, headers=MULTIPART + last) for body, last in ((short, b""), (long, CLOSE))]
+    messages = [plain(body, headers=MULTIPART + last) for body, last in ((PART % b"1", b""), (long, CLOSE))]
     assert talk(*messages, max_request_bytes=100_000).count(b"HTTP/1.1 200 OK") == 2
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
