@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import uvloop
 
+from torchere.serving.frontend import budgets
+from torchere.serving.frontend.budgets import LoopTurns
 from torchere.serving.frontend.rest.asgi import AppExchange
 from torchere.serving.frontend.rest.bodies import MAX_LINE_BYTES, Chunks
 from torchere.serving.frontend.rest.exchange import Exchange
@@ -421,3 +423,32 @@ def test_nobody_can_fill_the_log_with_bad_requests(planes, text, caplog):
     caplog.set_level(logging.WARNING)
     assert said_to(planes, text)
     assert not [record for record in caplog.records if record.name.startswith("torchere")]
+
+
+def test_chunks_wait_for_their_turn_of_the_loop_and_none_is_forgotten(planes, monkeypatch):
+    waited = []
+    put_off = LoopTurns.put_off
+    monkeypatch.setattr(budgets, "SHARED_TURN_S", 1e-9)  # each read takes a whole turn
+    monkeypatch.setattr(budgets, "LEAST_TURN_S", 1e-9)
+    monkeypatch.setattr(LoopTurns, "put_off", lambda *args: waited.append(args) or put_off(*args))
+
+    async def ask(address, text):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(text)
+        try:
+            return await asyncio.wait_for(reader.read(), 60)
+        finally:
+            writer.close()
+
+    async def echo(request):
+        return InferResponse(request.parameters[0].value)
+
+    async def main():
+        planes.data.behave = echo
+        async with planes.serving(max_request_bytes=100_000) as server:
+            text = chunked(*[b"x"] * 20_000) + chunked(b"a", b"b", headers=CLOSE)
+            return await asyncio.gather(*[ask(server.address, text) for _ in range(4)])
+
+    for answer in asyncio.run(main()):
+        assert answers(answer) == [(200, b"x" * 20_000), (200, b"ab")]
+    assert waited
