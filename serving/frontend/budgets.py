@@ -39,7 +39,8 @@ CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 # zlib releases the GIL. What takes longer to inflate than these costs the loop more than a thread does; a
 # kilobyte may hold a megabyte, and one read of a connection hundreds of them, so both sizes count.
 INLINE_BYTES = 1024  # compressed
-INLINE_INFLATED_BYTES = 16_384
+# What it says may take more: 4 KB of inputs for a model take 3 ms to translate.
+INLINE_INFLATED_BYTES = 4096
 
 # Of parsing in one iteration of the event loop, for all connections together. Each connection has a turn of
 # its own (`TURN_S` in `http2/connection.py`), but hundreds of those in a row keep the loop for seconds.
@@ -142,6 +143,11 @@ class ConnectionBudget:
     def decodes(self) -> DecodeQueue:
         """The queue of long decodes of all connections."""
         return self._budgets.decodes
+
+    @property
+    def turns(self) -> LoopTurns:
+        """The time of the event loop."""
+        return self._budgets.turns
 
     def take(self, size: int, key_free: bool = False) -> None:
         """Count `size` bytes more.
@@ -356,6 +362,18 @@ class LoopTurns:
         self._waiting.append(go_on)
         self._look()
         self._schedule()
+
+    async def another(self, cost_s: float) -> None:
+        """Wait for a later iteration that has time for work of about `cost_s`."""
+        coming: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def go_on() -> None:
+            if not coming.done():
+                coming.set_result(None)
+                self.spend(cost_s)
+
+        self.put_off(go_on)
+        await coming
 
     def _look(self) -> None:
         self.are_over = self._spent_s >= self.turn_s or bool(self._waiting)

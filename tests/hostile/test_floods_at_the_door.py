@@ -32,6 +32,7 @@ from floods import CONTROL_S, FLOOD_S, RATE_BYTES, Figures
 from servers import start
 
 from torchere.serving.frontend.connection_limit import MIN_FILES
+from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest
 
 MAX_CONNECTIONS = 150
 ATTACKERS = 8
@@ -298,6 +299,26 @@ CALLS: dict[str, Callable[[int, str], bytes]] = {
 }
 
 
+# A request for a model that is not there: its inputs are read all the same.
+ASKED = ModelInferRequest(model_name="m")
+ASKED.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(1)
+MANY_INPUTS = ASKED.SerializeToString() + 599 * ModelInferRequest(inputs=ASKED.inputs).SerializeToString()
+
+
+def many_requests(stream_id: int, method: str) -> bytes:
+    message = ASKED.SerializeToString()
+    return head(stream_id, method) + data(
+        stream_id, (b"\0" + struct.pack(">I", len(message)) + message) * 300
+    )
+
+
+TENSOR_CALLS: dict[str, tuple[str, Callable[[int, str], bytes]]] = {
+    "compressed messages of many inputs": (INFER, partial(compressed, gzip.compress(MANY_INPUTS))),
+    "compressed requests of many inputs": (STREAM, partial(compressed, gzip.compress(MANY_INPUTS))),
+    "streams of many requests": (STREAM, many_requests),
+}
+
+
 class Attack:
     """Calls without end from `ATTACKERS` connections, which are made again when the server closes them."""
 
@@ -359,6 +380,16 @@ def test_predictions_of_anybody_delay_no_others(open_server, capsys, name, metho
     with Attack(open_server.grpc["inference"], lambda stream_id: CALLS[name](stream_id, method)) as attack:
         control.ask_for(ATTACK_S)
     control.check(f"{name} for {method.rpartition('/')[2]}", capsys, HELD_BYTES)
+    assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
+
+
+@pytest.mark.parametrize("name", TENSOR_CALLS)
+def test_requests_of_tensors_delay_no_others(open_server, capsys, name):
+    method, call = TENSOR_CALLS[name]
+    control = Control(open_server)
+    with Attack(open_server.grpc["inference"], lambda stream_id: call(stream_id, method)) as attack:
+        control.ask_for(ATTACK_S)
+    control.check(name, capsys, HELD_BYTES)
     assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
 
 

@@ -18,7 +18,6 @@ from torchere.serving.frontend.grpc.open_inference_messages import (
     decode_request,
     encode_response,
     infer_response,
-    tensor_request,
 )
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelInferRequest,
@@ -88,7 +87,7 @@ class Tensors(NamedTuple):
         if not message.model_name:
             raise InvalidRequest("Parameter model_name is required.")
         model, version = message.model_name, message.model_version or None
-        tensors = tensor_request(request)
+        tensors = request.translated()
         try:
             facts = self.context.dataplane.facts(model, version)
         except NotFound as error:
@@ -126,6 +125,7 @@ class _ModelInfer(GrpcPrediction):
         self._read: Reader = read_framed
 
     def asked(self, message: TensorMessage) -> Asked:
+        self.stream.keep(max(0, message.size - self.stream.kept_bytes))
         asked, self._read = self._tensors.asked(message, self)
         self._raw, self._id = message.is_raw, message.id
         return asked

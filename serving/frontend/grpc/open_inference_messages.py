@@ -41,6 +41,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
     ParameterValue,
     TensorRequest,
+    check_count,
     input_tensor,
     refuse_shared_memory,
 )
@@ -71,6 +72,8 @@ def tensor_request(request: TensorMessage) -> TensorRequest:
         InvalidRequest: a field is invalid; the text names it.
     """
     message, raw = request.fields, request.raw
+    check_count("inputs", len(message.inputs))
+    check_count("outputs", len(message.outputs))
     if raw and len(raw) != len(message.inputs):
         raise InvalidRequest(
             f"raw_input_contents: found {len(raw)}, expected one for each of {len(message.inputs)}"
@@ -224,11 +227,11 @@ _TENSOR_TAGS = (5 << 3 | 2, 6 << 3 | 2)  # of `inputs` and `outputs` of a reques
 class TensorMessage:
     """A request with its raw tensors and its id held apart from the rest, its head.
 
-    `head` is empty if the message was decoded at once; `fields` may lack the tensors. `size`: of the message
-    as it was received, in bytes.
+    `head` is empty if the message was decoded at once; `fields` may lack the tensors. `size`: bytes of the
+    message as it was received, or of its tensors, whichever are more.
     """
 
-    __slots__ = ("_fields", "head", "id", "raw", "size")
+    __slots__ = ("_fields", "_translated", "head", "id", "raw", "size")
 
     def __init__(self, head: bytes, call_id: str, raw: Sequence[Raw]) -> None:
         self.head = head
@@ -236,6 +239,7 @@ class TensorMessage:
         self.raw = raw
         self.size = 0
         self._fields: ModelInferRequest | None = None
+        self._translated: TensorRequest | InvalidRequest | None = None
         if not 0 < len(head) <= KNOWN_HEAD_BYTES:  # its translation is never kept
             self._fields, self.head = self._decoded(head), b""
 
@@ -257,6 +261,29 @@ class TensorMessage:
         if self._fields is None:
             self._fields = self._decoded(self.head)
         return self._fields
+
+    def translate(self) -> None:
+        """Translate the message for `translated`. It may take long, so it belongs to the decoding."""
+        try:
+            self._translated = request = tensor_request(self)
+        except InvalidRequest as error:
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # its frames have this message
+            self._translated = error
+            return
+        self.size = max(self.size, sum([len(tensor.raw) for tensor in request.inputs]))
+
+    def translated(self) -> TensorRequest:
+        """Return the translation, and forget it; see `tensor_request`.
+
+        Raises:
+            InvalidRequest: a field is invalid; the text names it.
+        """
+        if self._translated is None:
+            return tensor_request(self)
+        found, self._translated = self._translated, None
+        if isinstance(found, InvalidRequest):
+            raise found
+        return found
 
     def _decoded(self, head: bytes) -> ModelInferRequest:
         fields = ModelInferRequest.FromString(head)
@@ -297,6 +324,8 @@ def decode_request(message: Received, known: Container[Hashable] = ()) -> Tensor
     if cut.head and cut.head not in known:
         _ = cut.fields  # so that it fails here
     cut.size = len(message)
+    if not cut.head or cut.head not in known:
+        cut.translate()
     return cut
 
 

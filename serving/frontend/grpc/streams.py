@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 from google.protobuf.message import Message
 
 from torchere.serving.batching.request import Request
-from torchere.serving.frontend.budgets import Lease
+from torchere.serving.frontend.budgets import INLINE_BYTES, Lease
 from torchere.serving.frontend.call_scope import CANCELLED, CallScope
 from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, Received, StatusCode
@@ -26,6 +26,7 @@ Answerer = Callable[["TaskCall", Any], Awaitable[None]]
 # Limits of one call's queued messages; at either limit its stream is paused.
 MESSAGES_AHEAD = 16
 BYTES_AHEAD = 2**20
+MESSAGE_S = 0.0001  # of the event loop for a short message: its decoding, its tasks and its answer
 # Delay after its deadline until a call is ended here. The data plane ends and counts predictions at their
 # deadline; this timer is for calls that wait for something else.
 LATE_S = 0.1
@@ -146,8 +147,8 @@ class StreamTaskCall(TaskCall):
                 return
             self.stream.resume()
             if self._messages:
-                # They were received before: a client of many small ones would keep the loop to itself.
-                await asyncio.sleep(0)
+                # They were received before: clients of many small ones would keep the loop to themselves.
+                await self.stream.turns.another(len(self._messages) * MESSAGE_S)
             elif not self._half_closed:
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
@@ -169,18 +170,43 @@ class StreamTaskCall(TaskCall):
         if inflated is not None:
             return self.decoded(inflated)
         lease = self.stream.hold_while_inflating(message)
+        if len(message) <= INLINE_BYTES:  # one read has hundreds of them, and each hand-over costs the loop
+            try:
+                decoding = self.stream.decodes.run(partial(self._inflated_apart, message), self.stream.caller)
+                return _decoded(await decoding)
+            finally:
+                lease.end()
         inflated = await asyncio.to_thread(_inflate, message, lease, asyncio.get_running_loop())
         size = len(inflated)
         self.stream.keep(size)
-        decoded = await self.stream.decodes.run(partial(self.decoded_apart, inflated), self.stream.caller)
-        self.stream.let_go(size)
-        if isinstance(decoded, MessageFailed):
-            raise decoded
-        return decoded
+        decoding = self.stream.decodes.run(partial(self.decoded_apart, inflated), self.stream.caller)
+        del inflated
+        try:
+            return _decoded(await decoding)
+        finally:
+            self.stream.let_go(size)
+
+    def _inflated_apart(self, message: Compressed) -> Any:
+        """As `decoded_apart`, for a short message that is still compressed."""
+        try:
+            return self.decoded_apart(message.inflated())
+        except MessageFailed as error:
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+            return error
 
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
+
+
+def _decoded(found: Any) -> Any:
+    """Return what `decoded_apart` returned, or raise it."""
+    try:
+        if isinstance(found, MessageFailed):
+            raise found
+        return found
+    finally:
+        del found  # the error's traceback has this frame: a cycle that keeps the message
 
 
 def _inflate(message: Compressed, lease: Lease, loop: asyncio.AbstractEventLoop) -> bytes:

@@ -7,7 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ConnectionBudget, DecodeQueue, Lease
+from torchere.serving.frontend.budgets import (
+    BudgetExceeded,
+    Budgets,
+    ConnectionBudget,
+    DecodeQueue,
+    Lease,
+    LoopTurns,
+)
 from torchere.serving.frontend.http2.frames import (
     DATA,
     DEFAULT_FRAME_BYTES,
@@ -107,6 +114,11 @@ class InboundFlow:
     def decodes(self) -> DecodeQueue:
         """The queue of long decodes of all connections."""
         return self._budget.decodes
+
+    @property
+    def turns(self) -> LoopTurns:
+        """The time of the event loop."""
+        return self._budget.turns
 
     def consume(self, stream: StreamFlow | None, size: int) -> None:
         """Count DATA that arrived. The connection's window is extended at once, a stream's by `extend`.

@@ -158,8 +158,7 @@ def check_names(where: str, names: Sequence[str]) -> None:
     Raises:
         InvalidRequest: a name is invalid; the text names the field, as `inputs[3].name`.
     """
-    if len(names) > MAX_TENSORS:
-        raise InvalidRequest(f"{where}: found {len(names)}, expected at most {MAX_TENSORS}")
+    check_count(where, len(names))
     seen: dict[str, int] = {}
     for index, name in enumerate(names):
         if not name:
@@ -171,6 +170,16 @@ def check_names(where: str, names: Sequence[str]) -> None:
                 "does not have"
             )
         seen[name] = index
+
+
+def check_count(where: str, count: int) -> None:
+    """Refuse too many tensors.
+
+    Raises:
+        InvalidRequest: there are more than `MAX_TENSORS`.
+    """
+    if count > MAX_TENSORS:
+        raise InvalidRequest(f"{where}: found {count}, expected at most {MAX_TENSORS}")
 
 
 def check_length(where: str, text: str) -> None:

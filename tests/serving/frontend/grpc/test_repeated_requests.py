@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors.answer import FRAME
 from torchere.serving.errors import InvalidRequest, ModelNotFound, ServingError
-from torchere.serving.frontend.grpc import open_inference
+from torchere.serving.frontend.grpc import open_inference_messages
 from torchere.serving.frontend.grpc.call import PredictionContext
 from torchere.serving.frontend.grpc.open_inference import Tensors
 from torchere.serving.frontend.grpc.open_inference_messages import (
@@ -139,7 +140,7 @@ def test_a_bad_call_with_a_known_head_is_refused_as_the_first_time(other):
 def test_a_repeated_request_is_not_translated_again(monkeypatch):
     one = tensors(Plane())
     first = asked(one, message(call_id="1"))
-    monkeypatch.setattr(open_inference, "tensor_request", None)
+    monkeypatch.setattr(open_inference_messages, "tensor_request", None)
     again = asked(one, message(call_id="2", raw=bytes(range(16))), METADATA[2])
     assert again[2] == [("x", bytes(range(16)), first[2][0][2])]
     assert again[5] == 3
@@ -237,3 +238,29 @@ def test_bytes_behind_the_last_tensor_are_left_out():
 def test_a_body_that_has_an_id_keeps_it_each_time():
     answers = RawAnswers()
     assert [whole(answers.encode(framed(b"abc", id="own"), "7")).id for _ in range(2)] == ["own", "own"]
+
+
+def test_a_request_is_translated_with_its_decoding_and_once(monkeypatch):
+    one = tensors(Plane())
+    decoded = one.decode(message(typed=True))
+    assert decoded.translated().inputs[0].raw == np.ones(4, "<f4").tobytes()
+    bad = one.decode(message(typed=True, shape=(1, 5)))
+    monkeypatch.setattr(open_inference_messages, "tensor_request", None)
+    with pytest.raises(InvalidRequest, match="found 4 elements, expected 5"):
+        bad.translated()
+
+
+def test_tensors_that_are_longer_than_their_message_count():
+    made = ModelInferRequest(model_name="b")
+    made.inputs.add(name="x", datatype="INT64", shape=[1000]).contents.int64_contents.extend([1] * 1000)
+    text = made.SerializeToString()
+    assert tensors(Plane()).decode(text).size == 8000 > len(text)
+
+
+def test_inputs_that_are_too_many_are_not_translated(monkeypatch):
+    monkeypatch.setattr(open_inference_messages, "_input", None)
+    made = ModelInferRequest(model_name="b")
+    for _ in range(1001):
+        made.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(1)
+    refused = asked(tensors(Plane()), made.SerializeToString())
+    assert refused == (InvalidRequest, "inputs: found 1001, expected at most 1000")

@@ -174,7 +174,8 @@ def test_a_message_in_tiny_pieces_costs_about_its_size():
     ("message", "limit_bytes", "is_short"),
     [
         (b"m" * 1000, 10**6, True),
-        (bytes(16_000), 10**6, True),
+        (bytes(4000), 10**6, True),
+        (bytes(5000), 10**6, False),
         (bytes(900_000), 10**6, False),  # less than a kilobyte, but the loop would wait for it
         (bytes(range(256)) * 3 + bytes(random.Random(0).randbytes(2000)), 10**6, False),
     ],

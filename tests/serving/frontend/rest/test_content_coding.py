@@ -109,7 +109,7 @@ def test_what_is_packed_is_what_python_unpacks(size, coding):
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 def test_a_body_that_is_short_in_both_forms_is_inflated_at_once(coding):
-    assert inflate_if_short(deflate(bytes(16_000), coding), coding) == bytes(16_000)
+    assert inflate_if_short(deflate(bytes(4000), coding), coding) == bytes(4000)
     assert inflate_if_short(deflate(bytes(900_000), coding)[:1024], coding) is None
     assert inflate_if_short(deflate(bytes(90_000), coding), coding) is None
     for spoilt in (b"none", deflate(b"m", coding)[:-1], deflate(b"m", coding) + b"n", BARE):
