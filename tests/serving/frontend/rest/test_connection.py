@@ -430,7 +430,12 @@ def test_chunks_wait_for_their_turn_of_the_loop_and_none_is_forgotten(planes, mo
     put_off = LoopTurns.put_off
     monkeypatch.setattr(budgets, "SHARED_TURN_S", 1e-9)  # each read takes a whole turn
     monkeypatch.setattr(budgets, "LEAST_TURN_S", 1e-9)
-    monkeypatch.setattr(LoopTurns, "put_off", lambda *args: waited.append(args) or put_off(*args))
+
+    def counted(*args):
+        waited.append(args)
+        put_off(*args)
+
+    monkeypatch.setattr(LoopTurns, "put_off", counted)
 
     async def ask(address, text):
         reader, writer = await asyncio.open_connection(address.host, address.port)
