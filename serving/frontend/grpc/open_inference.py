@@ -125,7 +125,8 @@ class _ModelInfer(GrpcPrediction):
         self._read: Reader = read_framed
 
     def asked(self, message: TensorMessage) -> Asked:
-        self.stream.keep(max(0, message.size - self.stream.kept_bytes))
+        if message.size > self.stream.kept_bytes:  # its tensors are longer than the message
+            self.stream.keep(message.size - self.stream.kept_bytes)
         asked, self._read = self._tensors.asked(message, self)
         self._raw, self._id = message.is_raw, message.id
         return asked
