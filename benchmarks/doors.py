@@ -119,6 +119,14 @@ class Transport(asyncio.Transport):
         """Keep them."""
         self.last = bytes(data[-1] if isinstance(data, list) else data)
 
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        """No limits: all is sent at once."""
+        return 0, 0
+
+    def get_write_buffer_size(self) -> int:
+        """Nothing is left."""
+        return 0
+
     def is_closing(self) -> bool:
         """Never."""
         return False
@@ -253,12 +261,17 @@ def connected(protocol: Any) -> SimpleNamespace:
     return SimpleNamespace(protocol=protocol, transport=transport)
 
 
+def services_without_turns() -> Services:
+    """Services of which connections put nothing off: a round is one iteration of the event loop."""
+    services = Services(ServerSettings(), Metrics("host"))
+    services.budgets.turns.turn_s = float("inf")
+    return services
+
+
 def grpc_door(method: str, deadline: Callable[[int], str]) -> Door:
     """A connection whose client has said hello, and accepts any number of bytes."""
     plane: Any = FramedPlane() if method.endswith("ModelInfer") else Plane()
-    server = inference_server(
-        plane, plane, Services(ServerSettings(), Metrics("host")), Address("127.0.0.1", 0)
-    )
+    server = inference_server(plane, plane, services_without_turns(), Address("127.0.0.1", 0))
     connection = connected(Http2Connection(server._listener))
     grown = struct.pack(">I", 2**30)
     fed(connection.protocol, PREFACE + frame(SETTINGS, 0, 0) + frame(WINDOW_UPDATE, 0, 0, grown))
@@ -268,7 +281,7 @@ def grpc_door(method: str, deadline: Callable[[int], str]) -> Door:
 
 def rest_doors() -> dict[str, Door]:
     """The cases over REST, on one connection."""
-    services = Services(ServerSettings(), Metrics("host"))
+    services = services_without_turns()
     unasked: Any = SimpleNamespace(workflows=None)  # the plane of routes that are not called
     listener = listener_of(frozenset({"inference"}), Plane(), unasked, services)  # type: ignore[arg-type]
     connection = connected(Connection(listener))
