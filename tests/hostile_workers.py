@@ -143,6 +143,7 @@ class Rig:
     async def attack(self, *sources: str) -> None:
         """Run each source, and have the worker answer again behind it."""
         for source in sources:
+            await until(lambda: self.pool.free, 40)  # a signal may end the worker behind its answer
             await self.run(source)
             await self.answers_again()
             assert self.loop_went_on, source

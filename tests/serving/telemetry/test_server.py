@@ -167,7 +167,8 @@ def test_both_protocols_are_measured_traced_and_logged(settings, spans, caplog):
         if (match := re.match(r'torchere_stage_duration_seconds_sum\{.*stage="(\w+)"', name))
     }
     assert sum(stages.values()) == pytest.approx(found[f"torchere_request_duration_seconds_sum{{{version}}}"])
-    assert 0.04 <= stages["inference"] < stages["batch_wait"]  # two alone, and 30 ms for company each
+    assert stages["inference"] >= 0.04  # two alone
+    assert stages["batch_wait"] >= 0.055  # and 30 ms for company each
     assert 0.008 <= stages["postprocess"] < stages["inference"]
 
     by_trace = defaultdict(list)
