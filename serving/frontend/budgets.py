@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 Decoded = TypeVar("Decoded")
+Refusal = TypeVar("Refusal", bound=Exception)
 
 DEFAULT_BYTES = 2**31  # of all connections; a server derives it from its memory
 CONNECTION_SHARE = 4  # one connection gets at most 1/CONNECTION_SHARE of the limit
@@ -129,25 +130,21 @@ class Budgets:
 
 
 class ConnectionBudget:
-    """Bytes that one connection holds. Return each byte taken exactly once, with `give` or `give_all`."""
+    """Bytes that one connection holds. Return each byte taken exactly once, with `give` or `give_all`.
 
-    __slots__ = ("_budgets", "_leased_bytes", "held_bytes", "key_free_bytes")
+    Attributes:
+        budgets: those of the server.
+        held_bytes: in all.
+        key_free_bytes: of these, without a key.
+    """
+
+    __slots__ = ("_leased_bytes", "budgets", "held_bytes", "key_free_bytes")
 
     def __init__(self, budgets: Budgets) -> None:
-        self._budgets = budgets
-        self.held_bytes = 0  # in all
-        self.key_free_bytes = 0  # of these, without a key
-        self._leased_bytes = 0  # of these, by leases
-
-    @property
-    def decodes(self) -> DecodeQueue:
-        """The queue of long decodes of all connections."""
-        return self._budgets.decodes
-
-    @property
-    def turns(self) -> LoopTurns:
-        """The time of the event loop."""
-        return self._budgets.turns
+        self.budgets = budgets
+        self.held_bytes = 0
+        self.key_free_bytes = 0
+        self._leased_bytes = 0  # of all, by leases
 
     def take(self, size: int, key_free: bool = False) -> None:
         """Count `size` bytes more.
@@ -155,7 +152,7 @@ class ConnectionBudget:
         Raises:
             BudgetExceeded: there is no room for them; nothing was counted.
         """
-        budgets = self._budgets
+        budgets = self.budgets
         held, total = self.held_bytes + size, budgets.held_bytes + size
         if (
             held > budgets.connection_limit_bytes
@@ -172,17 +169,17 @@ class ConnectionBudget:
     def give(self, size: int, key_free: bool = False) -> None:
         """Give back `size` bytes that were taken."""
         self.held_bytes -= size
-        self._budgets.held_bytes -= size
+        self.budgets.held_bytes -= size
         if key_free:
             self.key_free_bytes -= size
-            self._budgets.key_free_bytes -= size
+            self.budgets.key_free_bytes -= size
 
     def give_all(self) -> None:
         """Return all bytes that the connection holds, except leased ones."""
         size = self.held_bytes - self._leased_bytes
         if size:
-            self._budgets.held_bytes -= size
-            self._budgets.key_free_bytes -= self.key_free_bytes
+            self.budgets.held_bytes -= size
+            self.budgets.key_free_bytes -= self.key_free_bytes
             self.held_bytes, self.key_free_bytes = self._leased_bytes, 0
 
     def lease_inflation(self, size: int, limit_bytes: int) -> Lease:
@@ -313,6 +310,19 @@ class DecodeQueue:
         then, queued.then = queued.then, None
         if then is not None and not running.cancelled():
             then(running)
+
+
+def outcome_of(work: Callable[[], Decoded], expected: type[Refusal]) -> Decoded | Refusal:
+    """Return the result of a decode, or the `expected` error that it raised.
+
+    The frames of its traceback hold the decoded objects. Freeing millions of them takes a tenth of a second,
+    so that happens here, in the thread.
+    """
+    try:
+        return work()
+    except expected as error:
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        return error
 
 
 class QueuedDecode:

@@ -177,6 +177,7 @@ def test_tokens_are_asked_for_by_default(pack: Any, start_server: Any) -> None:
     allowed = server.call("GET", "/predictions/pid", authorization=f"Bearer {keys['inference']['key']}")
     assert allowed.status == 200
     server.until_ready()
+    assert server.call("GET", "/readyz").json()["status"] == "ready"
 
 
 def test_a_server_that_lacks_an_archive_of_its_start_is_unready_until_it_is_registered(

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError
-from torchere.serving.frontend.budgets import Lease
+from torchere.serving.frontend.budgets import Lease, outcome_of
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.errors import Table, failure
@@ -114,17 +114,8 @@ class Call:
             raise MessageFailed(StatusCode.INTERNAL, "Exception deserializing request!") from err
 
     def decoded_apart(self, message: Received) -> Any:
-        """As `decoded`, but return `MessageFailed`; None if the call has ended. For the thread of decodes.
-
-        The frames of the error's traceback would keep the message, and what has been decoded of it.
-        """
-        if self.stream.ended:
-            return None
-        try:
-            return self.decoded(message)
-        except MessageFailed as error:
-            error.__traceback__ = error.__cause__ = error.__context__ = None
-            return error
+        """As `decoded`, but return `MessageFailed`; None if the call has ended. For the thread of decodes."""
+        return None if self.stream.ended else outcome_of(partial(self.decoded, message), MessageFailed)
 
     def end(self) -> None:
         """End the call with status OK, after the messages already sent."""
@@ -246,9 +237,9 @@ class UnaryCall(Call, ABC):
         # references the error: a cycle that keeps the message's bytes until the garbage collector runs.
         error = inflating.exception()
         if error is None:
-            message = inflating.result()
+            message, stream = inflating.result(), self.stream
             decode = partial(self.decoded_apart, message)
-            self.stream.decodes.add(decode, partial(self._decoded, lease, len(message)), self.stream.caller)
+            stream.budgets.decodes.add(decode, partial(self._decoded, lease, len(message)), stream.caller)
             return
         lease.end()
         if isinstance(error, Exception):  # the top of a call: `fail` logs a bug
@@ -259,12 +250,15 @@ class UnaryCall(Call, ABC):
         if self.stream.ended:
             return
         found = decoding.exception() or decoding.result()
+        if isinstance(found, Exception):
+            self.fail(found)
+            return
         try:
-            if not isinstance(found, Exception):
-                self._keep(size)
+            self._keep(size)
         except MessageFailed as err:
-            found = err
-        self.fail(found) if isinstance(found, Exception) else self.begin(found)
+            self.fail(err)
+            return
+        self.begin(found)
 
 
 class FunctionCall(UnaryCall):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from torchere.handlers.tensors import BYTES, Datatype, TensorError, check_shape,
 from torchere.handlers.tensors.answer import WantedOutput
 from torchere.handlers.tensors.codec import join_elements, split_elements
 from torchere.serving.errors import HandlerFailed, InvalidRequest
+from torchere.serving.frontend.budgets import outcome_of
 from torchere.serving.frontend.grpc.fields import LONG_BYTES, Fields
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     InferParameter,
@@ -264,13 +266,9 @@ class TensorMessage:
 
     def translate(self) -> None:
         """Translate the message for `translated`. It may take long, so it belongs to the decoding."""
-        try:
-            self._translated = request = tensor_request(self)
-        except InvalidRequest as error:
-            error.__traceback__ = error.__cause__ = error.__context__ = None  # its frames have this message
-            self._translated = error
-            return
-        self.size = max(self.size, sum([len(tensor.raw) for tensor in request.inputs]))
+        self._translated = found = outcome_of(partial(tensor_request, self), InvalidRequest)
+        if isinstance(found, TensorRequest):
+            self.size = max(self.size, sum([len(tensor.raw) for tensor in found.inputs]))
 
     def translated(self) -> TensorRequest:
         """Return the translation, and forget it; see `tensor_request`.
@@ -321,10 +319,8 @@ def decode_request(message: Received, known: Container[Hashable] = ()) -> Tensor
         MessageFailed: it has too many fields.
     """
     cut = _cut(message) or TensorMessage.of_library(message)
-    if cut.head and cut.head not in known:
-        _ = cut.fields  # so that it fails here
     cut.size = len(message)
-    if not cut.head or cut.head not in known:
+    if cut.head not in known:  # an empty one never is
         cut.translate()
     return cut
 

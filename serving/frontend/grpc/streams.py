@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 from google.protobuf.message import Message
 
 from torchere.serving.batching.request import Request
-from torchere.serving.frontend.budgets import INLINE_BYTES, Lease
+from torchere.serving.frontend.budgets import INLINE_BYTES, Lease, outcome_of
 from torchere.serving.frontend.call_scope import CANCELLED, CallScope
 from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, Received, StatusCode
@@ -148,7 +148,7 @@ class StreamTaskCall(TaskCall):
             self.stream.resume()
             if self._messages:
                 # They were received before: clients of many small ones would keep the loop to themselves.
-                await self.stream.turns.another(len(self._messages) * MESSAGE_S)
+                await self.stream.budgets.turns.another(len(self._messages) * MESSAGE_S)
             elif not self._half_closed:
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
@@ -169,17 +169,17 @@ class StreamTaskCall(TaskCall):
         inflated = message.inflated_if_short()
         if inflated is not None:
             return self.decoded(inflated)
+        decodes, caller = self.stream.budgets.decodes, self.stream.caller
         lease = self.stream.hold_while_inflating(message)
         if len(message) <= INLINE_BYTES:  # one read has hundreds of them, and each hand-over costs the loop
             try:
-                decoding = self.stream.decodes.run(partial(self._inflated_apart, message), self.stream.caller)
-                return _decoded(await decoding)
+                return _decoded(await decodes.run(partial(self._inflated_apart, message), caller))
             finally:
                 lease.end()
         inflated = await asyncio.to_thread(_inflate, message, lease, asyncio.get_running_loop())
         size = len(inflated)
         self.stream.keep(size)
-        decoding = self.stream.decodes.run(partial(self.decoded_apart, inflated), self.stream.caller)
+        decoding = decodes.run(partial(self.decoded_apart, inflated), caller)
         del inflated
         try:
             return _decoded(await decoding)
@@ -188,11 +188,7 @@ class StreamTaskCall(TaskCall):
 
     def _inflated_apart(self, message: Compressed) -> Any:
         """As `decoded_apart`, for a short message that is still compressed."""
-        try:
-            return self.decoded_apart(message.inflated())
-        except MessageFailed as error:
-            error.__traceback__ = error.__cause__ = error.__context__ = None
-            return error
+        return outcome_of(lambda: self.decoded_apart(message.inflated()), MessageFailed)
 
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():

@@ -7,14 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchere.serving.frontend.budgets import (
-    BudgetExceeded,
-    Budgets,
-    ConnectionBudget,
-    DecodeQueue,
-    Lease,
-    LoopTurns,
-)
+from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ConnectionBudget, Lease
 from torchere.serving.frontend.http2.frames import (
     DATA,
     DEFAULT_FRAME_BYTES,
@@ -101,24 +94,14 @@ class InboundFlow:
         budget: for the bytes of calls that have not ended, and of streamed messages that are not consumed.
     """
 
-    __slots__ = ("_budget", "_unread_bytes", "_window", "_write", "limit_bytes")
+    __slots__ = ("_unread_bytes", "_window", "_write", "budget", "limit_bytes")
 
     def __init__(self, limit_bytes: int, write: Callable[[bytes], None], budget: ConnectionBudget) -> None:
         self.limit_bytes = limit_bytes
-        self._budget = budget
+        self.budget = budget
         self._write = write
         self._window = CONNECTION_WINDOW_BYTES
         self._unread_bytes = 0
-
-    @property
-    def decodes(self) -> DecodeQueue:
-        """The queue of long decodes of all connections."""
-        return self._budget.decodes
-
-    @property
-    def turns(self) -> LoopTurns:
-        """The time of the event loop."""
-        return self._budget.turns
 
     def consume(self, stream: StreamFlow | None, size: int) -> None:
         """Count DATA that arrived. The connection's window is extended at once, a stream's by `extend`.
@@ -168,11 +151,11 @@ class InboundFlow:
         """Return bytes of a message that is answered to the budget; has no effect once the call has ended."""
         size = min(size, stream.kept_bytes)
         stream.kept_bytes -= size
-        self._budget.give(size, stream.key_free)
+        self.budget.give(size, stream.key_free)
 
     def _take(self, stream: StreamFlow, size: int) -> None:
         try:
-            self._budget.take(size, stream.key_free)
+            self.budget.take(size, stream.key_free)
         except BudgetExceeded as error:
             raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {error}") from error
 
@@ -180,7 +163,7 @@ class InboundFlow:
         """Return consumed bytes to the budget."""
         size = min(size, stream.held_bytes)
         stream.held_bytes -= size
-        self._budget.give(size, stream.key_free)
+        self.budget.give(size, stream.key_free)
 
     def lease_inflation(self, size: int, limit_bytes: int) -> Lease:
         """Lease room for the decompressed form of a compressed message of `size` bytes.
@@ -189,7 +172,7 @@ class InboundFlow:
             MessageFailed: there is no room.
         """
         try:
-            return self._budget.lease_inflation(size, limit_bytes)
+            return self.budget.lease_inflation(size, limit_bytes)
         except BudgetExceeded as error:
             raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {error}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from torchere.serving.frontend.budgets import DecodeQueue, Lease, LoopTurns
+from torchere.serving.frontend.budgets import Budgets, Lease
 from torchere.serving.frontend.http2.flow_control import InboundFlow, OutboundFlow, StreamFlow
 from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, Piece, frame, head
 from torchere.serving.frontend.http2.header_blocks import (
@@ -131,14 +131,9 @@ class Stream(StreamFlow):
         return self._inbound
 
     @property
-    def decodes(self) -> DecodeQueue:
-        """The queue of long decodes of all connections."""
-        return self._inbound.decodes
-
-    @property
-    def turns(self) -> LoopTurns:
-        """The time of the event loop."""
-        return self._inbound.turns
+    def budgets(self) -> Budgets:
+        """The budgets of the server."""
+        return self._inbound.budget.budgets
 
     @property
     def waits_for_client(self) -> bool:

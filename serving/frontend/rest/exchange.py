@@ -144,7 +144,7 @@ class Exchange(ABC):
         if head.refusal is not None:
             self.refuse(head.refusal)
             return False
-        if head.is_preflight and listener.answers_preflights:
+        if self.is_preflight:
             self.answer(204, [], b"")
             return False
         if listener.is_for_this_machine and self._changes_from_outside():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import InvalidRequest, LeftUnread, NotFound, ServingError
 from torchere.serving.frontend import wording
+from torchere.serving.frontend.budgets import Lease, QueuedDecode, outcome_of
 from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.priority import parse_priority
 from torchere.serving.frontend.request_id import new_request_id
@@ -36,7 +37,6 @@ from torchere.serving.logs.access_lines import fields_of
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 if TYPE_CHECKING:
-    from torchere.serving.frontend.budgets import Lease, QueuedDecode
     from torchere.serving.registry.version import Version
 
 Body = bytes | memoryview
@@ -197,7 +197,7 @@ class Prediction(Exchange, Request):
                 self.guarded(_raised if isinstance(outcome, BaseException) else then, outcome)
 
         decodes = self.connection.listener.budgets.decodes
-        self._decode = decodes.add(partial(_result_of, work), come_back, self.caller)
+        self._decode = decodes.add(partial(outcome_of, work, ServingError), come_back, self.caller)
 
     def _target(self) -> Target:
         head = self.head
@@ -366,19 +366,6 @@ def _is_torchserves(target: Target) -> bool:
 def _name_in(parameters: tuple[Parameter, ...]) -> str | None:
     named = (one.value for one in parameters if one.name == "model_name")
     return next((value.decode("utf-8", "replace") for value in named), None)
-
-
-def _result_of(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or the `ServingError` that it raised.
-
-    The frames of its traceback hold the decoded objects. Freeing millions of them takes a tenth of a second,
-    so that happens here, in the thread.
-    """
-    try:
-        return work()
-    except ServingError as error:
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        return error
 
 
 def _raised(error: BaseException) -> None:
