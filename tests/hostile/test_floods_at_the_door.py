@@ -364,33 +364,36 @@ class Attack:
             self.sent_bytes += len(calls)
 
 
+@pytest.fixture
+def withstands(capsys):
+    """`withstands(server, call, name, limit_bytes)`: others are answered while attackers make such calls."""
+
+    def withstands(server, call, name, limit_bytes=0):
+        control = Control(server)
+        with Attack(server.grpc["inference"], call) as attack:
+            control.ask_for(ATTACK_S)
+        control.check(name, capsys, limit_bytes)
+        assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
+
+    return withstands
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_without_a_key_delay_no_others(server, capsys, name):
-    control = Control(server)
-    with Attack(server.grpc["inference"], lambda stream_id: CALLS[name](stream_id, CHECK)) as attack:
-        control.ask_for(ATTACK_S)
-    control.check(f"{name} for the health service", capsys)
-    assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
+def test_calls_without_a_key_delay_no_others(server, withstands, name):
+    withstands(server, lambda stream_id: CALLS[name](stream_id, CHECK), f"{name} for the health service")
 
 
 @pytest.mark.parametrize("method", [INFER, STREAM])
 @pytest.mark.parametrize("name", [name for name in CALLS if "messages" in name])
-def test_predictions_of_anybody_delay_no_others(open_server, capsys, name, method):
-    control = Control(open_server)
-    with Attack(open_server.grpc["inference"], lambda stream_id: CALLS[name](stream_id, method)) as attack:
-        control.ask_for(ATTACK_S)
-    control.check(f"{name} for {method.rpartition('/')[2]}", capsys, HELD_BYTES)
-    assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
+def test_predictions_of_anybody_delay_no_others(open_server, withstands, name, method):
+    asked = f"{name} for {method.rpartition('/')[2]}"
+    withstands(open_server, lambda stream_id: CALLS[name](stream_id, method), asked, HELD_BYTES)
 
 
 @pytest.mark.parametrize("name", TENSOR_CALLS)
-def test_requests_of_tensors_delay_no_others(open_server, capsys, name):
+def test_requests_of_tensors_delay_no_others(open_server, withstands, name):
     method, call = TENSOR_CALLS[name]
-    control = Control(open_server)
-    with Attack(open_server.grpc["inference"], lambda stream_id: call(stream_id, method)) as attack:
-        control.ask_for(ATTACK_S)
-    control.check(name, capsys, HELD_BYTES)
-    assert attack.sent_bytes > ATTACKERS * FRAME_BYTES
+    withstands(open_server, lambda stream_id: call(stream_id, method), name, HELD_BYTES)
 
 
 def test_a_connection_with_too_many_cancelled_calls_is_closed(server):
