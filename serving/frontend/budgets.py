@@ -10,12 +10,13 @@ Used on the event loop only.
 from __future__ import annotations
 
 import asyncio
-import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
+
+from torchere.serving.io.loop_time import LoopTurns
 
 Decoded = TypeVar("Decoded")
 Refusal = TypeVar("Refusal", bound=Exception)
@@ -42,14 +43,6 @@ CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 INLINE_BYTES = 1024  # compressed
 # What it says may take more: 4 KB of inputs for a model take 3 ms to translate.
 INLINE_INFLATED_BYTES = 4096
-
-# Of parsing in one iteration of the event loop, for all connections together. Each connection has a turn of
-# its own (`TURN_S` in `http2/connection.py`), but hundreds of those in a row keep the loop for seconds.
-SHARED_TURN_S = 0.02
-# Of a whole iteration with such parsing. A call that is parsed in 50 us can take 500 us of later iterations
-# (a stream of requests has three tasks), so after longer iterations less is parsed in each.
-MOST_ITERATION_S = 0.03
-LEAST_TURN_S = SHARED_TURN_S / 100
 
 
 def inflated_if_short(data: bytes | memoryview, window_bits: int) -> bytes | None:
@@ -337,75 +330,3 @@ class QueuedDecode:
     def withdraw(self) -> None:
         """Drop the function and its arguments, unless it runs already; `then` is not called."""
         self.work = self.then = None
-
-
-class LoopTurns:
-    """Bounds the time that connections parse in one iteration of the event loop, all together.
-
-    They say what they took with `spend`. Once that is `SHARED_TURN_S`, they put off what they have read: it
-    is parsed in later iterations, first come, first served, and timers, workers and other ports go first.
-
-    Attributes:
-        are_over: whether further work should be put off, or be done in a thread.
-        turn_s: time for parsing in each iteration: less than `SHARED_TURN_S` while iterations are too long.
-    """
-
-    __slots__ = ("_due_since_s", "_is_due", "_spent_s", "_waiting", "are_over", "turn_s")
-
-    def __init__(self) -> None:
-        self.are_over = False
-        self.turn_s = SHARED_TURN_S
-        self._due_since_s = 0.0
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._spent_s = 0.0  # in this iteration, and a little of earlier ones
-        self._is_due = False  # `_begin` is scheduled for the next one
-
-    def spend(self, duration_s: float) -> None:
-        """Count time of the loop in this iteration."""
-        self._spent_s += duration_s
-        if self._spent_s >= self.turn_s / 4:  # an iteration more for each short read would cost too much
-            self._look()
-            self._schedule()
-
-    def put_off(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` in a later iteration; it must not raise, and calls `spend`."""
-        self._waiting.append(go_on)
-        self._look()
-        self._schedule()
-
-    async def another(self, cost_s: float) -> None:
-        """Wait for a later iteration that has time for work of about `cost_s`."""
-        coming: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def go_on() -> None:
-            if not coming.done():
-                coming.set_result(None)
-                self.spend(cost_s)
-
-        self.put_off(go_on)
-        await coming
-
-    def _look(self) -> None:
-        self.are_over = self._spent_s >= self.turn_s or bool(self._waiting)
-
-    def _schedule(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            self._due_since_s = time.monotonic()
-            asyncio.get_running_loop().call_soon(self._begin)
-
-    def _begin(self) -> None:
-        iteration_s = time.monotonic() - self._due_since_s
-        if iteration_s > MOST_ITERATION_S:
-            self.turn_s = max(LEAST_TURN_S, self.turn_s * MOST_ITERATION_S / iteration_s)
-        else:
-            self.turn_s = min(SHARED_TURN_S, self.turn_s * 1.1)
-        self._is_due = False
-        self._spent_s = 0.0
-        for _ in range(len(self._waiting)):
-            if self._spent_s >= self.turn_s:
-                break
-            self._waiting.popleft()()
-        self._look()
-        if self._waiting:
-            self._schedule()

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from torchere.serving.io.loop_share import TURN_S, LoopShare
+from torchere.serving.io.loop_time import TURN_S, LoopShare
 from torchere.serving.logs.lines import OWN_FIELDS, extras_of, trace_of
 
 SEPARATOR = "\x1e"  # ASCII's record separator, which is rarely printed

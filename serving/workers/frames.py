@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from torchere.serving.io.loop_share import TURN_S, LoopShare
+from torchere.serving.io.loop_time import TURN_S, LoopShare
 
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 2**31  # a longer one is a protocol error

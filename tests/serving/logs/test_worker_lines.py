@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.io import loop_share
+from torchere.serving.io import loop_time
 from torchere.serving.logs import worker_lines
 from torchere.serving.logs.access_lines import ACCESS_LOGGER
 from torchere.serving.logs.audit import AUDIT_LOGGER
@@ -236,9 +236,9 @@ def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch,
         output.feed_eof()
         await worker_lines.relay_all(output, TOKEN, ORIGIN, PLAIN, lambda: has_ended)
 
-    monkeypatch.setattr(worker_lines, "share", loop_share.LoopShare())
+    monkeypatch.setattr(worker_lines, "share", loop_time.LoopShare())
     monkeypatch.setattr(worker_lines, "time", clock)
-    monkeypatch.setattr(loop_share, "time", clock)
+    monkeypatch.setattr(loop_time, "time", clock)
     monkeypatch.setattr(worker_lines, "asyncio", clock)
     monkeypatch.setattr(worker_lines, "relay", clock.relay)
     began_s = clock.now_s
@@ -246,8 +246,8 @@ def test_a_worker_that_prints_without_end_takes_a_share_of_the_loop(monkeypatch,
     assert sum(clock.lines_at_once) == lines
     assert max(clock.lines_at_once) <= 3  # then other work of the loop has its turn
     alone_s = lines * 0.001
-    saved_s = loop_share.UNUSED_S
-    expected_s = alone_s if has_ended else alone_s / loop_share.SHARE - saved_s
+    saved_s = loop_time.UNUSED_S
+    expected_s = alone_s if has_ended else alone_s / loop_time.SHARE - saved_s
     assert clock.now_s - began_s == pytest.approx(expected_s, abs=0.05)
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from hyperframe.frame import DataFrame, SettingsFrame
 
-from torchere.serving.frontend import budgets
 from torchere.serving.frontend.http2 import connection, listener
+from torchere.serving.io import loop_time
 
 CALLS = 200
 BOUNDS = {
@@ -45,7 +45,7 @@ def test_calls_that_come_at_once_and_are_quick_are_taken_in_one_turn(run, http2,
     monkeypatch.setattr(listener, "READ_BUFFER_BYTES", landing_bytes)
     for name, value in (("TURN_S", 60), ("AGAIN_S", 60), ("STEP_FRAMES", 1)):
         monkeypatch.setattr(connection, name, value)
-    monkeypatch.setattr(budgets, "SHARED_TURN_S", 60)
+    monkeypatch.setattr(loop_time, "SHARED_TURN_S", 60)
     turns = []
 
     async def main():
@@ -100,7 +100,7 @@ CONNECTIONS = 40
 
 def test_many_connections_share_a_turn_and_none_is_forgotten(run, http2, monkeypatch):
     """A pass over 40 connections with two calls of a millisecond on each would keep the loop for 80 ms."""
-    monkeypatch.setattr(budgets, "SHARED_TURN_S", 0.004)
+    monkeypatch.setattr(loop_time, "SHARED_TURN_S", 0.004)
     longest_s = 0.0
 
     async def main():

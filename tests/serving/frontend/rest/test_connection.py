@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import uvloop
 
-from torchere.serving.frontend import budgets
-from torchere.serving.frontend.budgets import LoopTurns
 from torchere.serving.frontend.rest.asgi import AppExchange
 from torchere.serving.frontend.rest.bodies import MAX_LINE_BYTES, Chunks
 from torchere.serving.frontend.rest.exchange import Exchange
 from torchere.serving.frontend.rest.heads import MAX_HEADER_BYTES, MAX_REQUEST_LINE_BYTES
 from torchere.serving.frontend.rest.predictions import Prediction
+from torchere.serving.io import loop_time
+from torchere.serving.io.loop_time import LoopTurns
 from torchere.serving.types import InferResponse, StreamedResponse
 
 HEAD = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\n"
@@ -428,8 +428,8 @@ def test_nobody_can_fill_the_log_with_bad_requests(planes, text, caplog):
 def test_chunks_wait_for_their_turn_of_the_loop_and_none_is_forgotten(planes, monkeypatch):
     waited = []
     put_off = LoopTurns.put_off
-    monkeypatch.setattr(budgets, "SHARED_TURN_S", 1e-9)  # each read takes a whole turn
-    monkeypatch.setattr(budgets, "LEAST_TURN_S", 1e-9)
+    monkeypatch.setattr(loop_time, "SHARED_TURN_S", 1e-9)  # each read takes a whole turn
+    monkeypatch.setattr(loop_time, "LEAST_TURN_S", 1e-9)
 
     def counted(*args):
         waited.append(args)
