@@ -23,7 +23,7 @@ from urllib.parse import urljoin, urlsplit
 
 from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError, Unavailable
 from torchere.serving.store.scratch import lock, machine
-from torchere.serving.store.url_rules import Source, allow, is_public
+from torchere.serving.store.url_rules import Source, allow, is_public, shown_url
 
 MAX_REDIRECTS = 5
 SILENCE_TIMEOUT_S = 30.0  # limit of one network operation; the whole download has its own limit
@@ -134,7 +134,7 @@ class Downloader:
                 target.unlink(missing_ok=True)
             descriptor, part = tempfile.mkstemp(prefix=PART_PREFIX + machine(), dir=folder)
         except OSError as err:
-            raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
+            raise _unsaved(url, f"{folder}: {err.strerror}") from err
         try:
             chunks = self._chunks(source, patterns, interrupt, max_bytes)
             with os.fdopen(descriptor, "wb") as file, closing(chunks):
@@ -148,7 +148,7 @@ class Downloader:
                 raise _exists(target) from err
             return Download(target, is_new=False)  # another server that started at the same time was faster
         except OSError as err:
-            raise ServingError(f"Failed to save model: {url}", f"{target}: {err.strerror}") from err
+            raise _unsaved(url, f"{target}: {err.strerror}") from err
         finally:
             Path(part).unlink(missing_ok=True)
         return Download(target, is_new=True)
@@ -314,7 +314,12 @@ def _give_name(part: str, target: Path) -> None:
 
 
 def _failed(source: Source, reason: str) -> DownloadFailed:
-    return DownloadFailed(f"Failed to download archive from: {source.url}", reason)
+    # A redirect may have led to this URL, and its signature is not the client's to see.
+    return DownloadFailed(f"Failed to download archive from: {shown_url(source.url)}", reason)
+
+
+def _unsaved(url: str, reason: str) -> ServingError:
+    return ServingError(f"Failed to save model: {shown_url(url)}", reason)
 
 
 def _exists(target: Path) -> ServingError:

@@ -372,7 +372,7 @@ def _refused(url: str, err: ArchiveError | OSError) -> ServingError:
     """Return the error for an archive that could not be opened, copied or unpacked."""
     # The second case is an OS error while the files were written, such as a full disk.
     if isinstance(err, OSError) or getattr(err.__cause__, "errno", None):
-        return ServingError(f"Failed to save model: {url}", str(err))
+        return ServingError(f"Failed to save model: {shown_url(url)}", str(err))
     return _invalid(err)
 
 

@@ -89,7 +89,7 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
     has_nul = any("\0" in text for text in _decodings(url))  # as no name of a file has
     if problem := "it encodes a NUL character" if has_nul else _deceptive(url):
         if _names_no_port(url) and _matching(url, patterns):
-            raise DownloadFailed(f"Failed to download archive from: {url}", problem)
+            raise DownloadFailed(f"Failed to download archive from: {shown_url(url)}", problem)
         raise _refused(url, problem)
     matching = _matching(url, patterns)
     if not matching:

@@ -6,7 +6,7 @@ import re
 from copy import copy
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import quote, unquote, unquote_plus
 
 import httptools
 
@@ -21,6 +21,7 @@ from torchere.serving.frontend.rest.page import wants_page
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
 from torchere.serving.frontend.rest.wire import Wire, read_wire
 from torchere.serving.logs.trace_context import TraceContext, trace_of_headers
+from torchere.serving.store.url_rules import shown_url
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -36,6 +37,10 @@ _HOST = re.compile(
 )
 # The parser accepts HTTP/0.9 and HTTP/2.0, too, which have neither our heads nor our ends of a body.
 _VERSIONS = frozenset({"1.0", "1.1"})
+
+# The parameter `url` of a query. An unencoded `?` in it starts a query of its own, whose parameters can't be
+# told from those behind the URL.
+_URL = re.compile(rb"([?&;]url=)([^&;?]*(?:\?.*)?)")
 
 _RARE = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 
@@ -194,7 +199,8 @@ class Head:
         self.text = reader.text
         self.method = reader.method.decode("ascii")
         self.version = reader.version
-        self.request_line = b"%b %b HTTP/%b" % (reader.method, reader.url, reader.version.encode())
+        target = _URL.sub(_without_query, reader.url) if b"url=" in reader.url else reader.url
+        self.request_line = b"%b %b HTTP/%b" % (reader.method, target, reader.version.encode())
         self.place = place
         self.role = place.role
         self.target = place.target
@@ -351,6 +357,13 @@ class Heads:
         row = self._port.row(method.decode("ascii"), path)
         role = self._port.role(row)
         return Place(raw_path, path, parsed.query or b"", row, role, target, is_charged(row))
+
+
+def _without_query(found: re.Match[bytes]) -> bytes:
+    """Return the parameter `url` for the access log: without its query, which may hold a signature."""
+    url = unquote_plus(found[2].decode("latin-1"), "latin-1")
+    shown = shown_url(url)
+    return found[0] if shown == url else found[1] + quote(shown, ":/", "latin-1").encode()
 
 
 def _host(reader: HeadReader) -> bytes:

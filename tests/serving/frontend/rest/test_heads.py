@@ -33,6 +33,29 @@ def test_a_head_is_read_in_pieces_of_any_size_up_to_its_end(heads, size):
     assert head.headers == [(b"Host", b"x"), (b"Content-Length", b"3")]
 
 
+@pytest.mark.parametrize(
+    ("asked", "logged"),
+    [
+        (
+            b"url=https%3A%2F%2Fb%2Fm.mar%3FX-Amz-Signature%3D0f%26a%3Db&model_name=m",
+            b"url=https://b/m.mar&model_name=m",
+        ),
+        (
+            b"model_name=m&url=https://b/m.mar%3fsig=0f;handler=h",
+            b"model_name=m&url=https://b/m.mar;handler=h",
+        ),
+        (b"url=https://b/m.mar?a=b&X-Amz-Signature=0f", b"url=https://b/m.mar"),  # not encoded
+        (b"url=https://b/%C3%A9%0a.mar?sig=0f", b"url=https://b/%C3%A9%0A.mar"),
+        (b"url=https%3A%2F%2Fb%2Fm.mar&batch_size=1", b"url=https%3A%2F%2Fb%2Fm.mar&batch_size=1"),
+        (b"url=a%3Fb.mar&curl=c?d", b"url=a%3Fb.mar&curl=c?d"),  # a file of the store
+    ],
+)
+def test_the_access_log_shows_a_url_without_its_query(heads, asked, logged):
+    head = read(heads, b"POST /models?%b HTTP/1.1\r\nHost: x\r\n\r\n" % asked)
+    assert head.request_line == b"POST /models?%b HTTP/1.1" % logged
+    assert head.place.query == asked
+
+
 def test_of_two_headers_of_one_name_the_first_counts(heads):
     lines = b"Authorization: one\r\ncontent-type: a/b\r\nAUTHORIZATION: two\r\nContent-Type: c/d\r\nHost"
     head = read(heads, BYTES.replace(b"Host", lines))
