@@ -119,7 +119,7 @@ def _opener(
     )
     implementation = coded.implementation
     if f"/{method.path}" in _ACTIONS:
-        implementation = audited(cast("Waiting", implementation))
+        return partial(ChangingCall, waiting_answer(audited(cast("Waiting", implementation))), method)
     return opener(
         implementation,
         method,
@@ -232,6 +232,17 @@ def audit(
     if code == "OK" or has_changed:
         outcome = "done"
     audit_log.add(AuditedCall(identity, address, "grpc", action, *managed, outcome=outcome, status=code))
+
+
+class ChangingCall(UnaryTaskCall):
+    """A call that changes something: also audited if it ends before its message is decoded."""
+
+    __slots__ = ()
+
+    def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:
+        if self.task is None:  # else `audited` writes the line
+            audit(self.stream, code.name)
+        super()._end_with(code, message, details)
 
 
 def audited(implementation: Waiting) -> Waiting:

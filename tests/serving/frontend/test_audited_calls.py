@@ -175,6 +175,16 @@ def test_refused_and_failed_calls_over_grpc_are_audited(planes, audited):
     ]
 
 
+@pytest.mark.parametrize("message", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f"])
+def test_a_change_over_grpc_whose_message_can_not_be_decoded_is_audited(planes, audited, message):
+    raw = SimpleNamespace(SerializeToString=lambda: message)
+    key = {"keys": planes.keys, "metadata": (("authorization", "Bearer management"),)}
+    assert code_of(planes, management_server, f"{MANAGEMENT}/RegisterModel", raw, **key) == "INTERNAL"
+    assert code_of(planes, management_server, f"{MANAGEMENT}/DescribeModel", raw, **key) == "INTERNAL"
+    expected = ("management client", "127.0.0.1", "grpc", "register", "", "", "failed", "INTERNAL")
+    assert audited() == [expected]
+
+
 @pytest.mark.parametrize(("takes_effect", "outcome"), [(True, "done"), (False, "failed")])
 def test_a_change_in_effect_is_done_though_its_client_cancels_the_call(
     planes, audited, monkeypatch, takes_effect, outcome
