@@ -34,8 +34,8 @@ class CallScope:
     """
 
     __slots__ = (
-        *("_code_of", "_headers", "_metrics", "_started_s", "caller", "has_changed", "managed", "many"),
-        *("operation", "protocol", "read_s", "request"),
+        *("_code_of", "_headers", "_metrics", "_started_s", "caller", "change", "has_changed", "managed"),
+        *("many", "operation", "protocol", "read_s", "request"),
     )
 
     def __init__(
@@ -57,6 +57,7 @@ class CallScope:
         self._metrics: Metrics | None = None  # set by the first prediction
         self.operation: Operation | None = None  # of the call, for spans; None: unknown
         self.managed = ("", "")  # the model and the version that the call changes
+        self.change = ""  # the value that the call sets, as NAME=VALUE
         self.has_changed = False  # its change is in effect, also if the answer is an error
         self.read_s = 0.0  # monotonic seconds when the body was complete; 0: on arrival
         self.request: Request | None = None  # the prediction, unless the call may carry many
@@ -112,6 +113,13 @@ def manages(model: str, version: str | None = None) -> None:
     call = _current.get()
     if call is not None:
         call.managed = (model, version or "")
+
+
+def sets(name: str, value: str) -> None:
+    """Record the value that the current call sets, for the audit log."""
+    call = _current.get()
+    if call is not None:
+        call.change = f"{name}={value}"
 
 
 def changed(in_effect: bool = True) -> None:

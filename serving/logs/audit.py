@@ -44,6 +44,7 @@ class AuditedCall:
         version: the version; "": the default one, or none.
         outcome: "refused": the client may not do that.
         status: the HTTP status, or the name of the gRPC status code.
+        change: the value that it sets, as NAME=VALUE; "": the action says everything.
     """
 
     identity: str
@@ -54,6 +55,7 @@ class AuditedCall:
     version: str
     outcome: Outcome
     status: int | str
+    change: str = ""
 
 
 class AuditLog:
@@ -98,7 +100,9 @@ class AuditLog:
             return
         omitted, self._omitted = self._omitted, 0
         extra = asdict(call) | ({"omitted": omitted} if omitted else {})
-        subject = f" of {call.model}" if call.model else ""
+        if not call.change:
+            del extra["change"]
+        subject = f" of {call.model}" if call.model else f" {call.change}" if call.change else ""
         status = "" if call.outcome == "done" else f" ({call.status})"
         message = f"{call.action}{subject} by {call.identity or call.address}: {call.outcome}{status}"
         # Not `logger.info`: the level of the log, which a call may change, must not switch the audit off.

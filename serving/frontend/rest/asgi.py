@@ -84,8 +84,10 @@ class AppExchange(Exchange):
         if status < 400 or (self._call is not None and self._call.has_changed):
             outcome = "done"
         identity = "" if self.caller == address else self.caller
+        change = "" if self._call is None else self._call.change
+        named = (action, model, version)
         audit_log.add(
-            AuditedCall(identity, address, "rest", action, model, version, outcome=outcome, status=status)
+            AuditedCall(identity, address, "rest", *named, outcome=outcome, status=status, change=change)
         )
 
     def take(self, piece: bytes) -> None:

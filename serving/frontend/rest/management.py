@@ -16,6 +16,7 @@ from torchere.serving.access.keys import Keys
 from torchere.serving.config.bounded_yaml import read_yaml
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import description, wording
+from torchere.serving.frontend.call_scope import sets
 from torchere.serving.frontend.control import ControlPlane, Progress, flag, integer, registration
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import (
@@ -253,8 +254,10 @@ def log_level_routes() -> list[Route]:
 
     async def change(request: Request) -> Response:
         query = text_values(request.scope["query_string"])
+        name, level = query.get("logger", ""), query.get("level", "")
+        sets(name or "root", level.upper())
         try:
-            change_level(query.get("logger", ""), query.get("level", ""))
+            change_level(name, level)
         except LogLevelError as err:
             raise InvalidRequest(str(err)) from err
         return json_answer(pretty(levels()))

@@ -53,6 +53,20 @@ def test_a_change_over_rest_is_audited_with_its_identity(ask, planes, audited, c
     assert audited() == [expected]
 
 
+def test_a_change_of_a_log_level_names_the_logger_and_the_level(ask, audited, caplog):
+    for query in ("logger=torchere.serving&level=debug", "level=LOUD", "logger=asyncio&level=NOTSET"):
+        ask("management", "PUT", f"/log-level?{query}")
+    assert [call[3:] for call in audited()] == [
+        ("set-log-level", "", "", "done", 200),
+        ("set-log-level", "", "", "failed", 400),
+        ("set-log-level", "", "", "done", 200),
+    ]
+    records = [record for record in caplog.records if record.name == "AUDIT_LOG"]
+    changes = ["torchere.serving=DEBUG", "root=LOUD", "asyncio=NOTSET"]
+    assert [vars(record)["change"] for record in records] == changes
+    assert records[0].getMessage() == "set-log-level torchere.serving=DEBUG by 127.0.0.1: done"
+
+
 @pytest.mark.parametrize(
     ("method", "target"),
     [

@@ -48,6 +48,7 @@ def test_a_call_is_one_json_object_in_the_file_and_one_record_of_the_log(log, tm
     assert (first["action"], first["model"], first["version"]) == ("scale", "net", "1.0")
     assert (first["outcome"], first["status"]) == ("done", 200)
     assert first["time"].endswith("Z")
+    assert "change" not in first
     assert second["message"] == "renew-token by ci: failed (409)"
     assert [record.getMessage() for record in lines()] == [
         "scale of net by ci: done",
