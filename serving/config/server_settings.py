@@ -26,6 +26,9 @@ METRICS_MODES: tuple[MetricsMode, ...] = get_args(MetricsMode)
 
 # Environment variables that `strict` hides from workers, unless blacklist_env_vars names others.
 SECRET_ENV_VARS = r"(?i)(AWS|AZURE|GOOGLE|OTEL)_.*|.*(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY).*"
+# Found in values that it hides then, too: URLs with a password. That may have an unescaped slash, unlike a
+# port before a path (`host:8080/a@b`).
+SECRET_ENV_VALUES = r"://[^\s/?#@:\[]*:(?!\d{0,5}/)[^\s@]+@"
 
 MAX_EXECUTORS = 1024  # per version; a typo must not start a million processes
 MAX_RANKS = 256  # of a worker on a machine
@@ -373,6 +376,11 @@ class ServerSettings:
     def env_vars_hidden_from_workers(self) -> str | None:
         """The regex of environment variables that workers do not get; None: they get all."""
         return self.hidden_env_vars or (SECRET_ENV_VARS if self.sandbox.level == "strict" else None)
+
+    @property
+    def env_values_hidden_from_workers(self) -> str | None:
+        """The regex that is found in values of environment variables that workers do not get; None: none."""
+        return SECRET_ENV_VALUES if self.env_vars_hidden_from_workers == SECRET_ENV_VARS else None
 
     @property
     def authorizes_clients(self) -> bool:

@@ -214,9 +214,12 @@ def worker_environment(hidden: str | None = None, settings: ServerSettings | Non
     """Return the server's environment without the variables whose whole name matches the regex `hidden`.
 
     It bounds how long threads of OpenMP spin, unless the operator does (`SPIN_COUNT`). With `settings` it has
-    the variables that TorchServe gives its workers, for handlers that read them.
+    the variables that TorchServe gives its workers, for handlers that read them, and lacks those whose values
+    they hide.
     """
     kept = {name: value for name, value in os.environ.items() if not (hidden and re.fullmatch(hidden, name))}
+    if settings is not None and (secret := settings.env_values_hidden_from_workers):
+        kept = {name: value for name, value in kept.items() if not re.search(secret, value)}
     given = _of_torchserve(settings, kept) if settings is not None else {}
     if not any(name in kept for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
         given["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

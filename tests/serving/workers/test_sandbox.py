@@ -441,3 +441,28 @@ def test_strict_hides_variables_that_look_like_secrets(monkeypatch: pytest.Monke
     assert "MY_API_KEY" not in found
     assert "PATH" in found
     assert settings("basic").env_vars_hidden_from_workers is None
+
+
+@pytest.mark.parametrize(
+    ("value", "is_hidden"),
+    [
+        ("postgresql+psycopg2://user:pw@host/db", True),
+        ("redis://:pw@host:6379/0", True),
+        ("a,mongodb://user:p/w@one,two", True),
+        ("jdbc:postgresql://user:p@w@host/db", True),
+        ("https://user@host/db", False),
+        ("https://host:8080/a@b", False),
+        ("http://[::1]:8080/a@b", False),
+        ("https://host/a:b@c", False),
+        ("me:pw@host", False),
+        ("/usr/bin:/bin", False),
+    ],
+)
+def test_strict_hides_variables_whose_values_are_urls_with_a_password(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_hidden: bool
+) -> None:
+    monkeypatch.setenv("DATABASE_URL", value)
+    names_given = replace(settings("strict"), hidden_env_vars="AWS_.*")
+    for made, hides in ((settings("strict"), is_hidden), (settings("basic"), False), (names_given, False)):
+        found = worker_environment(made.env_vars_hidden_from_workers, made)
+        assert ("DATABASE_URL" not in found) == hides
