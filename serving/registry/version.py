@@ -135,7 +135,7 @@ class VersionMetrics:
 
     def handler_metrics(self, samples: Sequence[MetricSample]) -> None:
         """Record values that a handler reported, in a batch or outside of one."""
-        self._metrics.handler_metrics(samples)
+        self._metrics.handler_metrics(samples, self.meter.model)
 
     def left_unread(self) -> None:
         """Count a streamed response that was aborted because its client read too slowly."""

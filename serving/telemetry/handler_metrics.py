@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -16,7 +17,9 @@ from torchere.serving.telemetry.torchserve import MODEL_LOGGER, MetricLog, is_lo
 
 logger = logging.getLogger(__name__)
 
-MAX_FAMILIES = 500  # undeclared names of all handlers together, with auto-detection
+# Names of all handlers together, with auto-detection. A model may add undeclared ones while it has fewer of
+# them than are left, so at most half, and a model that comes later finds room.
+MAX_FAMILIES = 500
 MAX_LABEL_SETS = 1000  # combinations of label values per name
 MAX_SERIES = 50_000  # combinations of all names together; each takes a kilobyte, and time of every scrape
 MAX_DIMENSIONS = 100  # of a value; they are kept with their names, also those that give no label
@@ -69,16 +72,20 @@ class HandlerMetrics:
         self._lock = threading.Lock()  # guards the fields below
         self._refused: set[str] = set()
         self._series = 0
+        self._detected_by: Counter[str] = Counter()  # undeclared names, by the model that reported them first
         self._known: dict[str, _Known] = {}
         for metric in declared.values():
             self._declare(metric)
 
-    def record(self, samples: Iterable[MetricSample]) -> None:
-        """Record the samples of one batch; drop invalid samples, and log the first of each metric name."""
+    def record(self, samples: Iterable[MetricSample], model: str = "") -> None:
+        """Record the samples of one batch of a model; "": of the server.
+
+        Invalid samples are dropped, and the first of each metric name is logged.
+        """
         with self._lock:
             for sample in samples:
                 try:
-                    self._child(sample).update(sample)
+                    self._child(sample, model).update(sample)
                 except (ValueError, TypeError) as err:
                     self._refuse(sample.name, str(err))
 
@@ -118,7 +125,7 @@ class HandlerMetrics:
                     if known.family is not None:
                         known.family.remove(*child.values)
 
-    def _child(self, sample: MetricSample) -> _Child:
+    def _child(self, sample: MetricSample, model: str = "") -> _Child:
         known = self._known.get(sample.name)
         child = known.children.get(sample.dimensions) if known else None
         if child is None:
@@ -127,7 +134,7 @@ class HandlerMetrics:
                     f"it has {len(sample.dimensions)} dimensions, expected at most {MAX_DIMENSIONS}"
                 )
             _check_lengths("the value of a label", [value for _, value in sample.dimensions])
-            known = known or self._detected(sample)
+            known = known or self._detected(sample, model)
             if len(known.children) >= MAX_LABEL_SETS:
                 raise ValueError(f"it has {MAX_LABEL_SETS} combinations of label values already")
             if self._series >= MAX_SERIES:
@@ -152,18 +159,23 @@ class HandlerMetrics:
     def _write(self, metric: DeclaredMetric, labels: Sequence[tuple[str, str]], sample: MetricSample) -> None:
         self._log.write(metric.name, metric.unit, sample.value, labels, sample.request_ids)
 
-    def _detected(self, sample: MetricSample) -> _Known:
+    def _detected(self, sample: MetricSample, model: str) -> _Known:
         if not self._auto_detect:
             raise ValueError(_UNDECLARED)
-        if len(self._known) >= MAX_FAMILIES:
+        left, own = MAX_FAMILIES - len(self._known), self._detected_by[model]
+        if left <= 0:
             raise ValueError(f"there are {MAX_FAMILIES} metrics of handlers already")
+        if own >= left:
+            raise ValueError(f"its model has {own} undeclared ones; {left} of {MAX_FAMILIES} are for others")
         names = [name for name, _ in sample.dimensions]
         _check_lengths("its name, its unit or the name of a label", [sample.name, sample.unit, *names])
         labels = (*_label_names(sample.dimensions), HOSTNAME)
         check_names(sample.metric_type, sample.name, labels)
         if sample.name.startswith(OWN_PREFIX):
             raise ValueError(f"names that begin with {OWN_PREFIX} are taken")
-        return self._declare(DeclaredMetric(sample.name, sample.metric_type, sample.unit, labels))
+        known = self._declare(DeclaredMetric(sample.name, sample.metric_type, sample.unit, labels))
+        self._detected_by[model] += 1
+        return known
 
     def _declare(self, metric: DeclaredMetric) -> _Known:
         family = None

@@ -176,9 +176,9 @@ class Metrics:
         """Count a request that was rejected because its body is too large."""
         self._numbers.refused[TOO_LARGE] += 1
 
-    def handler_metrics(self, samples: Iterable[MetricSample]) -> None:
-        """Record the values that a handler reported through `context.metrics` in one batch."""
-        self._of_handlers.record(samples)
+    def handler_metrics(self, samples: Iterable[MetricSample], model: str = "") -> None:
+        """Record the values that a model's handler reported through `context.metrics` in one batch."""
+        self._of_handlers.record(samples, model)
 
     def executor_loaded(self, meter: VersionNumbers, executor_id: int, load_s: float) -> None:
         """Record that an executor of a version is ready, `load_s` after it was started."""

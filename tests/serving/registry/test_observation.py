@@ -8,6 +8,7 @@ from torchere.serving.batching.request import Request
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.registry.observation import RegistryMetrics, load_of, load_sample_of
 from torchere.serving.registry.version import VersionState
+from torchere.serving.telemetry import handler_metrics
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.saturation import LoadSample
@@ -40,6 +41,14 @@ def finish(metrics, outcomes, reported=()):
     unused: Any = None
     version.observer.batch_finished(Run(requests, unused, 11.0), report, 2.0)
     return version.observer
+
+
+def test_names_of_metrics_are_charged_to_the_model_of_the_version(monkeypatch):
+    monkeypatch.setattr(handler_metrics, "MAX_FAMILIES", 6)  # two of them are the built-in ones
+    metrics = Metrics("vm", auto_detect=True)
+    labels = [(("ModelName", f"forged{i}"),) for i in range(6)]
+    finish(metrics, [DONE], [MetricSample(f"Own{i}", 1.0, "", "counter", labels[i], ()) for i in range(6)])
+    assert len(lines(metrics, "Own")) == 2
 
 
 def test_a_batch_is_counted_with_the_time_it_took(metrics):

@@ -322,8 +322,18 @@ def test_what_can_not_be_recorded_is_dropped_with_one_warning(metrics, caplog, s
 
 def test_handlers_can_not_invent_names_without_end(metrics, monkeypatch):
     monkeypatch.setattr(bounds, "MAX_FAMILIES", 5)
-    metrics.handler_metrics([reported(f"Name{i}", 1) for i in range(20)])
+    for model in "abcde":
+        metrics.handler_metrics([reported(f"Name{model}{i}", 1) for i in range(20)], model)
     assert len(lines(metrics, "Name")) == 3  # two of the five are the built-in ones
+
+
+def test_a_model_leaves_names_of_metrics_to_others(metrics, monkeypatch, caplog):
+    monkeypatch.setattr(bounds, "MAX_FAMILIES", 12)  # two of them are the built-in ones
+    for model, own in (("greedy", 5), ("modest", 3), ("last", 1)):
+        # A share is of the model that reports, whatever its labels say.
+        metrics.handler_metrics([reported(f"Name_{model}_{i}", 1) for i in range(20)], model)
+        assert len(lines(metrics, f"Name_{model}_")) == own
+    assert "its model has 5 undeclared ones; 5 of 12 are for others" in caplog.text
 
 
 def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch):
