@@ -232,7 +232,7 @@ class _Reader:
         if (block := self._raw.get("torchrun")) is not None:
             if not isinstance(block, dict):
                 self._ignore("torchrun", "a mapping of keys to values")
-                return ParallelSettings("pptp", split.ranks) if split else None
+                return self._of_section(split, ParallelSettings("pptp", 0), kind) if split else None
             torchrun = _Reader({_IN_TORCHRUN.get(str(key), str(key)): value for key, value in block.items()})
             settings = torchrun.torchrun(settings)
             own = {name: key for key, name in _IN_TORCHRUN.items()}
@@ -240,9 +240,24 @@ class _Reader:
                 f"torchrun.{own.get(key, key)}": remark for key, remark in torchrun.ignored.items()
             }
         if split:
-            return replace(settings, kind="pptp", level=_on_each_machine(split.ranks, settings))
+            return self._of_section(split, settings, kind)
         self._note_lost_level(kind, settings.level, block)
         return settings if kind and settings.level else None
+
+    def _of_section(self, split: Split, settings: ParallelSettings, kind: str | None) -> ParallelSettings:
+        """Return the settings of the section `parallel`, and note keys of TorchServe's that it overrules."""
+        level = _on_each_machine(split.ranks, settings)
+        block = self._raw.get("torchrun")
+        overruled = {
+            "parallelType": None if kind in ("tp", "pptp") else kind,  # each rank gets each request, too
+            "parallelLevel": self._raw.get("parallelLevel"),
+            "torchrun.nproc-per-node": block.get("nproc-per-node") if isinstance(block, dict) else None,
+        }
+        for key, value in overruled.items():
+            if value not in (None, 0, level):
+                remark = f"is {value!r:.80}, and the section parallel wins; it is ignored"
+                self.ignored.setdefault(key, remark)
+        return replace(settings, kind="pptp", level=level)
 
     def _note_lost_level(self, kind: str | None, level: int, torchrun: Any) -> None:
         """Note a type or a level without effect: a model would be served from one process, or one GPU."""

@@ -197,6 +197,22 @@ def test_a_worker_is_spread_if_a_type_and_a_level_are_given(text: str, expected:
             *("parallelType: tp\ntorchrun: {nproc-per-node: two}", "torchrun.nproc-per-node"),
             "is 'two', expected an integer; it is ignored",
         ),
+        (
+            *("parallel: {tensor: 2}\nparallelType: PP\nparallelLevel: 2", "parallelType"),
+            "is 'pp', and the section parallel wins; it is ignored",
+        ),
+        (
+            *("parallel: {tensor: 2}\nparallelType: tp\nparallelLevel: 4", "parallelLevel"),
+            "is 4, and the section parallel wins; it is ignored",
+        ),
+        (
+            *("parallel: {tensor: 2}\ntorchrun: {nproc-per-node: 4}", "torchrun.nproc-per-node"),
+            "is 4, and the section parallel wins; it is ignored",
+        ),
+        (
+            *("parallel: {tensor: 2}\nparallelType: rowwise", "parallelType"),
+            "is 'rowwise', expected one of pp, tp, pptp, custom; it is ignored",
+        ),
     ],
 )
 def test_a_type_or_a_level_without_effect_is_noted(text: str, key: str, remark: str) -> None:
@@ -214,6 +230,9 @@ def test_a_type_or_a_level_without_effect_is_noted(text: str, key: str, remark: 
         "parallelType: tp\nparallelLevel: 2\ntorchrun: {nproc-per-node: 4}",
         "parallel: {tensor: 2}",
         "parallel: {tensor: 2}\ntorchrun: {nnodes: 2}",
+        "parallel: {tensor: 2}\nparallelType: tp\nparallelLevel: 2",
+        "parallel: {tensor: 4}\nparallelType: pptp\ntorchrun: {nproc-per-node: 2, nnodes: 2}",
+        "parallel: {mine: 2}\nparallelType: pp\nparallelLevel: 2",  # another program's section
     ],
 )
 def test_a_type_and_a_level_that_have_their_effect_are_not_noted(text: str) -> None:
