@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 3
+JOBS   ?= 4
 SECONDS ?= 60
 AGAIN  := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 STAMP  := $(VENV)/.installed
