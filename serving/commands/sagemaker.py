@@ -83,6 +83,9 @@ def properties_of(environ: Mapping[str, str], folder: Path, several: bool) -> st
         values["max_request_size"] = str(megabytes * 1024 * 1024)
     if not several and any(variable in environ for variable, _ in _PER_MODEL.values()):
         settings = {key: _number(environ, name, default) for key, (name, default) in _PER_MODEL.items()}
+        # The toolkit's default may be less than minWorkers, and TorchServe starts minWorkers all the same.
+        variable, default = _PER_MODEL["maxWorkers"]
+        settings["maxWorkers"] = _number(environ, variable, max(default, settings["minWorkers"]))
         entry = {"defaultVersion": True, "marName": MODEL, **settings}
         values["models"] = json.dumps({MODEL: {"1.0": entry}})
     return "".join(f"{key}={value}\n" for key, value in values.items())

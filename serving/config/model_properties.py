@@ -75,7 +75,15 @@ def _read_defaults(text: str) -> _Models:
         for key in _COUNTS:
             if key in settings:
                 settings[key] = _count(settings[key], key, f"{name} {version}")
+        _check_range(settings, f"{name} {version}")
     return models
+
+
+def _check_range(settings: dict[str, object], model: str) -> None:
+    """Refuse fewer workers at most than at least; 0 stands for a number that is left out."""
+    least, most = settings.get("minWorkers"), settings.get("maxWorkers")
+    if isinstance(least, int) and isinstance(most, int) and least > most > 0:
+        raise ValueError(f"minWorkers of {model} is {least}, expected at most its maxWorkers, {most}")
 
 
 def _count(value: object, key: str, model: str, signed: bool = False) -> int:

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 from servers import RunningServer, follow
 
-from torchere.serving.commands.sagemaker import run_sagemaker
+from torchere.serving.commands.sagemaker import properties_of, run_sagemaker
 
 HERE = Path(__file__).parent / "sagemaker"
 RECORDED = json.loads((HERE / "recorded.json").read_text())
@@ -203,6 +203,11 @@ def test_a_container_for_one_model_takes_the_variables_and_the_requirements(tmp_
     (file,) = (tmp_path / "tmp").glob("torchere-sagemaker-*.properties")
     properties = file.read_text()
     assert '"batchSize": 4, "maxBatchDelay": 7, "responseTimeout": 33' in properties
+
+
+def test_workers_at_least_are_workers_at_most_if_no_variable_says_more(tmp_path: Path) -> None:
+    properties = properties_of({"SAGEMAKER_TS_MIN_WORKERS": "3"}, tmp_path, several=False)
+    assert '"minWorkers": 3, "maxWorkers": 3' in properties
 
 
 def test_the_configuration_is_written_to_no_file_that_is_there(

@@ -123,6 +123,10 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ('models={"a":{"1.0":3}}', "version 1.0 of model a is 3, expected a JSON object"),
         ('models={"a":{"1.0":{"batchSize":"x"}}}', 'batchSize of a 1.0 is "x", expected a whole number of'),
         ('models={"a":{"1.0":{"minWorkers":-1}}}', "minWorkers of a 1.0 is -1, expected a whole number of"),
+        (
+            'models={"a":{"1.0":{"minWorkers":"3","maxWorkers":2}}}',
+            "line 1: models: minWorkers of a 1.0 is 3, expected at most its maxWorkers, 2",
+        ),
         ('models={"a":{"1.0":{"batchSize":99999999999}}}', "batchSize of a 1.0 is too large, expected at"),
         ("default_workers_per_model=1025", "found '1025', expected a whole number from 0 to 1024"),
         ("default_response_timeout=1e300", "expected seconds, at least 1 and at most 2147483647"),
@@ -150,6 +154,12 @@ def test_a_bad_value_stops_the_start_and_says_why(line: str, message: str) -> No
 def test_what_was_expected_is_said_once() -> None:
     said = error('models={"a":{"1.0":{"minWorkers":-1}}}')
     assert said.endswith("minWorkers of a 1.0 is -1, expected a whole number of 0 or more")
+
+
+@pytest.mark.parametrize("workers", ['"minWorkers":3,"maxWorkers":0', '"minWorkers":3', '"maxWorkers":3'])
+def test_one_number_of_workers_of_a_model_may_be_left_out(workers: str) -> None:
+    line = 'models={"a":{"1.0":{' + workers + "}}}"
+    assert settings(line).model_defaults["a"]["1.0"]
 
 
 def test_deeply_nested_json_is_an_error_not_a_crash() -> None:
