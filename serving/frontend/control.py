@@ -196,7 +196,7 @@ class ControlPlane:
         Raises:
             InvalidRequest: max below min, or a number out of range (checked before the model is looked up).
             ModelNotFound, VersionNotFound.
-            LoadFailed: synchronous, and an executor would not start.
+            LoadFailed: synchronous, an executor would not start, and `min_executors` are not in service.
             Conflict: synchronous, and it was unregistered meanwhile.
         """
         manages(model, version)
@@ -213,8 +213,10 @@ class ControlPlane:
             await begun()
             return Progress.STARTED
         await settled(target)
-        failure = target.failure if target.target else None  # scaled to 0: an old failure does not matter
         progress = _progress(target, min_executors)
+        # If there are as many as this call asks for, another call beside it asked for those that failed.
+        # Scaled to 0: an old failure does not matter.
+        failure = target.failure if target.target and progress is Progress.PARTIAL else None
         await self._registry.written()
         if failure is not None:
             raise failure.with_traceback(None)

@@ -109,6 +109,19 @@ def test_who_asked_for_more_executors_than_another_call_left_is_not_told_that_th
     assert progress is Progress.PARTIAL
 
 
+@pytest.mark.parametrize("in_service", [1, 2])
+def test_a_call_that_asks_for_executors_that_are_there_is_not_told_of_the_failure_of_another(
+    in_service: int,
+) -> None:
+    def scale_to_a_range(plane: ControlPlane) -> Any:
+        return plane.scale("slow", None, min_executors=2, max_executors=5, synchronous=True)
+
+    failure = LoadFailed("Failed to start workers", "no memory for five")
+    pool = SimpleNamespace(in_service=in_service)
+    outcome, _ = outcome_of(scale_to_a_range, failure=failure, pool=pool)
+    assert outcome is (Progress.DONE if in_service == 2 else failure)
+
+
 def test_who_asked_for_no_executors_does_not_wait_for_those_of_another_call() -> None:
     def register_none(plane: ControlPlane) -> Any:
         return plane.register(Registration("slow.mar", initial_executors=0))
@@ -185,7 +198,7 @@ def test_who_does_not_wait_finds_executors_that_begin_to_load_all_the_same(chang
 def test_a_failure_that_is_told_again_and_again_keeps_nobody_who_asked() -> None:
     failure = LoadFailed("Failed to start workers", "no weights")
     for _ in range(3):
-        error, _ = outcome_of(scale, failure=failure)
+        error, _ = outcome_of(scale, failure=failure, pool=SimpleNamespace(in_service=0))
         assert error is failure
     assert len(traceback.extract_tb(failure.__traceback__)) == 1
 
@@ -262,6 +275,7 @@ def test_a_registration_that_is_undone_is_not_in_effect_and_a_number_of_executor
     async def main() -> bool:
         registry = LoadingRegistry()
         registry.version.failure = LoadFailed("no")
+        registry.version.pool.in_service = 0
         registry.version.settled.set()
         plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
         call = CallScope("rest", 0.0, tuple, lambda error: 500)
