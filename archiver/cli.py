@@ -22,7 +22,13 @@ from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError, p
 from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.manifest import EPOCH_S
 from torchere.archiver.model_flags import add_archive_arguments, build_options, wants_model
-from torchere.archiver.request import DEFAULT_HANDLER, ArchiveRequest, check_inputs, check_python
+from torchere.archiver.request import (
+    DEFAULT_HANDLER,
+    ArchiveRequest,
+    check_inputs,
+    check_python,
+    check_weights,
+)
 from torchere.archiver.writer import Progress, write_archive
 
 _LATEST_EPOCH_S = 253402300799  # the last second of the year 9999, the last one that has a date
@@ -49,7 +55,7 @@ def run_archive(namespace: argparse.Namespace) -> int:
     try:
         request = _request(namespace)
         write_archive(request, Progress(sys.stderr))
-        _warn_of_syntax(request)
+        _warn_of_faults(request)
     except (PackingError, OSError) as error:
         # The same text as TorchServe's archiver prints.
         kind = "FileNotFoundError: " if isinstance(error, FileNotFoundError) else ""
@@ -58,12 +64,16 @@ def run_archive(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _warn_of_syntax(request: ArchiveRequest) -> None:
-    """Print a warning of Python that does not compile, and pack it, as TorchServe's archiver does."""
-    try:
-        check_python(request)
-    except PackingError as error:
-        print(f"torch-model-archiver: warning: {error}", file=sys.stderr)
+def _warn_of_faults(request: ArchiveRequest) -> None:
+    """Print a warning of Python that does not compile and of weights that do not load.
+
+    They are packed, as by TorchServe's archiver.
+    """
+    for check in (check_python, check_weights):
+        try:
+            check(request)
+        except PackingError as error:
+            print(f"torch-model-archiver: warning: {error}", file=sys.stderr)
 
 
 def run_model_archive(
@@ -86,6 +96,7 @@ def run_model_archive(
             options = prepared(options, request, prepare_for)
             return pack_model(request, options, Progress(sys.stderr), _say)
         check_inputs(request)
+        check_weights(request)
         path = write_archive(request, Progress(sys.stderr))
         _say(packed_line(path))
         return path

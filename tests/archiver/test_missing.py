@@ -1,14 +1,16 @@
-"""What is not there is told by its flag, before anything is read."""
+"""Files that a request lacks are told by their flags, before anything is packed."""
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchere.archiver.errors import PackingError
-from torchere.archiver.request import check_inputs
+from torchere.archiver.request import check_inputs, check_weights
 
 
 def told(request: Any) -> str:
@@ -54,4 +56,55 @@ def test_a_handler_that_is_no_file_and_not_built_in_is_told_what_there_is(reques
     )
     assert told(request_for(handler="/x/libh:Handler", runtime="LSP")).endswith(
         "; give the path of a shared library"
+    )
+
+
+NO_CLASS = (
+    "the handler 'image_classifier' expects TorchScript, a .pt2, ONNX, or weights with their class: give the "
+    "file of the class (--model-file), or convert the model (--format torchscript)"
+)
+
+
+def weights_at(path: Path, record: str) -> Path:
+    """A file with a record of `torch.save` or of TorchScript; "": a pickle of earlier versions of torch."""
+    if not record:
+        path.write_bytes(pickle.dumps({"a": 1}, protocol=2))
+        return path
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"m/{record}", pickle.dumps({"a": 1}, protocol=2))
+    return path
+
+
+@pytest.mark.parametrize("name", ["net.pth", "net.pt"])
+@pytest.mark.parametrize(("record", "kind"), [("data.pkl", "torch.save"), ("", "pickle")])
+def test_weights_without_a_class_are_refused_for_a_handler_that_has_none(
+    request_for: Any, tmp_path: Path, name: str, record: str, kind: str
+) -> None:
+    path = weights_at(tmp_path / name, record)
+    with pytest.raises(PackingError) as caught:
+        check_weights(request_for(serialized_file=path, model_file=None, handler="image_classifier"))
+    assert str(caught.value) == (
+        f"--serialized-file {path}: found {kind} without the class of its model; {NO_CLASS}"
+    )
+
+
+def test_a_handler_of_ones_own_or_a_class_may_come_with_any_weights(
+    request_for: Any, sources: Path, tmp_path: Path
+) -> None:
+    path = weights_at(tmp_path / "net.pth", "data.pkl")
+    check_weights(request_for(serialized_file=path, model_file=None))
+    check_weights(request_for(serialized_file=path, model_file=sources / "m.py", handler="image_classifier"))
+    check_weights(request_for(serialized_file=None, model_file=None, handler="image_classifier"))
+    check_weights(request_for(serialized_file=sources / "model.pt", handler="image_classifier"))
+
+
+def test_torchscript_under_a_suffix_that_no_server_loads_is_refused(request_for: Any, tmp_path: Path) -> None:
+    request = {"model_file": None, "handler": "base_handler"}
+    check_weights(request_for(serialized_file=weights_at(tmp_path / "net.pt", "constants.pkl"), **request))
+    path = weights_at(tmp_path / "net.pth", "constants.pkl")
+    with pytest.raises(PackingError) as caught:
+        check_weights(request_for(serialized_file=path, **request))
+    assert str(caught.value) == (
+        f"--serialized-file {path}: found TorchScript under the suffix '.pth', and a server expects .pt; "
+        "rename the file, or give --format keep"
     )

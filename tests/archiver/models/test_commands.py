@@ -140,11 +140,17 @@ def test_static_int8_without_samples_is_told_before_any_step(
     assert line.startswith("torchere archive: int8-static needs samples ")
 
 
+def script_to_serve(forms: Any, folder: Path) -> str:
+    """The flag for TorchScript under the suffix by which a server knows it."""
+    path = folder / "script.pt"
+    path.write_bytes(forms.file("script.model").read_bytes())
+    return f"--serialized-file={path}"
+
+
 def test_convert_finds_an_existing_output_and_a_missing_handler_before_any_step(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:
-    script = f"--serialized-file={forms.file('script.model')}"
-    assert not archive_of(script, "--handler=base_handler")
+    assert not archive_of(script_to_serve(forms, tmp_path), "--handler=base_handler")
     old, new = tmp_path / "net.mar", tmp_path / "new.mar"
     new.write_text("")
     arguments = ["convert", str(old), "--to=export", "-o", str(new), "--no-verify"]
@@ -213,7 +219,7 @@ def test_convert_takes_its_own_archives_and_keeps_the_names_of_their_inputs(
 def test_convert_takes_an_archive_without_a_signature_with_an_example_only(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:
-    assert not archive_of(f"--serialized-file={forms.file('script.model')}", "--handler=base_handler")
+    assert not archive_of(script_to_serve(forms, tmp_path), "--handler=base_handler")
     new = tmp_path / "new.mar"
     arguments = ["convert", f"{tmp_path}/net.mar", "--to=export", "--dynamic-batch=1:64", "-o", str(new)]
     assert main([*arguments, "--no-verify"]) == 2
@@ -259,7 +265,9 @@ def test_inspect_says_what_a_pickle_imports(
 ) -> None:
     whole = tmp_path / "whole.pt"
     whole.write_bytes(forms.file("whole.weights").read_bytes())
-    assert not archive_of(f"--serialized-file={whole}", "--handler=base_handler")
+    assert archive_of(f"--serialized-file={whole}", "--handler=base_handler") == 1  # it would not load
+    (tmp_path / "service.py").write_text("def handle(data, context):\n    return data\n")
+    assert not archive_of(f"--serialized-file={whole}", f"--handler={tmp_path}/service.py")
     capsys.readouterr()
     assert main(["inspect", f"{tmp_path}/net.mar"]) == 0
     assert "it imports net_module.Net" in capsys.readouterr().out

@@ -203,6 +203,18 @@ CASES = (
         f"--serialized-file={{state}} {NET} {TORCHSCRIPT}",
     ),
     Case(
+        "weights without a class, with a handler",
+        "--serialized-file={state} --handler=base_handler",
+        r"give the file of the class \(--model-file\)",
+        "--serialized-file={state} --model-file={net_module} --handler=base_handler",
+    ),
+    Case(
+        "TorchScript under another suffix",
+        "--serialized-file={script} --handler=base_handler",
+        "or give --format keep",
+        "--serialized-file={script} --handler=base_handler --format=keep",
+    ),
+    Case(
         "no example, kept",
         "--serialized-file={script}",
         "give --example",
@@ -212,7 +224,7 @@ CASES = (
         "no example, kept, with a handler",
         "--serialized-file={script}",
         "or name a handler",
-        "--serialized-file={script} --handler=base_handler",
+        "--serialized-file={script} --handler=base_handler --format=keep",
     ),
     Case("no example, changed", f"--factory=odd:Plain {TORCHSCRIPT}", "give --example with inputs", PLAIN),
     Case(
