@@ -333,7 +333,6 @@ def build_options(namespace: argparse.Namespace) -> BuildOptions:
         factory=namespace.factory,
         config_file=_path(namespace.config_file),
         parallel=namespace.parallel,
-        needs_signature=namespace.handler is None,
     )
 
 

@@ -57,7 +57,6 @@ class BuildOptions:
     isa: str | None = None  # None: that of this machine
     allow_pickle: bool = False
     strict: bool = True  # False: weights may be left out and missing
-    needs_signature: bool = True  # False: the handler does not need one
     quantize: str | None = None
     samples: Path | None = None
     max_samples: int = MAX_SAMPLES  # files of a folder; the rest is not read

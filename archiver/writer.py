@@ -108,8 +108,9 @@ def gather(request: ArchiveRequest) -> list[Input]:
         )
     if request.handler == DEFAULT_HANDLER and SIGNATURE_NAME not in chosen:
         raise PackingError(
-            f"the handler {DEFAULT_HANDLER!r} needs {SIGNATURE_NAME}: give --example with inputs (.json, "
-            f".pt, .npy or a picture), or {SIGNATURE_NAME} among the extra files, or name another handler"
+            f"the handler {DEFAULT_HANDLER!r}, the default, needs {SIGNATURE_NAME}: give --example with "
+            f"inputs (.json, .pt, .npy or a picture), or {SIGNATURE_NAME} among the extra files, or name "
+            "another handler"
         )
     return [chosen[name] for name in sorted(chosen)]
 

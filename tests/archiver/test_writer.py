@@ -38,7 +38,7 @@ def test_zip_store_stores_everything(request_for: Any) -> None:
 def test_the_built_in_handler_is_not_packed_without_the_signature_that_it_reads(
     request_for: Any, sources: Path
 ) -> None:
-    with pytest.raises(PackingError, match=r"'tensor' needs signature\.json: give --example"):
+    with pytest.raises(PackingError, match=r"'tensor', the default, needs signature\.json: give --example"):
         write_archive(request_for(handler="tensor"))
     (sources / "signature.json").write_text("{}")
     write_archive(request_for(handler="tensor", extra_files=(sources / "signature.json",)))

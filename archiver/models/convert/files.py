@@ -303,12 +303,12 @@ def keep(
     Args:
         source: the loaded source model.
         example: example inputs to derive a signature from; ONNX has a signature of its own.
-        options: `needs_signature` rejects a model without a signature.
+        options: the files that belong to the source, and the sizes that the signature leaves free.
         work: new files are written to `work/beside`.
         say: receives a line if the model does not accept batches.
 
     Raises:
-        ModelRefused: the server could not load the model, or it needs a signature and there is no example.
+        ModelRefused: the server could not load the model, or the example does not fit it.
     """
     built = _built(source, options, work)
     if source.signature is not None:
@@ -316,11 +316,6 @@ def keep(
             check_against(example, source.signature)
         return built, source.signature
     if example is None:
-        if options.needs_signature:
-            raise ModelRefused(
-                "without --handler the server must know the model's inputs and outputs: give --example with "
-                "inputs (.json, .pt, .npy or a picture), or name a handler"
-            )
         return built, None
     return built, _signature(source, example, options, say)
 

@@ -15,7 +15,7 @@ import torch
 
 from torchere.archiver import open_archive
 from torchere.archiver.commands import pack_model
-from torchere.archiver.errors import ModelRefused
+from torchere.archiver.errors import ModelRefused, PackingError
 from torchere.archiver.models.convert import aotinductor as to_aoti
 from torchere.archiver.models.convert.aotinductor import Timed, gains_by_freezing
 from torchere.archiver.models.convert.exported_program import to_program
@@ -109,12 +109,12 @@ def test_a_package_that_is_packed_again_is_not_loaded_for_it(
     unpacked: Path, pack: Callable[..., Path]
 ) -> None:
     given = {"serialized_file": unpacked / "model.pt2"}
-    archive = open_archive(pack("base_handler", **given, needs_signature=False))
+    archive = open_archive(pack("base_handler", **given))
     assert json.loads(archive.read_text("MAR-INF/build.json")) == {
         "format": "aoti",
         "isa": aoti_metadata(unpacked / "model.pt2")["AOTI_CPU_ISA"].lower(),
     }
-    with pytest.raises(ModelRefused, match="without --handler"):
+    with pytest.raises(PackingError, match=r"the handler 'tensor', the default, needs signature\.json"):
         pack(**given)
 
 

@@ -147,6 +147,21 @@ def script_to_serve(forms: Any, folder: Path) -> str:
     return f"--serialized-file={path}"
 
 
+def test_a_signature_among_the_extra_files_is_as_good_as_an_example(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    script = script_to_serve(forms, tmp_path)
+    assert archive_of(script) == 1
+    assert "'tensor', the default, needs signature.json: give --example with" in capsys.readouterr().err
+    given = forms.file("example.npy")
+    assert not archive_of(script, f"--example={given}")
+    signature = open_archive(tmp_path / "net.mar").read_text("signature.json")
+    (tmp_path / "signature.json").write_text(signature)
+    assert not archive_of(script, f"--extra-files={tmp_path / 'signature.json'}", "--force")
+    opened = open_archive(tmp_path / "net.mar")
+    assert (opened.manifest.handler, opened.read_text("signature.json")) == ("tensor", signature)
+
+
 def test_convert_finds_an_existing_output_and_a_missing_handler_before_any_step(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:

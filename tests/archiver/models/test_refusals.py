@@ -223,7 +223,7 @@ CASES = (
     Case(
         "no example, kept, with a handler",
         "--serialized-file={script}",
-        "or name a handler",
+        "or name another handler",
         "--serialized-file={script} --handler=base_handler --format=keep",
     ),
     Case("no example, changed", f"--factory=odd:Plain {TORCHSCRIPT}", "give --example with inputs", PLAIN),
