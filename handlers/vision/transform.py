@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from torchere.archiver.models.inputs import pictures
 from torchere.handlers.errors import PredictionException
 
 # Limit of a resized image: a line of pixels, scaled to `resize` on its shorter side, would fill the memory.
@@ -54,19 +55,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Raises:
         PredictionException: 400, the pixels are 32-bit numbers, of which no file says which one is white.
     """
-    if image.mode == "RGB":
-        return image
-    # Pillow's own conversion cuts these off at 255, which makes nearly everything white. It decodes a grey
-    # PGM of 16 bits to the mode I, and before release 11.3 a PNG as well.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in {"PPM", "PNG"}):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode in {"I", "F"}:
-        raise PredictionException(
-            f"The {image.format or 'image'} has pixels of 32 bits (Pillow's mode {image.mode}), and does not "
-            "say which number is white; send it with 8 or 16 bits for each channel",
-            400,
-        )
-    return image.convert("RGB")
+    try:
+        return pictures.to_rgb(image)
+    except ValueError as err:
+        raise PredictionException(str(err), 400) from err
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,10 +140,12 @@ def _zipped(data: bytes) -> Example:
 def _picture(data: bytes) -> torch.Tensor:
     from PIL import Image  # noqa: PLC0415  # only pictures need it
 
+    from torchere.archiver.models.inputs.pictures import to_rgb  # noqa: PLC0415  # it imports PIL
+
     with Image.open(io.BytesIO(data)) as picture:
         if picture.width * picture.height > _MAX_PIXELS:
             raise ValueError(f"a picture of {picture.width} x {picture.height}; expected a smaller one")
-        pixels = np.asarray(picture.convert("RGB"), dtype=np.float32) / 255
+        pixels = np.asarray(to_rgb(picture), dtype=np.float32) / 255
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))[None]
 
 

@@ -135,6 +135,13 @@ def test_a_picture_is_a_batch_of_one_from_0_to_1(tmp_path: Path) -> None:
     assert (tuple(only.shape), float(only.max())) == ((1, 3, 4, 5), 1.0)
 
 
+def test_of_a_grey_picture_of_16_bits_the_upper_8_are_kept(tmp_path: Path) -> None:
+    pixels = np.array([[0, 0x7FFF], [0x80FF, 0xFFFF]], dtype=np.uint16)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    (only,) = read_example(tmp_path / "x.png").tensors
+    assert (only * 255).round().int().tolist() == [[[[0, 0x7F], [0x80, 0xFF]]] * 3]
+
+
 @pytest.mark.parametrize(
     "data",
     [
