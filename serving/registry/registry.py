@@ -260,8 +260,8 @@ class Registry:
 
     def scale(self, version: Version, min_executors: int, max_executors: int) -> None:
         """Change the executor range of a version; `version.settled` is set when the change is applied."""
-        version.settings = version.settings.scaled(min_executors, max_executors)
-        version.target = scaled_target(version.pool.size, min_executors, max_executors)
+        version.settings = settings = version.settings.scaled(min_executors, max_executors)
+        version.target = scaled_target(version.pool.size, settings.min_executors, settings.max_executors)
         gave_up = version.living_executors < version.pool.size
         version.retry = version.state is VersionState.FAILED or gave_up
         self._reconciler.wake(version)

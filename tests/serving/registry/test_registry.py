@@ -18,7 +18,12 @@ from pools import until
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.properties import read_properties
 from torchere.serving.config.resolve import configure
-from torchere.serving.config.server_settings import ServerSettings, SnapshotModel, SnapshotSettings
+from torchere.serving.config.server_settings import (
+    ParallelSettings,
+    ServerSettings,
+    SnapshotModel,
+    SnapshotSettings,
+)
 from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest, NotFound
 from torchere.serving.registry import registry as registry_module
 from torchere.serving.registry.desired import Wanted
@@ -69,6 +74,19 @@ def test_the_runtime_of_the_cpp_backend_is_warned_of(
         async with registry_of(tmp_path) as registry:
             await registry.register(Wanted("m.mar", Asked(), runtime="LSP"))
             assert "m:1.0: the handler of runtime LSP is h.py; expected a class in a shared" in caplog.text
+
+    asyncio.run(main())
+
+
+def test_a_model_over_several_machines_is_scaled_to_one_worker_at_most(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path) as registry:
+            version = await registry.register(Wanted("m.mar", Asked()))
+            parallel = ParallelSettings("tp", 1, least_machines=2, most_machines=2)
+            version.settings = replace(version.settings, parallel=parallel)
+            registry.scale(version, 3, 5)
+            assert (version.target, version.settings.max_executors) == (1, 1)
+            registry.scale(version, 0, 0)  # before the reconciler begins: nothing is loaded
 
     asyncio.run(main())
 
