@@ -24,7 +24,7 @@ from torchere.serving.config.server_settings import (
     SnapshotModel,
     SnapshotSettings,
 )
-from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest, NotFound
+from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest, NotFound, ServingError
 from torchere.serving.registry import registry as registry_module
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.observation import RegistryMetrics
@@ -177,6 +177,25 @@ def test_of_many_with_the_same_name_one_is_unpacked_at_a_time_until_it_is_taken(
             assert len(unpacked) == 1 + broken
 
     monkeypatch.setattr(Store, "unpack", watched)
+    asyncio.run(main())
+
+
+def test_of_two_registrations_of_a_url_at_once_one_is_told_what_a_later_one_is(tmp_path: Path) -> None:
+    pack(tmp_path / "bought.mar")
+    url = f"file://{tmp_path}/bought.mar"
+
+    async def main() -> None:
+        async with registry_of(tmp_path, allowed_urls=("file://.*",)) as registry:
+            both = (registry.register(Wanted(url, Asked())) for _ in range(2))
+            outcomes = await asyncio.gather(*both, return_exceptions=True)
+            with pytest.raises(ServingError) as later:
+                await registry.register(Wanted(url, Asked()))
+            assert later.value.message == "Model file already exists bought.mar"
+            first, second = sorted(outcomes, key=lambda one: isinstance(one, ServingError))
+            assert registry.find("m", "1.0") is first
+            assert (type(second), str(second)) == (type(later.value), str(later.value))
+            assert (tmp_path / "store" / "bought.mar").is_file()
+
     asyncio.run(main())
 
 
