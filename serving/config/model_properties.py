@@ -75,15 +75,15 @@ def _read_defaults(text: str) -> _Models:
         for key in _COUNTS:
             if key in settings:
                 settings[key] = _count(settings[key], key, f"{name} {version}")
-        _check_range(settings, f"{name} {version}")
     return models
 
 
-def _check_range(settings: dict[str, object], model: str) -> None:
-    """Refuse fewer workers at most than at least; 0 stands for a number that is left out."""
-    least, most = settings.get("minWorkers"), settings.get("maxWorkers")
-    if isinstance(least, int) and isinstance(most, int) and least > most > 0:
-        raise ValueError(f"minWorkers of {model} is {least}, expected at most its maxWorkers, {most}")
+def _is_reversed(settings: dict[str, object]) -> bool:
+    """Whether an entry has a minWorkers above its maxWorkers; 0 stands for a number that is left out."""
+    if not {"minWorkers", "maxWorkers"} <= settings.keys():
+        return False
+    least, most = (_count(settings[key], key, "") for key in ("minWorkers", "maxWorkers"))
+    return least > most > 0
 
 
 def _count(value: object, key: str, model: str, signed: bool = False) -> int:
@@ -158,7 +158,7 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
 
 
 def _remark_versions(models: dict[str, Any]) -> str:
-    """Return one warning for each unsupported key that is set, and one for all unknown keys.
+    """Return one warning for each unsupported or contradictory key, and one for all unknown keys.
 
     A key is reported with the first model that sets it.
     """
@@ -167,6 +167,9 @@ def _remark_versions(models: dict[str, Any]) -> str:
     for name, version, settings in _each(_versions(models)):
         for key in unsupported_keys(settings):
             found.setdefault(key, f"{key} of {name} {version} has no effect: {UNSUPPORTED_KEYS[key]}")
+        if _is_reversed(settings):
+            remark = "is less than its minWorkers, which counts for both"
+            found.setdefault("maxWorkers", f"maxWorkers of {name} {version} {remark}")
         for key in settings.keys() - _MEMBERS:
             unknown.setdefault(key, f"{key} of {name} {version}")
     return "; ".join([*found.values(), *_remark_unknown(unknown)])

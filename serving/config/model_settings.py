@@ -449,7 +449,9 @@ def _executors(asked: Asked, config: ModelConfig, defaults: dict[str, object]) -
     if not asked.executors_by_default:
         return asked.executors, asked.executors
     low, high = (_first(defaults.get(key), fallback=0) for key in ("minWorkers", "maxWorkers"))
-    # low <= high if both are set. If one is, the other is `asked.executors`, limited so that low <= high.
+    if low > high > 0:
+        high = low  # TorchServe starts minWorkers, too
+    # If one of them is set, the other is `asked.executors`, limited so that low <= high.
     return low or min(asked.executors, high or asked.executors), high or max(asked.executors, low)
 
 

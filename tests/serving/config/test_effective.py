@@ -64,6 +64,7 @@ def test_a_model_config_without_timeouts_does_not_take_the_servers() -> None:
         (ModelConfig(), {"minWorkers": 3, "maxWorkers": 5}, (3, 5)),
         (ModelConfig(), {"minWorkers": 3}, (3, 3)),
         (ModelConfig(), {"maxWorkers": 3}, (1, 3)),
+        (ModelConfig(), {"minWorkers": 3, "maxWorkers": 2}, (3, 3)),
     ],
 )
 def test_executor_counts(config: ModelConfig, defaults: dict[str, object], expected: tuple[int, int]) -> None:

@@ -123,10 +123,6 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ('models={"a":{"1.0":3}}', "version 1.0 of model a is 3, expected a JSON object"),
         ('models={"a":{"1.0":{"batchSize":"x"}}}', 'batchSize of a 1.0 is "x", expected a whole number of'),
         ('models={"a":{"1.0":{"minWorkers":-1}}}', "minWorkers of a 1.0 is -1, expected a whole number of"),
-        (
-            'models={"a":{"1.0":{"minWorkers":"3","maxWorkers":2}}}',
-            "line 1: models: minWorkers of a 1.0 is 3, expected at most its maxWorkers, 2",
-        ),
         ('models={"a":{"1.0":{"batchSize":99999999999}}}', "batchSize of a 1.0 is too large, expected at"),
         ("default_workers_per_model=1025", "found '1025', expected a whole number from 0 to 1024"),
         ("default_response_timeout=1e300", "expected seconds, at least 1 and at most 2147483647"),
@@ -247,6 +243,13 @@ def test_a_name_without_an_archive_is_passed_over_and_told() -> None:
 def test_the_models_property_becomes_the_defaults_of_versions() -> None:
     text = 'models={\\\n "net": {\\\n "1.0": {"batchSize": 4, "marName": "net.mar"}}}'
     assert settings(text).model_defaults == {"net": {"1.0": {"batchSize": 4, "marName": "net.mar"}}}
+
+
+def test_fewer_workers_at_most_than_at_least_are_warned_of() -> None:
+    line = 'models={"a":{"1.0":{"minWorkers":"3","maxWorkers":2}}}'
+    assert warnings(line) == [
+        "line 1: models: maxWorkers of a 1.0 is less than its minWorkers, which counts for both"
+    ]
 
 
 def test_unknown_members_of_models_are_named_in_one_warning_with_their_nearest_neighbours() -> None:
