@@ -24,21 +24,21 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from harness.cgroup import CpuGroup, cpu_group
 from harness.errors import Unavailable
 
-# Each model is a kind of trouble. `thread` and `process` have two executors of 20 ms and a queue of four.
+# Each model is a kind of trouble. `thread` and `process` have two executors of 50 ms and a queue of four.
 BUSY = """
 import time
 
 def handle(data, context):
     if data is None:
         return None
-    time.sleep(0.02 * len(data))
+    time.sleep(0.05 * len(data))
     return ["ok"] * len(data)
 """
 HANDLERS = {
     "thread": BUSY,
     "process": BUSY,
-    "slow": BUSY.replace("0.02", "1.2"),
-    "hangs": BUSY.replace("0.02", "60"),
+    "slow": BUSY.replace("0.05", "1.2"),
+    "hangs": BUSY.replace("0.05", "60"),
     "fails": "def handle(data, context):\n    return data and 1 / 0\n",
     # Ends its process, and can't be loaded again.
     "dies": """
@@ -101,8 +101,10 @@ class Load:
 
     def _send(self, place: int) -> None:
         while place < self._wanted:
-            with contextlib.suppress(OSError, http.client.HTTPException):  # refused, failed or too late
+            try:
                 self._server.predict(model=self._model)
+            except (OSError, http.client.HTTPException):  # refused, failed or too late
+                time.sleep(0.02)  # as a client does; at once, refusals would take all of the processor
 
 
 class Upload:
