@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = "1.35.0"
+QUICK_GO = {"GOGC": "off", "GOMAXPROCS": "1"}  # helm runs hundreds of times; a fifth less processor time
 SCHEMAS = Path(__file__).parent / "schemas"  # of custom resources, which kubernetes-validate does not know
 
 Object = dict[str, Any]
@@ -31,7 +33,7 @@ def helm(tool: Callable[[str], str]) -> Callable[..., subprocess.CompletedProces
         command = [tool(program), "template", release, str(ROOT / "k8s/chart"), "--namespace", "torchserve"]
         return subprocess.run(
             [*command, "--kube-version", KUBERNETES, "--values", str(values), *options],
-            check=False, capture_output=True, text=True, timeout=60,
+            check=False, capture_output=True, text=True, timeout=60, env=os.environ | QUICK_GO,
         )  # fmt: skip
 
     return template
