@@ -1,16 +1,16 @@
 """Replaces servers one after the other under load, and counts the requests that are lost. The goal is none.
 
-    python benchmarks/rolling_restart.py [--rest 20000] [--grpc 5000] [--tcp] [--json FILE]
+    python benchmarks/rolling_restart.py [--rest 20000] [--grpc 5000] [--json FILE]
 
-Two servers run behind nginx (REST) and HAProxy (gRPC over HTTP/2), and beside them a gRPC client that
-balances by itself and asks the health service. As Kubernetes does it, the one that goes gets SIGTERM first,
-and only `PROPAGATION_S` later do the proxies hear that it is no endpoint any more; when it has ended, a new
-one starts, and becomes an endpoint once `/readyz` says so. That goes on until every way in has had its number
-of requests. Nobody tries a request twice: not the clients, not the proxies. Exit code 1 when a request
-failed, or a server did not answer everything that it had accepted.
+Two servers run behind nginx (REST) and HAProxy (gRPC over HTTP/2, and as mere bytes), and beside them a gRPC
+client that balances by itself and asks the health service. As Kubernetes does it, the one that goes gets
+SIGTERM first, and only `PROPAGATION_S` later do the proxies hear that it is no endpoint any more; when it has
+ended, a new one starts, and becomes an endpoint once `/readyz` says so. That goes on until every way in has
+had its number of requests. Nobody tries a request twice: not the clients, not the proxies. Exit code 1 when a
+request failed, or a server did not answer everything that it had accepted.
 
-With `--tcp` HAProxy passes mere bytes on, as a Service of Kubernetes does, so that a gRPC client has one
-connection to one server, and hears from that server alone that it has to go.
+Mere bytes are passed on as a Service of Kubernetes does it, so that a gRPC client has one connection to one
+server, and hears from that server alone that it has to go.
 
 Needs nginx and HAProxy (Debian: `apt-get install nginx-light haproxy`).
 """
@@ -45,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Count what a rolling restart loses.")
     parser.add_argument("--rest", type=int, default=20_000, metavar="N", help="requests over REST")
     parser.add_argument("--grpc", type=int, default=5_000, metavar="N", help="calls on each way of gRPC")
-    parser.add_argument("--tcp", action="store_true", help="gRPC through a proxy of mere bytes")
     parser.add_argument("--restarts", type=int, default=LEAST_RESTARTS, metavar="N", help="at the least")
     parser.add_argument("--json", type=Path, help="also write the result there")
     options = parser.parse_args(argv)
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{' and '.join(missing())} not installed; on Debian: apt-get install nginx-light haproxy")
         return 2
     with sigterm_exits(), tempfile.TemporaryDirectory(prefix="rolling-") as folder:
-        rolling = Rolling(Path(folder), options.rest, options.grpc, options.restarts, tcp=options.tcp)
+        rolling = Rolling(Path(folder), options.rest, options.grpc, options.restarts)
         try:
             asyncio.run(rolling.run())
         except Failed as err:
@@ -68,14 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Rolling:
     """Replicas, proxies and clients of one run; `tallies` and `ends_s` are its result."""
 
-    def __init__(self, folder: Path, rest: int, calls: int, restarts: int, *, tcp: bool) -> None:
+    def __init__(self, folder: Path, rest: int, calls: int, restarts: int) -> None:
         store = write_store(folder / "store")
         self.replicas = [Replica(f"r{number}", folder / f"r{number}", store) for number in range(REPLICAS)]
         self.nginx = Nginx(folder / "nginx", self.replicas)
         self.haproxy = Haproxy(folder / "haproxy", self.replicas)
-        self._tcp = tcp
-        proxied = "gRPC, HAProxy as TCP" if tcp else "gRPC, HAProxy as HTTP/2"
-        names = (proxied, "gRPC, round robin with health")
+        names = ("gRPC, HAProxy as HTTP/2", "gRPC, HAProxy as TCP", "gRPC, round robin with health")
         self.tallies = [Tally("REST, nginx", rest), *(Tally(name, calls) for name in names)]
         self.ends_s: list[float] = []  # SIGTERM to exit
         self._restarts = restarts
@@ -98,7 +95,8 @@ class Rolling:
 
     async def _load_and_replace(self) -> None:
         channels = [
-            clients.plain_channel(self.haproxy.tcp_port if self._tcp else self.haproxy.port),
+            clients.plain_channel(self.haproxy.port),
+            clients.plain_channel(self.haproxy.tcp_port),
             clients.balanced_channel([replica.grpc_port for replica in self.replicas]),
         ]
         ways = [clients.rest(self.nginx.port), *map(clients.grpc_calls, channels)]
