@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import transformers
 
 from torchere.serving.commands.cli import main
 
@@ -22,6 +21,8 @@ ROWS = [[5, 3, 9, 1], [7, 7, 2, 40, 11, 49, 8], [1]]
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as `save_pretrained` writes it."""
+    import transformers  # takes a second, also of a process that runs other tests
+
     torch.manual_seed(4)
     make: Any = transformers.LlamaConfig
     config = make(
@@ -48,6 +49,8 @@ def server(open_server: Any, store: Path, llama: Path) -> Any:
 @pytest.fixture(scope="module")
 def logits(llama: Path) -> Any:
     """Returns the answer of one process to a row of tokens."""
+    import transformers
+
     model = transformers.LlamaForCausalLM.from_pretrained(llama, local_files_only=True).eval()
 
     def answer(row: list[int]) -> torch.Tensor:

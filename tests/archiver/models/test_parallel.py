@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 import yaml
 
 from torchere.archiver import open_archive
@@ -201,6 +200,8 @@ def test_a_model_for_ranks_is_not_converted(
 def test_a_hugging_face_folder_is_packed_and_served_by_ranks_that_read_their_slices(
     tmp_path: Path, capsys: Any
 ) -> None:
+    import transformers  # takes a second, also of a process that runs other tests
+
     torch.manual_seed(4)
     make: Any = transformers.LlamaConfig
     config = make(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from model_signing import hashing, signing
 from signers import Authority, KeyPair, key_pair, pack
 
 from torchere.archiver.reader import ArchiveLimits, open_archive
@@ -215,6 +214,8 @@ def test_a_signature_by_the_command_of_the_library_is_accepted(folder: Path, key
 
 
 def test_a_signature_of_parts_of_a_file_is_refused(archive: Path, keys: KeyPair) -> None:
+    from model_signing import hashing, signing  # takes a second, also of a process that runs other tests
+
     shards = hashing.Config().use_shard_serialization(shard_size=100)
     config = signing.Config().use_elliptic_key_signer(private_key=keys.private).set_hashing_config(shards)
     config.sign(archive, f"{archive}.sig")
@@ -296,6 +297,8 @@ def test_a_second_list_by_another_spelling_is_not_read(folder: Path, keys: KeyPa
 
 def test_a_signature_that_covers_nothing_is_refused(archive: Path, keys: KeyPair) -> None:
     """The library finds nothing to compare in a model whose signer left out the file itself."""
+    from model_signing import hashing, signing
+
     none = hashing.Config().set_ignored_paths(paths=["."])
     config = signing.Config().use_elliptic_key_signer(private_key=keys.private).set_hashing_config(none)
     config.sign(archive, f"{archive}.sig")

@@ -7,16 +7,23 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from torch._inductor import cpu_vec_isa
-from torch._inductor.runtime.runtime_utils import cache_dir  # type: ignore[attr-defined]
 
 from torchere.archiver.models.convert.aotinductor import private_cache
+
+VALID_ISA = "torch._inductor.cpu_vec_isa.valid_vec_isa_list"
+
+
+def cache_dir() -> str:
+    """Inductor's folder of now. Importing it takes a second, which only this file's process needs."""
+    from torch._inductor.runtime.runtime_utils import cache_dir as inductors  # type: ignore[attr-defined]
+
+    return str(inductors())
 
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instruction sets are known: torch would compile for 10 s to test them."""
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+    monkeypatch.setattr(VALID_ISA, list)
 
 
 @pytest.mark.parametrize("before", [None, "elsewhere"])
@@ -53,7 +60,7 @@ def test_tests_of_the_instruction_sets_are_kept_for_the_next_compilation(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(usual))
     asked_in = []
     found = cache(lambda: asked_in.append(cache_dir()))  # as torch does, which compiles for 10 s at first
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", found)
+    monkeypatch.setattr(VALID_ISA, found)
     with private_cache(private):
         found()
     assert asked_in == [str(usual)]
@@ -65,6 +72,6 @@ def test_a_usual_cache_that_is_read_only_does_not_matter(
     def refuse() -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", refuse)
+    monkeypatch.setattr(VALID_ISA, refuse)
     with private_cache(tmp_path):
         assert Path(cache_dir()).parent == tmp_path

@@ -18,15 +18,23 @@ from torchere.archiver.models.load.source import read_source, source_with_exampl
 from torchere.archiver.request import BuildOptions
 from torchere.archiver.signature import Values, parse
 
-transformers: Any = pytest.importorskip(
-    "transformers", reason="transformers is not installed (extra huggingface)"
-)
+transformers: Any = None  # until a test of this file runs: each process that collects would import it
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and of torch's tracer
 Pack = Callable[..., Path]
 Serve = Callable[..., list[Any]]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = {**SMALL, "vocab_size": 100, "max_position_embeddings": 40}
 PICTURE = {**SMALL, "image_size": 16, "patch_size": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    global transformers  # noqa: PLW0603
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed (extra huggingface)"
+    )
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     "pair classifier": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT)),
     "decoder": lambda: transformers.GPT2LMHeadModel(
