@@ -131,31 +131,41 @@ def _is_open(path: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def start_confined(grounds: Path, python: str) -> Iterator[Callable[..., RunningServer]]:
-    """Starts servers: as the user of the tests, or where this is root, as another one."""
-    servers: list[RunningServer] = []
+    """Starts a server for each setting: as the user of the tests, or where this is root, as another one."""
+    servers: dict[tuple[str, int | None], RunningServer] = {}
 
     def starter(properties: str, user: int | None = None) -> RunningServer:
+        if (properties, user) in servers:
+            return servers[properties, user]
         folder = Path(tempfile.mkdtemp(dir=grounds))
         if user is not None:
             shutil.chown(folder, user, user)
         arguments = ("--enable-model-api", "--disable-token-auth")
-        servers.append(start(folder, *arguments, properties=properties, python=python, user=user))
+        started = start(folder, *arguments, properties=properties, python=python, user=user)
+        servers[properties, user] = started
         (folder / "key_file.json").write_text("the keys")
-        return servers[-1]
+        return started
 
     yield starter
-    for server in servers:
+    for server in servers.values():
         assert server.stop() == 0
 
 
 @pytest.fixture(scope="module", params=["user of its own", "user of the server"])
 def strict(request: pytest.FixtureRequest, start_confined: Callable[..., RunningServer]) -> RunningServer:
-    properties = "worker_sandbox=strict\ninstall_py_dep_per_model=true\n"
+    properties = settings("strict")
     if request.param == "user of the server":
         return start_confined(properties, NOBODY if IS_ROOT else None)
     if not IS_ROOT:
         pytest.skip("only root can give workers a user of their own")
-    return start_confined(f"{properties}worker_user=nobody\nworker_memory_limit=4294967296\n")
+    return start_confined(properties + OWN_USER)
+
+
+OWN_USER = "worker_user=nobody\nworker_memory_limit=4294967296\n"
+
+
+def settings(level: str) -> str:
+    return f"worker_sandbox={level}\ninstall_py_dep_per_model=true\n"
 
 
 def pack(store: Path, name: str, files: dict[str, str | bytes], **model: str) -> str:
@@ -246,8 +256,8 @@ def models(grounds: Path) -> list[str]:
 @pytest.fixture(scope="module", params=["off", "basic", "strict"])
 def level(request: pytest.FixtureRequest, start_confined: Callable[..., RunningServer]) -> RunningServer:
     """A server of each level; with a user of its own where this is possible."""
-    own_user = "worker_user=nobody\n" if IS_ROOT and request.param != "off" else ""
-    return start_confined(f"worker_sandbox={request.param}\ninstall_py_dep_per_model=true\n{own_user}")
+    own_user = OWN_USER if IS_ROOT and request.param != "off" else ""
+    return start_confined(settings(request.param) + own_user)
 
 
 def test_models_of_every_format_are_served_at_every_level(level: RunningServer, models: list[str]) -> None:
