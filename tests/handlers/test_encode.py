@@ -201,7 +201,7 @@ def test_a_number_with_too_many_digits_stays_bytes() -> None:
 
 
 @given(st.recursive(_scalars, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner))))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_json_requests_read_as_the_standard_library_reads_them(value: object) -> None:
     body = json.dumps(value).encode()
     assert repr(decode_input(body, "application/json")) == repr(json.loads(body))

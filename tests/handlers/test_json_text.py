@@ -39,7 +39,7 @@ def _values(floats: st.SearchStrategy[float], keys: st.SearchStrategy[Any]) -> s
 
 
 @given(_values(_ordinary | st.just(math.nan) | st.just(-math.inf), _keys))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_the_bytes_are_those_of_the_standard_library_for_ordinary_numbers(value: Any) -> None:
     assert indented_json(value) == json.dumps(value, indent=2).encode()
     assert one_line_json(value) == json.dumps(value)
@@ -58,7 +58,7 @@ def test_characters_stay_as_they_are_where_nothing_is_escaped(value: Any) -> Non
 
 
 @given(_values(st.floats(), _keys))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_every_number_reads_back_as_itself(value: Any) -> None:
     expected = repr(json.loads(json.dumps(value)))
     assert repr(json.loads(indented_json(value))) == expected
