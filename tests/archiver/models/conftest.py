@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchere.archiver import open_archive
 from torchere.archiver.commands import pack_model
+from torchere.archiver.models.measure import cost
 from torchere.archiver.request import ArchiveRequest, BuildOptions
 from torchere.archiver.writer import Progress
 from torchere.handlers.archive_import import forget_archive
@@ -136,6 +137,12 @@ def memory_is_not_measured(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Pack without measuring the memory, but for `measured_memory`: its process imports torch each time."""
     if "measured_memory" not in request.fixturenames:
         monkeypatch.setattr("torchere.archiver.models.build.with_memory", lambda report, *_: report)
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time models in 40 rounds at most: 400 take up to 3 s of processor time where a model is packed."""
+    monkeypatch.setattr(cost, "_MOST", 40)
 
 
 Pack = Callable[..., Path]
