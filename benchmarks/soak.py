@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 from soaking.actors import Actor, Client, Killer, Operator
-from soaking.crowd import Crowd
+from soaking.crowd import STAYS_S, Crowd
 from soaking.plant import Plant, served
 from soaking.samples import Level, Sample, levels, sparkline, svg, take
 
@@ -66,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def soak(plant: Plant, seconds: float, clients: int) -> tuple[list[Sample], list[Actor]]:
     """Let everybody work for that long, or until the server ends; returns samples and workers."""
     over = threading.Event()
+    stays_s = min(STAYS_S, int(seconds / 2))
     actors: list[Actor] = [Client(plant, over, seed) for seed in range(clients)]
-    actors += [Operator(plant, over, 1001), Killer(plant, over, 1002), Crowd(plant, over, 1003)]
+    actors += [Operator(plant, over, 1001), Killer(plant, over, 1002), Crowd(plant, over, 1003, stays_s)]
     for actor in actors:
         actor.start()
     process, started_s = psutil.Process(plant.process.pid), time.monotonic()

@@ -13,7 +13,7 @@ from soaking.actors import Actor
 from soaking.plant import FEATURES, Plant
 
 CLIENTS = 32
-STAYS_S = 15
+STAYS_S = 15  # at most
 _AT_LEAST_S = 120.0  # for its own start, and answers that are late
 STAYS_AWAY_S = 90.0  # the server is as before the crowd, until the next one
 
@@ -21,7 +21,7 @@ STAYS_AWAY_S = 90.0  # the server is as before the crowd, until the next one
 class Crowd(Actor):
     """`torchere bench`, which has a process of its own, for seconds, again and again."""
 
-    def __init__(self, plant: Plant, over: threading.Event, seed: int) -> None:
+    def __init__(self, plant: Plant, over: threading.Event, seed: int, stays_s: int = STAYS_S) -> None:
         super().__init__(plant, over, seed)
         body = Path(plant.temp.parent, "crowd.json")
         body.write_text(json.dumps({"x": [0.5] * FEATURES}))
@@ -34,7 +34,7 @@ class Crowd(Actor):
             "--address",
             plant.inference,
         ]
-        self._command += ["--clients", str(CLIENTS), "--seconds", str(STAYS_S)]
+        self._command += ["--clients", str(CLIENTS), "--seconds", str(stays_s)]
         self._command += ["--file", str(body), "--header", "content-type: application/json"]
 
     def act(self) -> None:

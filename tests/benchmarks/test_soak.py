@@ -46,7 +46,7 @@ def test_the_course_is_drawn() -> None:
 
 def test_a_short_soak_finds_everything_level_and_every_answer_right(tmp_path: Path) -> None:
     picture = tmp_path / "soak.svg"
-    options = ["--minutes", "0.3", "--clients", "3", "--svg", str(picture)]
+    options = ["--minutes", "0.2", "--clients", "3", "--svg", str(picture)]
     command = [sys.executable, str(SOAK), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
