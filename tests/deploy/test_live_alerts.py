@@ -265,7 +265,7 @@ def test_alerts_of_the_server_fire_when_it_is_throttled_stopped_and_gone(
     server: Any, group: CpuGroup | None, prometheus: Any, loads: dict[str, Load]
 ) -> None:
     if group is not None:
-        loads["fails"].clients(4)
+        loads["fails"].clients(12)  # of 50 requests a second, which take more than a fifth of any core
         group.limit(0.2)
         eventually(prometheus, firing("TorchereCpuThrottled"))
         group.limit(None)
