@@ -42,6 +42,7 @@ _VERSIONS = frozenset({"1.0", "1.1"})
 # told from those behind the URL.
 _URL = re.compile(rb"([?&;]url=)([^&;?]*(?:\?.*)?)")
 
+_OTHER_END = "it has no end where an empty line is"
 _RARE = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 
 MAX_KNOWN_HEADS = 1024
@@ -99,20 +100,16 @@ class HeadReader:
         else:
             piece = data[start:]
         self.text += piece
-        try:
-            parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            pass  # a server may ignore an upgrade to another protocol (RFC 9110, 7.8)
-        except httptools.HttpParserError as error:
+        if flaw := _flaw_of(piece, parser):
             self.drop()
-            raise BadHead(str(error)) from None
+            raise BadHead(flaw)
         if not is_whole:
             if len(self.text) > MAX_HEAD_BYTES:
                 raise BadHead("it has no end")
             return -1
         self.drop()
         if not self.is_complete:
-            raise BadHead("it has no end where an empty line is")
+            raise BadHead(_OTHER_END)
         text = self.text
         if len(text) - text.find(b"\r\n") - 2 > MAX_HEADER_BYTES:
             raise BadHead("its header lines are too long")
@@ -144,6 +141,19 @@ class HeadReader:
         self.method = parser.get_method()
         self.version = parser.get_http_version()
         self.keep_alive = parser.should_keep_alive()
+
+
+def _flaw_of(piece: bytes, parser: httptools.HttpRequestParser) -> str:
+    """Have a piece of a head parsed; return what is wrong with it, or ""."""
+    try:
+        parser.feed_data(piece)
+    except httptools.HttpParserUpgrade as upgrade:
+        # A server may ignore an upgrade to another protocol (RFC 9110, 7.8). The parser stops there, also at
+        # an end that only it sees: `CONNECT \n\r\n`.
+        return _OTHER_END if upgrade.args[0] < len(piece) else ""
+    except httptools.HttpParserError as error:
+        return str(error)
+    return ""
 
 
 class Place(NamedTuple):
