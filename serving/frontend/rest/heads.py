@@ -42,7 +42,6 @@ _VERSIONS = frozenset({"1.0", "1.1"})
 # told from those behind the URL.
 _URL = re.compile(rb"([?&;]url=)([^&;?]*(?:\?.*)?)")
 
-_OTHER_END = "it has no end where an empty line is"
 _RARE = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 
 MAX_KNOWN_HEADS = 1024
@@ -100,16 +99,15 @@ class HeadReader:
         else:
             piece = data[start:]
         self.text += piece
-        if flaw := _flaw_of(piece, parser):
+        flaw = _flaw_of(piece, parser)
+        if flaw or self.is_complete != is_whole:
             self.drop()
-            raise BadHead(flaw)
+            raise BadHead(flaw or "it has no end where an empty line is")
         if not is_whole:
             if len(self.text) > MAX_HEAD_BYTES:
                 raise BadHead("it has no end")
             return -1
         self.drop()
-        if not self.is_complete:
-            raise BadHead(_OTHER_END)
         text = self.text
         if len(text) - text.find(b"\r\n") - 2 > MAX_HEADER_BYTES:
             raise BadHead("its header lines are too long")
@@ -150,7 +148,7 @@ def _flaw_of(piece: bytes, parser: httptools.HttpRequestParser) -> str:
     except httptools.HttpParserUpgrade as upgrade:
         # A server may ignore an upgrade to another protocol (RFC 9110, 7.8). The parser stops there, also at
         # an end that only it sees: `CONNECT \n\r\n`.
-        return _OTHER_END if upgrade.args[0] < len(piece) else ""
+        return "lines follow its end" if upgrade.args[0] < len(piece) else ""
     except httptools.HttpParserError as error:
         return str(error)
     return ""

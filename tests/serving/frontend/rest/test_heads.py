@@ -34,7 +34,7 @@ def test_a_head_is_read_in_pieces_of_any_size_up_to_its_end(heads, size):
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
-@pytest.mark.parametrize("rest", [b"Host: x\r\n\r\n", b"Host: x\r\n"])
+@pytest.mark.parametrize("rest", [b"Host: x\r\n\r\n", b"Host: x\r\n", b"\n\n\r\n", b""])
 def test_a_head_that_ends_earlier_for_the_parser_is_refused_in_pieces_of_any_size(size, rest):
     reader, text = HeadReader(), b"CONNECT \n\r\n" + rest
     with pytest.raises(BadHead):
