@@ -1,23 +1,27 @@
 """What limits for each client cost a request: the tiny MLP with all of them on, and with none.
 
-    python benchmarks/client_limits.py [--pairs 30] [--seconds 2] [--old FOLDER_OR_COMMIT]
+    python benchmarks/client_limits.py [--starts 11] [--pairs 4] [--seconds 2] [--old FOLDER_OR_COMMIT]
 
 Servers with and without limits are up together and have 32 clients in turns, in an order that changes with
 each pair; `--old` adds the server of another tree, which need not know the limits. The limits are too high to
-refuse a request. For each figure the median ratio of a pair is printed with its interval (order statistics):
-requests a second, and the server's processor time for a request. Then the same without sockets and workers,
-in this process: the door and the admission of a request, and the queue. Exit status 1: the goal is missed.
+refuse a request. All are started again after some pairs: two servers of the same tree differ by several per
+cent for as long as they run. For each figure the median of the starts' ratios is printed with its interval
+(order statistics), each the median of its pairs: requests a second, and the server's processor time for a
+request. Then the same without sockets and workers, in this process: the door and the admission of a request,
+and the queue. Exit status 1: the goal is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +35,7 @@ from harness.load import http_load
 from harness.models import ENVELOPE, Workshop, instances_body
 from harness.pairs import Interval, interval, ratios
 from harness.processes import Endpoint, Probe, until_answered
-from harness.rows_http import WARM_UP_S, WORKERS
+from harness.rows_http import WORKERS
 from harness.trees import CHECKOUT, Tree, tree
 
 from torchere.serving.access.client_limits import Account, ClientLimits, Quota, Tally
@@ -46,6 +50,7 @@ from torchere.serving.telemetry.metrics import Metrics
 
 GOAL = 0.97  # requests a second with all limits, to those without
 CLIENTS = 32
+WARM_UP_S = 3.0
 LIMITS = "client_rate=1000000\nclient_burst=1000000\nclient_concurrency=1000000\nfair_queueing=true\n"
 PROBE = Probe("/predictions/tiny", instances_body(), b'"predictions"')
 WITH, WITHOUT, OLD = "all limits", "no limits", "old tree"
@@ -67,52 +72,59 @@ def steps_of(connection: Connection, data: bytes) -> int:
     return steps
 
 
-class Contender:
-    """A server that is up, and its figures, one of each kind a pair."""
+@dataclass
+class Figures:
+    """Requests a second, and processor time of a request in microseconds, of each load or each start."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self.per_second: list[float] = []
-        self.cpu_us: list[float] = []
+    per_second: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)
 
-    def load(self, seconds: float) -> float:
-        """Load the server; return requests a second."""
-        url = f"{self._endpoint.url}{PROBE.path}"
-        before_s = tree_cpu_s(self._endpoint.process.pid)
-        load = http_load(url, PROBE.body, CLIENTS, seconds)
-        self._cpu_us = (tree_cpu_s(self._endpoint.process.pid) - before_s) / load.requests * 1e6
-        return load.per_second
-
-    def measure(self, seconds: float) -> None:
-        """Load the server and keep the figures."""
-        self.per_second.append(self.load(seconds))
-        self.cpu_us.append(self._cpu_us)
+    def add(self, endpoint: Endpoint, seconds: float) -> None:
+        """Load a server and keep the figures."""
+        before_s = tree_cpu_s(endpoint.process.pid)
+        load = http_load(f"{endpoint.url}{PROBE.path}", PROBE.body, CLIENTS, seconds)
+        self.per_second.append(load.per_second)
+        self.cpu_us.append((tree_cpu_s(endpoint.process.pid) - before_s) / load.requests * 1e6)
 
 
-def served(pairs: int, seconds: float, old: Tree | None) -> dict[str, Contender]:
-    """Load all servers in turns."""
+def served(starts: int, pairs: int, seconds: float, old: Tree | None) -> dict[str, Figures]:
+    """Start all servers so often, and load them in turns; return the medians of each start."""
     wanted: dict[str, tuple[Tree, str]] = {WITH: (CHECKOUT, LIMITS), WITHOUT: (CHECKOUT, "")}
     if old is not None:
         wanted[OLD] = (old, "")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as up:
-        contenders = {}
+    found = {name: Figures() for name in wanted}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(starts):
+            turned = dict(
+                sorted(wanted.items(), reverse=number % 2 == 1)
+            )  # none is always the first to start
+            rates = []
+            for name, figures in _one_start(turned, Path(folder), pairs, seconds).items():
+                found[name].per_second.append(statistics.median(figures.per_second))
+                found[name].cpu_us.append(statistics.median(figures.cpu_us))
+                rates.append(f"{name} {found[name].per_second[-1]:,.0f}/s")
+            print(f"start {number + 1}: {', '.join(sorted(rates))}", flush=True)
+    return found
+
+
+def _one_start(
+    wanted: dict[str, tuple[Tree, str]], folder: Path, pairs: int, seconds: float
+) -> dict[str, Figures]:
+    with ExitStack() as up:
+        endpoints = {}
         for name, (served_tree, properties) in wanted.items():
-            shop = Workshop(Path(folder), served_tree)
-            server = servers.torchere(shop, "tiny", WORKERS, ENVELOPE + properties)
-            endpoint = up.enter_context(server)
-            until_answered(endpoint, PROBE)
-            contenders[name] = Contender(endpoint)
-        for contender in contenders.values():
-            contender.load(WARM_UP_S)
-        names = list(contenders)
+            server = servers.torchere(Workshop(folder, served_tree), "tiny", WORKERS, ENVELOPE + properties)
+            endpoints[name] = up.enter_context(server)
+            until_answered(endpoints[name], PROBE)
+        for endpoint in endpoints.values():
+            Figures().add(endpoint, WARM_UP_S)
+        found, names = {name: Figures() for name in endpoints}, list(endpoints)
         for number in range(pairs):
             first = number // 2 % len(names)
             order = names[first:] + names[:first]  # each name has each place as often
             for name in order if number % 2 == 0 else reversed(order):
-                contenders[name].measure(seconds)
-            rates = (f"{name} {each.per_second[-1]:,.0f}/s" for name, each in contenders.items())
-            print(f"pair {number + 1}: {', '.join(rates)}", flush=True)
-    return contenders
+                found[name].add(endpoints[name], seconds)
+    return found
 
 
 def shown(found: Interval) -> str:
@@ -182,11 +194,12 @@ def queue_us(
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and compare with the goal."""
     parser = argparse.ArgumentParser(description="The cost of limits for each client.")
-    parser.add_argument("--pairs", type=int, default=30, help="turns of each server (default: 30)")
+    parser.add_argument("--starts", type=int, default=11, help="of all servers (default: 11)")
+    parser.add_argument("--pairs", type=int, default=4, help="turns of each server a start (default: 4)")
     parser.add_argument("--seconds", type=whole_seconds, default=2, help="of each turn (default: 2)")
     parser.add_argument("--old", help="another tree to compare with: a commit, or a folder with a .venv")
     asked = parser.parse_args(argv)
-    found = served(asked.pairs, asked.seconds, tree(asked.old) if asked.old else None)
+    found = served(asked.starts, asked.pairs, asked.seconds, tree(asked.old) if asked.old else None)
     result = 0
     for mine, theirs in ((WITH, WITHOUT), (WITH, OLD), (WITHOUT, OLD)):
         if theirs not in found:
