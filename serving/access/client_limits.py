@@ -171,9 +171,7 @@ class ClientLimits:
         interval_s = account.interval_s
         if interval_s:
             paid_until_s = account.paid_until_s
-            if paid_until_s < now_s:
-                paid_until_s = now_s
-            paid_until_s += interval_s
+            paid_until_s = (paid_until_s if paid_until_s > now_s else now_s) + interval_s
             if paid_until_s - now_s > account.burst_s:
                 account.refuse(RATE, paid_until_s - now_s - account.burst_s + ROUNDING_S)
             account.paid_until_s = paid_until_s
