@@ -21,7 +21,7 @@ from typing import IO, TextIO
 from torchere.archiver.atomic import is_unfinished, staged
 from torchere.archiver.container.entries import MANIFEST_NAME, first_clash, problem_with
 from torchere.archiver.container.sinks import Sink, open_sink
-from torchere.archiver.errors import PackingError
+from torchere.archiver.errors import ModelRefused, PackingError
 from torchere.archiver.request import DEFAULT_HANDLER, ArchiveRequest
 from torchere.archiver.signature import SIGNATURE_NAME
 
@@ -86,8 +86,8 @@ def gather(request: ArchiveRequest) -> list[Input]:
 
     Raises:
         FileNotFoundError: A named file does not exist.
-        PackingError: Two different files have one name, a name or file type can't be packed, or the handler
-            needs a file that is not among them.
+        PackingError: Two different files have one name, or a name or file type can't be packed.
+        ModelRefused: The handler needs a file that is not among them.
     """
     chosen: dict[str, Input] = {}
     made = list(_below(Path(request.made), request.target)) if request.made else []
@@ -107,7 +107,7 @@ def gather(request: ArchiveRequest) -> list[Input]:
             "rename one"
         )
     if request.handler == DEFAULT_HANDLER and SIGNATURE_NAME not in chosen:
-        raise PackingError(
+        raise ModelRefused(
             f"the handler {DEFAULT_HANDLER!r}, the default, needs {SIGNATURE_NAME}: give --example with "
             f"inputs (.json, .pt, .npy or a picture), or {SIGNATURE_NAME} among the extra files, or name "
             "another handler"

@@ -63,7 +63,7 @@ def test_archive_tells_its_steps_and_what_the_model_takes(
         (("--serialized-file={cut}", "--format=export"), "damaged zip"),
         (("--serialized-file={whole}", "--format=export"), "more than tensors"),
         (("--serialized-file={state}",), "name the model's class too"),
-        (("--serialized-file={script}",), "without --handler"),
+        (("--serialized-file={script}",), "'tensor', the default, needs signature.json"),
         (("--serialized-file={script}", "--example={cut}"), "no example that can be read"),
         ((), "no model is given"),
     ],
@@ -151,7 +151,7 @@ def test_a_signature_among_the_extra_files_is_as_good_as_an_example(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:
     script = script_to_serve(forms, tmp_path)
-    assert archive_of(script) == 1
+    assert archive_of(script) == 2
     assert "'tensor', the default, needs signature.json: give --example with" in capsys.readouterr().err
     given = forms.file("example.npy")
     assert not archive_of(script, f"--example={given}")
