@@ -168,10 +168,9 @@ class ClientLimits:
             self._accounts.move_to_end(client)
         if account.running >= account.concurrency:
             account.refuse(CONCURRENCY, RETRY_S)
-        interval_s = account.interval_s
-        if interval_s:
+        if account.interval_s:
             paid_until_s = account.paid_until_s
-            paid_until_s = (paid_until_s if paid_until_s > now_s else now_s) + interval_s
+            paid_until_s = (paid_until_s if paid_until_s > now_s else now_s) + account.interval_s
             if paid_until_s - now_s > account.burst_s:
                 account.refuse(RATE, paid_until_s - now_s - account.burst_s + ROUNDING_S)
             account.paid_until_s = paid_until_s

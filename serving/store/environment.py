@@ -33,8 +33,8 @@ SHOWN_OUTPUT_CHARACTERS = 2000  # characters from the end of pip's output, where
 # No search for conflicts among all packages of the server: it took 1.7 of 2.3 s (pip 23.2, 187 packages), and
 # its warnings would not be seen, as the output of an installation that succeeds is not shown.
 _PIP_INSTALL = (
-    *("-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-warn-conflicts"),
-    "--upgrade",
+    *("-m", "pip", "install", "--upgrade"),
+    *("--no-input", "--disable-pip-version-check", "--no-warn-conflicts"),
 )
 
 

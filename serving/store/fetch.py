@@ -134,7 +134,7 @@ class Downloader:
                 target.unlink(missing_ok=True)
             descriptor, part = tempfile.mkstemp(prefix=PART_PREFIX + machine(), dir=folder)
         except OSError as err:
-            raise _unsaved(url, f"{folder}: {err.strerror}") from err
+            raise unsaved(url, f"{folder}: {err.strerror}") from err
         try:
             chunks = self._chunks(source, patterns, interrupt, max_bytes)
             with os.fdopen(descriptor, "wb") as file, closing(chunks):
@@ -148,7 +148,7 @@ class Downloader:
                 raise _exists(target) from err
             return Download(target, is_new=False)  # another server that started at the same time was faster
         except OSError as err:
-            raise _unsaved(url, f"{target}: {err.strerror}") from err
+            raise unsaved(url, f"{target}: {err.strerror}") from err
         finally:
             Path(part).unlink(missing_ok=True)
         return Download(target, is_new=True)
@@ -318,7 +318,8 @@ def _failed(source: Source, reason: str) -> DownloadFailed:
     return DownloadFailed(f"Failed to download archive from: {shown_url(source.url)}", reason)
 
 
-def _unsaved(url: str, reason: str) -> ServingError:
+def unsaved(url: str, reason: str) -> ServingError:
+    """Return the error for an archive that could not be written; the URL is shown without its query."""
     return ServingError(f"Failed to save model: {shown_url(url)}", reason)
 
 

@@ -34,7 +34,7 @@ from torchere.serving.config.model_settings import (
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import DownloadFailed, InvalidArchive, ModelNotFound, ServingError
 from torchere.serving.store.environment import Environment
-from torchere.serving.store.fetch import PART_PREFIX, Download, Downloader, Interrupt
+from torchere.serving.store.fetch import PART_PREFIX, Download, Downloader, Interrupt, unsaved
 from torchere.serving.store.scratch import ClaimedFolder, remove_tree, sweep_folders, sweep_parts
 from torchere.serving.store.shared_weights import WeightSharing, weights_file
 from torchere.serving.store.signing import (
@@ -372,7 +372,7 @@ def _refused(url: str, err: ArchiveError | OSError) -> ServingError:
     """Return the error for an archive that could not be opened, copied or unpacked."""
     # The second case is an OS error while the files were written, such as a full disk.
     if isinstance(err, OSError) or getattr(err.__cause__, "errno", None):
-        return ServingError(f"Failed to save model: {shown_url(url)}", str(err))
+        return unsaved(url, str(err))
     return _invalid(err)
 
 

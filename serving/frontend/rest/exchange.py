@@ -144,7 +144,7 @@ class Exchange(ABC):
         if head.refusal is not None:
             self.refuse(head.refusal)
             return False
-        if head.is_preflight and listener.answers_preflights:
+        if self.is_preflight:
             self.answer(204, [], b"")
             return False
         if listener.is_for_this_machine and self._changes_from_outside():
@@ -157,9 +157,8 @@ class Exchange(ABC):
                 if head.page_refusal is not None:
                     self.refuse(head.page_refusal)
                     return False
-            limits = listener.client_limits
-            if limits is not None and head.place.is_charged:
-                self.account = limits.charge(self.caller, self.started_s)
+            if listener.client_limits is not None and head.place.is_charged:
+                self.account = listener.client_limits.charge(self.caller, self.started_s)
         except (Unauthorized, TooManyRequests) as error:
             self.refuse(error)
             return False
