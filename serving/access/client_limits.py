@@ -1,7 +1,8 @@
 """Limits for each client: the rate of its requests, its unanswered predictions, and its weight in queues.
 
 A client is an identity, or an address where it has none. Memory is bounded: of more than `MAX_ACCOUNTS`
-clients those that were idle for longest are forgotten, and begin anew.
+clients those that were idle for longest are forgotten, and begin anew. Those with a connection or an
+unanswered prediction are kept.
 
 Used on the event loop only. Each call takes constant time, and there is no timer.
 """
@@ -18,7 +19,7 @@ from torchere.serving.config.server_settings import MAX_CLIENT_LIMIT, ClientSett
 from torchere.serving.errors import TooManyRequests
 
 MAX_ACCOUNTS = 10_000  # 300 bytes each
-EVICTION_TRIES = 8  # accounts with unanswered predictions are kept
+EVICTION_TRIES = 8  # for each new account: several, so that the table gets smaller again
 # A client of IPv6 has a network of 2**64 addresses (RFC 6177), each of which would be a client of its own.
 IPV6_PREFIX = 64
 ROUNDING_S = 1e-9
@@ -69,6 +70,7 @@ class Account:
         weight: predictions that run in its turn.
         concurrency: how many it may have.
         running: its unanswered predictions. `enter` counts one, and its end takes it off.
+        connections: those that keep its account.
         interval_s: time between two requests at its rate; 0: it has none.
         burst_s: the time in which it earns a burst.
         paid_until_s: the time until which it has used its rate, in monotonic seconds. A request adds an
@@ -78,13 +80,13 @@ class Account:
     """
 
     __slots__ = (
-        *("_refused", "burst_s", "concurrency", "interval_s", "name", "paid_until_s"),
+        *("_refused", "burst_s", "concurrency", "connections", "interval_s", "name", "paid_until_s"),
         *("running", "tally", "weight"),
     )
 
     def __init__(self, name: str, quota: Quota, tally: Tally, refused: Counter[str]) -> None:
         self.name = name
-        self.running = 0
+        self.running = self.connections = 0
         self.tally = tally
         self._refused = refused
         self.paid_until_s = 0.0
@@ -96,6 +98,25 @@ class Account:
         self.concurrency = quota.concurrency or MAX_CLIENT_LIMIT
         self.interval_s = 1 / quota.rate if quota.rate else 0.0
         self.burst_s = (quota.burst or max(1.0, quota.rate)) * self.interval_s + ROUNDING_S
+
+    def charge(self, now_s: float) -> None:
+        """Charge a request to the rate of the client, before its body is read.
+
+        Raises:
+            TooManyRequests: it is too soon, or too many predictions of the client are unanswered.
+        """
+        if self.running >= self.concurrency:
+            self.refuse(CONCURRENCY, RETRY_S)
+        interval_s = self.interval_s
+        if interval_s:
+            paid_until_s = self.paid_until_s
+            if paid_until_s <= now_s:
+                self.paid_until_s = now_s + interval_s  # a burst is at least one request
+                return
+            ahead_s = paid_until_s + interval_s - now_s
+            if ahead_s > self.burst_s:
+                self.refuse(RATE, ahead_s - self.burst_s + ROUNDING_S)
+            self.paid_until_s = paid_until_s + interval_s
 
     def enter(self) -> None:
         """Count a prediction as unanswered; decrement `running` once it has ended.
@@ -161,20 +182,20 @@ class ClientLimits:
         """
         if self._own_limits is not None and (own := self._own_limits()) is not self._own:
             self._take(own)
-        account = self._accounts.get(client)
-        if account is None:
-            account = self.account(client)
-        else:
-            self._accounts.move_to_end(client)
-        if account.running >= account.concurrency:
-            account.refuse(CONCURRENCY, RETRY_S)
-        if account.interval_s:
-            paid_until_s = account.paid_until_s
-            paid_until_s = (paid_until_s if paid_until_s > now_s else now_s) + account.interval_s
-            if paid_until_s - now_s > account.burst_s:
-                account.refuse(RATE, paid_until_s - now_s - account.burst_s + ROUNDING_S)
-            account.paid_until_s = paid_until_s
+        account = self.account(client)
+        account.charge(now_s)
         return account
+
+    def keep(self, client: str) -> Account:
+        """Return the account of the client of a connection, to be kept until `let_go`."""
+        account = self.account(client)
+        account.connections += 1
+        return account
+
+    def let_go(self, account: Account) -> None:
+        """Record that a connection has ended that kept the account of its client."""
+        account.connections -= 1
+        self._accounts.move_to_end(account.name)
 
     def tallies(self) -> Mapping[str, Tally]:
         """Return the counters by identity; those of all clients without one are under ""."""
@@ -190,8 +211,7 @@ class ClientLimits:
         accounts = self._accounts
         account = accounts.get(name)
         if account is None:
-            if len(accounts) >= MAX_ACCOUNTS:
-                self._forget_one()
+            self._forget()
             account = accounts[name] = Account(name, self._quota(name), self._tally(name), self._refused)
         else:
             accounts.move_to_end(name)
@@ -213,15 +233,17 @@ class ClientLimits:
             account.allow(self._quota(account.name))
             account.tally = self._tally(account.name)
 
-    def _forget_one(self) -> None:
-        """Forget the longest idle client without unanswered predictions among the `EVICTION_TRIES` oldest."""
+    def _forget(self) -> None:
+        """Make room for an account: forget the longest idle ones among the `EVICTION_TRIES` oldest."""
         accounts = self._accounts
         for _ in range(EVICTION_TRIES):
-            name, account = next(iter(accounts.items()))
-            if not account.running:
-                del accounts[name]
+            if len(accounts) < MAX_ACCOUNTS:
                 return
-            accounts.move_to_end(name)
+            name, account = next(iter(accounts.items()))
+            if account.running or account.connections:
+                accounts.move_to_end(name)
+            else:
+                del accounts[name]
 
 
 @lru_cache(maxsize=4096)

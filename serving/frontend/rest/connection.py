@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from torchere.serving.access.identity import address_of, subjects_of
-from torchere.serving.errors import OverBudget
+from torchere.serving.errors import OverBudget, TooManyRequests
 from torchere.serving.frontend.budgets import BudgetExceeded, ConnectionBudget
 from torchere.serving.frontend.rest.asgi import AppExchange
 from torchere.serving.frontend.rest.bodies import BadBody, Chunks, end_of_blank
@@ -21,10 +21,12 @@ from torchere.serving.frontend.rest.errors import INVALID_HTTP, OVER_BUDGET, STA
 from torchere.serving.frontend.rest.heads import CHUNKED, HEAD_END, MAX_KNOWN_BYTES, BadHead, Head, HeadReader
 from torchere.serving.frontend.rest.predictions import Prediction
 from torchere.serving.frontend.rest.tensors import TensorPrediction
+from torchere.serving.frontend.rest.unread_answers import UnreadAnswers
 from torchere.serving.io.turn_writes import write_together
-from torchere.serving.io.watchdog import Silence, Unread, Upload, untaken_bytes
+from torchere.serving.io.watchdog import Silence, Upload
 
 if TYPE_CHECKING:
+    from torchere.serving.access.client_limits import Account
     from torchere.serving.frontend.rest.exchange import Exchange
     from torchere.serving.frontend.rest.listener import Listener
 
@@ -47,10 +49,10 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     __slots__ = (
-        *("__weakref__", "_ahead", "_body_left", "_chunks", "_drained", "_idle", "_is_free", "_is_held"),
+        *("__weakref__", "_account", "_ahead", "_body_left", "_chunks", "_idle", "_is_free", "_is_held"),
         *("_known", "_known_size", "_known_text", "_loop", "_opened_s", "_reader", "_room", "_timer"),
-        *("_times_full", "_unread", "_unsent_bytes", "_upload", "address", "budget", "client", "exchange"),
-        *("listener", "subjects", "transport", "write_paused"),
+        *("_unread", "_upload", "address", "budget", "client", "exchange", "listener", "subjects"),
+        *("transport", "write_paused"),
     )
     transport: asyncio.Transport
 
@@ -71,13 +73,11 @@ class Connection(asyncio.BufferedProtocol):
         self._room: memoryview | None = None  # buffer for the next bytes of the current body
         self._ahead: bytearray | None = None  # pipelined bytes, kept until the current request is answered
         self._is_held = False  # reading is paused
-        self._drained: asyncio.Future[None] | None = None  # set when the write buffer has room again
-        self._times_full = 0  # how often the write buffer was full
-        self._unsent_bytes = 0  # in it, when it was last full; counted in the budgets
         self._timer: asyncio.TimerHandle | None = None  # timeout of a head, or of reading a refused body
         self._idle: Silence | None = None  # idle timeout since the last answer
         self._upload: Upload | None = None  # read timeout of a body that did not arrive with its head
-        self._unread: Unread[tuple[int, int]] | None = None  # watchdog for a client that reads no answer
+        self._unread: UnreadAnswers | None = None  # once the write buffer was full
+        self._account: Account | None = None  # of the client, if its address alone names it
         self._known: Head | None = None  # the last prediction's head; its bytes and its request's size follow
         self._known_text = b""
         self._known_size = 0
@@ -95,6 +95,8 @@ class Connection(asyncio.BufferedProtocol):
         self.client = peer[:2] if isinstance(peer, tuple) else None  # a Unix socket has no name
         self.address = address_of(peer)
         self.subjects = subjects_of(transport.get_extra_info("peercert"), time.time())
+        if listener.client_limits is not None and listener.keys is None:
+            self._account = listener.client_limits.keep(self.address)
         self._mind_the_head()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -169,10 +171,20 @@ class Connection(asyncio.BufferedProtocol):
         return end
 
     def _run(self, head: Head, body: bytes) -> None:
-        """Run a prediction whose body arrived with its head."""
+        """Run a prediction whose body arrived with its head, and which is not refused for its head."""
         exchange = TensorPrediction(self, head) if head.is_tensors else Prediction(self, head)
         self.exchange = exchange
-        if (self.listener.is_open or exchange.authorized()) and self._take(exchange, len(body)):
+        account = self._account
+        if account is not None:  # all that `authorized` would do; 1 us less
+            try:
+                account.charge(exchange.started_s)
+            except TooManyRequests as error:
+                exchange.refuse(error)
+                return
+            exchange.account = account
+        elif not (self.listener.is_open or exchange.authorized()):
+            return
+        if self._take(exchange, len(body)):
             exchange.run(body)
 
     def _begin(self, head: Head) -> None:
@@ -338,49 +350,29 @@ class Connection(asyncio.BufferedProtocol):
 
     async def drain(self) -> None:
         """Wait until the write buffer has room, or the connection closes."""
-        while self.write_paused and not self.transport.is_closing():
-            if self._drained is None:
-                self._drained = self._loop.create_future()
-            await asyncio.shield(self._drained)
+        if self._unread is not None:
+            await self._unread.read()
 
     def pause_writing(self) -> None:
-        """Record that the write buffer is full, and start the watchdog for unread responses."""
+        """Record that the write buffer is full; close the connection if all of them hold too much."""
         self.write_paused = True
         self._is_free = False
-        self._times_full += 1
         if self._unread is None:
-            self._unread = Unread(self._held_back, lambda _: self.transport.abort())
-        self._unread.watch()
-        budgets = self.listener.budgets
-        self._unsent_bytes = self.transport.get_write_buffer_size()
-        budgets.unsent_bytes += self._unsent_bytes
-        if flaw := budgets.flaw_of_answers(self.listener.limits.max_response_bytes):
+            self._unread = UnreadAnswers(self.transport, self.listener.budgets)
+        if flaw := self._unread.begin(self.listener.limits.max_response_bytes):
             logger.warning("a connection of %s is closed: %s", self.address, flaw)
             self.transport.abort()
-
-    def _taken(self) -> None:
-        self.listener.budgets.unsent_bytes -= self._unsent_bytes
-        self._unsent_bytes = 0
-
-    def _held_back(self) -> tuple[int, int] | None:
-        untaken = untaken_bytes(self.transport) if self.write_paused else None
-        return None if untaken is None else (self._times_full, untaken)
 
     def resume_writing(self) -> None:
         """Record that the write buffer has room again, and go on with writers and pipelined bytes."""
         self.write_paused = False
-        self._taken()
-        self._wake()
+        if self._unread is not None:
+            self._unread.end()
         if not self.is_busy() and not self.transport.is_closing() and self.exchange is not None:
             if self._ahead is not None:
                 self._loop.call_soon(self._read_ahead)
             else:
                 self._is_free = self._reader is None
-
-    def _wake(self) -> None:
-        drained, self._drained = self._drained, None
-        if drained is not None and not drained.done():
-            drained.set_result(None)
 
     def hold(self) -> None:
         """Pause reading until `release`."""
@@ -406,19 +398,19 @@ class Connection(asyncio.BufferedProtocol):
         for watched in (self._idle, self._upload, self._unread):
             if watched is not None:
                 watched.stop()
-        self._idle = self._upload = self._unread = self._ahead = self._room = self._known = (
-            None  # they reference this object
-        )
+        # They reference this object.
+        self._idle = self._upload = self._unread = self._ahead = self._room = self._known = None
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.drop()
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.ended()
+        if self._account is not None and self.listener.client_limits is not None:
+            self.listener.client_limits.let_go(self._account)
+            self._account = None
         self.budget.give_all()
         self.write_paused = False
-        self._taken()
-        self._wake()
 
     def announce_end(self) -> None:
         """Close the connection after the current response, whose head then has `Connection: close`."""

@@ -183,6 +183,35 @@ def test_the_client_that_was_idle_for_longest_is_forgotten() -> None:
     assert stage.accepts("second")
 
 
+def test_a_client_with_a_connection_is_not_forgotten_until_it_ends() -> None:
+    stage = Stage(Quota(rate=0.001, burst=1))
+    kept = [stage.limits.keep("kept") for _ in range(2)]
+    assert kept[0] is kept[1]
+    kept[0].charge(stage.now_s)
+    for number in range(MAX_ACCOUNTS + 100):
+        stage.charge(f"client {number}")
+    assert not stage.accepts("kept")
+    stage.limits.let_go(kept[0])
+    for number in range(MAX_ACCOUNTS + 100):
+        stage.charge(f"another {number}")
+    assert not stage.accepts("kept")
+    stage.limits.let_go(kept[0])
+    for number in range(MAX_ACCOUNTS):
+        stage.charge(f"third {number}")
+    assert stage.accepts("kept")
+
+
+def test_the_table_is_as_small_as_before_once_many_connections_have_ended() -> None:
+    stage = Stage(Quota())
+    kept = [stage.limits.keep(f"kept {number}") for number in range(2 * MAX_ACCOUNTS)]
+    assert len(stage.limits) == 2 * MAX_ACCOUNTS
+    for account in kept:
+        stage.limits.let_go(account)
+    for number in range(MAX_ACCOUNTS // 4):
+        stage.charge(f"client {number}")
+    assert len(stage.limits) == MAX_ACCOUNTS
+
+
 @pytest.mark.parametrize(
     ("address", "network"),
     [

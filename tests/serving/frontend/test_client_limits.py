@@ -70,6 +70,26 @@ def test_health_and_operators_are_not_limited(planes, ask_listener):
     assert asyncio.run(main()) == ([200, 429], [200] * 6)
 
 
+def test_a_request_that_is_refused_for_its_body_is_charged(planes, ask_listener):
+    async def main():
+        door = listener(planes, rate=0.25, burst=1)
+        form = {"content_type": "multipart/form-data"}
+        return [(await ask_listener(door, "POST", "/predictions/echo", b"x", **form)).status for _ in "12"]
+
+    assert asyncio.run(main()) == [400, 429]
+    assert planes.data.asked == []
+
+
+def test_a_connection_lets_go_of_the_account_of_its_client_when_it_ends(planes, ask_listener):
+    async def main():
+        door = listener(planes, rate=1000.0)
+        await ask_listener(door, "POST", "/predictions/echo", b"x")
+        return door.client_limits.account("127.0.0.1")
+
+    account = asyncio.run(main())
+    assert (account.connections, account.paid_until_s > 0.0) == (0, True)
+
+
 PATH = "/test.Service/echo"
 
 

@@ -4,11 +4,13 @@ import asyncio
 import itertools
 import logging
 import shutil
+from collections import Counter
 from typing import Any
 
 import pytest
 import uvloop
 
+from torchere.serving.access.client_limits import ClientLimits, Quota
 from torchere.serving.frontend.rest.asgi import AppExchange
 from torchere.serving.frontend.rest.bodies import MAX_LINE_BYTES, Chunks
 from torchere.serving.frontend.rest.exchange import Exchange
@@ -457,3 +459,10 @@ def test_chunks_wait_for_their_turn_of_the_loop_and_none_is_forgotten(planes, mo
     for answer in asyncio.run(main()):
         assert answers(answer) == [(200, b"x" * 20_000), (200, b"ab")]
     assert waited
+
+
+def test_each_request_of_a_connection_is_charged_to_its_client(planes):
+    limits = ClientLimits(Quota(rate=0.001, burst=3), Counter())
+    said = said_to(planes, plain(b"1"), plain(b"2"), plain(b"34"), plain(b"5"), client_limits=limits)
+    assert [status for status, _ in answers(said)] == [200, 200, 200, 429]
+    assert len(planes.data.asked) == 3
