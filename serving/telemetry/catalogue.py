@@ -239,6 +239,12 @@ class Families:
             return Gauge(name, text, labels, registry=self.registry)
         return Histogram(name, text, labels, registry=self.registry, buckets=DEFAULT_BUCKETS)
 
+    def remove(self, name: str, family: Family) -> None:
+        """Remove a family that was declared by this name; the name may be declared anew."""
+        self.registry.unregister(family)
+        if isinstance(family, Counter):
+            del self.declared[name.removesuffix("_total")]
+
 
 class Reserved(Collector):
     """Reserves the names of metric families that other code collects."""

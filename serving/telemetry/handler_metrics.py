@@ -17,11 +17,9 @@ from torchere.serving.telemetry.torchserve import MODEL_LOGGER, MetricLog, is_lo
 
 logger = logging.getLogger(__name__)
 
-# Names of all handlers together, with auto-detection. A model may add undeclared ones while it has fewer of
-# them than are left, so at most half, and a model that comes later finds room.
-MAX_FAMILIES = 500
-MAX_LABEL_SETS = 1000  # combinations of label values per name
+MAX_FAMILIES = 500  # undeclared names of all handlers together, with auto-detection
 MAX_SERIES = 50_000  # combinations of all names together; each takes a kilobyte, and time of every scrape
+MAX_LABEL_SETS = 1000  # combinations of label values per name
 MAX_DIMENSIONS = 100  # of a value; they are kept with their names, also those that give no label
 MAX_TEXT_CHARACTERS = 1024  # of a name, a unit and the value of a label
 _UNDECLARED = "the metrics configuration does not declare it, and model_metrics_auto_detect is false"
@@ -39,17 +37,56 @@ class _Child(NamedTuple):
     show: Callable[[float], None] | None  # None: values are logged
     values: tuple[str, ...]  # of all labels, in declared order
     model: str | None  # the value of the dimension `ModelName`
+    reporter: str  # the model that reported it first; "": the server
 
 
 class _Known:
-    """A recorded metric and its known label values. `family` None: its values are logged."""
+    """A recorded metric and its known label values.
 
-    __slots__ = ("children", "declared", "family")
+    `family` None: its values are logged. `detected_by`: the model that reported it first; None: the
+    configuration declares it.
+    """
 
-    def __init__(self, declared: DeclaredMetric, family: Family | None) -> None:
+    __slots__ = ("children", "declared", "detected_by", "family")
+
+    def __init__(self, declared: DeclaredMetric, family: Family | None, detected_by: str | None) -> None:
         self.declared = declared
         self.family = family
+        self.detected_by = detected_by
         self.children: dict[Dimensions, _Child] = {}
+
+
+class _Shares:
+    """Counts what models have of something, by the model that reported it first; "" is the server.
+
+    A model may have more while it has fewer than are left, so at most half, and later ones find room.
+    """
+
+    __slots__ = ("_by_model", "_left", "_most", "_name")
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most = self._left = most
+        self._name = name
+        self._by_model: Counter[str] = Counter()
+
+    def check(self, model: str) -> None:
+        """Raise `ValueError` if the model may have no more."""
+        own = self._by_model[model] if model else 0
+        if self._left <= own:
+            text = f"its model has {own} {self._name}; {self._left} of {self._most} are for others"
+            raise ValueError(text if own else f"handlers have {self._most} {self._name} already")
+
+    def take(self, model: str) -> None:
+        """Count one more."""
+        self._by_model[model] += 1
+        self._left -= 1
+
+    def give_back(self, model: str) -> None:
+        """Count one less."""
+        self._by_model[model] -= 1
+        self._left += 1
+        if not self._by_model[model]:
+            del self._by_model[model]
 
 
 class HandlerMetrics:
@@ -71,11 +108,11 @@ class HandlerMetrics:
         self._log = MetricLog(MODEL_LOGGER, hostname)
         self._lock = threading.Lock()  # guards the fields below
         self._refused: set[str] = set()
-        self._series = 0
-        self._detected_by: Counter[str] = Counter()  # undeclared names, by the model that reported them first
+        self._series = _Shares(MAX_SERIES, "combinations of label values")
+        self._detected = _Shares(MAX_FAMILIES, "undeclared metrics")
         self._known: dict[str, _Known] = {}
         for metric in declared.values():
-            self._declare(metric)
+            self._declare(metric, None)
 
     def record(self, samples: Iterable[MetricSample], model: str = "") -> None:
         """Record the samples of one batch of a model; "": of the server.
@@ -115,15 +152,23 @@ class HandlerMetrics:
         return lambda value, ids: show(value)
 
     def forget(self, model: str) -> None:
-        """Drop the samples whose dimension `ModelName` is `model`."""
+        """Drop what `model` reported first, what has it as `ModelName`, and undeclared names without values.
+
+        If another model reports such a value, too, its next report begins a new one.
+        """
         with self._lock:
-            for known in self._known.values():
-                gone = [dimensions for dimensions, child in known.children.items() if child.model == model]
-                for dimensions in gone:
-                    child = known.children.pop(dimensions)
-                    self._series -= 1
+            for name, known in list(self._known.items()):
+                for dimensions, child in list(known.children.items()):
+                    if model in (child.model, child.reporter):
+                        del known.children[dimensions]
+                        self._series.give_back(child.reporter)
+                        if known.family is not None:
+                            known.family.remove(*child.values)
+                if known.detected_by is not None and not known.children:
+                    del self._known[name]
+                    self._detected.give_back(known.detected_by)
                     if known.family is not None:
-                        known.family.remove(*child.values)
+                        self._families.remove(name, known.family)
 
     def _child(self, sample: MetricSample, model: str = "") -> _Child:
         known = self._known.get(sample.name)
@@ -134,54 +179,47 @@ class HandlerMetrics:
                     f"it has {len(sample.dimensions)} dimensions, expected at most {MAX_DIMENSIONS}"
                 )
             _check_lengths("the value of a label", [value for _, value in sample.dimensions])
-            known = known or self._detected(sample, model)
+            known = known or self._detect(sample, model)
             if len(known.children) >= MAX_LABEL_SETS:
                 raise ValueError(f"it has {MAX_LABEL_SETS} combinations of label values already")
-            if self._series >= MAX_SERIES:
-                raise ValueError(
-                    f"metrics of handlers have {MAX_SERIES} combinations of label values already"
-                )
-            child = known.children[sample.dimensions] = self._new_child(known, sample.dimensions)
-            self._series += 1
+            self._series.check(model)
+            child = known.children[sample.dimensions] = self._new_child(known, sample.dimensions, model)
+            self._series.take(model)
         return child
 
-    def _new_child(self, known: _Known, dimensions: Dimensions) -> _Child:
+    def _new_child(self, known: _Known, dimensions: Dimensions, reporter: str) -> _Child:
         labels = known.declared.labels[:-1]
         values = _label_values(labels, dimensions)
         model = dict(dimensions).get("ModelName")
         if known.family is None:
             named = tuple(zip(labels, values, strict=True))
-            return _Child(partial(self._write, known.declared, named), None, values, model)
+            return _Child(partial(self._write, known.declared, named), None, values, model, reporter)
         shown = (*values, self._hostname)
         update = updater(known.family.labels(*shown))
-        return _Child(lambda sample: update(sample.value), update, shown, model)
+        return _Child(lambda sample: update(sample.value), update, shown, model, reporter)
 
     def _write(self, metric: DeclaredMetric, labels: Sequence[tuple[str, str]], sample: MetricSample) -> None:
         self._log.write(metric.name, metric.unit, sample.value, labels, sample.request_ids)
 
-    def _detected(self, sample: MetricSample, model: str) -> _Known:
+    def _detect(self, sample: MetricSample, model: str) -> _Known:
         if not self._auto_detect:
             raise ValueError(_UNDECLARED)
-        left, own = MAX_FAMILIES - len(self._known), self._detected_by[model]
-        if left <= 0:
-            raise ValueError(f"there are {MAX_FAMILIES} metrics of handlers already")
-        if own >= left:
-            raise ValueError(f"its model has {own} undeclared ones; {left} of {MAX_FAMILIES} are for others")
+        self._detected.check(model)
         names = [name for name, _ in sample.dimensions]
         _check_lengths("its name, its unit or the name of a label", [sample.name, sample.unit, *names])
         labels = (*_label_names(sample.dimensions), HOSTNAME)
         check_names(sample.metric_type, sample.name, labels)
         if sample.name.startswith(OWN_PREFIX):
             raise ValueError(f"names that begin with {OWN_PREFIX} are taken")
-        known = self._declare(DeclaredMetric(sample.name, sample.metric_type, sample.unit, labels))
-        self._detected_by[model] += 1
+        known = self._declare(DeclaredMetric(sample.name, sample.metric_type, sample.unit, labels), model)
+        self._detected.take(model)
         return known
 
-    def _declare(self, metric: DeclaredMetric) -> _Known:
+    def _declare(self, metric: DeclaredMetric, detected_by: str | None) -> _Known:
         family = None
         if not is_logged(metric.name, self._mode):
             family = self._families.declare(metric.kind, metric.name, metric.unit, metric.labels)
-        self._known[metric.name] = _Known(metric, family)
+        self._known[metric.name] = _Known(metric, family, detected_by)
         return self._known[metric.name]
 
     def _refuse(self, name: str, cause: str) -> None:

@@ -44,7 +44,7 @@ def finish(metrics, outcomes, reported=()):
 
 
 def test_names_of_metrics_are_charged_to_the_model_of_the_version(monkeypatch):
-    monkeypatch.setattr(handler_metrics, "MAX_FAMILIES", 6)  # two of them are the built-in ones
+    monkeypatch.setattr(handler_metrics, "MAX_FAMILIES", 4)
     metrics = Metrics("vm", auto_detect=True)
     labels = [(("ModelName", f"forged{i}"),) for i in range(6)]
     finish(metrics, [DONE], [MetricSample(f"Own{i}", 1.0, "", "counter", labels[i], ()) for i in range(6)])

@@ -320,20 +320,22 @@ def test_what_can_not_be_recorded_is_dropped_with_one_warning(metrics, caplog, s
     assert len([record for record in caplog.records if "is dropped" in record.getMessage()]) == 1
 
 
-def test_handlers_can_not_invent_names_without_end(metrics, monkeypatch):
+def test_handlers_can_not_invent_names_without_end(monkeypatch):
     monkeypatch.setattr(bounds, "MAX_FAMILIES", 5)
-    for model in "abcde":
+    metrics = Metrics("vm", auto_detect=True)
+    for model in "abcdef":
         metrics.handler_metrics([reported(f"Name{model}{i}", 1) for i in range(20)], model)
-    assert len(lines(metrics, "Name")) == 3  # two of the five are the built-in ones
+    assert len(lines(metrics, "Name")) == 5
 
 
-def test_a_model_leaves_names_of_metrics_to_others(metrics, monkeypatch, caplog):
-    monkeypatch.setattr(bounds, "MAX_FAMILIES", 12)  # two of them are the built-in ones
+def test_a_model_leaves_names_of_metrics_to_others(monkeypatch, caplog):
+    monkeypatch.setattr(bounds, "MAX_FAMILIES", 10)
+    metrics = Metrics("vm", auto_detect=True)
     for model, own in (("greedy", 5), ("modest", 3), ("last", 1)):
         # A share is of the model that reports, whatever its labels say.
         metrics.handler_metrics([reported(f"Name_{model}_{i}", 1) for i in range(20)], model)
         assert len(lines(metrics, f"Name_{model}_")) == own
-    assert "its model has 5 undeclared ones; 5 of 12 are for others" in caplog.text
+    assert "its model has 5 undeclared metrics; 5 of 10 are for others" in caplog.text
 
 
 def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch):
@@ -342,19 +344,44 @@ def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch):
     assert len(lines(metrics, "Name{")) == 5
 
 
-def test_handlers_can_not_invent_series_of_many_names_without_end(metrics, monkeypatch):
+def of_users(first: int, last: int, name: str = "Name") -> list[MetricSample]:
+    return [reported(f"{name}{i % 3}", 1, dimensions=(("user", str(i)),)) for i in range(first, last)]
+
+
+def test_handlers_can_not_invent_series_of_many_names_without_end(monkeypatch, caplog):
     monkeypatch.setattr(bounds, "MAX_SERIES", 8)
-    metrics.handler_metrics(
-        [
-            reported(f"Name{i}", 1, dimensions=(("ModelName", "m"), ("user", str(j))))
-            for i in range(3)
-            for j in range(4)
-        ]
-    )
-    assert len(lines(metrics, "Name")) == 8
-    metrics._of_handlers.forget("m")
-    metrics.handler_metrics([reported("Name0", 1, dimensions=(("ModelName", "m"), ("user", "another")))])
-    assert len(lines(metrics, "Name")) == 1
+    metrics = Metrics("vm", auto_detect=True)
+    for first, model, own in ((0, "greedy", 4), (20, "modest", 2), (40, "last", 1)):
+        metrics.handler_metrics(of_users(first, first + 20, model), model)
+        assert len(lines(metrics, model)) == own
+    assert "its model has 4 combinations of label values; 4 of 8 are for others" in caplog.text
+
+
+def test_a_model_that_is_gone_leaves_no_value_and_no_name_that_was_its_own(metrics, monkeypatch):
+    for turn in range(3):
+        meter = metrics.meter("m", "1.0")
+        metrics.show(meter)
+        metrics.handler_metrics([*of_users(0, 9), reported("Other", 1, metric_type="gauge")], "m")
+        metrics.handler_metrics([*of_users(0, 9, "Kept"), reported("Name0", 1, dimensions=())], f"of {turn}")
+        assert len(lines(metrics, "Name")) == 9
+        assert len(lines(metrics, "Kept")) == 9
+        metrics.forget(meter, was_last=True)
+        assert lines(metrics, "Name") + lines(metrics, "Other") == []
+        assert "Other" not in metrics.exposition()
+        assert len(lines(metrics, "Kept")) == 9
+    metrics.handler_metrics([reported("Other", 1, metric_type="histogram")], "another")  # of another type now
+    assert "# TYPE Other histogram" in metrics.exposition()
+
+
+def test_a_name_stays_while_a_model_that_is_still_there_reports_it(metrics):
+    meter = metrics.meter("m", "1.0")
+    metrics.show(meter)
+    for model in ("m", "other"):
+        metrics.handler_metrics([reported("Name", 1, dimensions=(("of", model),))], model)
+    metrics.forget(meter, was_last=True)
+    assert lines(metrics, "Name{") == ['Name{of="other",Hostname="vm",} 1.0']
+    metrics._of_handlers.forget("other")
+    assert "Name" not in metrics.exposition()
 
 
 @pytest.mark.parametrize(
