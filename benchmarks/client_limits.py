@@ -1,6 +1,6 @@
 """What limits for each client cost a request: the tiny MLP with all of them on, and with none.
 
-    python benchmarks/client_limits.py [--starts 11] [--pairs 4] [--seconds 2] [--old FOLDER_OR_COMMIT]
+    python benchmarks/client_limits.py [--starts 11] [--pairs 6] [--seconds 2] [--old FOLDER_OR_COMMIT]
 
 Servers with and without limits are up together and have 32 clients in turns, in an order that changes with
 each pair; `--old` adds the server of another tree, which need not know the limits. The limits are too high to
@@ -121,7 +121,7 @@ def _one_start(
         found, names = {name: Figures() for name in endpoints}, list(endpoints)
         for number in range(pairs):
             first = number // 2 % len(names)
-            order = names[first:] + names[:first]  # each name has each place as often
+            order = names[first:] + names[:first]  # of six pairs, each name has each place as often
             for name in order if number % 2 == 0 else reversed(order):
                 found[name].add(endpoints[name], seconds)
     return found
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and compare with the goal."""
     parser = argparse.ArgumentParser(description="The cost of limits for each client.")
     parser.add_argument("--starts", type=int, default=11, help="of all servers (default: 11)")
-    parser.add_argument("--pairs", type=int, default=4, help="turns of each server a start (default: 4)")
+    parser.add_argument("--pairs", type=int, default=6, help="turns of each server a start (default: 6)")
     parser.add_argument("--seconds", type=whole_seconds, default=2, help="of each turn (default: 2)")
     parser.add_argument("--old", help="another tree to compare with: a commit, or a folder with a .venv")
     asked = parser.parse_args(argv)

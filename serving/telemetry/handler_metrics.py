@@ -146,6 +146,9 @@ class HandlerMetrics:
             except ValueError as err:
                 self._refuse(name, str(err))
                 return _ignore
+            self._series.give_back(child.reporter)  # a handler may have reported it before the server
+            self._series.take("")
+            self._known[name].children[dimensions] = child._replace(reporter="")
         show = child.show
         if show is None:
             return lambda value, ids: child.update(sample._replace(value=value, request_ids=tuple(ids)))
@@ -158,12 +161,19 @@ class HandlerMetrics:
         """
         with self._lock:
             for name, known in list(self._known.items()):
+                # Dimensions in another order can name the same values, which are one in the family.
+                gone = {
+                    child.values
+                    for child in known.children.values()
+                    if model in (child.model, child.reporter)
+                }
                 for dimensions, child in list(known.children.items()):
-                    if model in (child.model, child.reporter):
+                    if child.values in gone:
                         del known.children[dimensions]
                         self._series.give_back(child.reporter)
-                        if known.family is not None:
-                            known.family.remove(*child.values)
+                if known.family is not None:
+                    for values in gone:
+                        known.family.remove(*values)
                 if known.detected_by is not None and not known.children:
                     del self._known[name]
                     self._detected.give_back(known.detected_by)

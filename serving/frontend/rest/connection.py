@@ -351,7 +351,7 @@ class Connection(asyncio.BufferedProtocol):
     async def drain(self) -> None:
         """Wait until the write buffer has room, or the connection closes."""
         if self._unread is not None:
-            await self._unread.read()
+            await self._unread.wait()
 
     def pause_writing(self) -> None:
         """Record that the write buffer is full; close the connection if all of them hold too much."""

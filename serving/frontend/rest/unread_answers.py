@@ -9,24 +9,20 @@ from torchere.serving.io.watchdog import Unread, untaken_bytes
 
 
 class UnreadAnswers:
-    """The full write buffer of one connection. Used on the event loop only.
+    """The write buffer of one connection that was full. Used on the event loop only.
 
     While it is full its bytes count in the budgets, writers wait, and a watchdog aborts the connection once
     the client has read nothing for long.
-
-    Attributes:
-        are_many: whether the buffer is full.
     """
 
-    __slots__ = ("_budgets", "_bytes", "_room", "_times", "_transport", "_watchdog", "are_many")
+    __slots__ = ("_budgets", "_bytes", "_room", "_times_full", "_transport", "_watchdog")
 
     def __init__(self, transport: asyncio.Transport, budgets: Budgets) -> None:
-        self.are_many = False
         self._transport = transport
         self._budgets = budgets
-        self._bytes = 0  # when the buffer was last full
-        self._times = 0  # how often it was full
-        self._room: asyncio.Future[None] | None = None  # set when it has room again
+        self._bytes = 0  # in the buffer when it got full; 0: it has room
+        self._times_full = 0
+        self._room: asyncio.Future[None] | None = None  # set when the full buffer has room again
         self._watchdog = Unread(self._held_back, lambda _: transport.abort())
 
     def begin(self, longest_bytes: int) -> str:
@@ -35,8 +31,8 @@ class UnreadAnswers:
         Args:
             longest_bytes: the greatest size of an answer.
         """
-        self.are_many = True
-        self._times += 1
+        self._room = asyncio.get_running_loop().create_future()
+        self._times_full += 1
         self._watchdog.watch()
         self._bytes = self._transport.get_write_buffer_size()
         self._budgets.unsent_bytes += self._bytes
@@ -44,11 +40,10 @@ class UnreadAnswers:
 
     def end(self) -> None:
         """Go on with the writers that wait: the buffer has room again, or the connection is closed."""
-        self.are_many = False
         self._budgets.unsent_bytes -= self._bytes
         self._bytes = 0
         room, self._room = self._room, None
-        if room is not None and not room.done():
+        if room is not None:
             room.set_result(None)
 
     def stop(self) -> None:
@@ -56,13 +51,11 @@ class UnreadAnswers:
         self.end()
         self._watchdog.stop()
 
-    async def read(self) -> None:
+    async def wait(self) -> None:
         """Wait until the buffer has room, or the connection closes."""
-        while self.are_many and not self._transport.is_closing():
-            if self._room is None:
-                self._room = asyncio.get_running_loop().create_future()
+        while self._room is not None and not self._transport.is_closing():
             await asyncio.shield(self._room)
 
     def _held_back(self) -> tuple[int, int] | None:
-        untaken = untaken_bytes(self._transport) if self.are_many else None
-        return None if untaken is None else (self._times, untaken)
+        untaken = untaken_bytes(self._transport) if self._room is not None else None
+        return None if untaken is None else (self._times_full, untaken)

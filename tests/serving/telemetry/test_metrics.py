@@ -373,6 +373,28 @@ def test_a_model_that_is_gone_leaves_no_value_and_no_name_that_was_its_own(metri
     assert "# TYPE Other histogram" in metrics.exposition()
 
 
+def test_what_two_models_report_as_one_goes_on_for_the_one_that_stays(metrics):
+    meter = metrics.meter("m", "1.0")
+    metrics.show(meter)
+    user, zone = ("user", "1"), ("zone", "2")
+    metrics.handler_metrics([reported("Name", 1, dimensions=(user, zone))], "m")
+    metrics.handler_metrics([reported("Name", 1, dimensions=(zone, user))], "other")
+    metrics.forget(meter, was_last=True)
+    metrics.handler_metrics([reported("Name", 3, dimensions=(zone, user))], "other")
+    assert [line.partition("}")[2] for line in lines(metrics, "Name{")] == [" 3.0"]
+
+
+def test_a_value_of_the_server_stays_when_a_model_goes_that_reported_it_first(metrics):
+    dimensions = (("ModelName", "other"), ("Level", "Model"))
+    metrics.handler_metrics([reported("HandlerTime", 1, "ms", "gauge", dimensions)], "m")
+    report = metrics._of_handlers.bound("HandlerTime", "ms", dimensions)
+    metrics._of_handlers.forget("m")
+    report(7, ())
+    assert [line.partition("}")[2] for line in lines(metrics, "HandlerTime{")] == [" 7.0"]
+    metrics._of_handlers.forget("other")
+    assert lines(metrics, "HandlerTime{") == []
+
+
 def test_a_name_stays_while_a_model_that_is_still_there_reports_it(metrics):
     meter = metrics.meter("m", "1.0")
     metrics.show(meter)
