@@ -17,15 +17,17 @@ home=/home/model-server
 # stay COMMAND ...: run it. Where it leaves a server in the background, stay until that ends; a SIGTERM is for both.
 stay() {
   case $* in *--foreground*) exec "$@" ;; *torchserve*) ;; *) exec "$@" ;; esac
-  told='' status=0
+  told='' due='' status=0
   "$@" &
-  ended=$!
-  trap 'told=1; kill "$ended" 2> /dev/null || :' TERM INT
-  wait "$ended" || status=$?
+  started=$!
+  trap 'told=1 due=1; kill "$started" 2> /dev/null || :' TERM INT
+  wait "$started" || status=$?
+  trap 'told=1 due=1' TERM INT
   [ "$status" -eq 0 ] || [ "$told" ] || exit "$status"
-  ended=$(python -c "$left_running" 2> /dev/null) || exit "$status"
-  [ -z "$told" ] || kill "$ended" 2> /dev/null || :
-  while kill -0 "$ended" 2> /dev/null; do
+  server=$(python -c "$left_running" 2> /dev/null) || exit "$status"
+  while kill -0 "$server" 2> /dev/null; do
+    # Each signal is passed on once, also one that came while Python ran: at a second one the server does not drain.
+    [ -z "$due" ] || { due='' && kill "$server" 2> /dev/null || :; }
     sleep 0.2 &
     wait $! || : # a trap runs at once in a wait, and after a sleep
   done

@@ -131,13 +131,17 @@ def test_the_exit_status_is_that_of_the_command(root: Path) -> None:
     assert subprocess.run([root / "deploy/entrypoint.sh", "sh", "-c", "exit 7"], check=False).returncode == 7
 
 
+@pytest.mark.parametrize("python_waits_s", [0, 5])  # the signal then comes before the server's pid is known
 def test_a_server_that_a_shell_leaves_in_the_background_is_stayed_with_and_ended(
-    root: Path, tmp_path: Path
+    root: Path, tmp_path: Path, python_waits_s: int
 ) -> None:
     addresses = (f"{name}_address=http://127.0.0.1:0" for name in ("inference", "management", "metrics"))
     ports = (f"grpc_{name}_port=0" for name in ("inference", "management"))
     (tmp_path / "config.properties").write_text("\n".join([*addresses, *ports]))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nsleep {python_waits_s}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     log, variables = tmp_path / "log", {**os.environ, "PATH": path, "TMPDIR": str(tmp_path)}
     line = "torchserve --start --ncs --model-store . --ts-config config.properties && echo then"
     with log.open("w") as file:
