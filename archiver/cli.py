@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -23,14 +24,23 @@ from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.manifest import EPOCH_S
 from torchere.archiver.model_flags import add_archive_arguments, build_options, wants_model
 from torchere.archiver.request import (
+    BUILT_IN_HANDLERS,
     DEFAULT_HANDLER,
+    KEEP,
     ArchiveRequest,
     check_inputs,
     check_python,
-    check_weights,
 )
+from torchere.archiver.scan import weights as kinds
 from torchere.archiver.writer import Progress, write_archive
 
+_SUFFIX_OF = {  # by which a server selects the loader
+    kinds.TORCHSCRIPT: ".pt",
+    kinds.EXPORTED_PROGRAM: ".pt2",
+    kinds.AOTINDUCTOR: ".pt2",
+    kinds.ONNX: ".onnx",
+}
+_NEED_A_CLASS = {kinds.TORCH_SAVE, kinds.PICKLE, kinds.SAFETENSORS}
 _LATEST_EPOCH_S = 253402300799  # the last second of the year 9999, the last one that has a date
 _ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
@@ -153,6 +163,34 @@ def run_inspect(namespace: argparse.Namespace) -> int:
         return 1
     print(report.as_json() if namespace.json else report.as_text())
     return 0
+
+
+def check_weights(request: ArchiveRequest) -> None:
+    """Check that a built-in handler can load the serialized file as it is, by its bytes alone.
+
+    Files of a format that is not known here pass.
+
+    Raises:
+        PackingError: it needs the class of its model, or another suffix.
+        OSError: it can't be read.
+    """
+    path = Path(request.serialized_file or "")
+    is_built_in = request.handler in BUILT_IN_HANDLERS and request.runtime != "LSP"
+    if not is_built_in or request.model_file or not path.is_file():
+        return
+    kind = kinds.classify_file(path).kind
+    if kind in _NEED_A_CLASS:
+        raise PackingError(
+            f"--serialized-file {path}: found {kind} without the class of its model; the handler "
+            f"{request.handler!r} expects TorchScript, a .pt2, ONNX, or weights with their class: give the "
+            "file of the class (--model-file), or convert the model (--format torchscript)"
+        )
+    suffix = _SUFFIX_OF.get(kind, path.suffix)
+    if path.suffix != suffix:
+        raise PackingError(
+            f"--serialized-file {path}: found {kind} under the suffix {path.suffix!r}, and a server expects "
+            f"{suffix}; rename the file, or give --format {KEEP}"
+        )
 
 
 def _request(namespace: argparse.Namespace) -> ArchiveRequest:

@@ -21,7 +21,6 @@ from torchere.archiver.manifest import (
     Manifest,
     created_on,
 )
-from torchere.archiver.scan import weights as kinds
 from torchere.archiver.split import Split
 
 KEEP, TORCHSCRIPT, EXPORT, AOTI = "keep", "torchscript", "export", "aoti"
@@ -242,43 +241,6 @@ def _check_syntax(flag: str, file: Path) -> None:
         raise PackingError(
             f"{flag} {file}{line}: not valid Python {version}: {reason}; correct the file"
         ) from error
-
-
-_SUFFIX_OF = {  # by which a server selects the loader
-    kinds.TORCHSCRIPT: ".pt",
-    kinds.EXPORTED_PROGRAM: ".pt2",
-    kinds.AOTINDUCTOR: ".pt2",
-    kinds.ONNX: ".onnx",
-}
-_NEED_A_CLASS = {kinds.TORCH_SAVE, kinds.PICKLE, kinds.SAFETENSORS}
-
-
-def check_weights(request: ArchiveRequest) -> None:
-    """Check that a built-in handler can load the serialized file as it is, by its bytes alone.
-
-    Files of a format that is not known here pass.
-
-    Raises:
-        PackingError: it needs the class of its model, or another suffix.
-        OSError: it can't be read.
-    """
-    path = Path(request.serialized_file or "")
-    is_built_in = request.handler in BUILT_IN_HANDLERS and request.runtime != "LSP"
-    if not is_built_in or request.model_file or not path.is_file():
-        return
-    kind = kinds.classify_file(path).kind
-    if kind in _NEED_A_CLASS:
-        raise PackingError(
-            f"--serialized-file {path}: found {kind} without the class of its model; the handler "
-            f"{request.handler!r} expects TorchScript, a .pt2, ONNX, or weights with their class: give the "
-            "file of the class (--model-file), or convert the model (--format torchscript)"
-        )
-    suffix = _SUFFIX_OF.get(kind, path.suffix)
-    if path.suffix != suffix:
-        raise PackingError(
-            f"--serialized-file {path}: found {kind} under the suffix {path.suffix!r}, and a server expects "
-            f"{suffix}; rename the file, or give --format {KEEP}"
-        )
 
 
 def check_examples(options: BuildOptions) -> None:

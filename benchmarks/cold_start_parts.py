@@ -39,13 +39,13 @@ model_store={store}
 """
 NOT_AHEAD = """
 import contextlib
-from torchere.serving.workers import launch
-launch.fork_server_ahead = lambda settings: contextlib.nullcontext()
+from torchere.serving.workers import spawn
+spawn.fork_server_ahead = lambda settings: contextlib.nullcontext()
 """
 TORCH_FIRST = "import torch"  # as servers did that ran models themselves
 COLLECTING = """
-from torchere.serving.workers import fork_client
-fork_client._START = fork_client._START.replace("gc.disable()", "gc.enable()")
+from torchere.serving.workers import spawn
+spawn._START = spawn._START.replace("gc.disable()", "gc.enable()")
 """
 VARIANTS = {
     "as it is": "",

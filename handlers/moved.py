@@ -51,7 +51,7 @@ NEW_PATHS = {
     "onnx": "loading.onnx",
     "per_request": "rows",
     "profiling": "base",
-    "request_signatures": "resolve",
+    "request_signatures": "built_in",
     "row_value": "rows",
     "shared_models": "loading.weights",
     "shared_weights": "loading.weights",

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchere.archiver.signature import ANY, Signature, TensorSpec
 from torchere.handlers.archive_import import ArchiveModules, archive_at, archive_of
+from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_HANDLERS, ENVELOPES, NOT_SHIPPED
 from torchere.handlers.context import Context
 from torchere.handlers.cpp import cpp_handler_name
 from torchere.handlers.errors import HandlerLoadError
@@ -179,44 +179,6 @@ def list_classes_from_module(module: ModuleType, parent_class: type | None = Non
     ]
     return [item for item in defined if parent_class is None or issubclass(item, parent_class)]
 
-
-BUILT_IN_HANDLERS = {
-    "base_handler": "torchere.handlers.base:BaseHandler",
-    "densenet_handler": "torchere.handlers.densenet:DenseNetHandler",
-    "image_classifier": "torchere.handlers.vision.tasks:ImageClassifier",
-    "image_segmenter": "torchere.handlers.vision.tasks:ImageSegmenter",
-    "object_detector": "torchere.handlers.vision.tasks:ObjectDetector",
-    "sequence_classifier": "torchere.handlers.text.tasks:SequenceClassifier",
-    "tensor": "torchere.handlers.tensor_handler:TensorHandler",
-    "text_classifier": "torchere.handlers.text:TextClassifier",
-    "text_embedding": "torchere.handlers.text.tasks:TextEmbedding",
-    "voice_activity": "torchere.handlers.audio.voice_activity:VoiceActivity",
-}
-"""Names that need no file in the archive. All of them may run in threads on shared weights."""
-
-CPP_HANDLERS = dict.fromkeys(
-    ("BaseHandler", "TorchScriptHandler"), "torchere.handlers.densenet:TorchScriptHandler"
-)
-"""The same for archives of TorchServe's C++ backend, `runtime: LSP`."""
-CPP_ADVICE = (
-    "expected a class in a shared library, such as libmy_handler:MyHandler in libmy_handler.so, or "
-    "TorchScriptHandler"
-)
-
-ENVELOPES = {
-    "body": "torchere.handlers.envelopes:BodyEnvelope",
-    "json": "torchere.handlers.envelopes:JSONEnvelope",
-    "kserve": "torchere.handlers.envelopes:KServeEnvelope",
-    "kservev2": "torchere.handlers.envelopes:KServev2Envelope",
-}
-
-NOT_SHIPPED = {
-    "dali_image_classifier": "it needs NVIDIA DALI",
-    "text_handler": "it is a base class, not a handler",
-    "trt_llm_handler": "it needs TensorRT-LLM",
-    "vllm_handler": "it needs vLLM",
-}
-"""Names that TorchServe ships and we do not, and why."""
 
 _MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")  # also names that no statement can import: `llama-handler.py`
 
@@ -456,33 +418,3 @@ def _envelope(name: str) -> Any:
         )
     module, class_name = ENVELOPES[name].split(":")
     return getattr(importlib.import_module(module), class_name)
-
-
-_OF_HANDLERS = {
-    "sequence_classifier": Signature(
-        (TensorSpec("text", "BYTES", (ANY,)),),
-        (TensorSpec("scores", "FP32", (ANY, ANY)),),
-    ),
-    "text_embedding": Signature(
-        (TensorSpec("text", "BYTES", (ANY,)),),
-        (TensorSpec("embedding", "FP32", (ANY, ANY)),),
-    ),
-    "voice_activity": Signature(
-        (TensorSpec("audio", "BYTES", (1,)),),
-        (
-            TensorSpec("start_s", "FP32", (ANY,)),
-            TensorSpec("end_s", "FP32", (ANY,)),
-            TensorSpec("duration_s", "FP32", (1,)),
-        ),
-    ),
-}
-
-
-def request_signature(handler: str, of_model: Signature | None) -> Signature | None:
-    """Return the tensors of the Open Inference Protocol for an archive; None when they are unknown.
-
-    Args:
-        handler: as in the manifest.
-        of_model: the archive's `signature.json`, which describes the model behind the handler.
-    """
-    return _OF_HANDLERS.get(handler, of_model)

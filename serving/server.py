@@ -49,8 +49,8 @@ from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, 
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.scrape import Extent
 from torchere.serving.telemetry.torchserve import close_metric_files, open_metric_files
-from torchere.serving.workers.fork_client import Spawned
 from torchere.serving.workers.sandbox import announce as announce_sandbox
+from torchere.serving.workers.spawn import Spawned
 
 if TYPE_CHECKING:
     from torchere.serving.telemetry.tracing import SpanMaker

@@ -12,9 +12,10 @@ from typing import Any
 import psutil
 
 from torchere.serving.workers.executor import LoadSpec
-from torchere.serving.workers.fork_client import MAX_MESSAGE_BYTES, Spawned, spawn
-from torchere.serving.workers.launch import ForkLauncher, Launcher, worker_environment
+from torchere.serving.workers.fork_client import MAX_MESSAGE_BYTES
+from torchere.serving.workers.launch import ForkLauncher, Launcher
 from torchere.serving.workers.pool import WorkerPool
+from torchere.serving.workers.spawn import Spawned, spawn, worker_environment
 from torchere.serving.workers.worker_settings import WorkerSettings
 
 kept: list[

@@ -14,16 +14,15 @@ from typing import Any, Literal
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive
+from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLERS
+from torchere.handlers.built_in import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.handlers.cpp import CppHandlerName, cpp_handler_name, problem_of
-from torchere.handlers.resolve import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLERS
-from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.serving.commands.handler_imports import missing_imports, not_installed
 from torchere.serving.commands.serve_options import newest_snapshot, old_defaults
 from torchere.serving.commands.settings_trial import tried
+from torchere.serving.config.model_properties import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.config.model_settings import (
-    UNSUPPORTED_KEYS,
     config_of,
-    unsupported_keys,
 )
 from torchere.serving.config.properties import ConfigurationError, read_properties
 from torchere.serving.config.resolve import DEFAULTS, Configuration, Finding, configure

@@ -1,6 +1,6 @@
 """`torchere serve`: its arguments, and the steps of a server start.
 
-Modules are imported only when needed. The fork server starts first (`workers/launch.py`).
+Modules are imported only when needed. The fork server starts first (`workers/spawn.py`).
 """
 
 from __future__ import annotations
@@ -112,37 +112,30 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _planned_and_served(options: argparse.Namespace) -> int:
     plan = plan_from(options, os.environ)
-    wanted = options.log_format or log_format(os.environ)
-    if wanted == "auto":
-        wanted = "console" if sys.stdout.isatty() else "json"
     from torchere.handlers.cgroup import pin_to_limit  # noqa: PLC0415 - not needed for --help
     from torchere.serving.process.allocator import keep_freed_memory  # noqa: PLC0415 - likewise
+    from torchere.serving.process.signals import SignalsKept  # noqa: PLC0415 - likewise
+    from torchere.serving.workers.spawn import fork_server_ahead  # noqa: PLC0415 - likewise
 
     keep_freed_memory(os.environ)  # before logging starts the first thread, for a thread keeps what it has
     cores = pin_to_limit() if plan.settings.pin_cores else []
-    _log_as_asked(plan, options, wanted)
-    if cores:
-        logger.info("pin_cores=true: the server and its workers run on cores %s", cores)
-    return _prepared_and_served(plan)
+    with SignalsKept() as kept, fork_server_ahead(plan.settings) as fork_server:
+        _log_as_asked(plan, options)
+        if cores:
+            logger.info("pin_cores=true: the server and its workers run on cores %s", cores)
+        from torchere.serving.server import serve  # noqa: PLC0415 - takes most of a start
+
+        if number := kept.let_go():
+            logger.info("signal %d: stopped before the start was over", number)
+            return 0
+        return serve(plan.settings, fork_server)
 
 
-def _prepared_and_served(plan: Plan) -> int:
-    from torchere.serving.process.signals import SignalsKept  # noqa: PLC0415 - not needed for --help
-
-    with SignalsKept() as kept:
-        from torchere.serving.workers.launch import fork_server_ahead  # noqa: PLC0415 - likewise
-
-        with fork_server_ahead(plan.settings) as fork_server:
-            from torchere.serving.server import serve  # noqa: PLC0415 - takes most of a start
-
-            if number := kept.let_go():
-                logger.info("signal %d: stopped before the start was over", number)
-                return 0
-            return serve(plan.settings, fork_server)
-
-
-def _log_as_asked(plan: Plan, options: argparse.Namespace, wanted: str) -> None:
+def _log_as_asked(plan: Plan, options: argparse.Namespace) -> None:
     """Configure logging in the wanted format, and log the sources of the settings."""
+    wanted = options.log_format or log_format(os.environ)
+    if wanted == "auto":
+        wanted = "console" if sys.stdout.isatty() else "json"
     lines: LineFormatter | None = None
     if wanted == "torchserve" or plan.settings.log_files:
         from torchere.serving.logs import files as log_files  # noqa: PLC0415 - rarely needed

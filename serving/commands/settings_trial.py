@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import open_archive
+from torchere.handlers.built_in import BUILT_IN_HANDLERS
 from torchere.handlers.errors import MetricsCacheError
-from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.serving.access.fixed_keys import read_clients
 from torchere.serving.access.tls import TlsFiles, read_pair
 from torchere.serving.config.resolve import Configuration, Finding, Level

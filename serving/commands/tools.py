@@ -7,7 +7,6 @@ Each `add_...` function imports the modules of its command, and is called for th
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 from collections.abc import Callable
@@ -241,6 +240,8 @@ def _check_migration(options: argparse.Namespace) -> int:
 
 
 def _version(_options: argparse.Namespace) -> int:
+    import importlib.metadata
+
     print(f"torchere {__version__}")
     print(f"answers as TorchServe {TORCHSERVE_VERSION}")
     print(f"PyTorch {importlib.metadata.version('torch')}, Python {platform.python_version()}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchere.handlers.resolve import ENVELOPES
+from torchere.handlers.built_in import ENVELOPES
 from torchere.serving.config.server_settings import (
     ISOLATIONS,
     MAX_NUMBER,

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from torchere.serving.config.kinds import WHOLE, Kind, near
-from torchere.serving.config.model_settings import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.config.server_settings import OURS, SnapshotModel, SnapshotWorkflow, largest
+
+UNSUPPORTED_KEYS = {
+    "pippy": "PiPPy is archived; torch.distributed.pipelining has taken its place",
+    "dali": "NVIDIA DALI is not supported",
+}
+"""Keys of TorchServe that have no effect here, and why."""
 
 # Members of an entry of a model in the property `models`.
 _COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
@@ -18,6 +23,11 @@ _MOST_NAMED = 5  # unknown members named in a message
 _NEAR = 20  # characters shown on both sides of a place that is no JSON
 
 _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
+
+
+def unsupported_keys(raw: dict[str, Any]) -> list[str]:
+    """Return the keys that request a feature the server does not support."""
+    return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key]]
 
 
 def _object(value: object, what: str) -> dict[str, Any]:

@@ -24,12 +24,6 @@ from torchere.serving.config.server_settings import (
 )
 from torchere.serving.errors import InvalidArchive
 
-UNSUPPORTED_KEYS = {
-    "pippy": "PiPPy is archived; torch.distributed.pipelining has taken its place",
-    "dali": "NVIDIA DALI is not supported",
-}
-"""Keys of TorchServe that have no effect here, and why."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -119,11 +113,6 @@ def parse_model_config(text: str) -> ModelConfig:
         read.note_sequences()
     read.note_spellings()
     return config
-
-
-def unsupported_keys(raw: dict[str, Any]) -> list[str]:
-    """Return the keys that request a feature the server does not support."""
-    return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key]]
 
 
 def _load_yaml(text: str) -> dict[str, Any]:

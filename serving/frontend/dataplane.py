@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from torchere.archiver.signature import Signature
-from torchere.handlers.resolve import request_signature
+from torchere.handlers.built_in import request_signature
 from torchere.serving.batching.request import Answer, Ledger, Request
 from torchere.serving.batching.stateful import begin_sequence
 from torchere.serving.errors import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchere.archiver.signature import Signature
-from torchere.handlers.resolve import request_signature
+from torchere.handlers.built_in import request_signature
 from torchere.serving.registry.version import Version
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import ModelKey

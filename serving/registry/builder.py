@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from torchere.archiver.split import SECTION, Split
 from torchere.archiver.torchscript_options import TorchScriptOptions
+from torchere.handlers.built_in import CPP_ADVICE, CPP_HANDLERS
 from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled.package import holds_gil
 from torchere.handlers.cpp import cpp_handler_name
-from torchere.handlers.resolve import CPP_ADVICE, CPP_HANDLERS
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine, QuarantineFiles
@@ -38,14 +38,12 @@ from torchere.serving.store.package import StoredArchive
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.devices import CoreShares, gpu_count
 from torchere.serving.workers.executor import FreeCallback, LoadSpec
-from torchere.serving.workers.fork_client import Spawned
 from torchere.serving.workers.isolation import LANES_SHARE, choose_isolation
 from torchere.serving.workers.launch import (
     CompilerLauncher,
     ExecLauncher,
     ForkLauncher,
     Launcher,
-    worker_environment,
 )
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.pool import WorkerPool
@@ -53,6 +51,7 @@ from torchere.serving.workers.rendezvous import rendezvous_of
 from torchere.serving.workers.rooms import RoomLauncher
 from torchere.serving.workers.sandbox import Sandbox, sandbox_of
 from torchere.serving.workers.send_ahead import MOST_INSIDE
+from torchere.serving.workers.spawn import Spawned, worker_environment
 from torchere.serving.workers.worker_settings import WorkerSettings
 
 logger = logging.getLogger(__name__)

@@ -48,8 +48,7 @@ from torchere.serving.store.fetch import Download
 from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
 from torchere.serving.store.url_rules import is_remote, shown_url
 from torchere.serving.types import ModelKey
-from torchere.serving.workers.fork_client import Spawned
-from torchere.serving.workers.launch import worker_environment
+from torchere.serving.workers.spawn import Spawned, worker_environment
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -25,12 +25,8 @@ from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.archiver.signature import Signature, archive_signature
 from torchere.archiver.split import SECTION, Split
-from torchere.serving.config.model_settings import (
-    UNSUPPORTED_KEYS,
-    ModelConfig,
-    config_of,
-    unsupported_keys,
-)
+from torchere.serving.config.model_properties import UNSUPPORTED_KEYS, unsupported_keys
+from torchere.serving.config.model_settings import ModelConfig, config_of
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import DownloadFailed, InvalidArchive, ModelNotFound, ServingError
 from torchere.serving.store.environment import Environment

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchere.archiver.reader import Archive
+from torchere.handlers.built_in import BUILT_IN_HANDLERS
 from torchere.handlers.loading.weights import WORTH_MAPPING_BYTES, shared_file
-from torchere.handlers.resolve import BUILT_IN_HANDLERS
 
 logger = logging.getLogger(__name__)
 

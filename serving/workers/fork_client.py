@@ -14,13 +14,11 @@ import asyncio
 import logging
 import os
 import socket
-import subprocess
-import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torchere.serving.io.watchdog import within
+from torchere.serving.workers.spawn import Spawned
 
 logger = logging.getLogger(__name__)
 
@@ -30,50 +28,6 @@ COMPILER_WORKER = b"C"  # has imported torch's compiler; the first one takes 2 s
 ROOM = b"R"  # for several versions; inherits its room socket
 DESCRIPTORS = {WORKER: 4, COMPILER_WORKER: 4, ROOM: 2}  # of a request
 FORK_TIMEOUT_S = 120.0  # the first fork waits for imports; a fork server that hangs for longer is given up
-END_TIMEOUT_S = 5.0
-# Imports make many objects and little garbage: collections would take a sixth of their time.
-_START = "import gc; gc.disable(); from torchere.serving.workers import fork_server; fork_server.main()"
-
-
-@dataclass(frozen=True, slots=True)
-class Spawned:
-    """A fork server process, which may still be importing torch, and the server's end of its socket."""
-
-    process: subprocess.Popen[bytes]
-    control: socket.socket
-    modules: tuple[str, ...] = ()  # imported first
-
-    def end(self) -> None:
-        """Terminate the process and reap it; idempotent. Blocks for a moment."""
-        self.control.close()
-        self.process.terminate()
-        try:
-            self.process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # a module that it imports ignores the signal
-            self.process.kill()
-            self.process.wait()
-
-
-def spawn(environment: Mapping[str, str], modules: Sequence[str] = ()) -> Spawned:
-    """Start the process of a fork server, which imports the modules first; needs no event loop.
-
-    The kernel kills the process when the calling thread ends (`die_with_parent`), so the thread must live as
-    long as the process.
-
-    Raises:
-        OSError: the system can't start the process.
-    """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-c", _START, str(theirs.fileno()), *modules]
-    with theirs:
-        process = subprocess.Popen(
-            command,
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # Ctrl+C in the terminal must reach the server only, which drains first
-        )
-    return Spawned(process, ours, tuple(modules))
 
 
 class ForkServer:

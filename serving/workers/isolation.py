@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchere.handlers.resolve import BUILT_IN_HANDLERS
+from torchere.handlers.built_in import BUILT_IN_HANDLERS
 from torchere.serving.config.server_settings import Isolation, Placement
 
 COMPILED_SUFFIXES = (".pt", ".pt2")  # models whose forward runs no Python code of the archive

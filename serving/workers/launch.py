@@ -1,14 +1,9 @@
-"""Starts worker processes: forked from a process that has imported torch, or as fresh interpreters.
-
-The process to fork from, the fork server, imports torch, which is the slowest part of a start. So it starts
-before the server itself is imported, and runs in parallel with the rest (`fork_server_ahead`).
-"""
+"""Starts worker processes: forked from a process that has imported torch, or as fresh interpreters."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import socket
 import sys
@@ -18,13 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from torchere.serving.config.server_settings import SequenceHeaders, ServerSettings
 from torchere.serving.workers import lanes
-from torchere.serving.workers.fork_client import COMPILER_WORKER, ROOM, WORKER, ForkServer, Spawned, spawn
+from torchere.serving.workers.fork_client import COMPILER_WORKER, ROOM, WORKER, ForkServer
 from torchere.serving.workers.lanes import LanePage
 from torchere.serving.workers.loss import Loss, loss_of_exit
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.sandbox import Sandbox, entered_by
+from torchere.serving.workers.spawn import Spawned, spawn
 
 # Send buffers of data sockets, as far as the system allows; Linux doubles them. The server's holds a batch of
 # images. A worker's holds one large answer: a streamed answer can be ahead of its client by as much.
@@ -202,61 +197,6 @@ class CompilerLauncher:
     async def launch(self, requests: int) -> Launched:
         """Fork a worker that has imported the compiler."""
         return await self._forks.launch(requests, with_compiler=True)
-
-
-# How often a thread of OpenMP looks whether the others are done before it sleeps (libgomp: GOMP_SPINCOUNT).
-# By itself it looks 300,000 times, for milliseconds, while the thread that it waits for may have no core: a
-# container, other models and the server itself want some of these (docs/decisions/0041).
-SPIN_COUNT = 1000
-
-
-def worker_environment(hidden: str | None = None, settings: ServerSettings | None = None) -> dict[str, str]:
-    """Return the server's environment without the variables whose whole name matches the regex `hidden`.
-
-    It bounds how long threads of OpenMP spin, unless the operator does (`SPIN_COUNT`). With `settings` it has
-    the variables that TorchServe gives its workers, for handlers that read them, and lacks those whose values
-    they hide.
-    """
-    kept = {name: value for name, value in os.environ.items() if not (hidden and re.fullmatch(hidden, name))}
-    if settings is not None and (secret := settings.env_values_hidden_from_workers):
-        kept = {name: value for name, value in kept.items() if not re.search(secret, value)}
-    given = _of_torchserve(settings, kept) if settings is not None else {}
-    if not any(name in kept for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
-        given["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
-    # The folder the server was started in must not shadow modules of torchere or torch (Python 3.11 on).
-    return {**kept, **given, "PYTHONSAFEPATH": "1"}
-
-
-def _of_torchserve(settings: ServerSettings, kept: Mapping[str, str]) -> dict[str, str]:
-    switches = {
-        "TS_DECODE_INPUT_REQUEST": settings.decode_input,
-        "TS_IPEX_ENABLE": settings.ipex_enabled,
-        "TS_IPEX_GPU_ENABLE": settings.ipex_gpu_enabled,
-    }
-    given = {name: str(value).lower() for name, value in switches.items()}
-    for which in ("id", "start", "end"):  # read by `Context`; TorchServe wants them set beside its own keys
-        name, header = f"TS_REQUEST_SEQUENCE_{which.upper()}", getattr(settings.sequence_headers, which)
-        if header != getattr(SequenceHeaders(), which) and name not in kept:
-            given[name] = header
-    return given
-
-
-@contextmanager
-def fork_server_ahead(settings: ServerSettings) -> Iterator[Spawned | None]:
-    """Start the fork server if the settings name models; it ends with the block.
-
-    Yields None if they name no models, or if the process can't be started; a later launch then tries again.
-    """
-    spawned = None
-    if settings.load_models or settings.snapshot_models or settings.snapshot_workflows:
-        with suppress(OSError):
-            environment = worker_environment(settings.env_vars_hidden_from_workers, settings)
-            spawned = spawn(environment, settings.preload_modules)
-    try:
-        yield spawned
-    finally:
-        if spawned is not None:
-            spawned.end()
 
 
 async def _launched(

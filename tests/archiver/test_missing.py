@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from torchere.archiver.cli import check_weights
 from torchere.archiver.errors import PackingError
-from torchere.archiver.request import check_inputs, check_weights
+from torchere.archiver.request import check_inputs
 
 
 def told(request: Any) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torchere.archiver.errors import PackingError
 from torchere.archiver.request import BUILT_IN_HANDLERS, ArchiveRequest
-from torchere.handlers import resolve
+from torchere.handlers import built_in, resolve
 from torchere.handlers.errors import HandlerLoadError
 
 
@@ -84,7 +84,7 @@ def test_an_archive_may_leave_the_handler_to_the_server() -> None:
 
 
 def test_the_handlers_that_need_no_file_are_those_of_the_server() -> None:
-    assert sorted(resolve.BUILT_IN_HANDLERS) == list(BUILT_IN_HANDLERS)
+    assert sorted(built_in.BUILT_IN_HANDLERS) == list(BUILT_IN_HANDLERS)
 
 
 @pytest.mark.parametrize("handler", [*BUILT_IN_HANDLERS, "dali_image_classifier", "vllm_handler"])

@@ -16,12 +16,8 @@ from pathlib import Path
 from torchere.archiver.container.entries import problem_with
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, ArchiveError, ArchiveLimits, open_archive
-from torchere.serving.config.model_settings import (
-    Asked,
-    effective_settings,
-    parse_model_config,
-    unsupported_keys,
-)
+from torchere.serving.config.model_properties import unsupported_keys
+from torchere.serving.config.model_settings import Asked, effective_settings, parse_model_config
 from torchere.serving.config.properties import (
     ConfigurationError,
     Entry,

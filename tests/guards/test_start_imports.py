@@ -36,6 +36,28 @@ NOT_OF_WORKERS = {  # of all: those that need them import them
     "torchere.serving.store.package",
     "yaml",
 }
+NOT_BEFORE_TORCH = {  # the fork server, which imports torch, waits for what comes before it
+    "asyncio",
+    "importlib.metadata",
+    "msgspec",
+    "torchere.archiver.reader",
+    "torchere.archiver.scan",
+    "torchere.handlers.context",
+    "torchere.serving.config.model_settings",
+    "torchere.serving.workers.launch",
+    "yaml",
+}
+UP_TO_THE_FORK_SERVER = """
+from torchere.serving.commands import cli
+from torchere.serving.workers import spawn
+def spawned(*arguments): raise SystemExit
+spawn.spawn = spawned
+try:
+    cli.main(["serve", "--model-store", ".", "--models", "m.mar", "--ncs"])
+    raise RuntimeError("it began to serve without a fork server")
+except SystemExit:
+    pass
+"""
 OURS_OF_SERVER = {
     "torchere.serving.registry.registry",
     "torchere.serving.frontend.rest.server",
@@ -45,6 +67,7 @@ OURS_OF_SERVER = {
 
 def imported_by(code: str, of: set[str]) -> set[str]:
     """Those of the modules that a fresh interpreter has after the code."""
+    code = code.strip().replace("\n", "\n    ")
     found = (
         f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint(*set({of!r}) & set(sys.modules))"
     )
@@ -88,6 +111,11 @@ def test_a_server_imports_what_it_needs_only() -> None:
 def test_a_server_begins_to_serve_without_torch() -> None:
     every = "torchere.serving.server, torchere.serving.frontend.rest.routes, torchere.serving.commands.serve"
     assert imported_by(f"import {every}", {"torch"}) == set()
+
+
+def test_the_fork_server_starts_before_the_server_is_imported() -> None:
+    unwanted = NOT_BEFORE_TORCH | SERVER | OURS_OF_SERVER | FRAMEWORK
+    assert imported_by(UP_TO_THE_FORK_SERVER, unwanted - {"torchere.handlers"}) == set()
 
 
 def test_a_fork_server_imports_what_each_worker_needs() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from torchere.archiver.signature import Signature, TensorSpec
-from torchere.handlers.resolve import request_signature
+from torchere.handlers.built_in import request_signature
 
 OF_MODEL = Signature((TensorSpec("ids", "INT64", (-1, -1)),), (TensorSpec("output", "FP32", (-1, 8)),))
 

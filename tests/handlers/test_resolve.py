@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from torchere.handlers.built_in import BUILT_IN_HANDLERS, ENVELOPES
 from torchere.handlers.errors import HandlerLoadError, PredictionException
-from torchere.handlers.resolve import BUILT_IN_HANDLERS, ENVELOPES, load_entry_point
+from torchere.handlers.resolve import load_entry_point
 
 WriteArchive = Callable[..., Path]
 

@@ -24,7 +24,6 @@ from torchere.serving.workers.launch import (
     ForkLauncher,
     Launched,
     open_lanes,
-    worker_environment,
 )
 from torchere.serving.workers.messages import (
     AddLanes,
@@ -42,6 +41,7 @@ from torchere.serving.workers.messages import (
     encode_frame,
     load_of,
 )
+from torchere.serving.workers.spawn import worker_environment
 
 SPAWNING = """
     import multiprocessing

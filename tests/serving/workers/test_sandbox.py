@@ -25,8 +25,8 @@ from torchere.serving.process import confinement
 from torchere.serving.process.confinement import SCOPES_ABI, Kernel
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import LoadSpec
-from torchere.serving.workers.launch import worker_environment
 from torchere.serving.workers.sandbox import MAX_FILES, Sandbox, missing, sandbox_of
+from torchere.serving.workers.spawn import worker_environment
 
 KERNEL = confinement.kernel()
 needs_landlock = pytest.mark.skipif(

@@ -1,0 +1,118 @@
+"""Starts the fork server, the process that imports torch and forks workers.
+
+The import is the slowest part of a server's start. So the process starts as soon as the settings are known,
+ahead of the server's own imports, and this module imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from torchere.serving.config.server_settings import SequenceHeaders, ServerSettings
+
+END_TIMEOUT_S = 5.0
+# Imports make many objects and little garbage: collections would take a sixth of their time.
+_START = "import gc; gc.disable(); from torchere.serving.workers import fork_server; fork_server.main()"
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A fork server process, which may still be importing torch, and the server's end of its socket."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    modules: tuple[str, ...] = ()  # imported first
+
+    def end(self) -> None:
+        """Terminate the process and reap it; idempotent. Blocks for a moment."""
+        self.control.close()
+        self.process.terminate()
+        try:
+            self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # a module that it imports ignores the signal
+            self.process.kill()
+            self.process.wait()
+
+
+def spawn(environment: Mapping[str, str], modules: Sequence[str] = ()) -> Spawned:
+    """Start the process of a fork server, which imports the modules first; needs no event loop.
+
+    The kernel kills the process when the calling thread ends (`die_with_parent`), so the thread must live as
+    long as the process.
+
+    Raises:
+        OSError: the system can't start the process.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", _START, str(theirs.fileno()), *modules]
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl+C in the terminal must reach the server only, which drains first
+        )
+    return Spawned(process, ours, tuple(modules))
+
+
+# How often a thread of OpenMP looks whether the others are done before it sleeps (libgomp: GOMP_SPINCOUNT).
+# By itself it looks 300,000 times, for milliseconds, while the thread that it waits for may have no core: a
+# container, other models and the server itself want some of these (docs/decisions/0041).
+SPIN_COUNT = 1000
+
+
+def worker_environment(hidden: str | None = None, settings: ServerSettings | None = None) -> dict[str, str]:
+    """Return the server's environment without the variables whose whole name matches the regex `hidden`.
+
+    It bounds how long threads of OpenMP spin, unless the operator does (`SPIN_COUNT`). With `settings` it has
+    the variables that TorchServe gives its workers, for handlers that read them, and lacks those whose values
+    they hide.
+    """
+    kept = {name: value for name, value in os.environ.items() if not (hidden and re.fullmatch(hidden, name))}
+    if settings is not None and (secret := settings.env_values_hidden_from_workers):
+        kept = {name: value for name, value in kept.items() if not re.search(secret, value)}
+    given = _of_torchserve(settings, kept) if settings is not None else {}
+    if not any(name in kept for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
+        given["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    # The folder the server was started in must not shadow modules of torchere or torch (Python 3.11 on).
+    return {**kept, **given, "PYTHONSAFEPATH": "1"}
+
+
+def _of_torchserve(settings: ServerSettings, kept: Mapping[str, str]) -> dict[str, str]:
+    switches = {
+        "TS_DECODE_INPUT_REQUEST": settings.decode_input,
+        "TS_IPEX_ENABLE": settings.ipex_enabled,
+        "TS_IPEX_GPU_ENABLE": settings.ipex_gpu_enabled,
+    }
+    given = {name: str(value).lower() for name, value in switches.items()}
+    for which in ("id", "start", "end"):  # read by `Context`; TorchServe wants them set beside its own keys
+        name, header = f"TS_REQUEST_SEQUENCE_{which.upper()}", getattr(settings.sequence_headers, which)
+        if header != getattr(SequenceHeaders(), which) and name not in kept:
+            given[name] = header
+    return given
+
+
+@contextmanager
+def fork_server_ahead(settings: ServerSettings) -> Iterator[Spawned | None]:
+    """Start the fork server if the settings name models; it ends with the block.
+
+    Yields None if they name no models, or if the process can't be started; a later launch then tries again.
+    """
+    spawned = None
+    if settings.load_models or settings.snapshot_models or settings.snapshot_workflows:
+        with suppress(OSError):
+            environment = worker_environment(settings.env_vars_hidden_from_workers, settings)
+            spawned = spawn(environment, settings.preload_modules)
+    try:
+        yield spawned
+    finally:
+        if spawned is not None:
+            spawned.end()
