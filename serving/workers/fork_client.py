@@ -16,9 +16,12 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torchere.serving.io.watchdog import within
-from torchere.serving.workers.spawn import Spawned
+
+if TYPE_CHECKING:  # the fork server imports this module, and needs no settings
+    from torchere.serving.workers.spawn import Spawned
 
 logger = logging.getLogger(__name__)
 

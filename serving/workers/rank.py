@@ -10,7 +10,6 @@ import sys
 import msgspec
 
 from torchere.handlers.loading.devices import sees_only_cpu
-from torchere.handlers.loading.parallel import import_libraries
 from torchere.handlers.loading.weights import SharedModels
 from torchere.serving.errors import LoadFailed, ServingError
 from torchere.serving.logs.levels import set_level
@@ -44,6 +43,8 @@ def prepare_to_fork(spec: LoadSpec) -> None:
 
     Where torch may find a GPU, no library that asks for one is imported: the driver does not survive a fork.
     """
+    from torchere.handlers.loading.parallel import import_libraries  # noqa: PLC0415 - few models are in ranks
+
     model = spec.manifest.get("model") or {}
     if import_libraries(spec.archive_dir, model, spec.model_config, may_ask_driver=sees_only_cpu()):
         settle_loaded()  # garbage collections in the ranks must not copy the pages that they share

@@ -22,18 +22,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from torchere.handlers.loading import device_files
-from torchere.serving.config.server_settings import SandboxSettings, ServerSettings
 from torchere.serving.errors import ServingError
 from torchere.serving.logs.lines import AT_START
 from torchere.serving.process import confinement
 from torchere.serving.process.confinement import DEVICE, FILES_ABI, READ, SCOPES_ABI, WRITE, Kernel
 from torchere.serving.process.signals import die_with_parent
 from torchere.serving.workers.oom import offer_to_oom_killer
+
+if TYPE_CHECKING:  # a worker reads no settings, and each start would wait for the module
+    from torchere.serving.config.server_settings import SandboxSettings, ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ def sandbox_of(server: ServerSettings, kernel: Kernel | None = None) -> Sandbox 
     """
     wanted = server.sandbox
     if wanted.level == "off":
-        if wanted != SandboxSettings("off"):
+        if wanted != type(wanted)("off"):
             raise _refused("off", ["no other setting of the sandbox: worker_user and the like need a level"])
         return None
     strict = wanted.level == "strict"

@@ -33,6 +33,8 @@ SERVER = {
 NOT_OF_WORKERS = {  # of all: those that need them import them
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
+    "torchere.handlers.loading.parallel",
+    "torchere.serving.config.server_settings",
     "torchere.serving.store.package",
     "yaml",
 }
