@@ -123,6 +123,7 @@ def _as_list(value: object) -> object:
 
 
 _MOST_TEXT = 500  # characters of a body that is no JSON
+_NAMES_OF_REFUSALS = ("ServiceUnavailableException", "TooManyRequestsException")
 _BY_STATUS: dict[int, type[e.AnswerError]] = {
     401: e.Unauthorized,
     403: e.InvalidRequest,
@@ -134,13 +135,12 @@ _BY_STATUS: dict[int, type[e.AnswerError]] = {
 }
 
 
-def refusal(answer: Answer, path: str = "") -> e.AnswerError:
-    """Return the exception for an error response; `path` is that of the request."""
+def refusal(answer: Answer) -> e.AnswerError:
+    """Return the exception for an error response."""
     body = _object(answer.body)
     kind = str(body.get("type", ""))
-    # The server puts a name into its own errors; an error without a name was set by the handler.
-    named = bool(kind) or ("error" in body and path.startswith("/v2/"))
-    by_handler = not named and REQUEST_ID in answer.headers
+    # The server's own refusals have one of two names; the rest of what it sends with an id is the handler's.
+    by_handler = kind not in _NAMES_OF_REFUSALS and REQUEST_ID in answer.headers
     # TorchServe's API says "message", the Open Inference Protocol "error".
     message = body.get("message") or body.get("error") or _text(answer)
     return _class(answer.status, kind, by_handler)(
@@ -164,7 +164,7 @@ def _class(status: int, kind: str, by_handler: bool) -> type[e.AnswerError]:
     # 503.
     if kind == "InvalidKeyException":
         return e.Unauthorized
-    ran = by_handler or (kind == "InternalServerException" and status == 503)
+    ran = by_handler or kind == "InternalServerException"
     if ran and _BY_STATUS.get(status) is e.Unavailable:
         return e.ModelFailed
     if status in _BY_STATUS:

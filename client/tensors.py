@@ -79,13 +79,21 @@ def tensor(name: str, value: object, datatype: str | None = None) -> Tensor:
         return Tensor(name, value.datatype, value.shape, value.data)
     import numpy as np  # noqa: PLC0415 - an optional dependency
 
-    array = np.asarray(value)
+    # NumPy's own types of text cut zeros off the end of each element, and make all as long as the longest.
+    array = np.asarray(value, dtype=object if datatype == "BYTES" or _is_text(value) else None)
     if datatype is None:
         are_floats = array.dtype == np.float64 and not hasattr(value, "dtype")
         datatype = "FP32" if are_floats else datatype_of(array)
     if datatype not in DATATYPES:
         raise ValueError(f"input {name!r}: found datatype {datatype!r}, expected one of {sorted(DATATYPES)}")
     return Tensor(name, datatype, array.shape, _data(array, datatype))
+
+
+def _is_text(value: object) -> bool:
+    """Return whether the first element of nested lists or tuples is text or `bytes`."""
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return isinstance(value, (str, bytes))
 
 
 def datatype_of(array: Array) -> str:

@@ -69,7 +69,8 @@ class Retries:
             if asked_s > self.longest_pause_s:
                 return None
         else:
-            pause = min(self.first_pause_s * 2 ** (attempt - 1), self.longest_pause_s) * (0.5 + dice / 2)
+            doubled = 2.0 ** min(attempt - 1, 64)  # beyond any pause; a thousand doublings fit no float
+            pause = min(self.first_pause_s * doubled, self.longest_pause_s) * (0.5 + dice / 2)
         return pause if pause < remaining_s else None
 
 
@@ -194,7 +195,7 @@ def read(operation: Operation[Result], answer: Answer) -> Result:
         AnswerError: the response is an error.
     """
     if not operation.takes(answer.status):
-        raise refusal(answer, operation.request.path)
+        raise refusal(answer)
     return operation.read(answer)
 
 

@@ -36,21 +36,29 @@ def test_every_kind_of_answer_has_its_class(status: int, kind: str, expected: ty
 
 
 @pytest.mark.parametrize(
-    ("body", "path", "by_server"),
+    ("body", "by_server"),
     [
-        (b"busy", "/predictions/net", False),
-        ({"error": "no database"}, "/predictions/net", False),
-        ({"type": "ServiceUnavailableException"}, "/predictions/net", True),
-        ({"error": "full"}, "/v2/models/net/infer", True),
+        (b"busy", False),
+        ({"error": "no database"}, False),
+        ({"type": "error", "why": "no database"}, False),
+        ({"code": 429, "type": "InternalServerException", "message": "busy"}, False),
+        ({"error": "busy", "type": "InternalServerException"}, False),
+        ({"type": "ServiceUnavailableException"}, True),
+        ({"error": "full", "type": "ServiceUnavailableException"}, True),
+        ({"error": "slower", "type": "TooManyRequestsException"}, True),
     ],
 )
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_status_of_the_handlers_is_not_taken_for_the_servers(
-    status: int, body: object, path: str, by_server: bool
+    status: int, body: object, by_server: bool
 ) -> None:
     expected = e.Unavailable if by_server else e.ModelFailed
-    assert type(refusal(answer(status, body, x_request_id="1"), path)) is expected
-    assert type(refusal(answer(status, body), path)) is e.Unavailable  # of a proxy
+    assert type(refusal(answer(status, body, x_request_id="1"))) is expected
+
+
+@pytest.mark.parametrize("body", [b"busy", {"error": "no server"}])
+def test_an_answer_without_an_id_is_a_proxys(body: object) -> None:
+    assert type(refusal(answer(503, body))) is e.Unavailable
 
 
 def test_another_status_of_the_handlers_means_what_it_says() -> None:

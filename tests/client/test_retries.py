@@ -34,6 +34,11 @@ def test_the_pause_doubles_up_to_the_longest() -> None:
     assert [retries.pause_s(REFUSED, n, 60, 1.0) for n in (1, 2, 3, 4, 10)] == [1, 2, 4, 5, 5]
 
 
+def test_a_patient_client_may_try_any_number_of_times() -> None:
+    retries = Retries(most=10**6, first_pause_s=1, longest_pause_s=5)
+    assert retries.pause_s(REFUSED, 10**5, 60, 1.0) == 5
+
+
 def test_after_the_most_attempts_the_error_is_final() -> None:
     assert Retries(most=2).pause_s(REFUSED, 3, 60, 0) is None
     assert Retries(most=0).pause_s(REFUSED, 1, 60, 0) is None

@@ -47,6 +47,24 @@ def test_floats_in_no_array_are_what_models_take(value: Any, datatype: str) -> N
     assert made.numpy().tolist() == np.asarray(value).tolist()
 
 
+@pytest.mark.parametrize("datatype", [None, "BYTES"])
+@pytest.mark.parametrize(
+    ("value", "elements"),
+    [
+        ([b"a\0", b"\0", b""], [b"a\0", b"\0", b""]),
+        (("a\0", "bc"), [b"a\0", b"bc"]),
+        ([[b"a\0"], [b"b"]], [b"a\0", b"b"]),
+        (b"a\0\0", [b"a\0\0"]),
+    ],
+)
+def test_zeros_at_the_end_of_texts_are_sent(
+    value: object, elements: list[bytes], datatype: str | None
+) -> None:
+    made = tensor("x", value, datatype)
+    assert made.datatype == "BYTES"
+    assert made.numpy().reshape(-1).tolist() == elements
+
+
 @pytest.mark.parametrize("datatype", ARRAYS)
 def test_every_array_comes_back_from_json(datatype: str) -> None:
     made = tensor("x", ARRAYS[datatype])

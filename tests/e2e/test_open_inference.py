@@ -211,12 +211,12 @@ def test_a_bad_tensor_is_refused_and_the_next_request_is_answered(
 
 def test_an_output_that_there_is_none_of_is_refused(server: Any) -> None:
     reply = post(server, "echo", [tensor("x", [1.0])], outputs=[{"name": "y"}])
-    assert (reply.status, reply.json()) == (400, {"error": "outputs[0].name: found 'y', expected one of 'x'"})
+    assert (reply.status, reply.json()["error"]) == (400, "outputs[0].name: found 'y', expected one of 'x'")
 
 
 def test_what_the_handler_refuses_keeps_its_status(server: Any) -> None:
     reply = post(server, "echo", [tensor("refuse", [1.0])])
-    assert (reply.status, reply.json()) == (422, {"error": "not that"})
+    assert (reply.status, reply.json()["error"]) == (422, "not that")
 
 
 def test_a_stream_is_events_and_generate_joins_it(server: Any) -> None:

@@ -274,8 +274,11 @@ def read_wire(headers: Iterable[tuple[bytes, bytes]]) -> Wire:
 
 
 def protocol_error(error: ServingError) -> tuple[int, RawHeaders, bytes]:
-    """Return status, headers and body of an error in this protocol's form."""
+    """Return status, headers and body of an error in this protocol's form.
+
+    The body also has TorchServe's `type`, by which a client tells a full queue from a handler's own 503.
+    """
     status, headers, _ = error_answer(error, show_detail=False)
     if isinstance(error, UnknownCoding):
         headers.append((b"accept-encoding", KNOWN.encode()))
-    return status, headers, msgspec.json.encode({"error": error.message})
+    return status, headers, msgspec.json.encode({"error": error.message, "type": status_and_type(error)[1]})

@@ -234,5 +234,5 @@ def test_a_compressed_body_for_an_unknown_model_is_not_inflated(planes, monkeypa
 
     head, _, body = asyncio.run(main()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 404 ")
-    assert json.loads(body) == {"error": "Model not found: none"}
+    assert json.loads(body) == {"error": "Model not found: none", "type": "ModelNotFoundException"}
     assert not inflated
