@@ -27,7 +27,9 @@ from torchere.archiver.models.convert.files import config_text, takes_sections, 
 from torchere.archiver.models.inputs.run import Named, run_on, shapes
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source
+from torchere.archiver.models.measure.difference import distances
 from torchere.archiver.models.probe.isolation import end_with_parent, isolated
+from torchere.archiver.models.probe.precision import largest_magnitude
 from torchere.archiver.models.spread import spread
 from torchere.archiver.models.spread.huggingface import spread_folder
 from torchere.archiver.models.spread.weights import held_bytes
@@ -149,7 +151,7 @@ def try_split(
                 found = run_on(mine, example)
             except ModelRefused as refusal:
                 raise ModelRefused(f"in rank {rank} of {ranks}, {refusal}; {_OTHER_PLAN}") from refusal
-            difference = _compared(wanted, found)
+            difference = largest_difference(wanted, found)
             return {"difference": difference, "bytes": held_bytes(mine)}
 
         return json.dumps(in_ranks(ranks, in_rank))
@@ -160,7 +162,7 @@ def try_split(
     )
 
 
-def _compared(wanted: Named, found: Named) -> float:
+def largest_difference(wanted: Named, found: Named) -> float:
     """Return the largest difference; raise ModelRefused if it is too large."""
     largest = 0.0
     for (name, one), (_, other) in zip(wanted, found, strict=True):
@@ -169,10 +171,14 @@ def _compared(wanted: Named, found: Named) -> float:
                 f"the output {name!r} has the shape {tuple(other.shape)} over the ranks, and "
                 f"{tuple(one.shape)} in one process"
             )
-        difference = float((one.double() - other.double()).abs().nan_to_num(float("inf")).amax())
-        scale = max(1.0, float(one.double().abs().amax()))
+        if not one.numel():
+            continue
+        apart = distances(one, other)
         exact = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
-        if difference > max(MOST_DIFFERENCE, _ULPS * exact) * scale:
+        # In proportion to the largest value, but for values that fill a mask (-1e9): each to its own.
+        sizes = one.double().abs().nan_to_num(0.0, 0.0).clamp(min=max(1.0, largest_magnitude(one.double())))
+        difference = float(apart.amax())
+        if bool((apart > max(MOST_DIFFERENCE, _ULPS * exact) * sizes).any()):
             raise ModelRefused(
                 f"the output {name!r} differs by {difference:.2g} between the ranks and one process, more "
                 f"than {MOST_DIFFERENCE:g}: the plan splits what the model needs whole; {_OTHER_PLAN}"

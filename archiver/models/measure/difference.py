@@ -82,6 +82,18 @@ def difference(pairs: Iterable[tuple[Outputs, Outputs]]) -> Difference:
     )
 
 
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return for each value whether the two are equal; NaN is equal to NaN."""
+    return (one == other) | (one.isnan() & other.isnan())
+
+
+def distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the distance of each value, in float64: 0 if equal, infinite if one is NaN or infinite alone."""
+    one, other = one.double(), other.double()
+    apart = torch.where(are_equal(one, other), 0.0, (one - other).abs())
+    return apart.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
 class _Tally:
     """Sums over the samples for one output."""
 
@@ -103,8 +115,8 @@ class _Tally:
     def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
         """Add one sample."""
         one, other = wanted.detach().double(), found.detach().double()
-        equal = (one == other) | (one.isnan() & other.isnan())
-        apart = torch.where(equal, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        equal = are_equal(one, other)
+        apart = distances(one, other)
         self.rows += wanted.shape[0] if wanted.dim() else 1
         self.values += apart.numel()
         self.numbers += apart.numel() - int(one.isnan().sum())

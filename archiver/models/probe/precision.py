@@ -10,7 +10,7 @@ import torch
 
 from torchere.archiver.models.inputs.run import Named, OperatorWatch
 from torchere.archiver.models.inputs.sizes import Tensors
-from torchere.archiver.models.measure.difference import channels_of
+from torchere.archiver.models.measure.difference import are_equal, channels_of
 
 _ROUNDED = (torch.float16, torch.bfloat16, torch.quint8, torch.qint8, torch.qint32)
 _FLOOR = 1e-3  # lower bound of an output's largest magnitude, so that tiny outputs keep a tolerance
@@ -39,13 +39,12 @@ class Precision:
         one, other = wanted.double(), found.double()
         if not wanted.is_floating_point():
             return int((one != other).sum()) > self.absolute * one.numel()
-        equal = (one == other) | (one.isnan() & other.isnan())
         limit = self.absolute * self._scale(one) + self.relative * one.abs()
-        return not bool((equal | ((one - other).abs() <= limit)).all())
+        return not bool((are_equal(one, other) | ((one - other).abs() <= limit)).all())
 
     def _scale(self, values: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of each value's channel: boxes may be large, and scores small."""
-        largest = max(_largest(values), _FLOOR)
+        largest = max(largest_magnitude(values), _FLOOR)
         scale = torch.full((1,) * values.dim(), largest, dtype=torch.float64)
         for dimension in channels_of(values.dim()) if values.dim() > 1 and values.numel() else ():
             others = tuple(at for at in range(values.dim()) if at != dimension)
@@ -53,7 +52,7 @@ class Precision:
         return scale.clamp(min=self.spread * largest)
 
 
-def _largest(values: torch.Tensor) -> float:
+def largest_magnitude(values: torch.Tensor) -> float:
     """Return the largest magnitude that is not a filler; a filler counts once, however often it occurs."""
     found = torch.unique(values[values.isfinite()].abs())
     if not found.numel():
