@@ -27,6 +27,7 @@ from torchere.archiver.request import (
     Built,
     Prepare,
     check_inputs,
+    handler_files,
 )
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, parse
 from torchere.archiver.writer import Progress, check_target, write_archive
@@ -209,8 +210,7 @@ def _converted(
 def _request(namespace: argparse.Namespace, manifest: Manifest, folder: Path) -> ArchiveRequest:
     output: Path = namespace.output
     handler = namespace.handler or manifest.handler or DEFAULT_HANDLER
-    path = handler.partition(":")[0]
-    is_own = any((folder / name).is_file() for name in (path, f"{path}.py"))
+    is_own = any((folder / name).is_file() for name in handler_files(handler, manifest.runtime))
     anew = {SIGNATURE_NAME, FALLBACK_NAME, manifest.serialized_file, manifest.config_file}
     if not is_own:
         anew.add(manifest.model_file)  # nothing else needs the class

@@ -13,7 +13,7 @@ from torchere.archiver.container.entries import MANIFEST_NAME, ArchiveLimits, Ch
 from torchere.archiver.errors import one_line
 from torchere.archiver.manifest import EPOCH_S, created_on
 from torchere.archiver.reader import Archive, open_archive
-from torchere.archiver.request import BUILT_IN_HANDLERS
+from torchere.archiver.request import BUILT_IN_HANDLERS, handler_files
 from torchere.archiver.scan.weights import HEAD_BYTES, SUFFIXES, Weights, bytes_to_see, classify
 
 _NO_TIME = "  The time is fixed: equal inputs give equal bytes. SOURCE_DATE_EPOCH sets another."
@@ -115,13 +115,13 @@ def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
 def _code(archive: Archive, weights: list[Weights]) -> list[str]:
     names = {entry.name for entry in archive.entries}
     manifest = archive.manifest
-    found = [_handler_sentence(manifest.handler, names)]
+    found = [_handler_sentence(manifest.handler, manifest.runtime, names)]
     if manifest.model_file:
         found.append(_file_sentence("model file", manifest.model_file, names, "Python code"))
     if manifest.requirements_file:
         what = "packages that are installed if the server is told to (install_py_dep_per_model)"
         found.append(_file_sentence("requirements", manifest.requirements_file, names, what))
-    named = {manifest.model_file, *_handler_files(manifest.handler)}
+    named = {manifest.model_file, *handler_files(manifest.handler, manifest.runtime)}
     others = sorted(name for name in names - named if name.endswith((".py", ".pyc")))
     if others:
         found.append(f"other Python files that these may import: {', '.join(others)}")
@@ -131,21 +131,15 @@ def _code(archive: Archive, weights: list[Weights]) -> list[str]:
     return found
 
 
-def _handler_sentence(handler: str | None, names: set[str]) -> str:
+def _handler_sentence(handler: str | None, runtime: str | None, names: set[str]) -> str:
     if handler is None:
         return "handler: none named; the server's default handler"
-    for file in _handler_files(handler):
+    for file in handler_files(handler, runtime):
         if file in names:
-            return f"handler: {handler} (Python code in {file})"
+            return f"handler: {handler} ({'machine' if runtime == 'LSP' else 'Python'} code in {file})"
     if handler in BUILT_IN_HANDLERS:
         return f"handler: {handler} (built into the server)"
     return f"handler: {handler} (no such file in the archive: one of the server's own, or missing)"
-
-
-def _handler_files(handler: str | None) -> tuple[str, ...]:
-    """Return the files that a handler may name: as written, and with `.py`."""
-    path = (handler or "").partition(":")[0]
-    return (path, f"{path}.py") if path else ()
 
 
 def _file_sentence(role: str, name: str, names: set[str], what: str) -> str:

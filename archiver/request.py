@@ -186,6 +186,12 @@ def _base_name(path: str | Path | None) -> str | None:
     return Path(path).name if path else None
 
 
+def handler_files(handler: str | None, runtime: str | None) -> tuple[str, ...]:
+    """Return the files of an archive that its handler may name: as written, and with the suffix."""
+    path = (handler or "").partition(":")[0]
+    return (path, path + (_cpp_suffix() if runtime == "LSP" else ".py")) if path else ()
+
+
 def _cpp_suffix() -> str:
     return ".dylib" if sys.platform == "darwin" else ".so"
 

@@ -14,7 +14,6 @@ from types import CodeType, ModuleType
 
 _ORIGIN = "torchere_ts"
 ROOTS = ("ts", "model_archiver", "workflow_archiver")
-ROOTS = ("ts", "model_archiver", "workflow_archiver")
 # TorchServe's modules that make sense outside a worker only: where their names are defined.
 OUTSIDE: dict[str, str] = {
     "ts.launcher": "torchere_ts.launcher",

@@ -206,6 +206,21 @@ def test_convert_brings_an_archive_to_another_format_and_keeps_the_rest(
     assert parse(opened.read_text("signature.json")).batched
 
 
+def test_convert_keeps_a_handler_in_cpp(forms: Any, archive_of: Command, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "libh.so").write_bytes(b"\x7fELF")
+    example = f"--example={forms.file('example.npy')}"
+    handler = (f"--handler={tmp_path}/libh:H", "--runtime=LSP")
+    assert not archive_of(script_to_serve(forms, tmp_path), example, *handler)
+    old, new = tmp_path / "net.mar", tmp_path / "new.mar"
+    assert main(["convert", str(old), "--to=export", "-o", str(new), "--no-verify", example]) == 0
+    opened = open_archive(new)
+    assert (opened.manifest.handler, opened.manifest.runtime) == ("libh:H", "LSP")
+    assert "libh.so" in {entry.name for entry in opened.entries}
+    capsys.readouterr()
+    assert main(["inspect", str(new)]) == 0
+    assert "handler: libh:H (machine code in libh.so)" in capsys.readouterr().out
+
+
 class Doubled(torch.nn.Module):
     """Multiplies no matrices: AOTInductor compiles it once, and measures no second build."""
 
