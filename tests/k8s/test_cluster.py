@@ -148,12 +148,13 @@ def of_other(kind: str, name: str, component: str = "") -> Object:
 
 @pytest.mark.parametrize("program", ["helm", "helm4"])
 @pytest.mark.parametrize("scaler", ["autoscaling", "keda"])
+@pytest.mark.parametrize("replicas", [6, 0])
 def test_an_autoscaler_that_is_turned_on_takes_over_the_replicas_that_run(
-    rendered_in: Callable[..., dict[str, Object]], scaler: str, program: str
+    rendered_in: Callable[..., dict[str, Object]], scaler: str, program: str, replicas: int
 ) -> None:
-    made = rendered_in({scaler: {"enabled": True}}, running(6), program=program)
+    made = rendered_in({scaler: {"enabled": True}}, running(replicas), program=program)
 
-    assert made["Deployment/rel-torchere"]["spec"]["replicas"] == 6
+    assert made["Deployment/rel-torchere"]["spec"]["replicas"] == replicas
 
 
 def test_without_an_autoscaler_the_values_say_the_replicas(

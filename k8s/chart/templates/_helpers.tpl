@@ -71,7 +71,7 @@ disappears from the manifest. Nothing where there is no cluster to ask (helm tem
 {{- define "torchere.replicas" -}}
 {{- if or .Values.autoscaling.enabled .Values.keda.enabled -}}
 {{- $running := lookup "apps/v1" "Deployment" .Release.Namespace (include "torchere.fullname" .) -}}
-{{- with dig "spec" "replicas" nil $running }}{{ int . }}{{ end -}}
+{{- if $running }}{{ dig "spec" "replicas" 1 $running | int }}{{ end -}}
 {{- else -}}
 {{- (include "torchere.effective" . | fromYaml).replicas -}}
 {{- end -}}
