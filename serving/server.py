@@ -170,6 +170,7 @@ class Server:
     async def _end(self) -> None:
         """Close ports and registry in order; metrics are served until the last version is unloaded."""
         self._registry.stopping()
+        self._controlplane.workflows.stopping()
         await self._ports.close()
         await self._registry.close()
         await asyncio.to_thread(self._controlplane.workflows.close)

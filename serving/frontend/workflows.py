@@ -126,6 +126,10 @@ class WorkflowPlane:
         """Register the workflows of a snapshot; log and skip one that fails."""
         await self._workflows.load_at_startup(wanted)
 
+    def stopping(self) -> None:
+        """End downloads: the server is about to stop."""
+        self._workflows.stopping()
+
     def close(self) -> None:
         """End downloads and delete temporary files."""
         self._workflows.close()

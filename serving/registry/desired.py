@@ -68,9 +68,9 @@ def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], b
             false; the message lists all missing archives.
     """
     missing = [
-        f"{_location(model)} ({model.name} {model.version})"
+        f"{location_of(model)} ({model.name} {model.version})"
         for model in models
-        if model.version and not has(_location(model), True)  # never served: may be missing
+        if model.version and not has(location_of(model), True)  # never served: may be missing
     ]
     if missing:
         raise InvalidSnapshot(
@@ -119,7 +119,7 @@ def _served_before(model: SnapshotModel) -> Wanted:
     )
     low, high = integer("minWorkers") or 0, integer("maxWorkers") or 0
     return Wanted(
-        _location(model),
+        location_of(model),
         asked,
         name=model.name,
         handler=handler if isinstance(handler, str) and handler else None,
@@ -136,8 +136,9 @@ def _ours(model: SnapshotModel) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _location(model: SnapshotModel) -> str:
-    path = _ours(model).get("path")  # a folder outside of the store
+def location_of(model: SnapshotModel) -> str:
+    """Return the URL by which a model of a snapshot is found: a folder outside of the store has its path."""
+    path = _ours(model).get("path")
     return path if isinstance(path, str) and path else model.archive
 
 

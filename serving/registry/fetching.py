@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from torchere.serving.errors import DownloadFailed, Unavailable
 from torchere.serving.registry.version import Version
@@ -89,20 +90,34 @@ class Fetching:
         self._threads.shutdown(wait=False)
 
 
-def hand_over(gone: Version, others: Iterable[Version]) -> bool:
-    """Transfer a downloaded copy to another version that was registered from the same file by its name.
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A registration under way, which may take over a file of the store that was downloaded for another."""
 
-    Return False when no other version uses the copy.
+    file_name: str
+    copy: Path | None = None  # the download that it has taken over
+
+
+def hand_over(copy: Path, versions: Iterable[Version], claims: Iterable[Claim]) -> bool:
+    """Transfer a downloaded copy to another version, or registration, that uses the same file by its name.
+
+    Return False when there is none.
     """
-    copy = gone.origin.archive.downloaded
-    if copy is None:
-        return False
-    for other in others:
-        archive = other.origin.archive
+    for version in versions:
+        archive = version.origin.archive
         if archive.file_name == copy.name and not archive.outside_store:
-            other.origin = replace(other.origin, archive=replace(archive, downloaded=copy))
+            take_over(version, copy)
+            return True
+    for claim in claims:
+        if claim.file_name == copy.name:
+            claim.copy = copy
             return True
     return False
+
+
+def take_over(version: Version, copy: Path) -> None:
+    """Make a version the owner of a downloaded copy, which is deleted with its last owner."""
+    version.origin = replace(version.origin, archive=replace(version.origin.archive, downloaded=copy))
 
 
 def _stopping() -> Unavailable:

@@ -36,6 +36,10 @@ class Reconciler:
         for drain in self._drains:
             drain.cancel()
 
+    def under_way(self) -> list[Version]:
+        """Return the versions that do not have their desired state yet, also those that have left the map."""
+        return list(self._tasks)
+
     def wake(self, version: Version) -> None:
         """Reconcile the version after a change of its desired state."""
         version.settled.clear()
@@ -122,7 +126,7 @@ class Reconciler:
         if version.pool.in_service:  # requests are served as soon as one executor is warm
             version.batcher.close_admission()
             version.batcher.pump()  # queued requests have not been told of the first executor
-            await self._drained(version)
+            await self._emptied(version)
             version.batcher.open_admission()  # for the next attempt
         await version.pool.close()
         version.batcher.fail_queued(Unavailable(err.message, err.detail))
@@ -142,11 +146,7 @@ class Reconciler:
     async def _unload(self, version: Version) -> None:
         version.enter(VersionState.DRAINING)
         version.batcher.close_admission()
-        if not await self._drained(version):
-            logger.warning("%s still had requests when its time was over", version.key)
-            # Not left to the end of the workers: that would be 500, which tells clients not to try again.
-            text = f"Model {version.key.name} was unloaded before the request was answered."
-            version.batcher.fail_all(Unavailable(text))
+        await self._emptied(version)
         version.enter(VersionState.UNLOADING)
         version.retry = False
         await version.pool.close()
@@ -157,6 +157,14 @@ class Reconciler:
             version.batcher.open_admission()
         else:
             await self._remove(version)
+
+    async def _emptied(self, version: Version) -> None:
+        """Wait until the version has no requests; those that are left when its time is over are refused."""
+        if not await self._drained(version):
+            logger.warning("%s still had requests when its time was over", version.key)
+            # Not left to the end of the workers: that would be 500, which tells clients not to try again.
+            text = f"Model {version.key.name} was unloaded before the request was answered."
+            version.batcher.fail_all(Unavailable(text))
 
     async def _drained(self, version: Version) -> bool:
         drain = asyncio.ensure_future(version.batcher.drain(self._drain_timeout_s))

@@ -32,7 +32,7 @@ from torchere.serving.errors import (
 from torchere.serving.registry import serving_map as routing
 from torchere.serving.registry.builder import Loader
 from torchere.serving.registry.desired import Missing, Wanted, check_snapshot, startup_models
-from torchere.serving.registry.fetching import Fetching, hand_over
+from torchere.serving.registry.fetching import Claim, Fetching, hand_over, take_over
 from torchere.serving.registry.names import (
     check_model_name,
     check_runtime,
@@ -44,7 +44,6 @@ from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot import SnapshotKeeper
 from torchere.serving.registry.version import Version, VersionState, scaled_target
 from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
-from torchere.serving.store.fetch import Download
 from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
 from torchere.serving.store.url_rules import is_remote, shown_url
 from torchere.serving.types import ModelKey
@@ -91,7 +90,8 @@ class Registry:
         )
         self.workflows: RegisteredWorkflows | None = None  # the workflows whose steps are registered here
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
-        self._closing = False
+        self._claims: set[Claim] = set()  # of registrations under way
+        self._kept: list[Version] = []  # registered when the server stops
         self._sweeping: asyncio.Future[None] | None = None
         self._fetching_again: asyncio.Task[None] | None = None
 
@@ -132,8 +132,12 @@ class Registry:
                 wanted.url, wanted.by_operator, signs=wanted.signs, reuses=wanted.at_startup
             )
         archive = wanted.archive
+        location = downloaded.path.name if downloaded else wanted.url
+        claim = Claim(location.rstrip("/").rpartition("/")[2])
+        if downloaded and downloaded.is_new:
+            claim.copy = downloaded.path
+        self._claims.add(claim)
         try:
-            location = downloaded.path.name if downloaded else wanted.url
             if archive is None:
                 opening = functools.partial(self._store.open, location, wanted.by_operator)
                 archive = await self._in_thread(opening, OpenedArchive.close)
@@ -141,13 +145,18 @@ class Registry:
             # A twin waits for the conflict here, instead of unpacking the whole archive first.
             async with self._registering.setdefault(key, asyncio.Lock()):
                 self._refuse_twin(key)
-                version = await self._built(key, wanted, archive, downloaded)
+                version = await self._built(key, wanted, archive)
+                if claim.copy is not None:
+                    take_over(version, claim.copy)
                 self._serving = routing.with_version(self._serving, version)
         except BaseException:  # cancelled, too
+            self._claims.discard(claim)
             if archive is not None and archive.copy is not None:
                 await asyncio.to_thread(archive.close)
-            self._fetching.delete(downloaded)
+            if claim.copy is not None and not hand_over(claim.copy, self.versions(), self._claims):
+                self._store.delete(claim.copy)
             raise
+        self._claims.discard(claim)
         if archive.signer:
             logger.info("registered %s from %s, signed by %s", key, shown_url(wanted.url), archive.signer)
         self._missing.registered(wanted, key)
@@ -156,18 +165,15 @@ class Registry:
         self._snapshots.changed(version)
         return version
 
-    async def _built(
-        self, key: ModelKey, wanted: Wanted, archive: OpenedArchive, downloaded: Download | None
-    ) -> Version:
+    async def _built(self, key: ModelKey, wanted: Wanted, archive: OpenedArchive) -> Version:
         unpacking = functools.partial(self._unpack, wanted, archive)
         stored = await self._in_thread(unpacking, self._store.remove)
-        ours = downloaded.path if downloaded and downloaded.is_new else None
         try:
             plan = plan_environment(self._server.install_dependencies, stored.manifest, stored.config.raw)
             environment = await self._environments.build(key.name, stored.directory, plan)
             version = self._loader.build(
                 key,
-                replace(stored, downloaded=ours, environment=environment),
+                replace(stored, environment=environment),
                 wanted.asked,
                 handler=wanted.handler,
                 runtime=wanted.runtime,
@@ -375,13 +381,13 @@ class Registry:
     async def close(self) -> None:
         """Remove every version, including its running requests, and wait until all are gone."""
         await self._snapshots.stopping()
-        self._closing = True
+        self._kept = list(self.versions())
         self._reconciler.hurry()
         self.stopping()
-        leaving = list(self.versions())
-        for version in leaving:
+        for version in self._kept:
             self._take_out(version)
-        await asyncio.gather(*(version.settled.wait() for version in leaving))
+        # Those that were unregistered before may still be draining.
+        await asyncio.gather(*(version.settled.wait() for version in self._reconciler.under_way()))
         await self._loader.close()
         if self._sweeping is not None:
             await self._sweeping
@@ -392,7 +398,8 @@ class Registry:
         self._observer.gone(version, was_last=version.key.name not in self._serving)
         forget_archive(str(version.origin.archive.directory))
         # When the server stops, downloads stay in the store: the next start restores them from there.
-        keep = self._closing or hand_over(version, self.versions())
+        copy, others = version.origin.archive.downloaded, self._kept or self.versions()
+        keep = version in self._kept or (copy is not None and hand_over(copy, others, self._claims))
         await asyncio.to_thread(self._store.remove, version.origin.archive, keep_download=keep)
 
 

@@ -92,6 +92,7 @@ class Workflows:
         self._leaving: set[str] = set()  # removed, while their requests under way need their steps
         self._missing: list[SnapshotWorkflow] = []  # of the snapshot, and not registered
         self._removals: set[asyncio.Task[None]] = set()
+        self._stopping = False
         registry.workflows = self
 
     @cached_property
@@ -100,7 +101,10 @@ class Workflows:
 
     @cached_property
     def _fetching(self) -> Fetching:
-        return Fetching(self._store)
+        fetching = Fetching(self._store)
+        if self._stopping:
+            fetching.close()
+        return fetching
 
     def find(self, name: str) -> Workflow:
         """Return a workflow; raise `WorkflowNotFound` if it is not registered."""
@@ -214,10 +218,16 @@ class Workflows:
         )
         return [each.entry() for each in (*registered, *self._missing)]
 
-    def close(self) -> None:
-        """End downloads and delete what is unpacked; the registry unloads the steps. Blocks."""
+    def stopping(self) -> None:
+        """Stop downloads because the server is about to stop; waiting callers get `Unavailable`."""
+        self._stopping = True
         if "_fetching" in self.__dict__:  # a server without workflows has no folder for them
             self._fetching.close()
+
+    def close(self) -> None:
+        """End downloads and delete what is unpacked; the registry unloads the steps. Blocks."""
+        self.stopping()
+        if "_fetching" in self.__dict__:
             self._store.close()
 
     def _forget(self, name: str) -> bool:

@@ -151,6 +151,23 @@ def test_what_an_executor_runs_already_when_another_does_not_load_is_answered_fi
     asyncio.run(main())
 
 
+def test_what_still_runs_when_another_executor_does_not_load_is_unavailable_before_its_worker_ends() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.reconciler = Reconciler(drain_timeout_s=0.01, on_gone=stage._gone)
+        stage.pool.in_service = stage.pool.free = 1
+        running = AwaitedRequest("a", 0.0)
+        stage.version.batcher.submit(running)
+        await asyncio.sleep(0)
+        stage.pool.failure = LoadFailed("Failed to start", "no memory for a second one")
+        assert await stage.settle() is VersionState.FAILED
+        error = running.future.exception()
+        assert isinstance(error, Unavailable)
+        assert "was unloaded before the request was answered" in error.message
+
+    asyncio.run(main())
+
+
 def test_who_waited_when_one_executor_got_ready_and_the_next_did_not_is_answered_by_the_first() -> None:
     async def main() -> None:
         stage = Stage(executors=2)

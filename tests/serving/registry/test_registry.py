@@ -513,6 +513,53 @@ def test_a_download_stays_as_long_as_a_version_was_registered_from_it(tmp_path: 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("is_unregistered", [False, True])
+def test_a_download_stays_when_the_server_stops_unless_its_model_was_unregistered(
+    tmp_path: Path, is_unregistered: bool
+) -> None:
+    pack(tmp_path / "fetched.mar")
+
+    async def main() -> None:
+        async with registry_of(tmp_path, allowed_urls=("file://.*",)) as registry:
+            await registry.register(Wanted(f"file://{tmp_path}/fetched.mar", Asked(), name="a"))
+            if is_unregistered:
+                await registry.unregister("a", None)
+        assert (tmp_path / "store" / "fetched.mar").exists() is not is_unregistered
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_download_stays_for_a_registration_that_uses_it_and_is_under_way(
+    tmp_path: Path, slow_unpacking: tuple[threading.Event, threading.Event], is_given_up: bool
+) -> None:
+    pack(tmp_path / "fetched.mar")
+    fetched = tmp_path / "store" / "fetched.mar"
+    begun, go_on = slow_unpacking
+
+    async def main() -> None:
+        async with registry_of(tmp_path, allowed_urls=("file://.*",)) as registry:
+            go_on.set()
+            await registry.register(Wanted(f"file://{tmp_path}/fetched.mar", Asked(), name="a"))
+            begun.clear()
+            go_on.clear()
+            second = asyncio.create_task(registry.register(Wanted("fetched.mar", Asked(), name="b")))
+            await asyncio.to_thread(begun.wait)
+            await (await registry.unregister("a", None)).settled.wait()
+            assert fetched.exists()
+            if is_given_up:
+                second.cancel()
+                await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.wait({second})
+            assert fetched.exists() is not is_given_up
+            if not is_given_up:
+                await (await registry.unregister("b", None)).settled.wait()
+                assert not fetched.exists()
+
+    asyncio.run(main())
+
+
 def test_models_of_the_command_line_join_those_of_a_snapshot_which_keep_their_settings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

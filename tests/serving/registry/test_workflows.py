@@ -1,13 +1,20 @@
 """Workflows of a start, beside clients that register some meanwhile."""
 
 import asyncio
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from torchere.serving.config.server_settings import ServerSettings, SnapshotWorkflow
 from torchere.serving.config.workflow_spec import read_workflow_spec
-from torchere.serving.errors import Conflict, ModelNotFound
+from torchere.serving.errors import Conflict, DownloadFailed, ModelNotFound, Unavailable
 from torchere.serving.registry.workflows import Workflow, Workflows
+from torchere.serving.store.fetch import Download, Interrupt
+from torchere.serving.store.package import Store
 from torchere.serving.types import ModelKey
 
 
@@ -48,3 +55,35 @@ def test_a_step_that_a_client_unregisters_during_the_start_does_not_end_it():
     steps: Any = [SimpleNamespace(key=ModelKey(f"flow__{step}", "1.0")) for step in ("gone", "there")]
     workflows._restore_defaults(steps)
     assert chosen == ["flow__there"]
+
+
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_at_the_stop_of_the_server_the_download_of_a_workflow_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_under_way: bool
+):
+    begun = threading.Event()
+
+    def download(self: Store, url: str, by_operator: bool, interrupt: Interrupt, **_: bool) -> Download:
+        begun.set()
+        while not interrupt.asked:
+            time.sleep(0.005)
+        raise DownloadFailed("Failed to download archive", "it was given up before its end")
+
+    async def main() -> None:
+        settings = ServerSettings(workflow_store=tmp_path, temp_dir=tmp_path)
+        workflows = Workflows(settings, _Registry())  # type: ignore[arg-type]
+        if not is_under_way:
+            workflows.stopping()
+        registering = asyncio.create_task(
+            workflows.register(SnapshotWorkflow("http://host/flow.war", "flow"))
+        )
+        if is_under_way:
+            await asyncio.to_thread(begun.wait, 10)
+            workflows.stopping()
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(registering, 5)
+        assert begun.is_set() is is_under_way
+        await asyncio.to_thread(workflows.close)
+
+    monkeypatch.setattr(Store, "download", download)
+    asyncio.run(main())
