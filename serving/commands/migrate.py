@@ -28,7 +28,7 @@ from torchere.serving.config.properties import ConfigurationError, read_properti
 from torchere.serving.config.resolve import DEFAULTS, Configuration, Finding, configure
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import InvalidArchive, InvalidRequest, ServingError
-from torchere.serving.registry.desired import startup_models
+from torchere.serving.registry.desired import location_of, startup_models
 from torchere.serving.registry.names import check_model_name, check_version_name
 from torchere.serving.registry.workflows import read_workflow
 from torchere.serving.store.package import is_archive
@@ -233,7 +233,7 @@ def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> 
         if not model.version:
             continue
         item = f"{model.name} {model.version}"
-        if folder is not None and not (folder / str(model.settings.get("path") or model.archive)).exists():
+        if folder is not None and not (folder / location_of(model)).exists():
             text = f"{model.archive} is not in {folder}: the start would be refused, as by TorchServe"
             yield MigrationFinding(str(path), item, "unsupported", text)
         else:

@@ -22,6 +22,7 @@ from torchere.serving.access.tls import TlsFiles, read_pair
 from torchere.serving.config.resolve import Configuration, Finding, Level
 from torchere.serving.config.server_settings import Address, RendezvousSettings, ServerSettings
 from torchere.serving.errors import ServingError
+from torchere.serving.store.package import StoreFolder
 from torchere.serving.store.signing import TrustedKeys
 from torchere.serving.store.url_rules import is_remote
 from torchere.serving.telemetry.declared import read_metrics_config
@@ -138,9 +139,11 @@ def _models(settings: ServerSettings) -> Iterator[_Problem]:
         name = item.partition("=")[2] or item
         if is_remote(name) or is_remote(item):
             continue
-        path = store / name.rstrip("/").rpartition("/")[2]
-        if not path.exists():
-            yield "load_models", "warning", f"{_absent(path, 'it is not served')} (/readyz says 503)"
+        try:
+            path = StoreFolder(store).find(name, trusted=True)
+        except ServingError:
+            absent = _absent(store / name.rstrip("/").rpartition("/")[2], "it is not served")
+            yield "load_models", "warning", f"{absent} (/readyz says 503)"
             continue
         try:
             open_archive(path)

@@ -90,7 +90,7 @@ def _read_defaults(text: str) -> _Models:
 
 def _is_reversed(settings: dict[str, object]) -> bool:
     """Whether an entry has a minWorkers above its maxWorkers; 0 stands for a number that is left out."""
-    least, most = (_count(settings.get(key, 0), key, "") for key in ("minWorkers", "maxWorkers"))
+    least, most = (_count(settings.get(key, 0), key, "", signed=True) for key in ("minWorkers", "maxWorkers"))
     return least > most > 0
 
 

@@ -219,7 +219,7 @@ def _misspelt_variables(environ: Mapping[str, str], entries: Sequence[Entry]) ->
             continue
         key = name.removeprefix("TS_").lower()
         message = "counts in the file only" if key in KEYS else near(name, variables, _SIMILAR_VARIABLE)
-        if message and not any(f"${{{name}}}" in entry.value for entry in entries):
+        if message and not any(f"$${name}$$" in entry.value for entry in entries):
             yield Finding("warning", f"environment variable {name}", key, _HIDDEN, f"not used; {message}")
 
 

@@ -347,6 +347,16 @@ def test_archives_that_the_configuration_loads_are_looked_for(
     assert "unsupported" not in found.values() or verdict == "unsupported"
 
 
+@pytest.mark.parametrize(("name", "verdict"), [("net", "same"), ("gone", "unsupported")])
+def test_a_folder_outside_of_the_store_is_found_by_its_path(tmp_path: Path, name: str, verdict: str) -> None:
+    for folder in ("store", "elsewhere/net"):
+        (tmp_path / folder).mkdir(parents=True)
+    entry = json.loads(ENTRY % name) | {"torchere": {"path": str(tmp_path / "elsewhere" / name)}}
+    snapshot = json.dumps({"models": {"f": {"1.0": entry}}})
+    found = of_config(tmp_path, f"model_store={tmp_path / 'store'}\nmodel_snapshot={snapshot}\n")
+    assert found["f 1.0"] == verdict
+
+
 def test_folders_that_are_no_archives_are_passed_over_as_at_a_start(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "unpacked" / "MAR-INF").mkdir(parents=True)

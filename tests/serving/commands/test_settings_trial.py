@@ -97,6 +97,16 @@ def test_of_the_models_to_load_those_are_named_that_are_missing_or_broken(
     assert "warning: there is no store/none.mar" in report
 
 
+def test_a_folder_to_load_may_be_outside_of_the_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tmp_path / "elsewhere" / "net" / "MAR-INF" / "MANIFEST.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"model": {"modelName": "net", "handler": "base_handler"}}')
+    status, report = checked(f"model_store=store\nload_models=net={manifest.parents[1]}\n", capsys)
+    assert (status, "0 errors, 0 warnings" in report) == (0, True), report
+
+
 def test_what_works_or_may_be_in_an_archive_has_no_remark(capsys: pytest.CaptureFixture[str]) -> None:
     for handler in ("image_classifier", "service.py:handle", "json.tool:main", "handler:handle"):
         status, report = checked(f"model_store=store\ndefault_service_handler={handler}\n", capsys)

@@ -159,7 +159,7 @@ def test_a_variable_that_looks_misspelt_is_a_warning_and_one_of_kubernetes_is_no
     assert second.endswith(": enable_envvars_config: not used; counts in the file only")
     service = ("TS_SERVICE_HOST", "TS_SERVICE_PORT_METRICS", "TS_PORT_8080_TCP_ADDR", "TS_METRICS_PORT")
     assert warnings(gate, dict.fromkeys((*service, "TS_CONFIG_FILE"), "1")) == []
-    assert warnings(f"{gate}\nmodel_store=${{TS_MODELSTORE}}", {"TS_MODELSTORE": "/models"}) == []
+    assert warnings(f"{gate}\nmodel_store=$$TS_MODELSTORE$$", {"TS_MODELSTORE": "/models"}) == []
 
 
 def test_of_a_gate_that_is_there_twice_the_last_one_counts() -> None:
@@ -371,6 +371,14 @@ def test_management_on_this_machine_alone_needs_no_authorization(address: str) -
 def test_without_authorization_the_role_of_metrics_is_not_asked_for() -> None:
     (said,) = warnings("metrics_authorization=true\ndisable_token_authorization=true")
     assert "metrics_authorization: not used" in said
+
+
+def test_negative_numbers_of_workers_in_a_snapshot_are_read_as_torchserve_writes_them() -> None:
+    entry = {"defaultVersion": True, "marName": "m.mar", "batchSize": 1, "maxBatchDelay": 100}
+    models = {"m": {"1.0": {**entry, "minWorkers": -1, "maxWorkers": -1}}}
+    line = f"model_snapshot={json.dumps({'models': models})}"
+    assert warnings(line) == []
+    assert settings(line).snapshot_models[0].settings["minWorkers"] == -1
 
 
 @pytest.mark.parametrize("key", ["models", "model_snapshot"])
