@@ -1,6 +1,6 @@
 """A process that imports torch once and forks workers: each is up in a fifth of a second.
 
-Started by `fork_client.py`, whose docstring has the protocol. It never runs a model and never uses a GPU, so
+Started by `spawn.py`; `fork_client.py` describes the protocol. It never runs a model and never uses a GPU, so
 it has only its main thread and no CUDA context: neither other threads nor a context survive a fork. It ends
 with the server.
 """
