@@ -231,6 +231,17 @@ class ResultsBudget:
         self._budgets.held_bytes -= size
 
 
+def in_thread(work: Callable[[], Decoded]) -> asyncio.Future[Decoded]:
+    """Run `work` in a thread. The future has the error if no thread can be started (a limit of processes)."""
+    loop = asyncio.get_running_loop()
+    try:
+        return loop.run_in_executor(None, work)
+    except RuntimeError as error:
+        failed: asyncio.Future[Decoded] = loop.create_future()
+        failed.set_exception(error.with_traceback(None))  # its frame references the future: a cycle
+        return failed
+
+
 MIN_PAUSE_S = 0.001  # after shorter functions the event loop needs no pause
 
 
@@ -289,9 +300,8 @@ class DecodeQueue:
                 self._waiting[client] = waiting
             if work is not None:
                 self._is_running = True
-                loop = asyncio.get_running_loop()
-                running = loop.run_in_executor(None, work)
-                running.add_done_callback(partial(self._end, queued, loop.time()))
+                began_s = asyncio.get_running_loop().time()
+                in_thread(work).add_done_callback(partial(self._end, queued, began_s))
 
     def _end(self, queued: QueuedDecode, began_s: float, running: asyncio.Future[Any]) -> None:
         loop = asyncio.get_running_loop()

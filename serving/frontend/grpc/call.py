@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError
-from torchere.serving.frontend.budgets import Lease, outcome_of
+from torchere.serving.frontend.budgets import Lease, in_thread, outcome_of
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.errors import Table, failure
@@ -226,8 +226,7 @@ class UnaryCall(Call, ABC):
         except MessageFailed as err:
             self.fail(err)
             return
-        inflating = asyncio.get_running_loop().run_in_executor(None, message.inflated)
-        inflating.add_done_callback(partial(self._inflated, lease))
+        in_thread(message.inflated).add_done_callback(partial(self._inflated, lease))
 
     def _inflated(self, lease: Lease, inflating: asyncio.Future[bytes]) -> None:
         if inflating.cancelled() or self.stream.ended:

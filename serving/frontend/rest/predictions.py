@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import InvalidRequest, LeftUnread, NotFound, ServingError
 from torchere.serving.frontend import wording
-from torchere.serving.frontend.budgets import Lease, QueuedDecode, outcome_of
+from torchere.serving.frontend.budgets import Lease, QueuedDecode, in_thread, outcome_of
 from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.priority import parse_priority
 from torchere.serving.frontend.request_id import new_request_id
@@ -186,7 +186,7 @@ class Prediction(Exchange, Request):
                 if not self.complete:
                     self.guarded(_raised, error) if error else self.guarded(then, done.result())
 
-        asyncio.get_running_loop().run_in_executor(None, work).add_done_callback(come_back)
+        in_thread(work).add_done_callback(come_back)
 
     def in_turn(self, then: Callable[..., None], work: Callable[[], Any]) -> None:
         """As `off_loop`, for work on a long body: one at a time, and not if the request has ended before."""

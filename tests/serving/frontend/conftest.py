@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from types import SimpleNamespace
@@ -386,6 +387,16 @@ def planes():
     control.workflows = workflows
     yield SimpleNamespace(data=data, control=control, keys=FakeKeys(), metrics=metrics, services=services)
     workflows.close()  # a test may have put another in its place
+
+
+@pytest.fixture
+def no_thread(monkeypatch):
+    """No thread can be started for the functions of an event loop, as at a limit of processes."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
 
 
 @pytest.fixture

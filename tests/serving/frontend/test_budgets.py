@@ -179,3 +179,17 @@ def test_a_function_that_is_awaited_has_its_turn_too():
 
     asyncio.run(main())
     assert ended == [3]
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_functions_for_which_no_thread_can_be_started_fail_and_later_ones_run(monkeypatch):
+    async def main():
+        queue = DecodeQueue()
+        asked = [asyncio.ensure_future(queue.run(partial(int, "7"), name)) for name in "ab"]
+        failed = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+        monkeypatch.undo()
+        return failed, await asyncio.wait_for(queue.run(partial(int, "7"), "a"), 20)
+
+    failed, result = asyncio.run(main())
+    assert [str(error) for error in failed] == ["can't start new thread"] * 2
+    assert result == 7

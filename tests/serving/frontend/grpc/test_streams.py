@@ -712,6 +712,24 @@ def test_a_compressed_message_that_is_none_ends_its_call_alone():
     assert run(main()) == (b"grpc-status\x0213", b"m")
 
 
+@pytest.mark.usefixtures("no_thread")
+@pytest.mark.parametrize("name", ["echo"])
+def test_a_message_for_which_no_thread_can_be_started_ends_its_call_alone(name):
+    budgets = Budgets()
+
+    async def main():
+        async with serving(budgets=budgets) as served, Wire(served) as wire:
+            wire.begin(1, name, BOMB)
+            wire.end(1)
+            found = await wire.reader.readuntil(b"grpc-message")
+            wire.begin(3, "echo", gzip.compress(b""))
+            wire.end(3)
+            await wire.reader.readuntil(b"grpc-status\x010")
+            return found[found.index(b"grpc-status") :][:14], budgets.held_bytes
+
+    assert run(main()) == (b"grpc-status\x0213", 0)
+
+
 def test_a_client_with_few_long_messages_ahead_waits(monkeypatch):
     monkeypatch.setattr(streams, "BYTES_AHEAD", 1000)
 

@@ -145,6 +145,14 @@ def test_a_body_that_can_not_be_inflated_is_refused(post, planes, body, coding, 
     assert planes.data.asked == []
 
 
+@pytest.mark.usefixtures("no_thread")
+def test_a_long_body_for_which_no_thread_can_be_started_fails_and_holds_nothing(post, planes):
+    held = budgets.Budgets()
+    body = deflate(request({**X, "shape": [50_000], "data": [1] * 50_000}), "gzip")
+    assert post(body, settings={"budgets": held}, content_encoding="gzip").status == 500
+    assert (planes.data.asked, held.held_bytes) == ([], 0)
+
+
 def test_a_handler_that_reads_json_itself_gets_it_inflated(post, planes):
     planes.data.known = replace(planes.data.known, signature=None)
     post(deflate(b"[1]", "gzip"), content_encoding="gzip", x_own="1")
