@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar, cast
 
 from google.protobuf.message import Message
 
 from torchere.serving.batching.request import Request
-from torchere.serving.frontend.budgets import INLINE_BYTES, Lease, outcome_of
+from torchere.serving.frontend.budgets import INLINE_BYTES, Lease, in_thread, outcome_of
 from torchere.serving.frontend.call_scope import CANCELLED, CallScope
 from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, Received, StatusCode
@@ -176,7 +176,7 @@ class StreamTaskCall(TaskCall):
                 return _decoded(await decodes.run(partial(self._inflated_apart, message), caller))
             finally:
                 lease.end()
-        inflated = await asyncio.to_thread(_inflate, message, lease, asyncio.get_running_loop())
+        inflated = await asyncio.shield(_inflating(message, lease))
         size = len(inflated)
         self.stream.keep(size)
         decoding = decodes.run(partial(self.decoded_apart, inflated), caller)
@@ -205,13 +205,17 @@ def _decoded(found: Any) -> Any:
         del found  # the error's traceback has this frame: a cycle that keeps the message
 
 
-def _inflate(message: Compressed, lease: Lease, loop: asyncio.AbstractEventLoop) -> bytes:
-    """Decompress a message and end the lease. Runs in a thread, to its end even if the call is cancelled."""
-    try:
-        return message.inflated()
-    finally:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lease.end)
+def _inflating(message: Compressed, lease: Lease) -> asyncio.Future[bytes]:
+    """Decompress a message in a thread, and end the lease then. Not to be cancelled: the thread goes on."""
+
+    def end(done: asyncio.Future[bytes]) -> None:
+        lease.end()
+        if not done.cancelled():
+            done.exception()  # asyncio would log an error that a cancelled call does not retrieve
+
+    inflating = in_thread(message.inflated)
+    inflating.add_done_callback(end)
+    return inflating
 
 
 def waiting_answer(implementation: Waiting) -> Answerer:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -679,6 +680,34 @@ def test_a_call_given_up_while_its_message_is_inflated_is_not_begun(monkeypatch)
     assert run(main()) == (False, set())
 
 
+@pytest.mark.parametrize("message", [BOMB, BOMB[:-50]], ids=["whole", "cut off"])
+def test_a_call_given_up_before_a_thread_inflates_its_message_leaves_nothing_held(message):
+    go_on, budgets = threading.Event(), Budgets()
+    wrong: list[object] = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: wrong.append(context))
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        async with serving(budgets=budgets) as served, Wire(served) as wire:
+            only_thread = loop.run_in_executor(None, go_on.wait, 10)
+            wire.begin(1, "each", message)
+            while budgets.held_bytes < 2**20:
+                await asyncio.sleep(0)
+            wire.writer.write(RstStreamFrame(1, 8).serialize())
+            while served.tasks:
+                await asyncio.sleep(0)
+            held = budgets.held_bytes
+            go_on.set()
+            await only_thread
+            while budgets.held_bytes:
+                await asyncio.sleep(0)
+            return held
+
+    assert run(main()) > 2**20
+    assert wrong == []
+
+
 def test_a_call_that_sent_its_message_and_no_end_is_given_up(monkeypatch):
     monkeypatch.setattr(connections, "INCOMPLETE_TIMEOUT_S", 0.02)
 
@@ -713,7 +742,7 @@ def test_a_compressed_message_that_is_none_ends_its_call_alone():
 
 
 @pytest.mark.usefixtures("no_thread")
-@pytest.mark.parametrize("name", ["echo"])
+@pytest.mark.parametrize("name", ["echo", "each"])
 def test_a_message_for_which_no_thread_can_be_started_ends_its_call_alone(name):
     budgets = Budgets()
 
