@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 _BEARER = re.compile(r"Bearer\s+(\S+)", re.ASCII)
 UNIX_CLIENT = "unix"  # the address of all clients of a Unix socket
+_OF_PROXIES = frozenset({"forwarded", "via", "x-forwarded-for"})  # headers that proxies set
 _IPV4_IN_IPV6 = "::ffff:"  # a listener on "::" sees clients of IPv4 so
 
 
@@ -42,13 +43,18 @@ def address_of(peer: object) -> str:
     return str(peer[0]).removeprefix(_IPV4_IN_IPV6)
 
 
-def is_this_machine(address: str) -> bool:
-    """Return whether a client's address (see `address_of`) can only be one of this machine.
+def is_from_this_machine(address: str, headers: Iterable[str]) -> bool:
+    """Return whether a call can only come from this machine, and through no proxy that says so.
 
-    Not the whole of 127.0.0.0/8: proxies beside a server, such as Istio's, forward calls of other machines
-    from an address in it.
+    Not the whole of 127.0.0.0/8 is this machine: proxies beside a server, such as Istio's, forward calls of
+    other machines from an address in it.
+
+    Args:
+        address: of the client (see `address_of`).
+        headers: the names of the call's headers, or of its metadata.
     """
-    return address in (UNIX_CLIENT, "127.0.0.1", "::1")
+    is_near = address in (UNIX_CLIENT, "127.0.0.1", "::1")
+    return is_near and _OF_PROXIES.isdisjoint(map(str.lower, headers))
 
 
 def is_before(now_s: float, expires_at_s: float | None) -> bool:

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from torchere.serving.access.client_limits import ClientLimits
-from torchere.serving.access.identity import Role, address_of, is_this_machine
+from torchere.serving.access.identity import Role, address_of, is_from_this_machine
 from torchere.serving.access.keys import Keys
 from torchere.serving.errors import ServingError, TooManyRequests, Unauthorized
 from torchere.serving.frontend.authorisation import API_KEY, HEALTH_ROUTES, grpc_actions, grpc_rows
@@ -162,8 +162,9 @@ def dispatcher(
     roles = {path: row.needs for path, row in grpc_rows(port).items() if row.needs != API_KEY}
     changing = frozenset(path for path, row in grpc_rows(port).items() if row.actions)
 
-    def may_change(client: object) -> bool:
-        return changes == "all" or (changes == "this machine" and is_this_machine(address_of(client)))
+    def may_change(stream: Stream) -> bool:
+        address, names = address_of(stream.client), (name for name, _ in stream.head.metadata)
+        return changes == "all" or (changes == "this machine" and is_from_this_machine(address, names))
 
     def open_call(stream: Stream) -> CallListener:
         head = stream.head
@@ -181,7 +182,7 @@ def dispatcher(
             metrics.refused(error)
             audit(stream, "PERMISSION_DENIED")
             stream.end(*failure(error, MANAGEMENT).trailers())
-        elif head.path in changing and not may_change(stream.client):
+        elif head.path in changing and not may_change(stream):
             audit(stream, "PERMISSION_DENIED")
             stream.end(StatusCode.PERMISSION_DENIED, _UNMANAGED)
         elif (opens := openers.get(head.path)) is not None:

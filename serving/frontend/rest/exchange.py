@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchere.serving.access.identity import is_this_machine
+from torchere.serving.access.identity import is_from_this_machine
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import Forbidden, ServingError, TooManyRequests, Unauthorized
 from torchere.serving.frontend.budgets import ConnectionBudget
@@ -43,7 +43,6 @@ FOR_THIS_MACHINE = (
     "Tokens are off, so only clients on this machine may change models. Switch token authorization on, or "
     "set insecure_management=true."
 )
-_FORWARDED = (b"forwarded", b"via", b"x-forwarded-for")  # set by proxies
 
 
 # Slots for the concrete subclasses of `Exchange`, which has none itself: Python can't combine two base
@@ -169,8 +168,8 @@ class Exchange(ABC):
         row = self.head.place.row
         if row.needs != "management" or not row.action(self.head.method):
             return False
-        is_forwarded = any(name.lower() in _FORWARDED for name, _ in self.head.headers)
-        return is_forwarded or not is_this_machine(self.connection.address)
+        names = [name.decode("latin-1") for name, _ in self.head.headers]
+        return not is_from_this_machine(self.connection.address, names)
 
     def refuse(self, error: ServingError) -> None:
         """Answer with an error, before the request is read, and count the refusal."""

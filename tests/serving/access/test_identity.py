@@ -2,7 +2,13 @@
 
 import pytest
 
-from torchere.serving.access.identity import ANONYMOUS, ROLES, address_of, subjects_of
+from torchere.serving.access.identity import (
+    ANONYMOUS,
+    ROLES,
+    address_of,
+    is_from_this_machine,
+    subjects_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +25,22 @@ from torchere.serving.access.identity import ANONYMOUS, ROLES, address_of, subje
 )
 def test_an_address_has_no_port_and_clients_of_unix_sockets_share_one(peer, address):
     assert address_of(peer) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "header", "is_near"),
+    [
+        ("unix", "host", True),
+        ("127.0.0.1", "x-forwarded-proto", True),
+        ("::1", "Via", False),
+        ("127.0.0.1", "X-Forwarded-For", False),
+        ("unix", "forwarded", False),
+        ("127.0.0.6", "host", False),
+        ("10.0.0.7", "host", False),
+    ],
+)
+def test_a_call_is_from_this_machine_unless_its_address_or_a_proxy_says_otherwise(address, header, is_near):
+    assert is_from_this_machine(address, ["accept", header]) is is_near
 
 
 def test_an_anonymous_client_has_its_one_role_and_no_name():

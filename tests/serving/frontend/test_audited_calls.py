@@ -270,6 +270,15 @@ def test_reads_over_grpc_are_not_audited(planes, audited):
         ("0.0.0.0", {"token_auth_enabled": False}, "PERMISSION_DENIED"),
         ("0.0.0.0", {"token_auth_enabled": False, "insecure_management": True}, "OK"),
         ("0.0.0.0", {"token_auth_enabled": False, "insecure_management": "local"}, "OK"),
+        (
+            "0.0.0.0",
+            {
+                "token_auth_enabled": False,
+                "insecure_management": "local",
+                "metadata": (("x-forwarded-for", "10.0.0.7"),),
+            },
+            "PERMISSION_DENIED",
+        ),
         ("127.0.0.1", {"token_auth_enabled": False}, "OK"),
     ],
 )
