@@ -147,7 +147,8 @@ class Stream(StreamFlow):
     def receive(self, pieces: Sequence[Piece], *, is_last: bool) -> None:
         """Process received bytes of the client's messages; `is_last`: no more follow."""
         try:
-            if not (is_last or self.ended):
+            # A call with one message keeps it once it is complete; the last ones of a stream may wait.
+            if not (self.ended or (is_last and self.listener.takes_one)):
                 self._inbound.hold(self, sum(map(len, pieces)))
             for piece in pieces:
                 if self.ended:

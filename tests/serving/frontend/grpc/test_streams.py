@@ -829,6 +829,25 @@ def test_messages_that_came_while_nobody_took_any_are_all_taken_in_the_end(ends)
     assert run(main())
 
 
+def test_the_last_messages_of_a_stream_of_requests_are_held_until_they_are_taken():
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            wire.begin(1, "slow")
+            connection = await wire.connection(1)
+            (stream,) = connection._streams.values()
+            message = BytesValue(value=bytes(1000)).SerializeToString()
+            data = (b"\0" + len(message).to_bytes(4, "big") + message) * 100
+            wire.writer.write(DataFrame(1, data, flags=["END_STREAM"]).serialize())
+            while stream.remote_open:
+                await asyncio.sleep(0)
+            held = connection.budget.held_bytes
+            served.service.go.set()
+            await wire.reader.readuntil(b"grpc-status\x010")
+            return held - len(data), connection.budget.held_bytes
+
+    assert run(main()) == (0, 0)
+
+
 def test_others_have_their_turn_between_many_small_messages_that_are_there_already():
     """A method that waits for nothing would keep the loop until the last of them."""
 
