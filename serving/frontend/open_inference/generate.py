@@ -26,6 +26,7 @@ from torchere.serving.frontend.open_inference.json_request import (
     decoded_or_quoted,
     parameter_values,
 )
+from torchere.serving.frontend.open_inference.tensor_answer import no_tensors
 from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest, check_names
 
 Members = dict[str, Any]
@@ -91,13 +92,20 @@ def _member(raw: msgspec.Raw) -> Any:
 
 
 def generated(part: bytes) -> Members:
-    """Convert one JSON response of the protocol to members; an output of one element becomes a scalar."""
-    answer: Members = parse_json(part)  # it may hold NaN and infinities
-    members: Members = {name: answer[name] for name in _IDENTITY if name in answer}
-    for output in answer["outputs"]:
-        data = output["data"]
-        members[output["name"]] = data[0] if len(data) == 1 else data
-    return members
+    """Convert one JSON response of the protocol to members; an output of one element becomes a scalar.
+
+    Raises:
+        HandlerFailed: the response is none of the protocol, because the handler sent bytes of its own.
+    """
+    try:
+        answer: Members = parse_json(part)  # it may hold NaN and infinities
+        members: Members = {name: answer[name] for name in _IDENTITY if name in answer}
+        for output in answer["outputs"]:
+            data = output["data"]
+            members[output["name"]] = data[0] if len(data) == 1 else data
+        return members
+    except (ValueError, LookupError, TypeError, RecursionError) as err:
+        raise no_tensors(repr(err)) from err
 
 
 def joined(parts: list[Members]) -> Members:

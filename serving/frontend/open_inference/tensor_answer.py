@@ -129,7 +129,7 @@ def frame_head(body: bytes | memoryview) -> tuple[bytes, int]:
         HandlerFailed: as `read_framed_body`.
     """
     if len(body) < FRAME.size or (length := FRAME.unpack_from(body)[0]) > len(body) - FRAME.size:
-        raise _no_tensors("a body without a frame")
+        raise no_tensors("a body without a frame")
     start = FRAME.size + length
     return bytes(body[FRAME.size : start]), start
 
@@ -146,7 +146,7 @@ def encode_answer(answer: TensorAnswer, request: TensorRequest) -> Encoded:
             for out in answer.outputs
         ]
     except TensorError as err:
-        raise _no_tensors(str(err)) from err
+        raise no_tensors(str(err)) from err
     wish = Wish(id=answer.id, outputs=request.outputs, binary=request.binary)
     identity = {"model_name": answer.model_name, "model_version": answer.model_version}
     try:
@@ -182,7 +182,7 @@ def _answer(body: bytes | memoryview, start: int, end: int, *, quoted: bool = Fa
             else:
                 raw = _raw_of_json(output, datatype, where, quoted=quoted)
         except TensorError as err:
-            raise _no_tensors(str(err)) from err
+            raise no_tensors(str(err)) from err
         outputs.append(OutputTensor(output.name, datatype, tuple(output.shape), raw, output.parameters))
     version = "" if head.model_version is None else str(head.model_version)
     return TensorAnswer(head.model_name, version, head.id or "", tuple(outputs))
@@ -199,7 +199,7 @@ def _head_of(text: memoryview) -> _Head:
             msgspec.json.encode((head.model_name, head.model_version, head.id, names))
             return head
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            raise _no_tensors(str(err)) from err
+            raise no_tensors(str(err)) from err
 
 
 def _binary(output: _Output, datatype: Datatype, raw: memoryview, where: str) -> bytes | memoryview:
@@ -218,5 +218,6 @@ def _as_texts(data: Any, *, quoted: bool) -> Any:
     return data if isinstance(data, str) and not quoted else compact_json(data).decode()
 
 
-def _no_tensors(cause: str) -> ServingError:
+def no_tensors(cause: str) -> ServingError:
+    """Return the error of a handler whose answer is none of the protocol."""
     return HandlerFailed("The handler's answer is none of the Open Inference Protocol.", 500, cause)

@@ -235,20 +235,13 @@ class TensorPrediction(Prediction):
     async def _send_events(self, outcome: InferResponse | StreamedResponse, *, is_generate: bool) -> None:
         """Send each part as a server-sent event; a later error is sent as the last event."""
         parts = aiter(_parts(outcome))
-        part: bytes | None = await anext(parts)
+        first = _event(await anext(parts), is_generate=is_generate)  # until here an error is a plain answer
         head = self.start(200, [(b"content-type", EVENTS)])
+        self.connection.write(head, self.framed(first))
         try:
-            while part is not None:
-                data = compact_json(generated(part)) if is_generate else part
-                if head:
-                    self.connection.write(head, self.framed(b"data: %b\n\n" % data))
-                    head = b""
-                else:
-                    await self.send_part(b"data: %b\n\n" % data)
-                part = await anext(parts, None)
+            async for part in parts:
+                await self.send_part(_event(part, is_generate=is_generate))
         except ServingError as error:
-            if head:
-                self.connection.write(head)
             status, _, text = protocol_error(error)
             await self.send_part(b"data: %b\n\n" % text)
             self.status = status  # the request is counted with the status of the error
@@ -303,6 +296,11 @@ async def _parts(response: InferResponse | StreamedResponse) -> AsyncIterator[by
         return
     async for chunk in response.chunks:
         yield chunk
+
+
+def _event(part: bytes, *, is_generate: bool) -> bytes:
+    """Return a part of a response as a server-sent event."""
+    return b"data: %b\n\n" % (compact_json(generated(part)) if is_generate else part)
 
 
 async def _generated_whole(response: InferResponse | StreamedResponse, max_bytes: int) -> Members:

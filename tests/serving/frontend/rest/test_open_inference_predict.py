@@ -385,6 +385,27 @@ def test_generate_has_plain_members(post, planes):
     assert post(b"[]", "/v2/models/echo/generate").json["error"].startswith("the request: found no object")
 
 
+NONE_OF_IT = "The handler's answer is none of the Open Inference Protocol."
+
+
+@pytest.mark.parametrize("verb", ["generate", "generate_stream"])
+@pytest.mark.parametrize(
+    "body", [b'{"predictions":[1]}', b'{"outputs":[1]}', b'{"outputs":[{"name":"y","data":1}]}', b"[", b"1"]
+)
+def test_an_answer_that_is_none_of_the_protocol_is_the_handlers_failure(post, planes, verb, body, caplog):
+    answers(planes, InferResponse(body))
+    answer = post(b'{"x": [1]}', f"/v2/models/echo/{verb}")
+    assert (answer.status, answer.json) == (500, {"error": NONE_OF_IT})
+    assert caplog.text == ""
+
+
+def test_a_part_that_is_none_of_the_protocol_is_the_last_event(post, planes):
+    answers(planes, streamed(JSON_ANSWER, b"no", JSON_ANSWER))
+    first, *rest = post(b'{"x": [1]}', "/v2/models/echo/generate_stream").chunks
+    assert first.endswith(b'"y":7}\n\n')
+    assert rest == [b'data: {"error":"%b"}\n\n' % NONE_OF_IT.encode(), b""]
+
+
 def test_the_parts_of_a_stream_are_joined_by_generate(post, planes):
     planes.data.known = replace(planes.data.known, signature=None)
     parts = [
