@@ -98,6 +98,8 @@ class Connection(asyncio.BufferedProtocol):
         if listener.client_limits is not None and listener.keys is None:
             self._account = listener.client_limits.keep(self.address)
         self._mind_the_head()
+        if listener.stopping:
+            self.shutdown()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the buffer for the next bytes; bytes behind a large body stay in the socket."""

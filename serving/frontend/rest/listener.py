@@ -124,6 +124,7 @@ class Listener:
         self.view = memoryview(self.buffer)
         self.keep_alive_s = KEEP_ALIVE_S
         self.draining = False  # True: a response closes its connection
+        self.stopping = False  # True: connections whose TLS handshakes end now are closed once they are idle
         self.connections: set[ListedConnection] = set()
         self.connection_limit = limit_of_listener(
             "inference" in surfaces, settings.limits.max_connections, services.budgets

@@ -107,6 +107,7 @@ class RestServer:
         self.drain()
         self._close()
         listener = self.listener
+        listener.stopping = True
         for connection in list(listener.connections):
             connection.shutdown()
         with contextlib.suppress(asyncio.TimeoutError):

@@ -170,6 +170,34 @@ def test_a_new_pair_is_shown_to_new_rest_connections_and_old_ones_go_on(planes, 
     assert uvloop.run(main()) == ("first", "second", [b"HTTP/1.1 200 OK"] * 2)
 
 
+def test_a_handshake_that_ends_while_the_server_stops_does_not_hold_up_the_stop(planes, files):
+    async def main():
+        services = planes.services()
+        listener = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
+        address = Address(port=0, tls=True)
+        server = RestServer(listener, address, drain_timeout_s=15, certificates=Certificates(files))
+        address = await server.start()
+        busy = await RestClient.connect(address)
+        await busy.ask()
+        busy.writer.write(b"GET /livez HTTP/1.1\r\n")  # the stop waits for the rest
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        while not listener.connection_limit.handshakes:
+            await asyncio.sleep(0)
+        stopping = asyncio.ensure_future(server.stop())
+        await asyncio.sleep(0)
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        await asyncio.get_running_loop().start_tls(writer.transport, writer.transport.get_protocol(), context)
+        while listener.connection_limit.handshakes:
+            await asyncio.sleep(0)
+        busy.writer.write(b"Host: localhost\r\n\r\n")
+        await asyncio.wait_for(stopping, 5)
+        assert await reader.read() == b""
+        await busy.close()
+
+    uvloop.run(main())
+
+
 # The server runs on uvloop; the standard library's loop is tried where it tells a protocol from the next one.
 _OLD_TLS = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="asyncio's TLS gives the rest of a record to the protocol before"
