@@ -229,12 +229,12 @@ class UnaryCall(Call, ABC):
         in_thread(message.inflated).add_done_callback(partial(self._inflated, lease))
 
     def _inflated(self, lease: Lease, inflating: asyncio.Future[bytes]) -> None:
+        # `result` would add this frame to the error's traceback. The frame references the future, which
+        # references the error: a cycle that keeps the message's bytes until the garbage collector runs.
+        error = None if inflating.cancelled() else inflating.exception()  # asyncio logs one that is not read
         if inflating.cancelled() or self.stream.ended:
             lease.end()
             return  # the client cancelled the call
-        # `result` would add this frame to the error's traceback. The frame references the future, which
-        # references the error: a cycle that keeps the message's bytes until the garbage collector runs.
-        error = inflating.exception()
         if error is None:
             message, stream = inflating.result(), self.stream
             decode = partial(self.decoded_apart, message)
@@ -246,9 +246,9 @@ class UnaryCall(Call, ABC):
 
     def _decoded(self, lease: Lease, size: int, decoding: asyncio.Future[Any]) -> None:
         lease.end()
+        found = decoding.exception() or decoding.result()
         if self.stream.ended:
             return
-        found = decoding.exception() or decoding.result()
         if isinstance(found, Exception):
             self.fail(found)
             return

@@ -681,7 +681,8 @@ def test_a_call_given_up_while_its_message_is_inflated_is_not_begun(monkeypatch)
 
 
 @pytest.mark.parametrize("message", [BOMB, BOMB[:-50]], ids=["whole", "cut off"])
-def test_a_call_given_up_before_a_thread_inflates_its_message_leaves_nothing_held(message):
+@pytest.mark.parametrize("name", ["each", "echo"])
+def test_a_call_given_up_before_a_thread_inflates_its_message_leaves_nothing_held(name, message):
     go_on, budgets = threading.Event(), Budgets()
     wrong: list[object] = []
 
@@ -691,11 +692,14 @@ def test_a_call_given_up_before_a_thread_inflates_its_message_leaves_nothing_hel
         loop.set_default_executor(ThreadPoolExecutor(1))
         async with serving(budgets=budgets) as served, Wire(served) as wire:
             only_thread = loop.run_in_executor(None, go_on.wait, 10)
-            wire.begin(1, "each", message)
+            wire.begin(1, name, message)
+            if name == "echo":
+                wire.end(1)
             while budgets.held_bytes < 2**20:
                 await asyncio.sleep(0)
+            connection = await wire.connection(1)
             wire.writer.write(RstStreamFrame(1, 8).serialize())
-            while served.tasks:
+            while served.tasks or connection._streams:
                 await asyncio.sleep(0)
             held = budgets.held_bytes
             go_on.set()
