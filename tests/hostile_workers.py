@@ -20,12 +20,12 @@ TICK_S = 0.01
 # a loop that waits for a worker stands for as long as the worker hangs.
 MOST_COMPUTED_S = 1.0
 MOST_BLOCKED_S = 20.0
-DATA, CONTROL = "sockets()[0]", "sockets()[1]"
+DATA, CONTROL = "sockets()[0]", "sockets()[2]"
 HANGS: dict[str, Any] = {"response_timeout_s": 0.5}  # for runs that are not answered
 MOST_GROWTH_BYTES = 200 * 2**20
 
-# Runs the source in its request. `sockets` finds the data socket and the control socket as any handler can:
-# they are the first among the descriptors of the process, in this order.
+# Runs the source in its request. `sockets` finds the data socket, the socket that passes those of lanes, and
+# the control socket as any handler can: they are the first among the descriptors, in this order.
 OBEDIENT = """
     import ctypes, os, signal, socket, struct, sys, threading, time
 

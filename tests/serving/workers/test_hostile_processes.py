@@ -70,7 +70,7 @@ def test_a_child_that_keeps_the_sockets_open_does_not_keep_the_worker_from_comin
 def test_a_worker_that_closes_its_sockets_is_replaced(hostile: Any) -> None:
     async def main() -> None:
         async with rig_of(hostile(), **HANGS) as rig:
-            for closed in ("[:1]", "[1:2]", "[:2]"):
+            for closed in ("[:1]", "[2:3]", "[:3]"):
                 closing = f"[os.close(each) for each in sockets(){closed}]"
                 await rig.attack(closing, f"{closing}; time.sleep(3600)")
 
