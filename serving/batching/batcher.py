@@ -12,13 +12,20 @@ from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.config.server_settings import BatchSettings
-from torchere.serving.errors import Cancelled, DeadlineExceeded, HandlerFailed, QueueFull, ServingError
+from torchere.serving.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandlerFailed,
+    InvalidRequest,
+    QueueFull,
+    ServingError,
+)
 from torchere.serving.types import NO_DEADLINE
 from torchere.serving.workers.executor import BatchReport, Unfinished
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
 
-_NOT_RUN = (Cancelled, DeadlineExceeded)  # outcomes of requests that an executor skipped
+_NOT_RUN = (Cancelled, DeadlineExceeded, InvalidRequest)  # outcomes of requests that an executor skipped
 
 
 class Batcher(Admission):

@@ -22,6 +22,7 @@ from torchere.serving.errors import (
     DeadlineExceeded,
     ExecutorDied,
     HandlerFailed,
+    InvalidRequest,
     LeftUnread,
     Quarantined,
     QueueFull,
@@ -540,6 +541,24 @@ async def test_those_that_were_left_out_do_not_hide_that_a_batch_failed_as_a_who
     stage.pool.finish()
     assert await good.body() == b"good"
     assert stage.running == [["bad"]]
+
+
+@run
+async def test_a_request_with_a_wrong_tensor_does_not_hide_that_the_rest_of_its_batch_failed() -> None:
+    stage = Stage(BatchSettings(max_batch_size=3))
+    wrong, bad, good = [stage.submit(name) for name in ("wrong", "bad", "good")]
+    refusal = InvalidRequest("Input x is wrong: it is too short")
+    stage.pool.finish([refusal, HandlerFailed(), HandlerFailed()])
+    assert stage.running == [["wrong"]]
+    stage.pool.finish([refusal])
+    assert stage.running == [["bad"]]
+    stage.pool.finish([HandlerFailed("no image", 400)])
+    assert stage.pool.finish() == ["good"]
+    with pytest.raises(InvalidRequest, match="too short"):
+        await wrong.future
+    with pytest.raises(HandlerFailed, match="no image"):
+        await bad.future
+    assert await good.body() == b"good"
 
 
 @run
