@@ -19,7 +19,7 @@ from torchere.serving.workers import messages
 from torchere.serving.workers.executor import LoadSpec, MetricsCallback
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.group import MAX_CAUSE_CHARACTERS, Group
-from torchere.serving.workers.lanes import LaneSocket, load_of_lane, requests_of
+from torchere.serving.workers.lanes import MAX_LANES, LaneSocket, load_of_lane, requests_of
 from torchere.serving.workers.launch import Launched, Launcher, open_lanes
 from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_slow_load
 from torchere.serving.workers.oom import OomWatch
@@ -91,7 +91,7 @@ class WorkerProcess:
         self._places: list[int] = []  # places free for reuse
         self._places_used = self._last_run_id = 0
         self._last_signs: dict[int, float] | None = None  # the page's last content, after it is closed
-        self._lanes_loaded = 0  # in total: no lane has a higher number
+        self._lanes_loaded = 0  # in total, also ended ones: no lane has a higher number
         self._heard_s = 0.0  # time of its last report
         self._watch: asyncio.TimerHandle | None = None
         self._looked_late = False
@@ -379,7 +379,7 @@ class WorkerProcess:
         if self._last_signs is not None:
             return self._last_signs
         # A lane that takes several runs at once has the cell of each run's place (`concurrent_lane.py`).
-        cells = self._lanes_loaded if self._spec.at_once == 1 else self._places_used
+        cells = min(self._lanes_loaded, MAX_LANES) if self._spec.at_once == 1 else self._places_used
         return self._launched.page.begun(cells) if self._launched is not None else {}
 
     def hangs(self) -> bool:

@@ -257,6 +257,18 @@ def test_lanes_that_do_not_load_leave_those_that_serve(
     asyncio.run(main())
 
 
+def test_a_process_that_has_loaded_more_lanes_than_the_page_has_cells_is_replaced_when_it_is_lost(
+    lanes_spec: Any,
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(lanes_spec()) as pool:
+            pool._workers[0]._process._lanes_loaded = 3 * lanes.MAX_LANES  # after many scale-ups
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            await until(lambda: pool.statuses()[0].losses and pool.free, 30)
+
+    asyncio.run(main())
+
+
 def test_an_exclusive_run_has_its_process_for_itself(
     lanes_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
