@@ -243,7 +243,7 @@ class Worker:
         Raises:
             LoadFailed: the new lanes did not load; lanes in service continue.
         """
-        process, serves = self._process, self.state is ExecutorState.READY
+        process, serves = self._process, self.state in (ExecutorState.READY, ExecutorState.SUSPECT)
         state = ExecutorState.STARTING if serves else ExecutorState.RESTARTING
         started_at = datetime.now(timezone.utc)
         self._statuses += [
@@ -320,7 +320,10 @@ class Worker:
         """Change the state after a missed heartbeat, or after its late answer."""
         if self.state in (ExecutorState.READY, ExecutorState.SUSPECT):
             suspect = self._heartbeat.suspect
-            self._change(state=ExecutorState.SUSPECT if suspect else ExecutorState.READY)
+            state = ExecutorState.SUSPECT if suspect else ExecutorState.READY
+            serving = [replace(status, state=state) for status in self._statuses[: self._lanes]]
+            self._statuses[: self._lanes] = serving  # lanes that are still loading keep their state
+            self._look_whether_in_service()
             self._log(logging.WARNING, "gives no sign of life" if suspect else "gives signs of life again")
             self._settings.on_free()
 

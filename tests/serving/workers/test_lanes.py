@@ -13,6 +13,7 @@ from pools import pool_in_service, until
 from torchere.serving.errors import Cancelled, DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.workers import lanes
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
+from torchere.serving.workers.heartbeat import HeartbeatSettings
 
 HANDLER = """
     import os, signal, threading, time
@@ -231,6 +232,28 @@ def test_lanes_are_added_and_ended_while_others_serve(
                 assert (await after.outcome()).body.split()[0] == str(pid).encode()
             names = [(task / "comm").read_text() for task in threads.iterdir()]
             assert len(names) >= 2
+
+    asyncio.run(main())
+
+
+def test_lanes_that_are_added_while_their_process_gives_no_sign_of_life_are_loaded(lanes_spec: Any) -> None:
+    async def main() -> None:
+        async with pool_in_service(lanes_spec(), heartbeat=HeartbeatSettings(0.1, 0.2, 100.0)) as pool:
+            pid = pool.statuses()[0].pid
+
+            async def scale() -> None:
+                await pool.resize(2)
+                await pool.warm_up()
+
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: pool.statuses()[0].state is ExecutorState.SUSPECT)
+            scaling = asyncio.ensure_future(scale())
+            await asyncio.sleep(0)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.wait_for(scaling, 60)
+            await until(lambda: pool.statuses()[0].state is ExecutorState.READY)
+            assert (pool.size, pool.in_service) == (2, 2)
+            assert {(status.pid, status.losses) for status in pool.statuses()} == {(pid, 0)}
 
     asyncio.run(main())
 
