@@ -48,6 +48,7 @@ class Worker:
         self._exclusive: Run | None = None  # the exclusive run inside: no other may be sent
         self._supervisor: asyncio.Task[None] | None = None
         self._retiring = False  # the worker is to end
+        self._restarting = False  # a process is brought up in place of a lost one, step by step
         self._retired: WorkerProcess | None = None  # the replaced process; its other lanes finish their runs
         self._ending: set[asyncio.Task[None]] = set()  # of processes that were replaced
         self._emptied = asyncio.Event()
@@ -243,7 +244,9 @@ class Worker:
         Raises:
             LoadFailed: the new lanes did not load; lanes in service continue.
         """
-        process, serves = self._process, self.state in (ExecutorState.READY, ExecutorState.SUSPECT)
+        process = self._process
+        # During a restart a lane may serve already, but a second step would take the answer of the first.
+        serves = self.state in (ExecutorState.READY, ExecutorState.SUSPECT) and not self._restarting
         state = ExecutorState.STARTING if serves else ExecutorState.RESTARTING
         started_at = datetime.now(timezone.utc)
         self._statuses += [
@@ -386,8 +389,10 @@ class Worker:
             if self._retiring:
                 return
             self._note_loss(loss)
+            self._restarting = True
             if not await self._restart():
                 self._change(state=ExecutorState.FAILED)
+            self._restarting = False
             self._settings.on_free()  # also after giving up, so that waiting requests are answered
             if self.state is ExecutorState.FAILED:
                 return
@@ -407,7 +412,7 @@ class Worker:
             try:
                 await self.start()
                 await self.warm_up()
-                if missing := [status.gpu_id for status in self._statuses[self._lanes :]]:
+                while missing := [status.gpu_id for status in self._statuses[self._lanes :]]:
                     await self._process.add_lanes(missing, settings.startup_timeout_s)
                     await self._process.warm_up(settings.startup_timeout_s, beside=True)
             except LoadFailed as err:

@@ -182,6 +182,9 @@ class WorkerProcess:
             TimeoutError: as for `add_lanes`.
         """
         await self._step(messages.WarmUp(), timeout_s, beside=beside)
+        if self.serving < len(self._lanes):  # it is hostile
+            self.kill(Loss(LossKind.PROTOCOL, "said that its lanes are warm before they were"))
+            raise self._load_failed("it said that its lanes are warm before they were")
 
     async def _step(
         self, message: messages.ControlToWorker, timeout_s: float, *, beside: bool = False
@@ -342,9 +345,7 @@ class WorkerProcess:
             return
         self._looked_late = False
         now_s = time.monotonic()
-        since_s, run = min(
-            ((since_s, run) for run, since_s in self._silences(now_s)), key=lambda each: each[0]
-        )
+        run, since_s = min(self._silences(now_s), key=lambda each: each[1])
         left_s = since_s + self._response_timeout_s - now_s
         if left_s > 0:
             self._look_in(left_s)

@@ -7,9 +7,10 @@ import signal
 from typing import Any
 
 import pytest
-from hostile_workers import CONTROL, DATA, HANGS, rig_of
+from hostile_workers import CONTROL, DATA, HANGS, OBEDIENT, rig_of
+from pools import pool_in_service
 
-from torchere.serving.errors import DeadlineExceeded, ExecutorDied, ServingError
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed, ServingError
 
 TWO_GIBS = "struct.pack('>I', 2**31)"
 GARBAGE = {
@@ -137,6 +138,26 @@ def test_a_flood_of_forged_lanes_costs_little_memory(hostile: Any) -> None:
         async with rig_of(hostile(), **HANGS) as rig:
             await rig.run(f"write({CONTROL}, frame([15]) * 1_000_000); time.sleep(3600)")
             await rig.answers_again()
+
+    asyncio.run(main())
+
+
+FORGES_ITS_WARM_UP = f"""{OBEDIENT}
+        def warmup_data(self):
+            write({CONTROL}, frame([10]))
+            time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_a_worker_that_says_too_early_that_it_is_warm_does_not_load(
+    make_spec: Any, *, shares_weights: bool
+) -> None:
+    async def main() -> None:
+        with pytest.raises(LoadFailed) as failure:
+            async with pool_in_service(make_spec(FORGES_ITS_WARM_UP, shares_weights=shares_weights)):
+                pass
+        assert "warm before they were" in failure.value.detail
 
     asyncio.run(main())
 

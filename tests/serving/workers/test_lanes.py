@@ -258,6 +258,47 @@ def test_lanes_that_are_added_while_their_process_gives_no_sign_of_life_are_load
     asyncio.run(main())
 
 
+WARMS_LATE = """
+    import os, threading, time
+    class Handler:
+        def initialize(self, context):
+            if os.path.exists("refuse"):
+                raise RuntimeError("refused")
+        def warmup_data(self):
+            return [{}]
+        def handle(self, data, context):
+            if not data[0] and threading.current_thread().name == "lane-1":
+                while os.path.exists("gate"):
+                    time.sleep(0.005)
+            return ["ok"] * len(data)
+"""
+
+
+async def restart_until_one_lane_is_warm(pool: Any, folder: Path) -> None:
+    """Have a pool of two lanes restarted; the second one warms up while the file `gate` is there."""
+    (folder / "gate").touch()
+    os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+    await until(lambda: pool.statuses()[0].losses and pool.in_service == 1)
+
+
+def test_lanes_that_are_added_while_a_restart_warms_up_are_loaded_after_it(lanes_spec: Any) -> None:
+    async def main() -> None:
+        async with pool_in_service(lanes_spec(WARMS_LATE), 2, startup_timeout_s=20.0) as pool:
+            folder = Path(pool._spec.archive_dir)
+            await restart_until_one_lane_is_warm(pool, folder)
+            pid = pool.statuses()[0].pid
+            scaling = asyncio.ensure_future(pool.resize(3))
+            await asyncio.sleep(0)
+            (folder / "gate").unlink()
+            await asyncio.wait_for(scaling, 60)
+            await pool.warm_up()
+            await until(lambda: pool.in_service == 3)
+            statuses = {(status.pid, status.state) for status in pool.statuses()}
+            assert statuses == {(pid, ExecutorState.READY)}
+
+    asyncio.run(main())
+
+
 def test_lanes_that_do_not_load_leave_those_that_serve(
     lanes_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
