@@ -409,6 +409,7 @@ class Worker:
             logger.info("Retry worker: %d in %g seconds.", self.first_id, delay_s)
             await asyncio.sleep(delay_s)
             self._process = self._new_process()
+            loss: Loss | None = None
             try:
                 await self.start()
                 await self.warm_up()
@@ -416,15 +417,18 @@ class Worker:
                     await self._process.add_lanes(missing, settings.startup_timeout_s)
                     await self._process.warm_up(settings.startup_timeout_s, beside=True)
             except LoadFailed as err:
-                self._note_loss(await self._kill_while_loading() or Loss(LossKind.LOAD, err.detail))
-                continue
+                loss = await self._kill_while_loading() or Loss(LossKind.LOAD, err.detail)
+                if self._lanes and self._process.reachable:  # as in `add`, lanes in service continue
+                    self._log(logging.ERROR, f"goes on without the lanes that were added: {err.detail}")
+                    self._statuses = self._statuses[: self._lanes]
+                    loss = None
             except asyncio.TimeoutError:
                 loss = loss_of_slow_load(settings.startup_timeout_s)
-                self._process.kill(loss)
-                self._note_loss(loss)
-                continue
-            logger.info("Auto recovery succeeded, reset recoveryStartTS")
-            return True
+            if loss is None:
+                logger.info("Auto recovery succeeded, reset recoveryStartTS")
+                return True
+            self._process.kill(loss)  # it is alive if the server could not even ask it to load
+            self._note_loss(loss)
 
     def _note_loss(self, loss: Loss) -> None:
         self._row.add(loss, self._healthy_s(loss), self._settings.now())

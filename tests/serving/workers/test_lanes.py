@@ -11,7 +11,7 @@ import pytest
 from pools import pool_in_service, until
 
 from torchere.serving.errors import Cancelled, DeadlineExceeded, ExecutorDied, LoadFailed
-from torchere.serving.workers import lanes
+from torchere.serving.workers import lanes, worker
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
 from torchere.serving.workers.heartbeat import HeartbeatSettings
 
@@ -295,6 +295,27 @@ def test_lanes_that_are_added_while_a_restart_warms_up_are_loaded_after_it(lanes
             await until(lambda: pool.in_service == 3)
             statuses = {(status.pid, status.state) for status in pool.statuses()}
             assert statuses == {(pid, ExecutorState.READY)}
+
+    asyncio.run(main())
+
+
+def test_lanes_that_are_added_during_a_restart_and_do_not_load_leave_those_that_serve(
+    lanes_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "ENDING_GRACE_S", 0.05)
+
+    async def main() -> None:
+        async with pool_in_service(lanes_spec(WARMS_LATE), 2, startup_timeout_s=20.0) as pool:
+            folder = Path(pool._spec.archive_dir)
+            await restart_until_one_lane_is_warm(pool, folder)
+            pid = pool.statuses()[0].pid
+            await asyncio.wait_for(pool.resize(3), 10)
+            (folder / "refuse").touch()
+            (folder / "gate").unlink()
+            await until(lambda: pool.size == 2)
+            statuses = {(status.pid, status.state, status.losses) for status in pool.statuses()}
+            assert statuses == {(pid, ExecutorState.READY, 1)}
+            assert pool.in_service == 2
 
     asyncio.run(main())
 

@@ -828,6 +828,29 @@ def test_a_restart_that_is_killed_from_outside_is_no_failed_load(
     assert lost == ["signal"] * 4
 
 
+def test_a_process_that_is_not_to_blame_for_a_failed_restart_does_not_live_on(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "ENDING_GRACE_S", 0.05)
+    pids: list[int] = []
+
+    def refuse(launched: launch.Launched, count: int) -> list[Any]:
+        monkeypatch.setattr(worker_process, "open_lanes", launch.open_lanes)
+        pids.append(launched.pid)
+        raise OSError(24, "Too many open files")
+
+    async def main() -> None:
+        async with pool_in_service(make_spec()) as pool:
+            monkeypatch.setattr(worker_process, "open_lanes", refuse)
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            await until(lambda: pids and pool.free)
+            assert "its sockets could not be opened" in pool.statuses()[0].last_failure
+            assert pool.statuses()[0].pid != pids[0]
+            await until(lambda: not Path(f"/proc/{pids[0]}").exists(), 20)
+
+    asyncio.run(main())
+
+
 def test_an_executor_that_gave_up_is_tried_again_when_somebody_scales(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
