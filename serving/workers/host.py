@@ -47,6 +47,7 @@ from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.types import InferRequest, InferResponse
 from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Unfinished
 from torchere.serving.workers.loss import RAISED
+from torchere.serving.workers.messages import most_report_bytes
 from torchere.serving.workers.plain import (
     lacks_memory,
     line_of,
@@ -64,6 +65,7 @@ _profiling = threading.Lock()  # one profiler at a time, from Python 3.12 on
 _profiler: cProfile.Profile | None = None
 SERVER_VERSION = "0.12.0"  # handlers read it as `server_version`: the TorchServe contract's version
 _WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third
+_HEADERS_BYTES = 2**19  # most that headers take in the frame of a part, in UTF-8
 PartialSink = Callable[[int, InferResponse], object]
 
 
@@ -217,7 +219,7 @@ class HandlerHost:
         if any(refusals):
             return self._run_some(requests, refusals, send_partial, now_s)
         processors = [RequestProcessor(headers_of(request), request.request_id) for request in requests]
-        self._context.begin_batch(processors, _parts_of(processors, send_partial))
+        self._context.begin_batch(processors, _parts_of(processors, send_partial, self._spec))
         started = time.perf_counter()
         failure: ServingError | None = None
         try:
@@ -250,7 +252,7 @@ class HandlerHost:
         context = copy.deepcopy(self._context)
         context.metrics, context.is_unwanted = self._metrics.beside(), is_unwanted
         processors = [RequestProcessor(headers_of(request), request.request_id)]
-        context.begin_batch(processors, _parts_of(processors, send_partial))
+        context.begin_batch(processors, _parts_of(processors, send_partial, self._spec))
         started = time.perf_counter()
         failure: ServingError | None = None
         try:
@@ -401,13 +403,22 @@ def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> Non
 
 
 def _parts_of(
-    processors: Sequence[RequestProcessor], send_partial: PartialSink | None
+    processors: Sequence[RequestProcessor], send_partial: PartialSink | None, spec: LoadSpec
 ) -> Callable[[int, bytes], None] | None:
-    """Return a callback for each part of an answer; it adds the status and headers set by the handler."""
+    """Return a callback for each part of an answer; it adds the status and headers set by the handler.
+
+    The callback raises `ValueError` for a part that is too long for a frame: it would cost the worker.
+    """
     if send_partial is None:
         return None
+    most = most_report_bytes(spec) - _HEADERS_BYTES
 
     def send(index: int, chunk: bytes) -> None:
+        if len(chunk) > most:
+            raise ValueError(
+                f"a part of the answer has {len(chunk)} bytes, expected at most {most}; "
+                f"a greater max_response_size={spec.max_response_bytes} raises this limit"
+            )
         send_partial(index, response_of(chunk, processors[index]))
 
     return send

@@ -282,6 +282,35 @@ def test_coroutines_that_hang_are_answered_after_their_own_response_timeout(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_a_part_that_is_too_long_fails_its_request_and_its_worker_lives_on(
+    make_spec: Any, make_sink: Any, make_request: Any, at_once: int
+) -> None:
+    source = """
+        class Handler:
+            def initialize(self, context): pass
+            def handle(self, data, context):
+                context.send_partial(0, bytes(int(data[0]["body"])))
+                return ["end"]
+    """
+
+    async def main() -> None:
+        async with pool_in_service(make_spec(source, at_once=at_once)) as pool:
+            failed, answered = make_sink(), make_sink()
+            failed.submit(pool, [make_request("18000000")])
+            outcome = await failed.outcome()
+            assert isinstance(outcome, HandlerFailed)
+            assert "a part of the answer has 18000000 bytes, expected at most 16" in outcome.detail
+            assert "max_response_size=6553500" in outcome.detail
+            most = int(outcome.detail.partition("at most ")[2].partition(";")[0])
+            answered.submit(pool, [make_request(str(most))])
+            assert (await answered.outcome()).body == b"end"
+            assert [len(part.body) for _, part in answered.parts] == [most]
+            assert pool.statuses()[0].losses == 0
+
+    asyncio.run(main())
+
+
 def test_a_worker_that_gives_up_is_failed_and_says_so(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
