@@ -139,7 +139,7 @@ class Request:
             self.streamed = True
             stream = self.parts = place(self)
             self._answer(StreamedResponse(part, _Chunks(stream)))  # the client may abandon it at once
-        stream.add(part.body)
+        stream.add(bytes(part.body))
         return stream if stream.held else None
 
     def finish(self, outcome: InferResponse | ServingError) -> None:

@@ -158,9 +158,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=21):
 
 
 class More(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """The outcome of an unfinished request: see `Unfinished`."""
+    """The outcome of an unfinished request, with a part of its answer: see `Unfinished`."""
 
-    part: InferResponse
+    response: InferResponse
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
@@ -347,12 +347,9 @@ def done_with_raw(done: Done, raw: memoryview) -> Done:
     for index, size in done.large:
         outcome = outcomes[index] if index < len(outcomes) else None
         body: Any = raw[start : start + size]
-        if isinstance(outcome, Answer):
-            outcomes[index] = Answer(msgspec.structs.replace(outcome.response, body=body))
-        elif isinstance(outcome, More):
-            outcomes[index] = More(msgspec.structs.replace(outcome.part, body=body))
-        else:
+        if not isinstance(outcome, Answer | More):
             return msgspec.structs.replace(done, outcomes=())
+        outcomes[index] = type(outcome)(msgspec.structs.replace(outcome.response, body=body))
         start += size
     return msgspec.structs.replace(done, outcomes=tuple(outcomes))
 
@@ -450,10 +447,10 @@ def _encode_done(done: Done) -> Parts:
     parts: list[bytes | bytearray | memoryview] = [b""]
     outcomes = list(done.outcomes)
     for index, outcome in enumerate(outcomes):
-        if isinstance(outcome, Answer) and len(outcome.response.body) > LARGE_BYTES:
+        if isinstance(outcome, Answer | More) and len(outcome.response.body) > LARGE_BYTES:
             large.append((index, len(outcome.response.body)))
             parts.append(outcome.response.body)
-            outcomes[index] = Answer(msgspec.structs.replace(outcome.response, body=b""))
+            outcomes[index] = type(outcome)(msgspec.structs.replace(outcome.response, body=b""))
     if large:
         _check_sum(large)
         done = msgspec.structs.replace(done, outcomes=tuple(outcomes), large=tuple(large))
@@ -489,7 +486,7 @@ def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
     if isinstance(outcome, Answer):
         return outcome.response
     if isinstance(outcome, More):
-        return Unfinished(outcome.part)
+        return Unfinished(outcome.response)
     if outcome.code == Cancelled.code:
         return Cancelled()
     if outcome.code == ExecutorDied.code:

@@ -111,6 +111,19 @@ def test_a_streamed_answer_is_counted_at_its_end_with_the_error_that_ended_it(ou
     asyncio.run(main())
 
 
+def test_a_part_that_lies_among_the_raw_bytes_of_its_worker_is_copied():
+    async def main():
+        request = Door()
+        raw: Any = memoryview(bytearray(b"first, and the part of another"))
+        request.add_part(InferResponse(raw[:5]), place)
+        request.finish(InferResponse(b"last"))
+        (answer,) = request.answers
+        assert isinstance(answer, StreamedResponse)
+        assert [repr(part) async for part in answer.chunks] == ["b'first'", "b'last'"]
+
+    asyncio.run(main())
+
+
 def test_a_stream_that_its_client_gives_up_at_once_keeps_no_parts():
     class Refusing(Door):
         def reply(self, outcome):

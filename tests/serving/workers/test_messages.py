@@ -42,6 +42,7 @@ from torchere.serving.workers.messages import (
     encode_run,
     load_of,
     pong_of,
+    raw_answer_bytes,
     raw_bytes,
     report_from_done,
     run_with_raw,
@@ -91,6 +92,16 @@ def test_large_answers_follow_the_frame_of_their_report() -> None:
     assert raw_bytes(done) == sum(map(len, raw)) == 2 * len(LARGE) - 1
     back = report_from_done(done_with_raw(done, memoryview(b"".join(raw))), 3).outcomes
     assert (back[0], type(back[1]), back[2]) == (outcomes[0], HandlerFailed, outcomes[2])
+
+
+def test_large_parts_of_unfinished_answers_follow_the_frame_of_their_report(tmp_path: Path) -> None:
+    spec = LoadSpec("m", "1", str(tmp_path), "h:H")
+    outcomes: list[Outcome] = [Unfinished(InferResponse(bytes(5_000_000), (("k", "v"),), 201))]
+    frame, *raw = encode_report(7, BatchReport(outcomes))
+    done = data_of(memoryview(payload([frame])), spec)
+    assert isinstance(done, Done)
+    assert raw_answer_bytes(done, spec, ["the request"]) == sum(map(len, raw)) == 5_000_000
+    assert report_from_done(done_with_raw(done, memoryview(b"".join(raw))), 1).outcomes == outcomes
 
 
 @pytest.mark.parametrize("large", [((0, -1),), ((-1, 1),), ((0, 0),), ((0, 2**30),) * 3])
