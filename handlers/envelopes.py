@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -24,7 +25,10 @@ from torchere.handlers.tensors import Array, datatype_of_array, shown
 
 
 class BaseEnvelope(ABC):
-    """An envelope around the entry point `handle_fn(data, context)`."""
+    """An envelope around the entry point `handle_fn(data, context)`, which may return a coroutine.
+
+    An envelope remembers its batch, so each of several at a time has its own copy.
+    """
 
     context: Any = None
 
@@ -39,7 +43,13 @@ class BaseEnvelope(ABC):
         if data:
             data = self.parse_input(data)
         results = self._handle_fn(data, context)
+        if isawaitable(results):
+            return self._formatted_later(results)
         return self.format_output(results) if results else results
+
+    async def _formatted_later(self, results: Awaitable[Any]) -> Any:
+        found = await results
+        return self.format_output(found) if found else found
 
     @abstractmethod
     def parse_input(self, data: Any) -> Any:

@@ -7,6 +7,7 @@ Nothing else is imported, so a manifest can't reach modules of the process (`os:
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -212,7 +213,13 @@ def load_entry_point(
     entry_point = _operators_own(handler, context) if installed else _in_cpp(handler, runtime, context)
     entry_point = entry_point or _named(handler, context, installed)
     if envelope and not getattr(entry_point.instance, "reads_envelopes", False):
-        return EntryPoint(_envelope(envelope)(entry_point).handle, entry_point.instance, enveloped=True)
+        return _enveloped(_envelope(envelope)(entry_point.begin), entry_point)
+    return entry_point
+
+
+def _enveloped(wrapped: Any, inner: EntryPoint) -> EntryPoint:
+    entry_point = EntryPoint(wrapped.handle, inner.instance, enveloped=True)
+    entry_point.begin = lambda data, context: copy.copy(wrapped).handle(data, context)  # type: ignore[method-assign]
     return entry_point
 
 

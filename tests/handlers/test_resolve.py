@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import sys
@@ -206,6 +207,34 @@ def test_a_built_in_name_needs_no_file(scripted_doubler: Path, make_context: Any
         begin(context, 1)
         assert entry_point([[1.0, 2.0]], context) == [[2.0, 4.0]]
         assert entry_point.warmup_data() is None
+
+
+LATE = """
+import asyncio
+
+class Handler:
+    def initialize(self, context):
+        pass
+    async def handle(self, data, context):
+        await asyncio.sleep(0.01)
+        return data
+"""
+
+
+def test_coroutines_answer_in_an_envelope_one_by_one_and_several_at_once(
+    write_archive: WriteArchive, make_context: Any, begin: Any
+) -> None:
+    context = make_context(write_archive({"late.py": LATE}))
+    entry_point = load_entry_point("late.py", context, envelope="json")
+    begin(context, 1)
+    batches = [[{"body": {"instances": instances}}] for instances in ([1], [2, 3, 4])]
+    answers = [['{"predictions": [1]}'], ['{"predictions": [2, 3, 4]}']]
+    assert [entry_point(batch, context) for batch in batches] == answers
+
+    async def at_once() -> list[Any]:
+        return await asyncio.gather(*(entry_point.begin(batch, context) for batch in batches))  # type: ignore[call-overload]
+
+    assert entry_point.loop.run_until_complete(at_once()) == answers
 
 
 def test_every_built_in_name_leads_to_a_class() -> None:
