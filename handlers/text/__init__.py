@@ -94,6 +94,7 @@ def expand_contractions(text: str) -> str:
 
 
 CLEANUP_REGEX = re.compile(r"<.*?>|&([a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
+_ENTITY = re.compile(r"&([a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 UNKNOWN = "<unk>"  # torchtext's name for words that a vocabulary does not have
 _SPACED = re.compile(r"(['.,()!?])")
 _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -181,7 +182,10 @@ class TextHandler(BaseHandler):
         return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
     def _remove_html_tags(self, text: str) -> str:
-        return CLEANUP_REGEX.sub("", text)
+        # No tag ends behind the last ">" of its line: a search from each "<" there would take quadratic time.
+        lines = [(line, line.rfind(">") + 1) for line in text.split("\n")]
+        cleaned = (CLEANUP_REGEX.sub("", line[:end]) + _ENTITY.sub("", line[end:]) for line, end in lines)
+        return "\n".join(cleaned)
 
     def _remove_punctuation(self, text: str) -> str:
         return text.translate(_DROP_PUNCTUATION)

@@ -218,6 +218,10 @@ class TransformerHandler(BaseHandler):
                 raise _refused(f"text that is not UTF-8 ({err})", "UTF-8") from err
         if not isinstance(value, str):
             raise _refused(f"a {type(value).__name__}", 'a text, {"text": "..."} or {"text": ["...", ...]}')
+        try:
+            value.encode()
+        except UnicodeEncodeError as err:
+            raise _refused(f"text that has no form in UTF-8 ({err.reason})", "no lone surrogates") from err
         most = self.settings["max_characters"]
         if len(value) > most:
             raise _refused(f"a text of {len(value)} characters", f"at most {most}")

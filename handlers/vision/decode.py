@@ -37,6 +37,8 @@ _PIXEL_BYTES = 4  # of an RGB image in Pillow; images of fewer bands become one
 # Bytes for each pixel and band that a decoder holds beside the image: JPEG the coefficients of several scans,
 # WebP two canvases and a frame. Measured at 12 megapixels with Pillow 13.
 _WORK_BYTES = {"JPEG": 2, "MPO": 2, "TIFF": 2, "QOI": 1, "AVIF": 2, "WEBP": 4, "JPEG2000": 5}
+# The same for each pixel, of decoders that go through all pixels in Python: a second for 16 million.
+_SLOW_PIXEL_BYTES = {"fits_gzip": 64, "bmp_rle": 32}
 # Formats of files inside files, with sizes of their own. The largest pixels are those of JPEG 2000.
 _CONTAINERS = frozenset({"ICNS", "ICO", "BLP"})
 _MAX_PIXEL_BYTES = 24
@@ -121,7 +123,8 @@ def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
 def _decoded_bytes(image: Image.Image) -> int:
     """Estimate the memory that decoding takes at its peak, from the header."""
     work_bytes = _WORK_BYTES.get(image.format or "", 0) * len(image.getbands())
-    return image.width * image.height * (_PIXEL_BYTES + work_bytes)
+    slow_bytes = max((_SLOW_PIXEL_BYTES.get(tile[0], 0) for tile in image.tile), default=0)
+    return image.width * image.height * max(slow_bytes, _PIXEL_BYTES + work_bytes)
 
 
 class _Bound(threading.local):

@@ -112,20 +112,22 @@ def test_a_list_of_one_text_is_answered_with_a_list_of_one_embedding(make: Any) 
 
 def test_a_request_that_is_wrong_does_not_touch_its_batch_mates(make: Any) -> None:
     answer = make(max_texts=2, max_characters=20)
-    rows = [{"body": {"text": text}} for text in ([], ["cats"] * 3, 7, ["cats", None], "x" * 21)]
+    wrong = ([], ["cats"] * 3, 7, ["cats", None], "x" * 21, "\ud800")
+    rows = [{"body": {"text": text}} for text in wrong]
     *refused, good = answer(*rows, {"x": 1}, {"body": b"\xff"}, {"body": "dogs"})
     assert good == unit(6, 1)
-    assert [one["code"] for one in refused] == [400] * 7
-    assert [one["message"].partition(";")[0].removeprefix("The request has ") for one in refused[:6]] == [
+    assert [one["code"] for one in refused] == [400] * 8
+    assert [one["message"].partition(";")[0].removeprefix("The request has ") for one in refused[:7]] == [
         "0 texts",
         "3 texts",
         "a int",
         "a NoneType",
         "a text of 21 characters",
+        "text that has no form in UTF-8 (surrogates not allowed)",
         "the fields 'x'",
     ]
-    assert "not UTF-8" in refused[6]["message"]
-    assert [answer.context.get_response_status(index)[0] for index in (0, 6, 7)] == [400, 400, 200]
+    assert "not UTF-8" in refused[7]["message"]
+    assert [answer.context.get_response_status(index)[0] for index in (0, 7, 8)] == [400, 400, 200]
 
 
 def test_a_batch_of_refusals_runs_no_model(make: Any) -> None:

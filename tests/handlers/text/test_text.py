@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from torchere.handlers.text import TextHandler, get_tokenizer, ngrams_iterator
+from torchere.handlers.text import (
+    CLEANUP_REGEX,
+    TextClassifier,
+    TextHandler,
+    get_tokenizer,
+    ngrams_iterator,
+)
 
 
 @pytest.mark.parametrize(
@@ -96,3 +104,13 @@ def test_what_subclasses_that_explain_use_is_there() -> None:
     assert torch.allclose(
         summary, torch.full((2, 2), 0.5 / 2**0.5)
     )  # shares of 0.5, and each token's sum is 1
+
+
+@given(st.text(alphabet="<>&;a#1\n", max_size=40))
+def test_tags_and_entities_are_removed_as_torchserve_removes_them(text: str) -> None:
+    assert TextClassifier()._remove_html_tags(text) == CLEANUP_REGEX.sub("", text)
+
+
+def test_signs_that_begin_no_tag_are_passed_in_linear_time() -> None:
+    text = "<" * 2_000_000
+    assert TextClassifier()._remove_html_tags(text) == text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import pickle
 import random
@@ -105,6 +106,32 @@ def test_the_claimed_size_is_checked_before_decoding() -> None:
 
 def test_a_decompression_bomb_is_refused() -> None:
     assert "too large" in _refusal(_png_claiming(60_000, 60_000))
+
+
+def _fits(*cards: str) -> bytes:
+    return b"".join(card.ljust(80).encode() for card in (*cards, "END")).ljust(2880)
+
+
+def test_a_picture_whose_decoder_is_slow_for_any_bytes_has_a_lower_limit() -> None:
+    named = (
+        "XTENSION= 'BINTABLE'",
+        "ZIMAGE  =                    T",
+        "ZCMPTYPE= 'GZIP_1  '",
+        "NAXIS   =                    0",
+    )
+    sizes = (
+        "BITPIX  =                    8",
+        "ZNAXIS  =                    2",
+        "ZBITPIX =                    8",
+    )
+    table = _fits(*named, *sizes, "ZNAXIS1 =                 4096", "ZNAXIS2 =                 4096")
+    body = (
+        _fits("SIMPLE  =                    T", "NAXIS   =                    0")
+        + table
+        + gzip.compress(b"")
+        + bytes(80)
+    )
+    assert "decoding 4096 x 4096 pixels of FITS" in _refusal(body)
 
 
 # 34 bytes: the header of a lossless WebP of 16383 x 5000 pixels.
