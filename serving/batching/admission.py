@@ -19,6 +19,7 @@ from torchere.serving.batching.unread_parts import LEAST_LIMIT_BYTES, UnreadPart
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
+    ExecutorDied,
     HandlerFailed,
     LeftUnread,
     Quarantined,
@@ -259,7 +260,9 @@ class Admission(ABC):
         # A stateful handler's worker has one lane, so its batch is always alone in the process.
         alone_there = (run.exclusive or not self.isolates_suspects) and not run.shares_process
         judged = self.quarantine.judge(run.requests, report, began_s, alone=alone_there)
-        for request in self._waiting() if self.quarantine.active else ():
+        # Only a crash adds to the records, and each look hashes the bodies: it may take long on the loop.
+        has_learnt = any(isinstance(one, (ExecutorDied, Quarantined)) for one in judged.outcomes)
+        for request in self._waiting() if has_learnt else ():
             try:
                 self._screen(request)
             except Quarantined as reason:

@@ -14,7 +14,9 @@ import pytest
 from fakes import AwaitedRequest
 
 from torchere.serving.access.client_limits import QUEUE_SHARE, Account, Quota, Tally
+from torchere.serving.batching import quarantine
 from torchere.serving.batching.batcher import Batcher
+from torchere.serving.batching.quarantine import digest_of
 from torchere.serving.batching.request import Answer, Ledger, Request
 from torchere.serving.config.server_settings import BatchSettings
 from torchere.serving.errors import (
@@ -1030,6 +1032,26 @@ async def test_a_suspect_is_convicted_only_in_a_process_that_no_other_version_sh
         stage.pool.finish([CRASH])
         with pytest.raises(outcome):
             await request.future
+
+
+@run
+async def test_bodies_of_waiting_requests_are_hashed_when_a_record_is_added_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed: list[str] = []
+
+    def counted(request: Request) -> str:
+        hashed.append(request.request_id)
+        return digest_of(request)
+
+    stage = Stage(BatchSettings())
+    await suspected(stage, "poison")
+    stage.submit("running", content="honest")
+    for number in range(20):
+        stage.submit(f"waits-{number}", content="honest")
+    monkeypatch.setattr(quarantine, "digest_of", counted)
+    stage.pool.finish([InferResponse(b"")])
+    assert not [one for one in hashed if one.startswith("waits")]
 
 
 @run
