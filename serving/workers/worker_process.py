@@ -153,15 +153,10 @@ class WorkerProcess:
         self, message: messages.Load | messages.AddLanes, timeout_s: float, *, beside: bool = False
     ) -> None:
         """Load lanes, and give each a data socket."""
-        lanes = self._open_lanes(len(message.gpu_ids))
-        try:
-            await self._step(message, timeout_s, beside=beside)
-        except BaseException:
-            for lane in lanes:
-                self._drop(lane)
-            raise
+        self._open_lanes(len(message.gpu_ids))
+        await self._step(message, timeout_s, beside=beside)
 
-    def _open_lanes(self, count: int) -> list[LaneSocket]:
+    def _open_lanes(self, count: int) -> None:
         """Open the data sockets of `count` lanes; raise `LoadFailed` if that fails."""
         try:
             if self._launched is None:
@@ -169,10 +164,8 @@ class WorkerProcess:
             sockets = open_lanes(self._launched, count)
         except OSError as err:
             raise self._load_failed(f"its sockets could not be opened: {err}") from err
-        lanes = [LaneSocket(each, self._on_data, self._on_lane_end, self._spec) for each in sockets]
-        self._lanes += lanes
+        self._lanes += [LaneSocket(each, self._on_data, self._on_lane_end, self._spec) for each in sockets]
         self._lanes_loaded += count
-        return lanes
 
     async def warm_up(self, timeout_s: float, *, beside: bool = False) -> None:
         """Warm up the loaded lanes and put them in service; `beside`: other lanes are already in service.
@@ -190,20 +183,21 @@ class WorkerProcess:
         self, message: messages.ControlToWorker, timeout_s: float, *, beside: bool = False
     ) -> None:
         if self.lost.done():  # lost between two steps
+            self._drop_unready()
             raise self._load_failed(self.lost.result().cause)
         self._step_reply = self._loop.create_future()
         self._order(message)
         try:
             await within(self._step_reply, timeout_s)
-        except asyncio.TimeoutError:
+        except BaseException as err:
+            self._drop_unready()
             if beside:
+                raise
+            if not isinstance(err, asyncio.TimeoutError):
+                await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
                 raise
             await self._kill_and_reap(loss_of_slow_load(timeout_s))
             raise self._load_failed(self.lost.result().cause) from None
-        except BaseException:
-            if not beside:
-                await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
-            raise
         finally:
             self._step_reply = None
 
@@ -226,11 +220,11 @@ class WorkerProcess:
         self._leaving_lanes.add(lane)
         lane.frames.finish()
 
-    def _drop(self, lane: LaneSocket) -> None:
-        """Remove a lane that was not loaded."""
-        if lane in self._lanes:
-            self._lanes.remove(lane)
-        lane.frames.close()
+    def _drop_unready(self) -> None:
+        """Remove the lanes that are not in service: a step for them failed."""
+        for lane in self._lanes[self.serving :]:
+            lane.frames.close()
+        del self._lanes[self.serving :]
 
     @property
     def idle_lanes(self) -> int:

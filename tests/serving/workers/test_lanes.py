@@ -258,6 +258,37 @@ def test_lanes_that_are_added_while_their_process_gives_no_sign_of_life_are_load
     asyncio.run(main())
 
 
+REFUSES_TO_WARM_UP = """
+    import os
+    class Handler:
+        def initialize(self, context):
+            pass
+        def warmup_data(self):
+            return [{}]
+        def handle(self, data, context):
+            if not data[0] and os.path.exists("refuse"):
+                raise RuntimeError("refused")
+            return ["ok"] * len(data)
+"""
+
+
+def test_lanes_are_added_after_some_that_did_not_warm_up(lanes_spec: Any) -> None:
+    async def main() -> None:
+        async with pool_in_service(lanes_spec(REFUSES_TO_WARM_UP)) as pool:
+            pid, refuse = pool.statuses()[0].pid, Path(pool._spec.archive_dir, "refuse")
+            refuse.touch()
+            await pool.resize(2)
+            with pytest.raises(LoadFailed):
+                await pool.warm_up()
+            refuse.unlink()
+            await pool.resize(2)
+            await pool.warm_up()
+            assert (pool.size, pool.in_service) == (2, 2)
+            assert {(status.pid, status.losses) for status in pool.statuses()} == {(pid, 0)}
+
+    asyncio.run(main())
+
+
 WARMS_LATE = """
     import os, threading, time
     class Handler:
