@@ -168,6 +168,10 @@ class Unavailable(ServingError):
     code = "unavailable"
 
 
+class CutOff(Unavailable):
+    """The model was unloaded while the request may have been running: sent again, it could run twice."""
+
+
 class QueueFull(Unavailable):
     """The bounded queue of the version is full; `retry_after_s` is the suggested delay before a retry."""
 

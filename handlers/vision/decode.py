@@ -123,7 +123,7 @@ def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
 def _decoded_bytes(image: Image.Image) -> int:
     """Estimate the memory that decoding takes at its peak, from the header."""
     work_bytes = _WORK_BYTES.get(image.format or "", 0) * len(image.getbands())
-    slow_bytes = max((_SLOW_PIXEL_BYTES.get(tile[0], 0) for tile in image.tile), default=0)
+    slow_bytes = max((_SLOW_PIXEL_BYTES.get(tile[0], 0) for tile in getattr(image, "tile", ())), default=0)
     return image.width * image.height * max(slow_bytes, _PIXEL_BYTES + work_bytes)
 
 

@@ -233,10 +233,15 @@ class ResultsBudget:
 
 def in_thread(work: Callable[[], Decoded]) -> asyncio.Future[Decoded]:
     """Run `work` in a thread. The future has the error if no thread can be started (a limit of processes)."""
-    loop = asyncio.get_running_loop()
+    loop, left = asyncio.get_running_loop(), [work]
+
+    def run() -> Decoded:
+        return left.pop()()
+
     try:
-        return loop.run_in_executor(None, work)
+        return loop.run_in_executor(None, run)
     except RuntimeError as error:
+        left.clear()  # the executor has queued it, and would run it later, with all that it holds
         failed: asyncio.Future[Decoded] = loop.create_future()
         failed.set_exception(error.with_traceback(None))  # its frame references the future: a cycle
         return failed

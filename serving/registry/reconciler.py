@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from torchere.serving.errors import LoadFailed, Unavailable
+from torchere.serving.errors import CutOff, LoadFailed, Unavailable
 from torchere.serving.logs.lines import AT_START
 from torchere.serving.registry.version import Step, Version, VersionState, VersionView, next_step
 
@@ -164,7 +164,7 @@ class Reconciler:
             logger.warning("%s still had requests when its time was over", version.key)
             # Not left to the end of the workers: that would be 500, which tells clients not to try again.
             text = f"Model {version.key.name} was unloaded before the request was answered."
-            version.batcher.fail_all(Unavailable(text))
+            version.batcher.fail_all(CutOff(text))
 
     async def _drained(self, version: Version) -> bool:
         drain = asyncio.ensure_future(version.batcher.drain(self._drain_timeout_s))

@@ -106,6 +106,7 @@ TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.DownloadFailed: (400, "DownloadArchiveException"),
     e.TooManyRequests: (429, "TooManyRequestsException"),  # TorchServe has no such limits
     e.Unavailable: (503, "ServiceUnavailableException"),
+    e.CutOff: (503, INTERNAL),  # not the name by which clients know that a request was not run
     e.DeadlineExceeded: (504, "RequestTimeoutException"),  # TorchServe never answers here at all
     e.Cancelled: (CLIENT_GONE, INTERNAL),
     e.LeftUnread: (CLIENT_GONE, INTERNAL),

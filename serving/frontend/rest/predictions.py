@@ -305,7 +305,8 @@ class Prediction(Exchange, Request):
                     )
                 self.break_off(error)
             else:
-                self.fail(error)
+                self.withdraw()  # parts that would follow have no reader
+                self.fail(error.with_traceback(None))  # whose frames hold the stream of parts
         except Exception as error:  # as in `guarded`
             if self.status:
                 logger.exception("request %s: the stream broke off", self.request_id)

@@ -112,7 +112,7 @@ def test_a_list_of_one_text_is_answered_with_a_list_of_one_embedding(make: Any) 
 
 def test_a_request_that_is_wrong_does_not_touch_its_batch_mates(make: Any) -> None:
     answer = make(max_texts=2, max_characters=20)
-    wrong = ([], ["cats"] * 3, 7, ["cats", None], "x" * 21, "\ud800")
+    wrong: list[Any] = [[], ["cats"] * 3, 7, ["cats", None], "x" * 21, "\ud800"]
     rows = [{"body": {"text": text}} for text in wrong]
     *refused, good = answer(*rows, {"x": 1}, {"body": b"\xff"}, {"body": "dogs"})
     assert good == unit(6, 1)

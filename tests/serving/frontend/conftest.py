@@ -49,13 +49,14 @@ class FakeDataPlane:
 
     Set `behave` to answer otherwise; it gets the request and may raise or wait. `asked` keeps every
     (model, version, request), `callers` their callers, and `withdrawn` counts those that were cancelled.
+    `given_up` counts the calls that withdrew a request, also one that was answered.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None, InferRequest]] = []
         self.callers: list[str] = []
         self.behave: Callable[[InferRequest], Awaitable[Any]] | None = None
-        self.withdrawn = 0
+        self.withdrawn = self.given_up = 0
         self.unknown: list[NotFound] = []  # refusals that were counted
         self.sole: str | None = None
         self.signature: str | None = None
@@ -96,7 +97,12 @@ class FakeDataPlane:
         self.check_exists(model, version)
         self.callers.append(request.caller)
         task = asyncio.get_running_loop().create_task(self._reply(model, version, request))
-        return SimpleNamespace(batcher=SimpleNamespace(withdraw=lambda _: task.cancel()))
+
+        def withdraw(_: Request) -> None:
+            self.given_up += 1
+            task.cancel()
+
+        return SimpleNamespace(batcher=SimpleNamespace(withdraw=withdraw))
 
     async def _reply(self, model: str, version: str | None, request: Request) -> None:
         asked = InferRequest(

@@ -3,6 +3,8 @@
 import asyncio
 import random
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from torchere.serving.frontend.budgets import (
     Budgets,
     ConnectionBudget,
     DecodeQueue,
+    in_thread,
 )
 from torchere.serving.frontend.services import budgets_of
 
@@ -179,6 +182,29 @@ def test_a_function_that_is_awaited_has_its_turn_too():
 
     asyncio.run(main())
     assert ended == [3]
+
+
+def test_a_function_for_which_no_thread_can_be_started_does_not_run_later(monkeypatch):
+    ran: list[str] = []
+    go_on = threading.Event()
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(2))
+        only = loop.run_in_executor(None, go_on.wait, 10)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                await in_thread(lambda: ran.append("late"))
+        go_on.set()
+        await only
+        await loop.run_in_executor(None, time.sleep, 0)
+
+    asyncio.run(main())
+    assert ran == []
 
 
 @pytest.mark.usefixtures("no_thread")

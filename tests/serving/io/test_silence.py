@@ -136,7 +136,8 @@ class SilentWorker:
             oom=OomWatch(),
         )
         await self.process.start()
-        (self._lane,) = self.process._open_lanes(1)
+        self.process._open_lanes(1)
+        (self._lane,) = self.process._lanes
         self.process.serving = 1
         self.began_s = self.loop.time()
         self.process.submit(Run([Request("id", 0.0)], stand_in))

@@ -10,7 +10,7 @@ from fakes import AwaitedRequest
 
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.config.server_settings import BatchSettings, ModelSettings
-from torchere.serving.errors import LoadFailed, Unavailable
+from torchere.serving.errors import CutOff, LoadFailed, Unavailable
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.version import Origin, Version, VersionState
 from torchere.serving.store.package import StoredArchive
@@ -162,7 +162,7 @@ def test_what_still_runs_when_another_executor_does_not_load_is_unavailable_befo
         stage.pool.failure = LoadFailed("Failed to start", "no memory for a second one")
         assert await stage.settle() is VersionState.FAILED
         error = running.future.exception()
-        assert isinstance(error, Unavailable)
+        assert isinstance(error, CutOff)
         assert "was unloaded before the request was answered" in error.message
 
     asyncio.run(main())

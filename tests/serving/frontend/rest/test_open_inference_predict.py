@@ -395,15 +395,23 @@ NONE_OF_IT = "The handler's answer is none of the Open Inference Protocol."
 def test_an_answer_that_is_none_of_the_protocol_is_the_handlers_failure(post, planes, verb, body, caplog):
     answers(planes, InferResponse(body))
     answer = post(b'{"x": [1]}', f"/v2/models/echo/{verb}")
-    assert (answer.status, answer.json) == (500, {"error": NONE_OF_IT})
+    assert (answer.status, answer.json["error"]) == (500, NONE_OF_IT)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("verb", ["generate", "generate_stream"])
+def test_a_stream_that_is_answered_with_an_error_is_withdrawn(post, planes, verb):
+    answers(planes, streamed(b"no", JSON_ANSWER))
+    assert post(b'{"x": [1]}', f"/v2/models/echo/{verb}").status == 500
+    assert planes.data.given_up == 1
 
 
 def test_a_part_that_is_none_of_the_protocol_is_the_last_event(post, planes):
     answers(planes, streamed(JSON_ANSWER, b"no", JSON_ANSWER))
     first, *rest = post(b'{"x": [1]}', "/v2/models/echo/generate_stream").chunks
     assert first.endswith(b'"y":7}\n\n')
-    assert rest == [b'data: {"error":"%b"}\n\n' % NONE_OF_IT.encode(), b""]
+    last = b'data: {"error":"%b","type":"InternalServerException"}\n\n' % NONE_OF_IT.encode()
+    assert rest == [last, b""]
 
 
 def test_the_parts_of_a_stream_are_joined_by_generate(post, planes):
