@@ -139,6 +139,10 @@ class StreamTaskCall(TaskCall):
         self._half_closed = True
         self._wake()
 
+    def _ended(self, code: StatusCode) -> None:
+        self._messages.clear()  # the budget gets their bytes back, and the answer may wait for its client
+        super()._ended(code)
+
     async def _requests(self) -> AsyncIterator[Message]:
         while True:
             while self._messages:

@@ -256,7 +256,7 @@ class Stream(StreamFlow):
             self._put(message)
             self.end()  # sends headers, message and trailers together
             return
-        self.ended = True
+        self._complete()
         stream_id, size = self.id.to_bytes(4, "big"), len(message)
         data_head = head(PREFIX_BYTES + size, DATA, 0, self.id)
         prefix = b"\0" + size.to_bytes(4, "big")
@@ -293,7 +293,7 @@ class Stream(StreamFlow):
         """
         if self.ended:
             return
-        self.ended = True
+        self._complete()
         if code == 0:
             self._begin()
             self.trailers = OK_BLOCK
@@ -306,7 +306,7 @@ class Stream(StreamFlow):
     def refuse(self, http_status: int, code: int, message: str) -> None:
         """Answer a request that is not a gRPC call with an HTTP status."""
         if not self.ended:
-            self.ended = True
+            self._complete()
             self.trailers = refusal_block(http_status, code, message)
             self._outbound.pump(self)
 
@@ -352,12 +352,15 @@ class Stream(StreamFlow):
 
     def cancel(self) -> None:
         """End the call, because the client cancelled it: nothing more is sent."""
-        self.ended = True
-        if self._reader is not None:
-            self._reader.unsplit.clear()
+        self._complete()
         self._outbound.drop(self)
         self.listener.on_cancel()
         self.listener = ENDED
+
+    def _complete(self) -> None:
+        """End the answer, and drop received bytes: its client may not read the rest of it for hours."""
+        self.ended = True
+        self._reader = None
 
     def _put(self, message: Encoded) -> bool:
         """Queue a message, unless the answer has ended."""

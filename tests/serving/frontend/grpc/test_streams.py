@@ -809,6 +809,26 @@ def test_messages_that_nobody_takes_are_held_as_the_bytes_that_came():
     assert traced_bytes < 3_000_000
 
 
+def test_a_stream_that_ended_keeps_no_messages_while_its_answers_wait_for_the_client():
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            wire.writer.write(SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: 0}).serialize())
+            wire.begin(1, "each", gzip.compress(BytesValue(value=bytes(100_000)).SerializeToString()))
+            connection = await wire.connection(1)
+            (stream,) = connection._streams.values()
+            for _ in range(200):
+                wire.writer.write(DataFrame(1, bytes(5 * 1000)).serialize())
+            while unsplit(stream) < 900_000 or stream.unsent_bytes < 100_000:
+                await asyncio.sleep(0)
+            call = stream.listener
+            assert call._messages
+            call._expire()  # as its deadline does
+            assert connection._streams == {1: stream}
+            return connection.budget.held_bytes, unsplit(stream), len(call._messages)
+
+    assert run(main()) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("ends", ["with the last message", "later"])
 def test_messages_that_came_while_nobody_took_any_are_all_taken_in_the_end(ends):
     async def main():
