@@ -11,7 +11,7 @@ from functools import partial
 from starlette.types import Message, Scope
 
 from torchere.serving.batching.request import Request
-from torchere.serving.errors import NotFound, ServingError
+from torchere.serving.errors import NotFound, ServingError, Unavailable
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.authorisation import API_KEY, named_model
 from torchere.serving.frontend.call_scope import CLIENT_GONE, CallScope
@@ -115,6 +115,10 @@ class AppExchange(Exchange):
             await self.connection.listener.routes(self._scope(), self.receive, self.send)
             if not self.complete:
                 raise RuntimeError("the app returned before its answer was complete")
+        except asyncio.CancelledError:  # the server stops, and its change may be in effect
+            if not self.complete:
+                self._fail(Unavailable("The server is stopping."))
+            raise
         except ServingError as error:
             self._fail(error)
         except Exception as error:  # the top of a request: a bug is logged, and the client gets a 500

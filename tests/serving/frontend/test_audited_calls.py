@@ -11,9 +11,10 @@ import pytest
 from torchere.serving.access.keys import KeyFileUnwritable
 from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import LoadFailed, ModelNotFound, UnregisterTimeout
-from torchere.serving.frontend.call_scope import changed
+from torchere.serving.frontend.call_scope import changed, manages
 from torchere.serving.frontend.grpc.protos import management_pb2, open_inference_pb2
 from torchere.serving.frontend.grpc.server import inference_server, management_server
+from torchere.serving.frontend.rest.server import RestServer, listener_of
 
 MANAGEMENT = "/org.pytorch.serve.grpc.management.ManagementAPIsService"
 REPOSITORY = "/inference.GRPCInferenceService"
@@ -85,8 +86,6 @@ def test_a_call_that_reads_is_not_audited(ask, audited, method, target):
 
 
 def test_a_preflight_is_no_call_for_the_audit(ask_listener, planes, audited):
-    from torchere.serving.frontend.rest.server import listener_of
-
     asks = {"origin": "https://a.example", "access_control_request_method": "GET"}
     services = planes.services(keys=planes.keys, cors_allowed_origin="https://a.example")
     for headers, status, outcomes in ((asks, 204, []), ({}, 400, ["refused"])):
@@ -225,6 +224,37 @@ def test_a_change_in_effect_is_done_though_its_client_cancels_the_call(
     monkeypatch.setattr(planes.control, "unregister", unregister)
     asyncio.run(main())
     assert audited() == [("", "127.0.0.1", "grpc", "unregister", "echo", "", outcome, "CANCELLED")]
+
+
+@pytest.mark.parametrize(("takes_effect", "outcome"), [(True, "done"), (False, "failed")])
+def test_a_change_over_rest_that_the_stop_of_the_server_cuts_off_is_answered_and_audited(
+    planes, audited, monkeypatch, takes_effect, outcome
+):
+    begun = asyncio.Event()
+
+    async def register(wish):
+        manages("echo", "1.0")
+        if takes_effect:
+            changed()
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def main():
+        listener = listener_of(frozenset({"management"}), planes.data, planes.control, planes.services())
+        server = RestServer(listener, Address("127.0.0.1", 0))
+        server.drain_timeout_s = 0.05
+        bound = await server.start()
+        reader, writer = await asyncio.open_connection(bound.host, bound.port)
+        writer.write(b"POST /models?url=echo.mar HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n")
+        await begun.wait()
+        await server.stop()
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        return answer.partition(b"\r\n")[0]
+
+    monkeypatch.setattr(planes.control, "register", register)
+    assert asyncio.run(main()) == b"HTTP/1.1 503 Service Unavailable"
+    assert audited() == [("", "127.0.0.1", "rest", "register", "echo", "1.0", outcome, 503)]
 
 
 def test_a_change_in_effect_is_done_though_its_answer_is_an_error(ask, planes, audited, monkeypatch):
