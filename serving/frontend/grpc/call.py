@@ -18,6 +18,7 @@ from torchere.serving.frontend.budgets import Lease, in_thread, outcome_of
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.errors import Table, failure
+from torchere.serving.frontend.grpc.fields import LONG_BYTES
 from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import (
     Compressed,
@@ -48,6 +49,7 @@ class Method(NamedTuple):
     encode: Callable[[Any], Encoded]
     tasks: set[Any]  # running tasks of its calls
     metrics: Metrics
+    takes_long: Callable[[Received], bool] | None = None  # whether to decode a long message in a thread
 
     def code_of(self, error: ServingError) -> str:
         """Return the name of the status code of an error."""
@@ -112,6 +114,11 @@ class Call:
             return self.method.decode(message)
         except DecodeError as err:
             raise MessageFailed(StatusCode.INTERNAL, "Exception deserializing request!") from err
+
+    def takes_long(self, message: Received) -> bool:
+        """Tell whether a message takes so long to decode that a thread is to do it."""
+        takes_long = self.method.takes_long
+        return len(message) >= LONG_BYTES and takes_long is not None and takes_long(message)
 
     def decoded_apart(self, message: Received) -> Any:
         """As `decoded`, but return `MessageFailed`; None if the call has ended. For the thread of decodes."""
@@ -190,6 +197,8 @@ class UnaryCall(Call, ABC):
             self.on_failure(MessageFailed(StatusCode.INTERNAL, "found no message, expected one"))
         elif isinstance(message, Compressed):
             self._inflate(message)
+        elif self.takes_long(message):
+            self._decode_apart(message)
         else:
             self._decode(message)
 
@@ -201,6 +210,21 @@ class UnaryCall(Call, ABC):
             self.fail(err)
             return
         self.begin(request)
+
+    def _decode_apart(self, message: Received) -> None:
+        """Decode the message in a thread, under a lease: it waits there even if the call ends before."""
+        self._message = b""
+        self.stream.consumed_all()
+        try:
+            lease = self.stream.lease(len(message))
+        except MessageFailed as err:
+            self.fail(err)
+            return
+        self._queue_decode(message, lease)
+
+    def _queue_decode(self, message: Received, lease: Lease) -> None:
+        decode, then = partial(self.decoded_apart, message), partial(self._decoded, lease, len(message))
+        self.stream.budgets.decodes.add(decode, then, self.stream.caller)
 
     def _keep(self, size: int) -> None:
         """Hold the message of `size` bytes until the call ends: a request may wait in a queue."""
@@ -236,9 +260,7 @@ class UnaryCall(Call, ABC):
             lease.end()
             return  # the client cancelled the call
         if error is None:
-            message, stream = inflating.result(), self.stream
-            decode = partial(self.decoded_apart, message)
-            stream.budgets.decodes.add(decode, partial(self._decoded, lease, len(message)), stream.caller)
+            self._queue_decode(inflating.result(), lease)
             return
         lease.end()
         if isinstance(error, Exception):  # the top of a call: `fail` logs a bug

@@ -18,6 +18,7 @@ from torchere.serving.frontend.grpc.open_inference_messages import (
     decode_request,
     encode_response,
     infer_response,
+    takes_long,
 )
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelInferRequest,
@@ -162,8 +163,8 @@ class TensorCalls:
         """Return the methods by their names in the .proto file."""
         infer = Callback(partial(_ModelInfer, self._tensors))
         return {
-            "ModelInfer": WithCodec(infer, self._tensors.decode, _as_encoded),
-            "ModelStreamInfer": WithCodec(self.infer_stream, self._tensors.decode),
+            "ModelInfer": WithCodec(infer, self._tensors.decode, _as_encoded, takes_long),
+            "ModelStreamInfer": WithCodec(self.infer_stream, self._tensors.decode, takes_long=takes_long),
         }
 
     def infer_stream(

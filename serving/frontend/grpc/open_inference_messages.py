@@ -28,7 +28,7 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelInferRequest,
     ModelInferResponse,
 )
-from torchere.serving.frontend.http2.messages import Received
+from torchere.serving.frontend.http2.messages import MessageFailed, Received
 from torchere.serving.frontend.http2.stream import JOINED_BYTES, Encoded
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, KNOWN_HEADS, tensors_behind
@@ -323,6 +323,18 @@ def decode_request(message: Received, known: Container[Hashable] = ()) -> Tensor
     if cut.head not in known:  # an empty one never is
         cut.translate()
     return cut
+
+
+def takes_long(message: Received) -> bool:
+    """Tell whether a request is long without its raw tensors, which are cut out of it and not translated."""
+    size = len(message)
+    try:
+        for tag, start, _, after in Fields(message).between(0, len(message)):
+            if tag == _INPUT_TAG:
+                size -= after - start
+    except (DecodeError, MessageFailed):
+        return True  # its decoding finds the same
+    return size >= LONG_BYTES
 
 
 def encode_response(reply: TensorReply) -> Encoded:

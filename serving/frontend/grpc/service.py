@@ -56,11 +56,15 @@ class Callback(NamedTuple):
 
 
 class WithCodec(NamedTuple):
-    """A method with its own codec for its messages; None: the codec of the descriptor."""
+    """A method with its own codec for its messages; None: the codec of the descriptor.
+
+    `takes_long`: see `Method`.
+    """
 
     implementation: Function | Waiting | Streaming | Callback
     decode: Callable[[Received], Any] | None = None
     encode: Callable[[Any], Encoded] | None = None
+    takes_long: Callable[[Received], bool] | None = None
 
 
 Function = Callable[[Any, Call], Any]  # answers at once
@@ -116,6 +120,7 @@ def _opener(
         coded.encode or GetMessageClass(described.output_type).SerializeToString,
         tasks,
         metrics,
+        coded.takes_long,
     )
     implementation = coded.implementation
     if f"/{method.path}" in _ACTIONS:

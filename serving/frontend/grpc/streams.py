@@ -163,6 +163,9 @@ class StreamTaskCall(TaskCall):
         self._messages_bytes -= size
         if isinstance(message, Compressed):
             decoded = await self._inflated_and_decoded(message)
+        elif self.takes_long(message):
+            decodes = self.stream.budgets.decodes
+            decoded = _decoded(await decodes.run(partial(self.decoded_apart, message), self.stream.caller))
         else:
             decoded = self.decoded(message)
         self.stream.consumed(size)

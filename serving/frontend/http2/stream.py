@@ -227,6 +227,14 @@ class Stream(StreamFlow):
             self._inbound.hold(self, len(message) - self.held_bytes)
         return self._inbound.lease_inflation(len(message), self.limit_bytes)
 
+    def lease(self, size: int) -> Lease:
+        """Lease room for a message of `size` bytes, which stays held until the lease ends.
+
+        Raises:
+            MessageFailed: there is no room for it.
+        """
+        return self._inbound.lease_inflation(size, size)
+
     def restrict(self, limit_bytes: int) -> None:
         """Accept short messages only, and take them from the budget of calls that need no key."""
         self.key_free = True

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from torchere.handlers.tensors.codec import tensor_from_bytes
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend import budgets as budget_module
 from torchere.serving.frontend.budgets import Budgets
+from torchere.serving.frontend.grpc import open_inference_messages
 from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb
 from torchere.serving.frontend.model_facts import ModelFacts
@@ -109,6 +111,66 @@ def typed(datatype, field, values, shape=None):
 
 
 RAW = struct.pack("<2f", 1.5, -2.0)
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_long_typed_tensors_are_translated_in_a_thread_and_long_raw_ones_are_not(
+    oip, monkeypatch, method, is_raw
+):
+    threads = []
+    translate = open_inference_messages.tensor_request
+
+    def watched(message):
+        threads.append(threading.current_thread())
+        return translate(message)
+
+    monkeypatch.setattr(open_inference_messages, "tensor_request", watched)
+    values = [1, -2] * 100_000
+    made = typed("INT8", "int_contents", values)
+    if is_raw:
+        made = request("INT8", (len(values),), raw=np.array(values, "i1").tobytes())
+    limit = {"max_request_bytes": 2 * 2**20}
+    if method == "ModelInfer":
+        answer = oip.ask(method, made, settings=limit)
+    else:
+        answer = oip.streams([made], **limit)[0].infer_response
+    found = answer.raw_output_contents[0] if is_raw else answer.outputs[0].contents.int_contents
+    assert len(found) == len(values)
+    assert [thread is threading.main_thread() for thread in threads] == [is_raw]
+
+
+def test_a_long_typed_tensor_counts_until_its_thread_is_done_though_the_client_cancels(
+    serving, planes, monkeypatch
+):
+    go_on, came, budgets = threading.Event(), threading.Event(), Budgets()
+    translate = open_inference_messages.tensor_request
+
+    def slow(message):
+        came.set()
+        assert go_on.wait(10)
+        return translate(message)
+
+    monkeypatch.setattr(open_inference_messages, "tensor_request", slow)
+    made = typed("INT8", "int_contents", [1] * 200_000)
+
+    async def main():
+        async with serving("inference", max_request_bytes=2**20, budgets=budgets) as served:
+            call = stub(served.channel, "ModelInfer")(made, timeout=20)
+            while not came.is_set():
+                await asyncio.sleep(0.01)
+            call.cancel()
+            (connection,) = served.server._listener.connections
+            while connection._streams:
+                await asyncio.sleep(0.01)
+            held = budgets.held_bytes
+            go_on.set()
+            while budgets.held_bytes:
+                await asyncio.sleep(0.01)
+            return held
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) == made.ByteSize()
+    assert planes.data.asked == []
 
 
 def test_raw_tensors_come_back_raw_with_the_id(oip, planes):
