@@ -169,7 +169,10 @@ class Unavailable(ServingError):
 
 
 class CutOff(Unavailable):
-    """The model was unloaded while the request may have been running: sent again, it could run twice."""
+    """The request was ended while it may have been running: sent again, it could run twice.
+
+    Its model was unloaded, or the server stops.
+    """
 
 
 class QueueFull(Unavailable):

@@ -18,6 +18,7 @@ import msgspec
 from torchere.handlers.encode import indented_json, parse_json
 from torchere.serving.config.server_settings import SnapshotWorkflow
 from torchere.serving.errors import (
+    CutOff,
     DeadlineExceeded,
     ExecutorDied,
     HandlerFailed,
@@ -266,7 +267,8 @@ def _step_error(workflow: Workflow, step: str, error: ServingError, request: Inf
     text = f"Error executing {step}"
     cause = ": ".join(filter(None, (error.message, error.detail)))
     if isinstance(error, Unavailable):
-        refused = Unavailable(f"{text}: {error.message}", error.detail)
+        kind = CutOff if isinstance(error, CutOff) else Unavailable  # one that may have run stays so
+        refused = kind(f"{text}: {error.message}", error.detail)
         refused.retry_after_s = error.retry_after_s
         return refused
     if isinstance(error, ModelNotFound):

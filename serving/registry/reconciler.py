@@ -164,6 +164,7 @@ class Reconciler:
             logger.warning("%s still had requests when its time was over", version.key)
             # Not left to the end of the workers: that would be 500, which tells clients not to try again.
             text = f"Model {version.key.name} was unloaded before the request was answered."
+            version.batcher.fail_queued(Unavailable(text))  # these have not run: clients may send them again
             version.batcher.fail_all(CutOff(text))
 
     async def _drained(self, version: Version) -> bool:

@@ -86,6 +86,7 @@ MANAGEMENT: Table = {
     e.DependenciesFailed: (StatusCode.INVALID_ARGUMENT, f"{_MODEL}ModelException"),
     e.DownloadFailed: (StatusCode.INVALID_ARGUMENT, "org.pytorch.serve.archive.DownloadArchiveException"),
     e.Unavailable: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
+    e.CutOff: (StatusCode.INTERNAL, INTERNAL_SERVER),  # clients and proxies send again at UNAVAILABLE
     e.TooManyRequests: (StatusCode.RESOURCE_EXHAUSTED, ""),  # TorchServe has no such limits
     e.DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, INTERNAL_SERVER),
     e.Cancelled: (StatusCode.CANCELLED, INTERNAL_SERVER),
@@ -99,6 +100,7 @@ INFERENCE: Table = {
     e.ModelNotFound: (StatusCode.INTERNAL, f"{_MODEL}ModelNotFoundException"),
     e.VersionNotFound: (StatusCode.INTERNAL, f"{_MODEL}ModelVersionNotFoundException"),
     e.Unavailable: (StatusCode.INTERNAL, "InternalServerException.()"),
+    e.CutOff: (StatusCode.INTERNAL, "InternalServerException.()"),
     # TorchServe has no such answer; proxies and clients retry at UNAVAILABLE.
     e.Restarting: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
 }

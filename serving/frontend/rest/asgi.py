@@ -11,7 +11,7 @@ from functools import partial
 from starlette.types import Message, Scope
 
 from torchere.serving.batching.request import Request
-from torchere.serving.errors import NotFound, ServingError, Unavailable
+from torchere.serving.errors import CutOff, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.authorisation import API_KEY, named_model
 from torchere.serving.frontend.call_scope import CLIENT_GONE, CallScope
@@ -117,7 +117,7 @@ class AppExchange(Exchange):
                 raise RuntimeError("the app returned before its answer was complete")
         except asyncio.CancelledError:  # the server stops, and its change may be in effect
             if not self.complete:
-                self._fail(Unavailable("The server is stopping."))
+                self._fail(CutOff("The server is stopping."))
             raise
         except ServingError as error:
             self._fail(error)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.config.workflow_spec import read_workflow_spec
-from torchere.serving.errors import HandlerFailed, StepFailed, Unavailable
+from torchere.serving.errors import CutOff, HandlerFailed, StepFailed, Unavailable
 from torchere.serving.frontend import workflows
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.rest.connection import Connection
@@ -53,6 +53,15 @@ def test_the_parts_of_a_step_have_together_the_limit_of_a_response(planes):
         asyncio.run(plane.infer("flow", request()))
     assert failed.value.detail == "The answer has more than max_response_size=1000 bytes."
     assert len(taken) == 4
+
+
+def test_a_step_that_may_have_run_when_it_was_cut_off_is_no_refusal_of_the_whole(planes: Any) -> None:
+    async def cut_off(asked: InferRequest) -> InferResponse:
+        raise CutOff("Model flow__one was unloaded.")
+
+    planes.data.behave = cut_off
+    with pytest.raises(CutOff, match="Error executing one: Model flow__one was unloaded"):
+        asyncio.run(plane_of(planes, "  one: [two]\n").infer("flow", request()))
 
 
 def test_results_count_for_the_budget_until_the_steps_that_take_them_are_over(planes):

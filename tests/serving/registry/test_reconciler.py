@@ -159,8 +159,11 @@ def test_what_still_runs_when_another_executor_does_not_load_is_unavailable_befo
         running = AwaitedRequest("a", 0.0)
         stage.version.batcher.submit(running)
         await asyncio.sleep(0)
+        waiting = AwaitedRequest("b", 0.0)
+        stage.version.batcher.submit(waiting)
         stage.pool.failure = LoadFailed("Failed to start", "no memory for a second one")
         assert await stage.settle() is VersionState.FAILED
+        assert type(waiting.future.exception()) is Unavailable  # it has not run
         error = running.future.exception()
         assert isinstance(error, CutOff)
         assert "was unloaded before the request was answered" in error.message

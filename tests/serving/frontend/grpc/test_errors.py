@@ -7,9 +7,24 @@ import pytest
 from google.protobuf import empty_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from torchere.serving.errors import HandlerFailed, ModelNotFound, QueueFull, Restarting, VersionNotFound
-from torchere.serving.frontend.grpc.errors import INFERENCE, _status, failure
+from torchere.serving.errors import (
+    CutOff,
+    HandlerFailed,
+    ModelNotFound,
+    QueueFull,
+    Restarting,
+    VersionNotFound,
+)
+from torchere.serving.frontend.grpc.errors import (
+    INFERENCE,
+    MANAGEMENT,
+    OPEN_INFERENCE,
+    Table,
+    _status,
+    failure,
+)
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
+from torchere.serving.frontend.http2.messages import StatusCode
 
 
 @pytest.fixture
@@ -59,6 +74,11 @@ def test_a_full_queue_says_when_to_try_again(rich_failure):
     assert code is grpc.StatusCode.INTERNAL  # as in TorchServe
     assert unpacked(status, error_details_pb2.ErrorInfo).reason == "QUEUE_FULL"
     assert unpacked(status, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1300
+
+
+@pytest.mark.parametrize("table", [MANAGEMENT, INFERENCE, OPEN_INFERENCE])
+def test_a_request_that_may_have_run_is_not_told_as_one_to_send_again(table: Table) -> None:
+    assert failure(CutOff("it was unloaded"), table).code is StatusCode.INTERNAL
 
 
 def test_an_outage_is_unavailable_and_says_when_to_try_again(rich_failure):
