@@ -38,11 +38,22 @@ class EntryPoint:
         call: takes (data, context) and returns the answers, or a coroutine for them.
         instance: the handler object behind it, None for the function form.
         enveloped: an envelope wraps the handler, so example rows of the handler do not fit.
+        beside: as `call`, for batches that run beside each other; None: `call`.
+        loop: the event loop of the handler's coroutines; None: one is made when it is needed.
     """
 
-    def __init__(self, call: Call, instance: Any = None, enveloped: bool = False) -> None:
+    def __init__(
+        self,
+        call: Call,
+        instance: Any = None,
+        enveloped: bool = False,
+        *,
+        beside: Call | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         self._call = call
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beside = beside or call
+        self._loop = loop
         self.instance = instance
         self.enveloped = enveloped
 
@@ -53,7 +64,7 @@ class EntryPoint:
 
     def begin(self, data: list[Any], context: Context) -> object:
         """Call the handler; return its answers, or a coroutine for them, to be run on `loop`."""
-        return self._call(data, context)
+        return self._beside(data, context)
 
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Return example rows for the first runs, in the form of `data`; None when the handler has none.
@@ -218,9 +229,13 @@ def load_entry_point(
 
 
 def _enveloped(wrapped: Any, inner: EntryPoint) -> EntryPoint:
-    entry_point = EntryPoint(wrapped.handle, inner.instance, enveloped=True)
-    entry_point.begin = lambda data, context: copy.copy(wrapped).handle(data, context)  # type: ignore[method-assign]
-    return entry_point
+    return EntryPoint(
+        wrapped.handle,
+        inner.instance,
+        enveloped=True,
+        beside=lambda data, context: copy.copy(wrapped).handle(data, context),
+        loop=inner._loop,  # if there is one, the clients that the handler made at its load are bound to it
+    )
 
 
 def _in_cpp(handler: str, runtime: str, context: Context) -> EntryPoint | None:

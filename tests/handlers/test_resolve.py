@@ -237,6 +237,27 @@ def test_coroutines_answer_in_an_envelope_one_by_one_and_several_at_once(
     assert entry_point.loop.run_until_complete(at_once()) == answers
 
 
+BOUND = """
+import asyncio
+
+made_on = []
+
+async def handle(data, context):
+    made_on.append(asyncio.get_running_loop())
+    return data and [made_on[0] is made_on[-1]] * len(data)
+"""
+
+
+@pytest.mark.parametrize("envelope", [None, "body"])
+def test_a_function_is_loaded_and_called_on_one_event_loop(
+    write_archive: WriteArchive, make_context: Any, begin: Any, envelope: str | None
+) -> None:
+    context = make_context(write_archive({"bound.py": BOUND}))
+    entry_point = load_entry_point("bound.py", context, envelope=envelope)
+    begin(context, 1)
+    assert entry_point([{"body": 1}], context) == [True]
+
+
 def test_every_built_in_name_leads_to_a_class() -> None:
     for home in (*BUILT_IN_HANDLERS.values(), *ENVELOPES.values()):
         module, name = home.split(":")
