@@ -93,8 +93,8 @@ def expand_contractions(text: str) -> str:
     return _PATTERN.sub(written_out, text).replace("'", "")
 
 
-CLEANUP_REGEX = re.compile(r"<.*?>|&([a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 _ENTITY = re.compile(r"&([a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
+CLEANUP_REGEX = re.compile(rf"<.*?>|{_ENTITY.pattern}")
 UNKNOWN = "<unk>"  # torchtext's name for words that a vocabulary does not have
 _SPACED = re.compile(r"(['.,()!?])")
 _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -21,9 +21,7 @@ from torchere.serving.commands.handler_imports import missing_imports, not_insta
 from torchere.serving.commands.serve_options import newest_snapshot, old_defaults
 from torchere.serving.commands.settings_trial import tried
 from torchere.serving.config.model_properties import UNSUPPORTED_KEYS, unsupported_keys
-from torchere.serving.config.model_settings import (
-    config_of,
-)
+from torchere.serving.config.model_settings import config_of
 from torchere.serving.config.properties import ConfigurationError, read_properties
 from torchere.serving.config.resolve import DEFAULTS, Configuration, Finding, configure
 from torchere.serving.config.server_settings import ServerSettings

@@ -240,7 +240,7 @@ def _check_migration(options: argparse.Namespace) -> int:
 
 
 def _version(_options: argparse.Namespace) -> int:
-    import importlib.metadata
+    import importlib.metadata  # slow to import, and of this command only
 
     print(f"torchere {__version__}")
     print(f"answers as TorchServe {TORCHSERVE_VERSION}")

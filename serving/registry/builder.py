@@ -39,12 +39,7 @@ from torchere.serving.types import ModelKey
 from torchere.serving.workers.devices import CoreShares, gpu_count
 from torchere.serving.workers.executor import FreeCallback, LoadSpec
 from torchere.serving.workers.isolation import LANES_SHARE, choose_isolation
-from torchere.serving.workers.launch import (
-    CompilerLauncher,
-    ExecLauncher,
-    ForkLauncher,
-    Launcher,
-)
+from torchere.serving.workers.launch import CompilerLauncher, ExecLauncher, ForkLauncher, Launcher
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.rendezvous import rendezvous_of

@@ -111,6 +111,7 @@ class HandlerHost:
         self._gpu_id = gpu_id
         self._is_alone = alone
         self._answers = answers
+        self._most_part_bytes = most_report_bytes(spec) - _HEADERS_BYTES
         self.end_cause = ""  # why the process must end after the last report; "": it goes on
 
     def own_process(self) -> None:
@@ -219,7 +220,7 @@ class HandlerHost:
         if any(refusals):
             return self._run_some(requests, refusals, send_partial, now_s)
         processors = [RequestProcessor(headers_of(request), request.request_id) for request in requests]
-        self._context.begin_batch(processors, _parts_of(processors, send_partial, self._spec))
+        self._context.begin_batch(processors, self._parts_of(processors, send_partial))
         started = time.perf_counter()
         failure: ServingError | None = None
         try:
@@ -252,7 +253,7 @@ class HandlerHost:
         context = copy.deepcopy(self._context)
         context.metrics, context.is_unwanted = self._metrics.beside(), is_unwanted
         processors = [RequestProcessor(headers_of(request), request.request_id)]
-        context.begin_batch(processors, _parts_of(processors, send_partial, self._spec))
+        context.begin_batch(processors, self._parts_of(processors, send_partial))
         started = time.perf_counter()
         failure: ServingError | None = None
         try:
@@ -270,6 +271,26 @@ class HandlerHost:
             self._end_if_lost(failure)
         context.end_batch()
         return BatchReport(outcomes, handler_s, tuple(self._metrics.drain()), context.stages_s, now_s)
+
+    def _parts_of(
+        self, processors: Sequence[RequestProcessor], send_partial: PartialSink | None
+    ) -> Callable[[int, bytes], None] | None:
+        """Return a callback for each part of an answer; it adds the status and headers set by the handler.
+
+        The callback raises `ValueError` for a part that is too long for a frame: it would cost the worker.
+        """
+        if send_partial is None:
+            return None
+
+        def send(index: int, chunk: bytes) -> None:
+            if len(chunk) > self._most_part_bytes:
+                raise ValueError(
+                    f"a part of the answer has {len(chunk)} bytes, expected at most {self._most_part_bytes}; "
+                    f"a greater max_response_size={self._spec.max_response_bytes} raises this limit"
+                )
+            send_partial(index, response_of(chunk, processors[index]))
+
+        return send
 
     def drain_metrics(self) -> tuple[MetricSample, ...]:
         """Return the metrics that the handler reported since the last batch; any thread may call it."""
@@ -400,28 +421,6 @@ def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> Non
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, extra=extra)
     record.exc_text = trace_of(err)
     logger.handle(record)
-
-
-def _parts_of(
-    processors: Sequence[RequestProcessor], send_partial: PartialSink | None, spec: LoadSpec
-) -> Callable[[int, bytes], None] | None:
-    """Return a callback for each part of an answer; it adds the status and headers set by the handler.
-
-    The callback raises `ValueError` for a part that is too long for a frame: it would cost the worker.
-    """
-    if send_partial is None:
-        return None
-    most = most_report_bytes(spec) - _HEADERS_BYTES
-
-    def send(index: int, chunk: bytes) -> None:
-        if len(chunk) > most:
-            raise ValueError(
-                f"a part of the answer has {len(chunk)} bytes, expected at most {most}; "
-                f"a greater max_response_size={spec.max_response_bytes} raises this limit"
-            )
-        send_partial(index, response_of(chunk, processors[index]))
-
-    return send
 
 
 def _unless_over(outcome: Outcome, is_over: object) -> Outcome:

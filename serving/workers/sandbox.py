@@ -95,7 +95,9 @@ def sandbox_of(server: ServerSettings, kernel: Kernel | None = None) -> Sandbox 
     """
     wanted = server.sandbox
     if wanted.level == "off":
-        if wanted != type(wanted)("off"):
+        from torchere.serving.config.server_settings import SandboxSettings  # noqa: PLC0415 - not in workers
+
+        if wanted != SandboxSettings("off"):
             raise _refused("off", ["no other setting of the sandbox: worker_user and the like need a level"])
         return None
     strict = wanted.level == "strict"

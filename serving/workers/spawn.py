@@ -1,4 +1,4 @@
-"""Starts the fork server, the process that imports torch and forks workers.
+"""Starts the fork server, the process that imports torch and forks workers, and makes their environment.
 
 The import is the slowest part of a server's start. So the process starts as soon as the settings are known,
 ahead of the server's own imports, and this module imports little.

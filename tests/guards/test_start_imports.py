@@ -38,7 +38,7 @@ NOT_OF_WORKERS = {  # of all: those that need them import them
     "torchere.serving.store.package",
     "yaml",
 }
-NOT_BEFORE_TORCH = {  # the fork server, which imports torch, waits for what comes before it
+NOT_BEFORE_TORCH = {  # modules for which the fork server, which imports torch, would have to wait
     "asyncio",
     "importlib.metadata",
     "msgspec",

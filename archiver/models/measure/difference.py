@@ -115,7 +115,6 @@ class _Tally:
     def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
         """Add one sample."""
         one, other = wanted.detach().double(), found.detach().double()
-        equal = are_equal(one, other)
         apart = distances(one, other)
         self.rows += wanted.shape[0] if wanted.dim() else 1
         self.values += apart.numel()
@@ -123,7 +122,7 @@ class _Tally:
         self.largest = max(self.largest, float(apart.max()) if apart.numel() else 0.0)
         self.absolute += float(apart.sum())
         if not wanted.is_floating_point():
-            self._unequal += int((~equal).sum())
+            self._unequal += int(apart.count_nonzero())
             return
         self._squares += float(apart.square().sum())
         finite = one.nan_to_num(posinf=0.0, neginf=0.0)

@@ -95,7 +95,7 @@ def generated(part: bytes) -> Members:
     """Convert one JSON response of the protocol to members; an output of one element becomes a scalar.
 
     Raises:
-        HandlerFailed: the response is none of the protocol, because the handler sent bytes of its own.
+        HandlerFailed: the response does not have the form of the protocol; a handler may send any bytes.
     """
     try:
         answer: Members = parse_json(part)  # it may hold NaN and infinities

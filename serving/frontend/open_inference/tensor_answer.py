@@ -219,5 +219,5 @@ def _as_texts(data: Any, *, quoted: bool) -> Any:
 
 
 def no_tensors(cause: str) -> ServingError:
-    """Return the error of a handler whose answer is none of the protocol."""
+    """Return the error of a handler whose answer does not have the form of the protocol."""
     return HandlerFailed("The handler's answer is none of the Open Inference Protocol.", 500, cause)

@@ -385,7 +385,7 @@ def test_generate_has_plain_members(post, planes):
     assert post(b"[]", "/v2/models/echo/generate").json["error"].startswith("the request: found no object")
 
 
-NONE_OF_IT = "The handler's answer is none of the Open Inference Protocol."
+NOT_THE_PROTOCOL = "The handler's answer is none of the Open Inference Protocol."
 
 
 @pytest.mark.parametrize("verb", ["generate", "generate_stream"])
@@ -395,7 +395,7 @@ NONE_OF_IT = "The handler's answer is none of the Open Inference Protocol."
 def test_an_answer_that_is_none_of_the_protocol_is_the_handlers_failure(post, planes, verb, body, caplog):
     answers(planes, InferResponse(body))
     answer = post(b'{"x": [1]}', f"/v2/models/echo/{verb}")
-    assert (answer.status, answer.json["error"]) == (500, NONE_OF_IT)
+    assert (answer.status, answer.json["error"]) == (500, NOT_THE_PROTOCOL)
     assert caplog.text == ""
 
 
@@ -410,7 +410,7 @@ def test_a_part_that_is_none_of_the_protocol_is_the_last_event(post, planes):
     answers(planes, streamed(JSON_ANSWER, b"no", JSON_ANSWER))
     first, *rest = post(b'{"x": [1]}', "/v2/models/echo/generate_stream").chunks
     assert first.endswith(b'"y":7}\n\n')
-    last = b'data: {"error":"%b","type":"InternalServerException"}\n\n' % NONE_OF_IT.encode()
+    last = b'data: {"error":"%b","type":"InternalServerException"}\n\n' % NOT_THE_PROTOCOL.encode()
     assert rest == [last, b""]
 
 
