@@ -32,6 +32,8 @@ class HandlerLoadError(Exception):
 class UnsupportedOutput(TypeError):
     """An element of the list that a handler returned can't be encoded as bytes."""
 
+    message = "Unsupported model output data type."  # for the client
+
 
 class MetricsCacheError(Exception):
     """A metric, or a file that declares metrics, is invalid; raised as one of its subclasses."""

@@ -45,6 +45,19 @@ class Datatype:
     torch_name: str  # the attribute of torch that is its dtype; "" where torch has none
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of an answer.
+
+    `tensor` is a numpy array of its datatype; for BF16, a torch CPU tensor or a float32 array.
+    """
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    tensor: Any
+
+
 # Open Inference Protocol, "Tensor Data Types"; BF16 is the extension that Triton and KServe share.
 _ROWS = (
     ("BOOL", "?", 1, "bool"),

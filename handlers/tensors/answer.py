@@ -10,7 +10,6 @@ import json
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from torchere.handlers.tensors import (
     DATATYPES,
     Array,
     Datatype,
+    Output,
     TensorError,
     datatype_named,
     datatype_of_array,
@@ -34,9 +34,12 @@ from torchere.handlers.tensors import (
     shown,
 )
 from torchere.handlers.tensors.codec import json_from_tensor, objects_array, tensor_from_json, view_of_tensor
+from torchere.handlers.tensors.enveloped import BytesAs, read_answer
 
 OPEN_INFERENCE = ":open-inference"
-"""Header of a request that came as tensors: a `Wish` as JSON. No HTTP header can be called so."""
+"""Header of a request whose handler reads tensors: a `Wish` as JSON. No HTTP header can be called so."""
+IN_JSON = ":open-inference-in-json"
+"""The same header where the handler reads the tensors as JSON, and answers in JSON: behind an envelope."""
 HEADER_LENGTH = "inference-header-content-length"  # response header: bytes of JSON at the body's start
 SEQUENCE_END = "ts_request_sequence_end"
 FRAME = struct.Struct("<I")  # length of the JSON in a framed body
@@ -60,6 +63,7 @@ class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
     binary: bool = False  # when `outputs` is empty: whether all outputs are binary
     framed: bool = False  # all outputs are binary, and the body begins with the length of its JSON
     ends_sequence: str = ""  # id of the sequence that this request ends
+    json_bytes_as: BytesAs | None = None  # for a handler that reads and writes JSON
 
 
 class Encoded(NamedTuple):
@@ -96,7 +100,7 @@ class AnswerEncoder:
         Raises:
             UnsupportedOutput: the answer has a type that can't be encoded.
         """
-        wish_text = processor.get_request_property(OPEN_INFERENCE)
+        wish_text = processor.get_request_property(OPEN_INFERENCE) or processor.get_request_property(IN_JSON)
         return encode_answer(answer) if wish_text is None else self._tensors(answer, wish_text, processor)
 
     def _tensors(self, answer: object, wish_text: str, processor: RequestProcessor) -> bytes:
@@ -109,17 +113,24 @@ class AnswerEncoder:
             processor.response_headers.setdefault(SEQUENCE_END, wish.ends_sequence)
         if processor.status_code >= _BAD_REQUEST:
             return encode_answer(answer)
-        if self._specs is None:
-            signature = archive_signature(self._model_dir)
-            self._specs = signature.outputs if signature else ()
         try:
-            outputs = wanted_outputs(outputs_of(answer, self._specs), wish, self.labels)
-            encoded = encode_outputs(self._identity, outputs, wish)
+            encoded = self._encoded(answer, wish)
         except TensorError as err:
             processor.report_status(_BAD_REQUEST)
             return str(err).encode()
         _set_headers(processor.response_headers, encoded)
         return encoded.body
+
+    def _encoded(self, answer: object, wish: Wish) -> Encoded:
+        if wish.json_bytes_as is not None:
+            written = read_answer(encode_answer(answer), wish.json_bytes_as)
+            wish = msgspec.structs.replace(wish, id=written.id)
+            return encode_outputs(written.identity, wanted_outputs(written.outputs, wish, self.labels), wish)
+        if self._specs is None:
+            signature = archive_signature(self._model_dir)
+            self._specs = signature.outputs if signature else ()
+        outputs = outputs_of(answer, self._specs)
+        return encode_outputs(self._identity, wanted_outputs(outputs, wish, self.labels), wish)
 
 
 def read_wish(text: str) -> Wish:
@@ -129,7 +140,8 @@ def read_wish(text: str) -> Wish:
 
 def wish_header(wish: Wish) -> tuple[str, str]:
     """Return the header that carries a wish to the executor."""
-    return OPEN_INFERENCE, _encoder.encode(wish).decode()
+    name = OPEN_INFERENCE if wish.json_bytes_as is None else IN_JSON
+    return name, _encoder.encode(wish).decode()
 
 
 def encode_outputs(
@@ -219,19 +231,6 @@ def _set_headers(headers: dict[str, str], encoded: Encoded) -> None:
 # a single output. Arrays and tensors keep their datatype. Plain Python numbers take the datatype of the
 # archive's signature if it can hold them, else FP64, INT64 or BOOL. Other values become BYTES: texts
 # unchanged, the rest as JSON.
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One output.
-
-    `tensor` is a numpy array of its datatype; for BF16, a torch CPU tensor or a float32 array.
-    """
-
-    name: str
-    datatype: Datatype
-    shape: tuple[int, ...]
-    tensor: Any
 
 
 def outputs_of(answer: object, specs: Sequence[TensorSpec]) -> list[Output]:

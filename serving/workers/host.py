@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from torchere.handlers.archive_import import archive_of, give_plain_names
@@ -31,8 +32,9 @@ from torchere.handlers.loading.torchscript import spare_memory
 from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.metrics import MetricSample, MetricsCache
 from torchere.handlers.resolve import EntryPoint, load_entry_point
-from torchere.handlers.tensors import TensorError, shown
-from torchere.handlers.tensors.answer import AnswerEncoder
+from torchere.handlers.tensors import TENSOR_TYPE, TensorError, shown
+from torchere.handlers.tensors.answer import IN_JSON, AnswerEncoder, read_wish
+from torchere.handlers.tensors.enveloped import request_json
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -44,7 +46,7 @@ from torchere.serving.errors import (
     ServingError,
 )
 from torchere.serving.logs.trace_context import trace_of_headers
-from torchere.serving.types import InferRequest, InferResponse
+from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Unfinished
 from torchere.serving.workers.loss import RAISED
 from torchere.serving.workers.messages import most_report_bytes
@@ -215,11 +217,14 @@ class HandlerHost:
     ) -> BatchReport:
         # The requests of a batch that fails as a whole run again one by one, so they must stay unchanged.
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
-        rows = [row_of(request, self._decodes, lent) for request in requests]
+        read: Sequence[InferRequest | InvalidRequest] = requests
+        if self._spec.envelope:
+            read = list(map(self._as_json, requests))
+        rows = [row_of(request, self._decodes, lent) for request in read]
         refusals = [row if isinstance(row, InvalidRequest) else None for row in rows]
         if any(refusals):
             return self._run_some(requests, refusals, send_partial, now_s)
-        processors = [RequestProcessor(headers_of(request), request.request_id) for request in requests]
+        processors = [processor_of(request) for request in read]  # type: ignore[arg-type]  # none is refused
         self._context.begin_batch(processors, self._parts_of(processors, send_partial))
         started = time.perf_counter()
         failure: ServingError | None = None
@@ -247,12 +252,13 @@ class HandlerHost:
         """Run one request beside others, on `loop`, with its own copy of the context; this does not raise."""
         now_s = time.monotonic()
         (refusal,) = _left_out([request], (), now_s)
-        row = row_of(request, self._decodes, "own")
+        read = self._as_json(request) if self._spec.envelope else request
+        row = row_of(read, self._decodes, "own")
         if refusal is not None or isinstance(row, InvalidRequest):
             return BatchReport([refusal or row], began_s=now_s)  # type: ignore[list-item]  # one of them is it
         context = copy.deepcopy(self._context)
         context.metrics, context.is_unwanted = self._metrics.beside(), is_unwanted
-        processors = [RequestProcessor(headers_of(request), request.request_id)]
+        processors = [processor_of(read)]  # type: ignore[arg-type]  # it is not refused
         context.begin_batch(processors, self._parts_of(processors, send_partial))
         started = time.perf_counter()
         failure: ServingError | None = None
@@ -271,6 +277,23 @@ class HandlerHost:
             self._end_if_lost(failure)
         context.end_batch()
         return BatchReport(outcomes, handler_s, tuple(self._metrics.drain()), context.stages_s, now_s)
+
+    def _as_json(self, request: InferRequest) -> InferRequest | InvalidRequest:
+        """Return the request with its tensors as JSON, if the handler behind the envelope gets them so."""
+        given = request.parameters
+        if given and not given[0].content_type.startswith(TENSOR_TYPE):
+            return request
+        wish_text = dict(request.headers).get(IN_JSON)
+        wish = None if wish_text is None else read_wish(wish_text)
+        if wish is None or wish.json_bytes_as is None:
+            return request
+        inputs = [(each.name, each.content_type, each.value) for each in given]
+        try:
+            text = request_json(self._spec.model_name, wish.id, inputs, wish.json_bytes_as)
+        except TensorError as err:
+            return InvalidRequest(str(err))
+        body = Parameter("body", text, "application/json")
+        return msgspec.structs.replace(request, parameters=(body,))
 
     def _parts_of(
         self, processors: Sequence[RequestProcessor], send_partial: PartialSink | None
@@ -335,7 +358,7 @@ class HandlerHost:
         try:
             body = self._encoder.encode(answer, processor)
         except UnsupportedOutput as err:  # of this request alone: others of its batch may be streams
-            return self._all_failed("Unsupported model output data type.", str(err), 1)[0]
+            return self._all_failed(err.message, str(err), 1)[0]
         limit = self._spec.max_response_bytes
         if len(body) > limit:
             return HandlerFailed(
@@ -429,8 +452,12 @@ def _unless_over(outcome: Outcome, is_over: object) -> Outcome:
     return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
 
 
-def row_of(request: InferRequest, decode: bool, lent: Lent) -> dict[str, Any] | InvalidRequest:
-    """Return the decoded values of a request by name, or an `InvalidRequest` if a tensor is invalid."""
+def row_of(
+    request: InferRequest | InvalidRequest, decode: bool, lent: Lent
+) -> dict[str, Any] | InvalidRequest:
+    """Return the decoded values of a request by name, or an `InvalidRequest` if it is invalid."""
+    if isinstance(request, InvalidRequest):
+        return request
     row: dict[str, Any] = {}
     for parameter in request.parameters:
         try:
@@ -440,8 +467,8 @@ def row_of(request: InferRequest, decode: bool, lent: Lent) -> dict[str, Any] | 
     return row
 
 
-def headers_of(request: InferRequest) -> dict[str, Any]:
-    """Return the headers for the handler: each value's content type by its name, then the real headers.
+def processor_of(request: InferRequest) -> RequestProcessor:
+    """Return the id and headers for the handler: the content type of each value by its name, then the others.
 
     A handler has no other way to get the content type of an uploaded file.
     """
@@ -449,7 +476,7 @@ def headers_of(request: InferRequest) -> dict[str, Any]:
     for parameter in request.parameters:
         headers[parameter.name] = {"content-type": parameter.content_type}
     headers.update(request.headers)
-    return headers
+    return RequestProcessor(headers, request.request_id)
 
 
 def metrics_of(lanes: Iterable[object]) -> list[MetricSample]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from torchere.handlers.context import RequestProcessor
 from torchere.handlers.encode import indented_json, one_line_json, parse_json
+from torchere.handlers.errors import UnsupportedOutput
 from torchere.handlers.tensors import TensorError
+from torchere.handlers.tensors.answer import AnswerEncoder, Wish, wish_header
 from torchere.handlers.tensors.codec import array_from_bytes
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.open_inference.generate import generate_request
@@ -19,9 +23,7 @@ from torchere.serving.frontend.open_inference.json_request import (
     parse_request,
 )
 from torchere.serving.frontend.open_inference.tensor_answer import (
-    encode_answer,
     read_framed_body,
-    read_json,
 )
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest, infer_request
 from torchere.serving.frontend.rest.codec import (
@@ -33,7 +35,7 @@ from torchere.serving.frontend.rest.codec import (
     text_values,
 )
 from torchere.serving.frontend.rest.wire import inflate
-from torchere.serving.types import InferResponse, Parameter
+from torchere.serving.types import Parameter
 
 WHOLE = 0xFFFF  # in the first two bytes of an input: the whole body is JSON
 FORM = "application/x-www-form-urlencoded"
@@ -142,14 +144,13 @@ def generate_seeds() -> list[bytes]:
 
 
 def tensor_answer(data: bytes) -> None:
-    """An answer of a handler, framed or JSON: tensors or a ServingError, also when it is written for REST."""
-    for read in (lambda: read_framed_body(data), lambda: read_json(InferResponse(data))):
-        try:
-            answer = read()
-            encode_answer(answer, TensorRequest(()))
-            encode_answer(answer, TensorRequest((), binary=True))
-        except ServingError:
-            continue
+    """An answer of a worker, framed, or of a handler, in JSON: tensors or an error."""
+    with suppress(ServingError):
+        read_framed_body(data)
+    for wish in (Wish(json_bytes_as="text"), Wish(binary=True, json_bytes_as="base64")):
+        request = RequestProcessor(dict([wish_header(wish)]))
+        with suppress(UnsupportedOutput):
+            AnswerEncoder("m", "1", "/nowhere").encode(data, request)
 
 
 def tensor_answer_seeds() -> list[bytes]:

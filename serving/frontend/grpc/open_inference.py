@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchere.serving.errors import InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, Method, PredictionContext
@@ -41,7 +41,6 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
     in_plain_words,
     read_framed,
     read_framed_body,
-    read_json,
 )
 from torchere.serving.frontend.open_inference.tensor_request import MAX_NAME_LENGTH, Pairs, check_length
 from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
@@ -55,14 +54,11 @@ WANTS_FINAL = (
 )
 
 
-Reader: TypeAlias = Callable[[InferResponse], TensorAnswer]
-
-
 class Tensors(NamedTuple):
     """Dependencies of the inference calls of one service. Used on the data plane's event loop only.
 
-    `as_torchserve` is set for the service under TorchServe's name. It selects TorchServe's error codes,
-    base64 for BYTES elements in the JSON for an envelope, and JSON for BYTES elements of its response.
+    `as_torchserve` is set for the service under TorchServe's name. It selects TorchServe's error codes, and
+    behind an envelope base64 for BYTES elements in the handler's JSON, and JSON for those of the response.
     """
 
     context: PredictionContext
@@ -74,8 +70,8 @@ class Tensors(NamedTuple):
         """Decode a message; see `decode_request`."""
         return decode_request(message, self.service.known)
 
-    def asked(self, request: TensorMessage, call: Call) -> tuple[Asked, Reader]:
-        """Translate a message; return the prediction and the reader for its response.
+    def asked(self, request: TensorMessage, call: Call) -> Asked:
+        """Translate a message to a prediction.
 
         Raises:
             ServingError: the message is not a valid request, or the model is not registered.
@@ -83,7 +79,7 @@ class Tensors(NamedTuple):
         known = self.service.translated(request.head)
         if known is not None and list(map(len, request.raw)) == known.sizes:
             check_length("id", request.id)
-            return _of_call(known.model, known.version, known.request, request.raw, call), read_framed
+            return _of_call(known.model, known.version, known.request, request.raw, call)
         message = request.fields
         if not message.model_name:
             raise InvalidRequest("Parameter model_name is required.")
@@ -96,9 +92,7 @@ class Tensors(NamedTuple):
         prepared = self.service.prepared(facts, tensors, "base64" if self.as_torchserve else "text")
         if request.raw and request.head:
             self.service.keep(request.head, version, facts, prepared)
-        of_envelope = partial(read_json, quoted=self.as_torchserve)
-        reader = of_envelope if self.service.enveloped(facts) else read_framed
-        return _of_call(model, version, prepared, (), call), reader
+        return _of_call(model, version, prepared, (), call)
 
 
 def _of_call(
@@ -116,26 +110,25 @@ def _of_call(
 class _ModelInfer(GrpcPrediction):
     """A unary inference. The response has the form of the request: raw bytes or typed fields."""
 
-    __slots__ = ("_id", "_raw", "_read", "_tensors")
+    __slots__ = ("_id", "_raw", "_tensors")
 
     def __init__(self, tensors: Tensors, method: Method, stream: Stream) -> None:
         GrpcPrediction.__init__(self, tensors.context, method, stream)
         self._tensors = tensors
         self._raw = True
         self._id = ""
-        self._read: Reader = read_framed
 
     def asked(self, message: TensorMessage) -> Asked:
         if message.size > self.stream.kept_bytes:  # its tensors are longer than the message
             self.stream.keep(message.size - self.stream.kept_bytes)
-        asked, self._read = self._tensors.asked(message, self)
+        asked = self._tensors.asked(message, self)
         self._raw, self._id = message.is_raw, message.id
         return asked
 
     def message_of(self, response: InferResponse) -> Encoded:
-        if self._raw and self._read is read_framed:
+        if self._raw:
             return self._tensors.answers.encode(response, self._id)
-        return encode_response(infer_response(self._read(response), raw=self._raw, call_id=self._id))
+        return encode_response(infer_response(read_framed(response), raw=self._raw, call_id=self._id))
 
     def reply(self, outcome: Outcome | ServingError) -> None:
         """Answer the client with the outcome of the prediction."""
@@ -239,11 +232,11 @@ class InferStream:
 
     async def parts(self, asked: TensorMessage) -> AsyncIterator[ModelInferResponse]:
         """Yield the messages that answer one request; errors of the server or of the model are raised."""
-        (model, version, request), read = self._tensors.asked(asked, self._call)
+        model, version, request = self._tensors.asked(asked, self._call)
         outcome = await self._tensors.service.ask(model, version, request)
         is_stream = isinstance(outcome, StreamedResponse)
         last: TensorAnswer | None = None
-        async for last in _answers(outcome, read):
+        async for last in _answers(outcome):
             part = infer_response(last, raw=asked.is_raw, call_id=asked.id).whole()
             part.parameters[FINAL].bool_param = not is_stream
             yield part
@@ -252,9 +245,9 @@ class InferStream:
             yield _empty_end(asked.fields, last)
 
 
-async def _answers(outcome: Outcome, read: Reader) -> AsyncIterator[TensorAnswer]:
+async def _answers(outcome: Outcome) -> AsyncIterator[TensorAnswer]:
     if isinstance(outcome, InferResponse):
-        yield read(outcome)
+        yield read_framed(outcome)
         return
     async for chunk in outcome.chunks:
         yield read_framed_body(chunk)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
 
 from torchere.archiver.signature import ANY, Signature, TensorSpec
-from torchere.handlers.tensors import BYTES, TensorError, shown
-from torchere.handlers.tensors.codec import array_from_bytes, json_from_tensor, split_elements
+from torchere.handlers.tensors import shown
+from torchere.handlers.tensors.enveloped import BytesAs
 from torchere.serving.errors import InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.known_heads import Known
@@ -21,7 +20,6 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     Pairs,
     TensorRequest,
     infer_request,
-    sequence_headers,
 )
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
@@ -58,7 +56,7 @@ class TensorService:
     Args:
         dataplane: answers the requests.
         envelope: the server's `service_envelope`. With an envelope, handlers get JSON for it to unwrap, as in
-            TorchServe, instead of tensors.
+            TorchServe, instead of tensors; the worker translates them, and the answer.
     """
 
     def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
@@ -67,19 +65,23 @@ class TensorService:
         self.known: Known[Hashable, Translation] = Known(KNOWN_HEADS)
 
     def enveloped(self, facts: ModelFacts) -> bool:
-        """Tell whether a version's handler is behind an envelope, so that requests are sent to it as JSON."""
+        """Tell whether a version's handler is behind an envelope, so that it gets tensors as JSON."""
         return self._envelope is not None and not facts.reads_tensors
 
     def prepared(self, facts: ModelFacts, request: TensorRequest, bytes_as: BytesAs = "text") -> InferRequest:
         """Check a request, and translate it for the version that `facts` describe; see `filled`.
+
+        Args:
+            facts: of the version.
+            request: the request.
+            bytes_as: how elements of BYTES stand in JSON for a handler behind an envelope.
 
         Raises:
             ServingError: the request is invalid, or does not fit the version.
         """
         request.check()
         if self.enveloped(facts):
-            body = Parameter("body", request_json(facts.key.name, request, bytes_as), "application/json")
-            return InferRequest("", (body,), sequence_headers(request.parameters))
+            return infer_request(request, bytes_as)
         if facts.signature is not None:
             check_signature(request, facts.signature)
         return infer_request(request)
@@ -232,35 +234,3 @@ def _check_batches(request: TensorRequest, signature: Signature) -> None:
 
 def _one_of(names: Sequence[str]) -> str:
     return f"one of {', '.join(map(shown, names[:20]))}"
-
-
-BytesAs = Literal["text", "base64"]
-
-
-def request_json(model: str, request: TensorRequest, bytes_as: BytesAs) -> bytes:
-    """Return the body `{"id", "model_name", "inputs": [{"name", "shape", "datatype", "data"}]}`.
-
-    Raises:
-        InvalidRequest: BYTES are not valid text, with `bytes_as="text"`, or have an invalid layout.
-    """
-    inputs = [_input(tensor, index, bytes_as) for index, tensor in enumerate(request.inputs)]
-    return msgspec.json.encode({"id": request.id, "model_name": model, "inputs": inputs})
-
-
-def _input(tensor: InputTensor, index: int, bytes_as: BytesAs) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "shape": list(tensor.shape),
-        "datatype": tensor.datatype.name,
-        "data": _data(tensor, f"inputs[{index}]", bytes_as),
-    }
-
-
-def _data(tensor: InputTensor, where: str, bytes_as: BytesAs) -> Any:
-    try:
-        if tensor.datatype is BYTES and bytes_as == "base64":
-            return [base64.b64encode(element).decode() for element in split_elements(tensor.raw, where)]
-        array = array_from_bytes(tensor.raw, tensor.datatype, tensor.shape, where)
-        return json_from_tensor(array, tensor.datatype, where)
-    except TensorError as err:
-        raise InvalidRequest(str(err)) from err

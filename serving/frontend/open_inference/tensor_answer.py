@@ -7,18 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torchere.handlers.encode import compact_json, parse_json
-from torchere.handlers.tensors import BYTES, Datatype, TensorError, check_shape, datatype_named
-from torchere.handlers.tensors.answer import FRAME, Encoded, Output, Wish, encode_outputs, wanted_outputs
-from torchere.handlers.tensors.codec import (
-    NO_JSON,
-    array_from_bytes,
-    array_from_json,
-    bytes_from_tensor,
-    check_byte_count,
-)
-from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError, Unavailable, VersionFailed
-from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
+from torchere.handlers.errors import UnsupportedOutput
+from torchere.handlers.tensors import Datatype, TensorError, check_shape, datatype_named, shown
+from torchere.handlers.tensors.answer import FRAME
+from torchere.handlers.tensors.codec import NO_JSON, check_byte_count
+from torchere.handlers.tensors.enveloped import NoTensors
+from torchere.serving.errors import HandlerFailed, ServingError, Unavailable, VersionFailed
 from torchere.serving.types import InferResponse
 
 # TorchServe answers 503 for these, which clients of this protocol take for "try again". They are bugs: 500.
@@ -27,7 +21,8 @@ _BUGS = frozenset(
         "Prediction failed",
         "Invalid model predict output",
         "number of batch response mismatched",
-        "Unsupported model output data type.",
+        UnsupportedOutput.message,
+        NoTensors.message,
     }
 )
 
@@ -90,13 +85,12 @@ class _Output(msgspec.Struct):
     datatype: str
     shape: list[int]
     parameters: dict[str, Any] = {}
-    data: Any = None
 
 
 class _Head(msgspec.Struct):
     model_name: str = ""
-    model_version: str | int | float | None = ""  # a handler that writes JSON itself may write a number
-    id: str | None = ""
+    model_version: str = ""
+    id: str = ""
     outputs: list[_Output] = []
 
 
@@ -134,72 +128,25 @@ def frame_head(body: bytes | memoryview) -> tuple[bytes, int]:
     return bytes(body[FRAME.size : start]), start
 
 
-def encode_answer(answer: TensorAnswer, request: TensorRequest) -> Encoded:
-    """Encode an answer as a REST body, with the outputs and in the forms that the request asks for.
-
-    Raises:
-        ServingError: a requested output does not exist, can't be written as JSON, or has invalid elements.
-    """
-    try:
-        outputs = [
-            Output(out.name, out.datatype, out.shape, array_from_bytes(out.raw, out.datatype, out.shape))
-            for out in answer.outputs
-        ]
-    except TensorError as err:
-        raise no_tensors(str(err)) from err
-    wish = Wish(id=answer.id, outputs=request.outputs, binary=request.binary)
-    identity = {"model_name": answer.model_name, "model_version": answer.model_version}
-    try:
-        return encode_outputs(identity, wanted_outputs(outputs, wish, None), wish)
-    except TensorError as err:
-        raise InvalidRequest(str(err)) from err
-
-
-def read_json(response: InferResponse, *, quoted: bool = False) -> TensorAnswer:
-    """Parse the response of a handler that writes the protocol's JSON itself (the `kservev2` envelope).
-
-    The envelope uses datatype BYTES for all data that is not numeric. Elements that are not strings are
-    encoded as JSON; with `quoted`, strings are too, as TorchServe sends them to its gRPC clients.
-
-    Raises:
-        ServingError: the response has an error status, or is not valid JSON of the protocol.
-    """
-    check_accepted(response)
-    return _answer(response.body, 0, len(response.body), quoted=quoted)
-
-
-def _answer(body: bytes | memoryview, start: int, end: int, *, quoted: bool = False) -> TensorAnswer:
+def _answer(body: bytes | memoryview, start: int, end: int) -> TensorAnswer:
     view = memoryview(body)
-    head = _head_of(view[start:end])
+    try:
+        head = _decoder.decode(view[start:end])
+    except NO_JSON as err:
+        raise no_tensors(str(err)) from err
     outputs = []
     for index, output in enumerate(head.outputs):
-        where = f"outputs[{index}]"
+        field = f"outputs[{index}]"
         size = output.parameters.pop("binary_data_size", None)
         try:
-            datatype = datatype_named(output.datatype, f"{where}.datatype")
-            if isinstance(size, int):
-                raw, end = _binary(output, datatype, view[end : end + max(size, 0)], where), end + size
-            else:
-                raw = _raw_of_json(output, datatype, where, quoted=quoted)
+            datatype = datatype_named(output.datatype, f"{field}.datatype")
+            if not isinstance(size, int):
+                raise TensorError(f"{field}.parameters.binary_data_size", shown(size), "a number of bytes")
+            raw, end = _binary(output, datatype, view[end : end + max(size, 0)], field), end + size
         except TensorError as err:
             raise no_tensors(str(err)) from err
         outputs.append(OutputTensor(output.name, datatype, tuple(output.shape), raw, output.parameters))
-    version = "" if head.model_version is None else str(head.model_version)
-    return TensorAnswer(head.model_name, version, head.id or "", tuple(outputs))
-
-
-def _head_of(text: memoryview) -> _Head:
-    try:
-        return _decoder.decode(text)
-    except NO_JSON as err:
-        try:  # envelopes write NaN and infinities as Python does
-            head = msgspec.convert(parse_json(text), _Head)
-            # It also reads lone surrogates, which no protocol can send.
-            names = [(output.name, output.parameters) for output in head.outputs]
-            msgspec.json.encode((head.model_name, head.model_version, head.id, names))
-            return head
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            raise no_tensors(str(err)) from err
+    return TensorAnswer(head.model_name, head.model_version, head.id, tuple(outputs))
 
 
 def _binary(output: _Output, datatype: Datatype, raw: memoryview, where: str) -> bytes | memoryview:
@@ -207,17 +154,6 @@ def _binary(output: _Output, datatype: Datatype, raw: memoryview, where: str) ->
     return raw
 
 
-def _raw_of_json(output: _Output, datatype: Datatype, where: str, *, quoted: bool) -> bytes | memoryview:
-    data = _as_texts(output.data, quoted=quoted) if datatype is BYTES else output.data
-    return bytes_from_tensor(array_from_json(data, datatype, output.shape, where), datatype)
-
-
-def _as_texts(data: Any, *, quoted: bool) -> Any:
-    if isinstance(data, list):
-        return [_as_texts(one, quoted=quoted) for one in data]
-    return data if isinstance(data, str) and not quoted else compact_json(data).decode()
-
-
 def no_tensors(cause: str) -> ServingError:
     """Return the error of a handler whose answer does not have the form of the protocol."""
-    return HandlerFailed("The handler's answer is none of the Open Inference Protocol.", 500, cause)
+    return HandlerFailed(NoTensors.message, 500, cause)

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias, cast
 from torchere.handlers.tensors import Datatype, TensorError, check_shape, shown, tensor_type
 from torchere.handlers.tensors.answer import WantedOutput, Wish, wish_header
 from torchere.handlers.tensors.codec import check_byte_count
+from torchere.handlers.tensors.enveloped import BytesAs
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.types import NO_DEADLINE, InferRequest, Parameter
@@ -83,18 +84,23 @@ def input_tensor(
     return InputTensor(name, datatype, sizes, raw)
 
 
-def infer_request(request: TensorRequest) -> InferRequest:
+def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) -> InferRequest:
     """Translate a checked request to an `InferRequest`, without the id and the headers of a call.
 
     The protocol's parameter `timeout`, in microseconds from now, makes its deadline. The id that the client
-    chose is only returned in the response.
+    chose is only returned in the response; a handler that reads JSON gets it, too.
+
+    Args:
+        request: the checked request.
+        json_bytes_as: how elements of BYTES stand in the JSON that the handler reads; None: it reads tensors.
 
     Raises:
         InvalidRequest: a parameter that the server interprets has a wrong type.
     """
     sequence = sequence_headers(request.parameters)
     wish = Wish(
-        id="" if request.framed else request.id,  # that caller knows the id itself
+        # A caller that reads frames knows the id itself.
+        id="" if request.framed and json_bytes_as is None else request.id,
         parameters=dict(request.parameters),
         outputs=request.outputs,
         binary=request.binary,
@@ -102,6 +108,7 @@ def infer_request(request: TensorRequest) -> InferRequest:
         ends_sequence=dict(sequence).get(SEQUENCE_ID, "")
         if _flag(request.parameters, "sequence_end")
         else "",
+        json_bytes_as=json_bytes_as,
     )
     values = tuple(
         [

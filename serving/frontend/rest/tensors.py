@@ -29,9 +29,7 @@ from torchere.serving.frontend.open_inference.service import (
 from torchere.serving.frontend.open_inference.tensor_answer import (
     as_client_knows,
     check_accepted,
-    encode_answer,
     in_plain_words,
-    read_json,
 )
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 from torchere.serving.frontend.rest.exchange import ClientConnection
@@ -42,7 +40,6 @@ from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import (
     DEFLATED_IN_THREAD_BYTES,
     EVENTS,
-    LENGTH,
     Coding,
     RawHeaders,
     Wire,
@@ -67,13 +64,12 @@ _OCTETS = (b"content-type", b"application/octet-stream")
 class TensorPrediction(Prediction):
     """A prediction at a path of the protocol; a plain prediction if the handler gets the body as is."""
 
-    __slots__ = ("_facts", "_for_handler", "_request")
+    __slots__ = ("_facts", "_for_handler")
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
         super().__init__(connection, head)
         self._for_handler = False
         self._facts: ModelFacts | None = None
-        self._request: TensorRequest | None = None
 
     @property
     def _wire(self) -> Wire:
@@ -156,7 +152,6 @@ class TensorPrediction(Prediction):
             raise NotFound(f"{self.head.place.path} is no path of the Open Inference Protocol")
         if target.verb == "infer" and self._wire.wants_events:
             request = _for_events(request)
-        self._request = request
         prepared = tensors.service.prepared(facts, request)
         key = _key(target, self._wire, body)
         # Heads with an id do not come again, and would push out the others.
@@ -191,21 +186,11 @@ class TensorPrediction(Prediction):
             self._send_tensors(whole(outcome))
 
     def _send_tensors(self, response: InferResponse) -> None:
-        """Send the handler's response, re-encoded in the requested form if the handler has an envelope."""
-        listener, facts, request = self.connection.listener, self._facts, self._request
+        """Send the handler's response, which its worker has encoded in the requested form."""
         coding = self._wire.answer_coding
-        tensors = listener.tensors
-        # Without facts the head came before, and no envelope is before the handler.
-        if facts and request and tensors and tensors.service.enveloped(facts):
-            encoded = encode_answer(read_json(response), request)
-            headers = [JSON]
-            if encoded.json_bytes is not None:
-                headers = [_OCTETS, (LENGTH, b"%d" % encoded.json_bytes)]
-            self._send_packed(200, headers, encoded.body, coding)
-            return
         check_accepted(response)
         status = checked_status(response)
-        if coding is None and not listener.adds_headers:
+        if coding is None and not self.connection.listener.adds_headers:
             self.send_whole(status, handler_lines(response.headers), response.body)
         else:
             self._send_packed(status, handler_headers(response.headers), response.body, coding)
@@ -258,7 +243,7 @@ class TensorPrediction(Prediction):
     def let_go(self) -> None:
         """Release the request's memory."""
         super().let_go()
-        self._facts = self._request = None
+        self._facts = None
 
 
 class _Key(NamedTuple):

@@ -1,5 +1,7 @@
 """What a handler is given, and what becomes of what it raises; the executors have tests of their own."""
 
+import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 
 from torchere.handlers.loading.weights import SharedModels
-from torchere.handlers.tensors import BYTES, DATATYPES, tensor_type
+from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, tensor_type
+from torchere.handlers.tensors.answer import Wish, wish_header
+from torchere.handlers.tensors.enveloped import BytesAs
 from torchere.serving.errors import HandlerFailed, InvalidRequest, LoadFailed, OutOfResources
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.types import InferRequest, InferResponse, Parameter
@@ -47,6 +51,15 @@ LONGEST = """
 """
 
 
+ENVELOPED = """
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            said = data[0]["data"]
+            return [said, ":open-inference" in context.get_all_request_header(0)]
+"""
+
+
 @pytest.fixture
 def outcome(make_spec: Callable[..., LoadSpec]) -> Callable[[str, InferRequest], Any]:
     """Runs one request through a handler, given by its source."""
@@ -79,6 +92,43 @@ def test_a_header_wins_over_a_value_of_its_name(outcome: Callable[[str, InferReq
     answer = outcome(HEADERS_SEEN, InferRequest("id", (Parameter("explain", b"x"),), (("explain", "True"),)))
 
     assert json.loads(answer.body) == {"explain": "True"}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_behind_an_envelope_tensors_are_json_and_the_answers_are_tensors(
+    make_spec: Callable[..., LoadSpec], beside: bool
+) -> None:
+    spec = dataclasses.replace(make_spec(ENVELOPED), envelope="kservev2")
+    host = HandlerHost(spec, None, SharedModels())
+    host.load()
+
+    def answer(raw: bytes, datatype: Datatype, bytes_as: BytesAs = "text") -> Any:
+        headers = (wish_header(Wish("7", json_bytes_as=bytes_as)),)
+        request = InferRequest("id", (Parameter("x", raw, tensor_type(datatype, [1])),), headers)
+        if beside:
+            report = asyncio.run(host.run_beside(request, lambda index, part: None, lambda: False))
+        else:
+            report = host.run([request], None)
+        return report.outcomes[0]
+
+    said = json.loads(answer(b"\0\0\x80?", DATATYPES["FP32"]).body)
+    assert (said["id"], said["model_name"]) == ("7", spec.model_name)
+    assert [output["data"] for output in said["outputs"]] == [[1.0], [False]]
+    assert json.loads(answer(b"\1\0\0\0\xff", BYTES, "base64").body)["outputs"][0]["data"] == ['"/w=="']
+    refused = answer(b"\1\0\0\0\xff", BYTES)
+    assert isinstance(refused, InvalidRequest)
+    assert refused.message.startswith("inputs[0]: found bytes that are no UTF-8")
+
+
+def test_behind_an_envelope_plain_requests_stay_as_they_are(
+    make_spec: Callable[..., LoadSpec],
+) -> None:
+    host = HandlerHost(dataclasses.replace(make_spec(ENVELOPED), envelope="kservev2"), None, SharedModels())
+    host.load()
+    body = b'{"inputs": [{"name": "x", "datatype": "INT8", "shape": [2], "data": [1, 2]}]}'
+    values = (Parameter("body", body, "application/json"),)
+    answered = host.run([InferRequest("id", values)], None).outcomes[0]
+    assert json.loads(answered.body)["outputs"][0]["data"] == [1, 2]  # type: ignore[union-attr]
 
 
 def test_the_status_a_handler_chose_for_its_failure_is_kept(

@@ -12,8 +12,8 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
 from torchere.archiver.signature import Limit, Signature, TensorSpec
-from torchere.handlers.tensors import DATATYPES, parse_tensor_type
-from torchere.handlers.tensors.answer import OPEN_INFERENCE, Output, encode_outputs, read_wish
+from torchere.handlers.tensors import DATATYPES, Output, parse_tensor_type
+from torchere.handlers.tensors.answer import FRAME, IN_JSON, OPEN_INFERENCE, encode_outputs, read_wish
 from torchere.handlers.tensors.codec import tensor_from_bytes
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend import budgets as budget_module
@@ -551,28 +551,19 @@ def test_models_are_loaded_and_unloaded(oip, planes):
     assert ("unregister", "echo", "1.0") in planes.control.calls
 
 
-def test_an_envelope_gets_the_json_of_each_service(oip, planes):
-    async def enveloped(asked):
-        return InferResponse(
-            b'{"id": "7", "model_name": "echo", "model_version": "1.0", "outputs":'
-            b' [{"name": "y", "datatype": "INT64", "shape": [2], "data": [1, 2]},'
-            b' {"name": "z", "datatype": "BYTES", "shape": [2], "data": ["a", {"b": 1}]}]}'
-        )
-
-    planes.data.behave = enveloped
-    wanted = typed("BYTES", "bytes_contents", [b"hi"])
-    bodies, texts = [], []
+def test_behind_an_envelope_the_worker_translates_for_each_service(oip, planes):
+    head = b'{"id":"7","model_name":"echo","outputs":[]}'
+    planes.data.behave = lambda asked: asyncio.sleep(0, InferResponse(FRAME.pack(len(head)) + head))
+    keys = {"service_envelope": "kservev2"}
+    wishes = []
     for name in (PUBLIC_NAME, TORCHSERVE_NAME):
-        answer = oip.ask("ModelInfer", wanted, name=name, settings={"service_envelope": "kservev2"})
-        assert list(answer.outputs[0].contents.int64_contents) == [1, 2]
-        texts.append(list(answer.outputs[1].contents.bytes_contents))
-        (parameter,) = planes.data.asked[-1][2].parameters
-        bodies.append(parameter.value)
-    assert b'"data":["hi"]' in bodies[0]
-    assert b'"data":["aGk="]' in bodies[1]
-    assert texts == [[b"a", b'{"b":1}'], [b'"a"', b'{"b":1}']]
-    streamed = [request(raw=RAW)]
-    (answer,) = oip.streams(streamed, service_envelope="kservev2")
+        assert oip.ask("ModelInfer", request(raw=RAW, id="7"), name=name, settings=keys).id == "7"
+        asked = planes.data.asked[-1][2]
+        assert [bytes(parameter.value) for parameter in asked.parameters] == [RAW]
+        wishes.append(read_wish(dict(asked.headers)[IN_JSON]))
+    assert [(wish.id, wish.framed) for wish in wishes] == [("7", True)] * 2
+    assert [wish.json_bytes_as for wish in wishes] == ["text", "base64"]
+    (answer,) = oip.streams([request(raw=RAW)], service_envelope="kservev2")
     assert answer.infer_response.id == "7"
 
 

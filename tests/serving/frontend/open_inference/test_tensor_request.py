@@ -10,15 +10,12 @@ import pytest
 from torchere.archiver.signature import Limit, Signature, TensorSpec
 from torchere.handlers.encode import decode_input
 from torchere.handlers.tensors import BYTES, DATATYPES
-from torchere.handlers.tensors.answer import FRAME, OPEN_INFERENCE, WantedOutput, Wish, read_wish
-from torchere.handlers.tensors.codec import split_elements
+from torchere.handlers.tensors.answer import FRAME, IN_JSON, OPEN_INFERENCE, WantedOutput, Wish, read_wish
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
-from torchere.serving.frontend.open_inference.service import check_signature, filled, request_json
+from torchere.serving.frontend.open_inference.service import check_signature, filled
 from torchere.serving.frontend.open_inference.tensor_answer import (
     as_client_knows,
-    encode_answer,
     read_framed,
-    read_json,
 )
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
@@ -57,6 +54,12 @@ def test_the_rest_travels_as_a_wish_in_a_header_that_no_client_can_send() -> Non
 def test_a_framed_wish_leaves_the_id_to_the_door_that_knows_it() -> None:
     headers = dict(infer_request(TensorRequest((X,), "7", framed=True)).headers)
     assert read_wish(headers[OPEN_INFERENCE]) == Wish(framed=True)
+
+
+def test_a_handler_that_reads_json_gets_the_id_and_no_header_of_tensors() -> None:
+    headers = dict(infer_request(TensorRequest((X,), "7", framed=True), "base64").headers)
+    assert read_wish(headers[IN_JSON]) == Wish("7", framed=True, json_bytes_as="base64")
+    assert OPEN_INFERENCE not in headers
 
 
 @pytest.mark.parametrize(
@@ -143,88 +146,21 @@ def test_sizes_outside_of_the_declared_ones_are_refused_with_the_limit() -> None
             check_signature(TensorRequest((InputTensor("a", FP32, shape, b""),)), signature)
 
 
-def test_behind_an_envelope_a_request_is_torchserves_json() -> None:
-    assert request_json("m", TensorRequest((X, STRINGS), "7"), "text") == (
-        b'{"id":"7","model_name":"m","inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[1.0,2.0]},'
-        b'{"name":"t","shape":[2],"datatype":"BYTES","data":["a",""]}]}'
-    )
-    assert b'"data":["YQ==",""]' in request_json("m", TensorRequest((STRINGS,)), "base64")
-
-
-@pytest.mark.parametrize("raw", [struct.pack("<I", 1) + b"\xff", struct.pack("<I", 9)])
-def test_bytes_that_no_json_can_hold_are_refused(raw: bytes) -> None:
-    with pytest.raises(InvalidRequest, match=r"^inputs\[0\]"):
-        request_json("m", TensorRequest((InputTensor("t", BYTES, (1,), raw),)), "text")
-
-
-ENVELOPED = (
-    b'{"id":"7","model_name":"m","model_version":2,'
-    b'"outputs":[{"name":"y","datatype":"INT8","data":[1,2],"shape":[2],"parameters":{"k":1}}]}'
-)
-
-
-def test_an_envelopes_answer_is_read_and_put_into_the_clients_form() -> None:
-    answer = read_json(InferResponse(ENVELOPED))
-    assert (answer.model_name, answer.model_version, answer.id) == ("m", "2", "7")
-    assert answer.outputs[0].raw == b"\1\2"
-    assert answer.outputs[0].parameters == {"k": 1}
-    encoded = encode_answer(answer, TensorRequest((), binary=True))
-    assert encoded.json_bytes is not None
-    assert encoded.body[encoded.json_bytes :] == b"\1\2"
-    assert encode_answer(answer, TensorRequest(())).json_bytes is None
-    with pytest.raises(InvalidRequest, match=r"^outputs\[0\]\.name: found 'z'"):
-        encode_answer(answer, TensorRequest((), outputs=(WantedOutput("z"),)))
-
-
-def test_bytes_of_an_envelope_that_are_no_texts_become_their_json() -> None:
-    body = b'{"outputs":[{"name":"y","datatype":"BYTES","data":[{"cat": 0.5}, "a", null],"shape":[3]}]}'
-    raw = read_json(InferResponse(body)).outputs[0].raw
-    assert split_elements(raw, "y") == [b'{"cat":0.5}', b"a", b"null"]
-    raw = read_json(InferResponse(body), quoted=True).outputs[0].raw
-    assert split_elements(raw, "y") == [b'{"cat":0.5}', b'"a"', b"null"]
-
-
-def test_an_envelopes_answer_may_hold_numbers_that_json_lacks() -> None:
-    number = b'{"name":"y","datatype":"FP64","data":[NaN, Infinity, 1.5],"shape":[3]}'
-    text = b'{"name":"t","datatype":"BYTES","data":[{"odds": NaN}, "NaN"],"shape":[2]}'
-    answer = read_json(InferResponse(b'{"outputs":[%b, %b]}' % (number, text)))
-    assert answer.outputs[0].raw == struct.pack("<3d", float("nan"), float("inf"), 1.5)
-    assert split_elements(answer.outputs[1].raw, "t") == [b'{"odds":NaN}', b"NaN"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"text",
-        b"[]",
-        b'{"outputs":[{"name":"y"}]}',
-        b'{"outputs":[{"name":"y","datatype":"WORD","data":[1],"shape":[1]}]}',
-        b'{"outputs":[{"name":"y","datatype":"INT8","data":[1],"shape":[7]}]}',
-        b'{"outputs":[{"name":"y","datatype":"WORD","shape":[0],"parameters":{"binary_data_size":0}}]}',
-        rb'{"outputs":[{"name":"\ud800","datatype":"INT8","data":[1],"shape":[1]}]}',
-    ],
-)
-def test_an_answer_that_is_none_of_the_protocol_is_the_handlers_failure(body: bytes) -> None:
-    with pytest.raises(HandlerFailed, match="none of the Open Inference Protocol") as caught:
-        read_json(InferResponse(body))
-    assert caught.value.status == 500
-
-
 @pytest.mark.parametrize(
     ("datatype", "shape", "size"),
     [
-        *(("BOOL", "[1]", 1), ("BYTES", "[1]", 4), ("WORD", "[0]", 0), ("INT8", "[2]", 1)),
-        *(("INT8", "[9]", 9), ("INT8", "[1]", -1), ("INT8", "[-1]", 1)),
+        *(("WORD", "[0]", "0"), ("INT8", "[2]", "1"), ("INT8", "[9]", "9"), ("INT8", "[1]", "-1")),
+        *(("INT8", "[-1]", "1"), ("INT8", "[1]", "null")),
     ],
 )
-def test_binary_outputs_that_are_none_are_the_handlers_failure(datatype: str, shape: str, size: int) -> None:
+def test_binary_outputs_that_are_none_are_the_handlers_failure(datatype: str, shape: str, size: str) -> None:
     output = (
         f'{{"name":"y","datatype":"{datatype}","shape":{shape},"parameters":{{"binary_data_size":{size}}}}}'
     )
     head = f'{{"outputs":[{output}]}}'.encode()
     body = FRAME.pack(len(head)) + head + b"\x02\0\0\0"
     with pytest.raises(HandlerFailed, match="none of the Open Inference Protocol"):
-        encode_answer(read_framed(InferResponse(body)), TensorRequest(()))
+        read_framed(InferResponse(body))
 
 
 @pytest.mark.parametrize("body", [b"", b"abc", b"\xff\xff\xff\xff{}", b"\2\0\0\0[]"])
@@ -244,10 +180,9 @@ def test_a_body_without_a_frame_is_the_handlers_failure(body: bytes) -> None:
     ],
 )
 def test_a_status_that_the_handler_chose_is_an_error_with_its_words(body: bytes, text: str) -> None:
-    for read in (read_json, read_framed):
-        with pytest.raises(HandlerFailed) as caught:
-            read(InferResponse(body, status=422))
-        assert (caught.value.message, caught.value.status) == (text, 422)
+    with pytest.raises(HandlerFailed) as caught:
+        read_framed(InferResponse(body, status=422))
+    assert (caught.value.message, caught.value.status) == (text, 422)
 
 
 @pytest.mark.parametrize(

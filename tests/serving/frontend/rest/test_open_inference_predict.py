@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from torchere.archiver.signature import Signature, TensorSpec
-from torchere.handlers.tensors.answer import OPEN_INFERENCE, read_wish
+from torchere.handlers.tensors.answer import IN_JSON, OPEN_INFERENCE, WantedOutput, read_wish
 from torchere.serving.errors import HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend import budgets
 from torchere.serving.frontend.open_inference import json_request
@@ -275,25 +275,18 @@ def test_behind_an_envelope_the_body_is_the_handlers(post, planes):
     assert [(p.name, p.value) for p in asked.parameters] == [("body", body)]
 
 
-def test_behind_an_envelope_binary_tensors_are_translated(post, planes):
-    answers(planes, InferResponse(JSON_ANSWER))
-    head = json.dumps({"inputs": [X], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]})
-    length = str(len(head))
-    answer = post(
-        head.encode(), settings={"service_envelope": "kservev2"}, inference_header_content_length=length
-    )
-    asked = planes.data.asked[0][2].parameters[0]
-    assert (asked.content_type, json.loads(asked.value)["inputs"]) == ("application/json", [X])
-    end = int(answer.headers["inference-header-content-length"])
-    assert json.loads(answer.body[:end])["outputs"][0]["parameters"] == {"binary_data_size": 1}
-    assert answer.body[end:] == b"\7"
-    head = request().decode()
-    answer = post(
-        head.encode(),
-        settings={"service_envelope": "kservev2"},
-        inference_header_content_length=str(len(head)),
-    )
-    assert answer.json["outputs"][0]["data"] == [7]
+@pytest.mark.parametrize("binary", [False, True])
+def test_behind_an_envelope_the_worker_translates_binary_tensors(post, planes, binary):
+    answers(planes, InferResponse(JSON_ANSWER, (("content-type", "application/json"),)))
+    wanted = {"name": "y", "parameters": {"binary_data": binary}}
+    head = json.dumps({"id": "7", "inputs": [X], "outputs": [wanted]})
+    keys = {"service_envelope": "kservev2"}
+    answer = post(head.encode(), settings=keys, inference_header_content_length=str(len(head)))
+    assert (answer.body, answer.headers["content-type"]) == (JSON_ANSWER, "application/json")
+    asked = planes.data.asked[0][2]
+    assert [parameter.name for parameter in asked.parameters] == ["x"]
+    wish = read_wish(dict(asked.headers)[IN_JSON])
+    assert (wish.id, wish.outputs, wish.json_bytes_as) == ("7", (WantedOutput("y", binary),), "text")
 
 
 def test_the_tensor_handler_needs_no_envelope_taken_off(post, planes):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torchere.archiver.signature import Signature, TensorSpec
+from torchere.handlers.tensors.answer import IN_JSON, read_wish
 from torchere.serving.frontend.open_inference.json_request import parse_request
 from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES
 from torchere.serving.frontend.rest import tensors
@@ -143,6 +144,6 @@ def test_behind_an_envelope_each_request_is_translated(ask, planes, monkeypatch)
     made = planes.services
     monkeypatch.setattr(planes, "services", lambda **given: made(service_envelope="kservev2", **given))
     planes.data.known = replace(planes.data.known, handler="echo.py")
-    found = ask([call(), call(b"\3\4")])
-    bodies = [json.loads(seen[0][2][0][1])["inputs"][0]["data"] for _, _, seen in found]
-    assert bodies == [[1, 2], [3, 4]]
+    found = ask([call(head=head_of(id=one)) for one in ("7", "8")])
+    wishes = [read_wish(dict(seen[0][3])[IN_JSON]) for _, _, seen in found]
+    assert [wish.id for wish in wishes] == ["7", "8"]  # the handler reads it

@@ -17,10 +17,6 @@ BINARY_HEAD = json.dumps(
     {"inputs": [{"name": "x", "shape": [2], "datatype": "INT8", "parameters": {"binary_data_size": 2}}]}
 ).encode()
 BINARY_LENGTH = b"Inference-Header-Content-Length: %d\r\n" % len(BINARY_HEAD)
-ENVELOPED = (
-    b'{"model_name":"echo","model_version":"1.0",'
-    b'"outputs":[{"name":"y","datatype":"INT8","shape":[1],"data":[7]}]}'
-)
 
 
 @pytest.fixture(autouse=True)
@@ -152,17 +148,6 @@ def test_a_body_is_for_the_handler_where_the_archive_has_no_signature(planes, ta
     direct, in_chunks = shown(talk(message(b"it"))), shown(talk(chunked(b"it")))
     assert direct == in_chunks
     assert direct[0].split()[1] == b"503"  # the contract's, as the handler is TorchServe's
-
-
-@pytest.mark.parametrize("wanted", [b"false", b"true"])
-def test_an_envelopes_answer_is_translated(planes, talk, wanted):
-    planes.data.behave = answering(ENVELOPED)
-    said = b'{"parameters": {"binary_data_output": %b}, ' % wanted + BINARY_HEAD[1:]
-    length = b"Inference-Header-Content-Length: %d\r\n" % len(said)
-    both = (message(said + b"\1\2", headers=length), chunked(said + b"\1\2", headers=length))
-    direct, in_chunks = (shown(talk(one, service_envelope="kservev2")) for one in both)
-    assert direct == in_chunks
-    assert direct[2].endswith(b"\7") == (wanted == b"true")
 
 
 def test_without_the_protocol_the_path_is_torchserves(planes, talk):
