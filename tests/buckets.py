@@ -81,6 +81,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        """Refuse credentials, as the service that hands them out may."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._refuse(403, "AccessDenied")
+
     def _answer(self) -> None:
         parts = urlsplit(self.path)
         for name in self.buckets.unknown_headers:
@@ -121,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
 

@@ -23,8 +23,8 @@ def read_yaml(text: str) -> Any:
     try:
         _check_shape(text)
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as err:  # ValueError: for example 30 February
-        raise ValueError(_why(err)) from err
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as err:
+        raise ValueError(_why(err)) from err  # ValueError: 30 February; OverflowError: 1:1:...:1. in base 60
     except (AttributeError, LookupError) as err:  # raised by PyYAML for a value that does not match its tag
         raise ValueError("a value does not have the type of its tag") from err
 

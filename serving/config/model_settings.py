@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from torchere.archiver.reader import Archive
 from torchere.archiver.split import Split
-from torchere.serving.config.bounded_yaml import MAX_CHARACTERS, read_yaml
+from torchere.serving.config.bounded_yaml import MAX_CHARACTERS, MAX_NUMBER_CHARACTERS, read_yaml
 from torchere.serving.config.kinds import MAX_PORT
 from torchere.serving.config.server_settings import (
     ISOLATIONS,
@@ -268,10 +268,10 @@ class _Reader:
         conf = dict(part.partition("=")[::2] for part in str(self._raw.get("rdzv-conf", "")).split(","))
         last_call = str(conf.get("last_call_timeout", ""))
         endpoint = str(self._raw.get("rdzv-endpoint", ""))
-        port = endpoint.rpartition(":")[2]
-        if endpoint and not (port.isdecimal() and 0 < int(port) <= MAX_PORT):
+        port = _number(endpoint.rpartition(":")[2])
+        if endpoint and not 0 < port <= MAX_PORT:
             self._ignore("rdzv-endpoint", "HOST:PORT")
-            port = ""
+            port = 0
         # Both mean the same here; torch's other backends need a server program.
         self.choice("rdzv-backend", ("c10d", "static"), None)
         return replace(
@@ -280,7 +280,7 @@ class _Reader:
             threads=self.integer("OMP_NUMBER_THREADS", 1) or 0,
             least_machines=least,
             most_machines=most,
-            port=int(port or 0),
+            port=port,
             run_id=str(self._raw.get("rdzv-id", "")),
             last_call_s=float(last_call) if last_call.isdecimal() else settings.last_call_s,
             max_restarts=self.integer("max-restarts", 0),
@@ -289,18 +289,24 @@ class _Reader:
     def _nnodes(self) -> tuple[int, int]:
         """Return the least and the largest number of machines: `nnodes` is a number, or both, as `1:3`."""
         value = self._raw.get("nnodes", 1)
-        least, _, most = value.partition(":") if isinstance(value, str) else (str(value), "", "")
-        if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
+        first, _, last = value.partition(":") if isinstance(value, str) else (str(value), "", "")
+        least, most = _number(first), _number(last or first)
+        if not 1 <= least <= most:
             self._ignore("nnodes", "a number of machines, or MIN:MAX")
             return 1, 1
-        if int(most or least) > largest("nnodes"):
+        if most > largest("nnodes"):
             raise InvalidArchive(
                 f"torchrun.nnodes in the model config is too large, expected at most {largest('nnodes')}"
             )
-        return int(least), int(most or least)
+        return least, most
 
     def _ignore(self, key: str, expected: str) -> None:
         self.ignored[key] = f"is {self._raw[key]!r:.80}, expected {expected}; it is ignored"
+
+
+def _number(text: str) -> int:
+    """Return the number that the digits of `text` spell; 0 for other texts, and more than Python converts."""
+    return int(text) if text.isdecimal() and len(text) <= MAX_NUMBER_CHARACTERS else 0
 
 
 def _on_each_machine(ranks: int, settings: ParallelSettings) -> int:

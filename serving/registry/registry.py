@@ -346,6 +346,9 @@ class Registry:
                 reason = f"{err.message}: {reason}"
             logger.error("Failed to load model: %s: %s", shown_url(wanted.url), reason)
             return not isinstance(err, (DownloadFailed, Unavailable))
+        except Exception:  # a bug: it must be seen, and the other models of the start are served
+            self._missing.add(wanted)
+            logger.exception("Failed to load model: %s", shown_url(wanted.url))
         return True
 
     async def _fetch_again(self, waiting: Sequence[Wanted]) -> None:

@@ -203,6 +203,9 @@ class Workflows:
                     continue
                 self._missing.append(each)
                 logger.error("Failed to load workflow: %s: %s", shown_url(each.url), err.full_text)
+            except Exception:  # a bug: it must be seen, and the other workflows of the start are served
+                self._missing.append(each)
+                logger.exception("Failed to load workflow: %s", shown_url(each.url))
 
     def missing(self) -> tuple[str, ...]:
         """Return the names of startup workflows that could not be registered."""

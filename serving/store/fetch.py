@@ -182,7 +182,10 @@ class Downloader:
         """Return the patterns of a download: the operator's own URL is allowed, and what it redirects to."""
         if not by_operator:
             return self._patterns
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            return self._patterns  # `allow` refuses such a URL, and says why
         same_server = re.escape(f"{parts.scheme}://{parts.netloc}/") + ".*"
         return (*self._patterns, re.escape(url), same_server, "https?://.*")
 
@@ -344,20 +347,17 @@ def signed(source: Source) -> Source:
     private host, because only the operator can set it.
 
     Raises:
-        DownloadFailed: botocore is not installed, or finds no credentials or region.
+        DownloadFailed: botocore is not installed, or gets no credentials or region.
     """
     try:
-        import botocore.exceptions  # noqa: PLC0415 - an extra, and slow to import
-        import botocore.session  # noqa: PLC0415
+        import botocore.session  # noqa: PLC0415 - an extra, and slow to import
         from botocore.config import Config  # noqa: PLC0415
     except ImportError as err:
         raise _failed(source, "it needs botocore: pip install 'torchere[s3]'") from err
     parameters = {"Bucket": source.host, "Key": source.target}
-    try:
+    with _signing(source):
         client = botocore.session.get_session().create_client("s3", config=Config(signature_version="s3v4"))
         url = client.generate_presigned_url("get_object", parameters, ExpiresIn=SIGNATURE_LIFETIME_S)
-    except (botocore.exceptions.BotoCoreError, ValueError) as err:
-        raise _failed(source, f"{err}; set AWS_REGION and credentials as for the aws command") from err
     parts = urlsplit(url)
     return replace(
         source,
@@ -367,6 +367,17 @@ def signed(source: Source) -> Source:
         target=f"{parts.path}?{parts.query}",
         may_be_private=True,
     )
+
+
+@contextmanager
+def _signing(source: Source) -> Iterator[None]:
+    """Convert every error of botocore, also one of a service for credentials, to `DownloadFailed`."""
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - as in `signed`
+
+    try:
+        yield
+    except (BotoCoreError, ClientError, ValueError, OSError) as err:  # OSError: no file of a web identity
+        raise _failed(source, f"{err}; set AWS_REGION and credentials as for the aws command") from err
 
 
 def signed_url(source: Source) -> Source:
@@ -387,15 +398,17 @@ def signed_url(source: Source) -> Source:
         from botocore.awsrequest import AWSRequest  # noqa: PLC0415
     except ImportError as err:
         raise _failed(source, "s3_sse_kms needs botocore: pip install 'torchere[s3]'") from err
-    session = botocore.session.get_session()
-    credentials, region = session.get_credentials(), session.get_config_variable("region")
+    with _signing(source):
+        session = botocore.session.get_session()
+        credentials, region = session.get_credentials(), session.get_config_variable("region")
     if credentials is None or region is None:
         missing = "credentials" if credentials is None else "region"
         raise _failed(
             source, f"s3_sse_kms: no {missing}; set AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID and so on"
         )
     request = AWSRequest("GET", source.url)
-    S3SigV4QueryAuth(credentials, "s3", region, SIGNATURE_LIFETIME_S).add_auth(request)
+    with _signing(source):
+        S3SigV4QueryAuth(credentials, "s3", region, SIGNATURE_LIFETIME_S).add_auth(request)
     parts = urlsplit(request.url)
     return replace(source, target=f"{parts.path}?{parts.query}")
 

@@ -82,6 +82,11 @@ def test_broken_yaml_is_told_by_line_without_the_parsers_drawing() -> None:
     )
 
 
+def test_a_number_in_base_60_that_is_too_large_for_a_float_is_no_yaml() -> None:
+    with pytest.raises(InvalidArchive, match="not valid YAML: int too large to convert to float"):
+        parse_model_config(f"minWorkers: {':'.join(['1'] * 199)}:1.")
+
+
 @pytest.mark.parametrize(
     ("text", "bound"),
     [
@@ -273,6 +278,8 @@ def test_the_keys_of_torchrun_describe_a_group_over_machines(keys: str, expected
         ("nnodes: '3:1'", "nnodes"),
         ("nnodes: 'two'", "nnodes"),
         ("nnodes: [1]", "nnodes"),
+        (f"nnodes: '1:{'9' * 5000}'", "nnodes"),
+        (f"rdzv-endpoint: 'leader:{'9' * 5000}'", "rdzv-endpoint"),
         ("rdzv-endpoint: leader", "rdzv-endpoint"),
         ("rdzv-endpoint: 'leader:0'", "rdzv-endpoint"),
         ("rdzv-backend: etcd", "rdzv-backend"),

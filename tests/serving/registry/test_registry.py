@@ -592,6 +592,29 @@ def test_a_url_that_fails_at_the_start_is_logged_without_its_query(
     assert "secret" not in caplog.text
 
 
+@pytest.mark.parametrize("url", ["http://[::1/x.mar", "x.mar"])
+def test_an_archive_that_fails_in_an_unexpected_way_leaves_the_others_of_the_start_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, url: str
+) -> None:
+    open_archive = Store.open
+
+    def opened(self: Store, name: str, trusted: bool = False) -> OpenedArchive:
+        if name == "x.mar":
+            raise ValueError("a bug")
+        return open_archive(self, name, trusted)
+
+    monkeypatch.setattr(Store, "open", opened)
+
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=(f"x={url}", "m.mar")) as registry:
+            await registry.load_at_startup(await registry.wanted_at_startup())
+            assert (list(registry.served()), registry.missing()) == (["m"], ("x",))
+
+    asyncio.run(main())
+    assert f"Failed to load model: {url}" in caplog.text
+    assert ("ValueError: a bug" in caplog.text) is (url == "x.mar")
+
+
 def test_requirements_that_fail_at_the_start_name_pip(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

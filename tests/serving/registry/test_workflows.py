@@ -25,20 +25,22 @@ class _Registry:
 
 
 class _Refusing(Workflows):
-    """Answers each registration as that of a name that is registered."""
+    """Answers each registration as that of a name that is registered, and that of `broken` with a bug."""
 
     async def register(self, wanted: SnapshotWorkflow, *, at_startup: bool = False) -> Workflow:
+        if wanted.name == "broken":
+            raise ValueError(wanted.name)
         raise Conflict(f"Workflow {wanted.name} is already registered.")
 
 
-def test_a_workflow_of_the_start_that_a_client_was_faster_to_register_is_not_missing():
+def test_of_the_workflows_of_a_start_those_that_fail_are_missing_unless_a_client_was_faster():
     registry: Any = _Registry()
     workflows = _Refusing(ServerSettings(), registry)
     workflows._workflows["there"] = Workflow("there", "there.war", read_workflow_spec("dag:\n  start: []\n"))
-    wanted = [SnapshotWorkflow(f"{name}.war", name) for name in ("there", "lost")]
+    wanted = [SnapshotWorkflow(f"{name}.war", name) for name in ("broken", "there", "lost")]
     asyncio.run(workflows.load_at_startup(wanted))
-    assert workflows.missing() == ("lost",)
-    assert [entry["workflowName"] for entry in workflows.to_restore()] == ["there", "lost"]
+    assert workflows.missing() == ("broken", "lost")
+    assert [entry["workflowName"] for entry in workflows.to_restore()] == ["there", "broken", "lost"]
 
 
 def test_a_step_that_a_client_unregisters_during_the_start_does_not_end_it():

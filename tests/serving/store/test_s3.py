@@ -75,6 +75,35 @@ def test_without_credentials_it_says_what_is_missing(
     assert buckets.asked == []
 
 
+@pytest.fixture
+def token_file(buckets: Buckets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a web identity, as Kubernetes gives it, to which no credentials are given."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/reader")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", buckets.url)
+    return tmp_path / "token"
+
+
+@pytest.mark.parametrize("signs", [False, True])
+@pytest.mark.parametrize(
+    ("token", "reason"), [("token", "when calling the AssumeRoleWithWebIdentity"), (None, "No such file")]
+)
+def test_credentials_that_are_refused_fail_the_download(
+    token_file: Path, folder: Path, signs: bool, token: str | None, reason: str
+) -> None:
+    if token:
+        token_file.write_text(token)
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/models/net.mar" if signs else "s3://models/net.mar"
+    downloader = Downloader((re.escape(url),), max_bytes=1_000_000, timeout_s=20)
+    with pytest.raises(DownloadFailed) as caught:
+        downloader.download(url, folder, signs=signs)
+    assert reason in caught.value.detail
+    assert "; set AWS_REGION and credentials" in caught.value.detail
+    assert list(folder.iterdir()) == []
+
+
 def test_without_botocore_it_says_what_to_install(
     downloader: Downloader, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
