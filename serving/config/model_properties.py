@@ -131,8 +131,9 @@ def _snapshot_workflow(entry: object) -> SnapshotWorkflow:
         raise ValueError(
             f"a member of workflows is {_shown(entry)}, expected workflowUrl and workflowName as texts"
         )
+    # A client may have registered it with a number below 0, which stands for one that is left out.
     response_s, startup_s = [
-        _count(members[key], key, str(name)) if key in members else None
+        _count(members[key], key, str(name), signed=True) if key in members else None
         for key in ("responseTimeout", "startupTimeout")
     ]
     return SnapshotWorkflow(url, name, response_s, startup_s, members.get("s3SseKms") is True)

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from torchere.serving.commands.serve_options import newest_snapshot
 from torchere.serving.config.properties import parse_properties, read_properties
 from torchere.serving.config.resolve import configure
-from torchere.serving.config.server_settings import BatchSettings, ModelSettings, SnapshotModel
+from torchere.serving.config.server_settings import (
+    BatchSettings,
+    ModelSettings,
+    SnapshotModel,
+    SnapshotWorkflow,
+)
 from torchere.serving.registry.snapshot import (
     FIRST_LINE,
     model_table,
@@ -128,6 +133,13 @@ def test_a_written_snapshot_configures_the_same_server_again(tmp_path: Path) -> 
     record = json.loads(next(e.value for e in read_properties(path) if e.key == "model_snapshot"))
     assert (record["name"], record["modelCount"], record["models"]) == (path.name, 1, TABLE)
     assert path.stat().st_mode & 0o077 == 0  # values from the environment may be secrets
+
+
+def test_a_workflow_that_was_registered_with_timeouts_below_zero_is_read_again(tmp_path: Path) -> None:
+    workflow = SnapshotWorkflow("wf.war", "wf", -1, -1)
+    content = {"models": {}, "torchere": {"workflows": [workflow.entry()]}}
+    path = write_snapshot(tmp_path, "shutdown", [], content, keep=5)
+    assert configure(read_properties(path)).checked().snapshot_workflows == (workflow,)
 
 
 def test_a_snapshot_of_torchserve_itself_is_read(tmp_path: Path) -> None:
