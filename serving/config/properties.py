@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-MAX_FILE_BYTES = 2**20  # a larger file is not a configuration file
+MAX_FILE_BYTES = 64 * 2**20  # more than a snapshot of 100,000 versions, which a start must read again
 
 _LINE_END = re.compile(r"\r\n|\n|\r")  # Java has only these three line ends; splitlines() has more
 _BLANKS = " \t\f"

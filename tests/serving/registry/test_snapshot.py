@@ -135,6 +135,12 @@ def test_a_written_snapshot_configures_the_same_server_again(tmp_path: Path) -> 
     assert path.stat().st_mode & 0o077 == 0  # values from the environment may be secrets
 
 
+def test_a_snapshot_of_thousands_of_models_is_read_again(tmp_path: Path) -> None:
+    table = {f"model-{number}": TABLE["m"] for number in range(5000)}
+    path = write_snapshot(tmp_path, "shutdown", [], {"models": table}, keep=5)
+    assert len(configure(read_properties(path)).checked().snapshot_models) == 5000
+
+
 def test_a_workflow_that_was_registered_with_timeouts_below_zero_is_read_again(tmp_path: Path) -> None:
     workflow = SnapshotWorkflow("wf.war", "wf", -1, -1)
     content = {"models": {}, "torchere": {"workflows": [workflow.entry()]}}
