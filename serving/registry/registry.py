@@ -44,7 +44,7 @@ from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot import SnapshotKeeper
 from torchere.serving.registry.version import Version, VersionState, scaled_target
 from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
-from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
+from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, store_of, workflow_store_of
 from torchere.serving.store.url_rules import is_remote, shown_url
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.spawn import Spawned, worker_environment
@@ -280,6 +280,10 @@ class Registry:
         self._serving = routing.with_default(self._serving, model, version)
         self._missing.has_other_default(model)
         self._snapshots.changed()
+
+    def workflow_store(self) -> Store:
+        """Create the store of the workflows whose steps are registered here."""
+        return workflow_store_of(self._server, self._store)
 
     def _workflows_to_restore(self) -> list[dict[str, Any]]:
         return self.workflows.to_restore() if self.workflows else []

@@ -42,7 +42,7 @@ from torchere.serving.registry.fetching import Fetching
 from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
-from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, workflow_store_of
+from torchere.serving.store.package import OpenedArchive, Store, StoredArchive
 from torchere.serving.store.url_rules import shown_url
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Workflows:
 
     @cached_property
     def _store(self) -> Store:
-        return workflow_store_of(self._server)
+        return self._registry.workflow_store()
 
     @cached_property
     def _fetching(self) -> Fetching:

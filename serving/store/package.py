@@ -99,6 +99,7 @@ class Store:
         allowed_urls: Sequence[str] = (),
         download_timeout_s: float = 600.0,
         trust: Trust | None = None,
+        of_clients: set[Path] | None = None,
     ) -> None:
         self._trust = trust  # None: signatures are not required
         self._allowed_urls = allowed_urls
@@ -111,7 +112,8 @@ class Store:
         self._download_timeout_s = download_timeout_s
         self._unpacked = ClaimedFolder(temp_dir)
         self._sharing = WeightSharing()
-        self._of_clients: set[Path] = set()  # archives that clients have had downloaded, and that are there
+        # Archives that clients have had downloaded, and that are there; stores of one server share this set.
+        self.of_clients: set[Path] = set() if of_clients is None else of_clients
 
     def download(
         self,
@@ -135,7 +137,7 @@ class Store:
         folder = self._archives.configured()
         download = self._downloader.download(url, folder, by_operator, interrupt, signs=signs, reuses=reuses)
         if download.is_new and not by_operator:
-            self._of_clients.add(download.path)
+            self.of_clients.add(download.path)
         if self._trust is None:
             return download
         try:
@@ -150,7 +152,7 @@ class Store:
             )
         except ServingError as err:
             if download.is_new:
-                self._of_clients.discard(download.path)
+                self.of_clients.discard(download.path)
                 download.path.unlink(missing_ok=True)
             if isinstance(err, (DownloadFailed, ModelNotFound)):
                 err.detail += "; require_signed=true needs the signature of the archive there"
@@ -159,7 +161,7 @@ class Store:
 
     def delete(self, downloaded: Path) -> None:
         """Delete an archive that was downloaded, and the signature that was downloaded with it."""
-        self._of_clients.discard(downloaded)
+        self.of_clients.discard(downloaded)
         downloaded.unlink(missing_ok=True)
         if self._trust is not None:
             signature_beside(downloaded).unlink(missing_ok=True)
@@ -210,7 +212,7 @@ class Store:
 
     def is_of_client(self, path: Path) -> bool:
         """Return whether a client has had this archive downloaded: it stays that client's under its name."""
-        return path in self._of_clients
+        return path in self.of_clients
 
     def check_weights(self, config: ModelConfig) -> None:
         """Refuse an archive from a client's URL if `allowed_urls` does not match the URL of its weights.
@@ -317,12 +319,12 @@ def store_of(server: ServerSettings) -> Store:
     return _store_at(server.model_store, server)
 
 
-def workflow_store_of(server: ServerSettings) -> Store:
-    """Create the store of workflows from the settings: the store of models unless they name another."""
-    return _store_at(server.workflow_store or server.model_store, server)
+def workflow_store_of(server: ServerSettings, models: Store) -> Store:
+    """Create the store of workflows from the settings: the folder of `models` unless they name another."""
+    return _store_at(server.workflow_store or server.model_store, server, models.of_clients)
 
 
-def _store_at(root: Path | None, server: ServerSettings) -> Store:
+def _store_at(root: Path | None, server: ServerSettings, of_clients: set[Path] | None = None) -> Store:
     trust = TrustedKeys(server.trusted_signing_keys) if server.require_signed else None
     return Store(
         root,
@@ -331,6 +333,7 @@ def _store_at(root: Path | None, server: ServerSettings) -> Store:
         allowed_urls=server.allowed_urls,
         download_timeout_s=server.download_timeout_s,
         trust=trust,
+        of_clients=of_clients,
     )
 
 

@@ -15,6 +15,7 @@ from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
+from torchere.serving.registry.workflows import Workflows
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.workers.sandbox import Sandbox
 
@@ -50,16 +51,22 @@ def test_a_clients_archive_is_refused_and_leaves_nothing(folder: Path) -> None:
     assert not any((folder / "store").iterdir())
 
 
-def test_a_clients_archive_is_refused_by_its_name_too_while_its_download_is_there(folder: Path) -> None:
+@pytest.mark.parametrize("as_workflow", [False, True])
+def test_a_clients_archive_is_refused_by_its_name_too_while_its_download_is_there(
+    folder: Path, as_workflow: bool
+) -> None:
     async def main() -> None:
         urls = (f"file://{folder}/.*",)
         server = ServerSettings(model_store=folder / "store", temp_dir=folder, max_gpus=0, allowed_urls=urls)
         registry = Registry(server, RegistryMetrics(Metrics("host")))
+        workflows = Workflows(server, registry)
         try:
-            assert await registry._fetching.fetch(f"file://{folder}/m.mar", by_operator=False)
+            fetching = workflows._fetching if as_workflow else registry._fetching
+            assert await fetching.fetch(f"file://{folder}/m.mar", by_operator=False)
             with pytest.raises(InvalidArchive, match="no client may name them: s3://weights/net"):
                 await registry.register(Wanted("m.mar", Asked()))
         finally:
+            workflows.close()
             await registry.close()
 
     asyncio.run(main())

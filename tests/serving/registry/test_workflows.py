@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.config.server_settings import ServerSettings, SnapshotWorkflow
+from torchere.serving.config.server_settings import Limits, ServerSettings, SnapshotWorkflow
 from torchere.serving.config.workflow_spec import read_workflow_spec
 from torchere.serving.errors import Conflict, DownloadFailed, ModelNotFound, Unavailable
 from torchere.serving.registry.workflows import Workflow, Workflows
@@ -22,6 +22,12 @@ class _Registry:
     """Knows no model."""
 
     workflows: Any = None
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+
+    def workflow_store(self) -> Store:
+        return Store(self.folder, Limits(), self.folder)
 
 
 class _Refusing(Workflows):
@@ -73,7 +79,7 @@ def test_at_the_stop_of_the_server_the_download_of_a_workflow_ends(
 
     async def main() -> None:
         settings = ServerSettings(workflow_store=tmp_path, temp_dir=tmp_path)
-        workflows = Workflows(settings, _Registry())  # type: ignore[arg-type]
+        workflows = Workflows(settings, _Registry(tmp_path))  # type: ignore[arg-type]
         if not is_under_way:
             workflows.stopping()
         registering = asyncio.create_task(
