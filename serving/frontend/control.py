@@ -145,7 +145,10 @@ class ControlPlane:
             await begun()
             return Registered(version.key, executors, Progress.STARTED)
         await settled(version)
-        if (failure := version.failure) is not None:  # read now: a later failure belongs to another call
+        # Read now: a later failure belongs to another call. So does one of a version that has loaded, or was
+        # registered without executors: that call has scaled it up.
+        failure = version.failure if executors and version.state is VersionState.FAILED else None
+        if failure is not None:
             self._registry.discard(version)
             changed(False)
             await version.settled.wait()

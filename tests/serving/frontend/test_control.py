@@ -12,9 +12,9 @@ from torchere.serving.batching.quarantine import Quarantine
 from torchere.serving.config.server_settings import ModelSettings, ServerSettings
 from torchere.serving.errors import Conflict, InvalidRequest, LoadFailed, NotFound
 from torchere.serving.frontend.call_scope import CallScope
-from torchere.serving.frontend.control import ControlPlane, Progress, Registration
+from torchere.serving.frontend.control import ControlPlane, Progress, Registration, begun
 from torchere.serving.registry.reconciler import Reconciler
-from torchere.serving.registry.version import Version
+from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.types import ModelKey
 
 
@@ -27,6 +27,7 @@ class LoadingRegistry:
             target=1,
             wanted=True,
             failure=None,
+            state=VersionState.READY,
             settled=asyncio.Event(),
             settings=ModelSettings(),
             pool=SimpleNamespace(in_service=1),
@@ -92,7 +93,7 @@ def test_who_waits_for_a_version_that_is_unregistered_is_told_so(change: Any, fa
 
 def test_a_registration_that_does_not_load_is_taken_back() -> None:
     failure = LoadFailed("Failed to start workers", "no weights")
-    error, registry = outcome_of(register, failure=failure)
+    error, registry = outcome_of(register, failure=failure, state=VersionState.FAILED)
     assert (error, registry.discarded) == (failure, [registry.version])
 
 
@@ -131,21 +132,27 @@ def test_who_asked_for_no_executors_does_not_wait_for_those_of_another_call() ->
         registry.version.target = 0
         registry.version.settled.set()
         registry.version.settings = ModelSettings().scaled(3, 3)  # the other call
+        registry.version.failure = LoadFailed("Failed to start workers", "no memory for three")
+        registry.version.state = VersionState.FAILED
         plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
-        return await register_none(plane)
+        outcome = await register_none(plane)
+        assert registry.discarded == []
+        return outcome
 
     assert asyncio.run(main()).progress is Progress.DONE
 
 
 class SlowPool:
-    """Has its executors as soon as it begins; they load until the test says so."""
+    """Has its executors, three at most, as soon as it begins; they load until the test says so."""
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size = self.in_service = 0
         self.loaded = asyncio.Event()
 
     async def resize(self, count: int) -> None:
-        self.size = count
+        if count > 3:
+            raise LoadFailed("Failed to start workers", "no room")
+        self.size = self.in_service = count
         await self.loaded.wait()
 
     async def warm_up(self) -> None:
@@ -171,6 +178,23 @@ class BeginningRegistry(LoadingRegistry):
 
     def scale(self, version: Any, min_executors: int, max_executors: int) -> None:
         self.reconciler.wake(version)
+
+
+def test_a_registration_that_has_loaded_is_not_undone_by_the_failure_of_another_call() -> None:
+    async def main() -> Any:
+        registry = BeginningRegistry()
+        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
+        registering = asyncio.ensure_future(register(plane))
+        await begun()
+        registry.version.target = 4  # the other call, while three load
+        registry.reconciler.wake(registry.version)
+        registry.pool.loaded.set()
+        outcome = await registering
+        assert registry.version.failure is not None
+        assert registry.discarded == []
+        return outcome
+
+    assert asyncio.run(main()).progress is Progress.DONE
 
 
 def register_and_leave(plane: ControlPlane) -> Any:
@@ -275,6 +299,7 @@ def test_a_registration_that_is_undone_is_not_in_effect_and_a_number_of_executor
     async def main() -> bool:
         registry = LoadingRegistry()
         registry.version.failure = LoadFailed("no")
+        registry.version.state = VersionState.FAILED
         registry.version.pool.in_service = 0
         registry.version.settled.set()
         plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]

@@ -11,7 +11,16 @@ import pytest
 
 from torchere.serving.config.server_settings import Limits, ServerSettings, SnapshotWorkflow
 from torchere.serving.config.workflow_spec import read_workflow_spec
-from torchere.serving.errors import Conflict, DownloadFailed, ModelNotFound, Unavailable
+from torchere.serving.errors import (
+    Conflict,
+    DownloadFailed,
+    LoadFailed,
+    ModelNotFound,
+    Unavailable,
+    WorkflowFailed,
+)
+from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.registry.workflows import Workflow, Workflows
 from torchere.serving.store.fetch import Download, Interrupt
 from torchere.serving.store.package import Store
@@ -63,6 +72,36 @@ def test_a_step_that_a_client_unregisters_during_the_start_does_not_end_it():
     steps: Any = [SimpleNamespace(key=ModelKey(f"flow__{step}", "1.0")) for step in ("gone", "there")]
     workflows._restore_defaults(steps)
     assert chosen == ["flow__there"]
+
+
+@pytest.mark.parametrize("state", [VersionState.READY, VersionState.FAILED])
+def test_a_workflow_fails_with_a_step_unless_that_has_loaded_and_another_call_scaled_it_up(
+    state: VersionState,
+):
+    async def main() -> tuple[Version, ...]:
+        registry: Any = _Registry()
+        settled = asyncio.Event()
+        settled.set()
+        failure = LoadFailed("Failed to start workers", "no room for two")
+        step = SimpleNamespace(settled=settled, state=state, failure=failure)
+
+        async def register(wanted: Wanted) -> Version:
+            version = object.__new__(Version)
+            vars(version).update(vars(step))
+            return version
+
+        registry.register = register
+        registry.discard = lambda version: None
+        spec = read_workflow_spec("models: {m: {url: m.mar}}\ndag: {m: []}\n")
+        return await Workflows(ServerSettings(), registry)._loaded(
+            Workflow("flow", "flow.war", spec), None, None, at_startup=False
+        )
+
+    if state is VersionState.READY:
+        assert len(asyncio.run(main())) == 1
+    else:
+        with pytest.raises(WorkflowFailed, match="Failed to start workers"):
+            asyncio.run(main())
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
