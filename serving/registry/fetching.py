@@ -92,7 +92,7 @@ class Fetching:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A registration under way, which may take over a file of the store that was downloaded for another."""
+    """Of a registration under way, or a workflow: it may take over a file that was downloaded for another."""
 
     file_name: str
     copy: Path | None = None  # the download that it has taken over

@@ -38,7 +38,7 @@ from torchere.serving.errors import (
     WorkflowNotFound,
 )
 from torchere.serving.registry.desired import Wanted
-from torchere.serving.registry.fetching import Fetching
+from torchere.serving.registry.fetching import Claim, Fetching, hand_over
 from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, VersionState
@@ -61,7 +61,7 @@ class Workflow:
     startup_timeout_s: int | None = None
     versions: tuple[Version, ...] = ()  # of the steps
     s3_sse_kms: bool = False
-    downloaded: Path | None = None  # the archive, if it was downloaded for this workflow
+    claim: Claim | None = None  # on its archive, which may be a download
     running: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -90,6 +90,7 @@ class Workflows:
         self._workflows: dict[str, Workflow] = {}
         self._registering: set[str] = set()  # names of workflows that are being registered
         self._leaving: set[str] = set()  # removed, while their requests under way need their steps
+        self._claims: set[Claim] = set()  # of workflows that are registered, or being registered
         self._missing: list[SnapshotWorkflow] = []  # of the snapshot, and not registered
         self._removals: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -126,6 +127,9 @@ class Workflows:
         """
         downloaded = await self._fetching.fetch(wanted.url, at_startup, signs=wanted.s3_sse_kms)
         location = downloaded.path.name if downloaded else wanted.url
+        copy = downloaded.path if downloaded and downloaded.is_new else None
+        claim = Claim(location.rstrip("/").rpartition("/")[2], copy)
+        self._claims.add(claim)
         archive: OpenedArchive | None = None
         stored: StoredArchive | None = None
         try:
@@ -137,7 +141,7 @@ class Workflows:
                 raise Conflict(f"Workflow {name} is being removed, and still has requests. Try again later.")
             workflow = Workflow(name, wanted.url, spec, wanted.response_timeout_s, wanted.startup_timeout_s)
             workflow.s3_sse_kms = wanted.s3_sse_kms
-            workflow.downloaded = downloaded.path if downloaded and downloaded.is_new else None
+            workflow.claim = claim
             self._registering.add(name)
             try:
                 if spec.functions:
@@ -147,7 +151,8 @@ class Workflows:
             finally:
                 self._registering.discard(name)
         except BaseException:  # cancelled, too
-            self._fetching.delete(downloaded)
+            if (orphan := self._unclaimed(claim)) is not None:
+                self._store.delete(orphan)
             raise
         finally:
             if archive is not None and archive.copy is not None:
@@ -183,15 +188,21 @@ class Workflows:
             await asyncio.wait_for(asyncio.shield(removal), self._server.unregister_timeout_s)
         except asyncio.TimeoutError:
             raise UnregisterTimeout(f"Timed out while cleaning resources: {name}") from None
-        await self._registry.written()
 
     async def _remove(self, workflow: Workflow) -> None:
+        await self._registry.written()  # the next start needs its archive no more
+        # First, as the server may stop while requests run, which need only what is unpacked for the steps.
+        if workflow.claim is not None and (orphan := self._unclaimed(workflow.claim)) is not None:
+            await asyncio.to_thread(self._store.delete, orphan)
         if workflow.running:
             await workflow.idle.wait()
         self._leaving.discard(workflow.name)
         await self._discard(workflow.versions)
-        if workflow.downloaded is not None:
-            await asyncio.to_thread(self._store.delete, workflow.downloaded)
+
+    def _unclaimed(self, claim: Claim) -> Path | None:
+        """Give up a claim; return its download to delete, or None if another workflow takes that over."""
+        self._claims.discard(claim)
+        return None if claim.copy is None or hand_over(claim.copy, (), self._claims) else claim.copy
 
     async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:
         """Register the workflows of a snapshot in turn; log and skip one that fails."""

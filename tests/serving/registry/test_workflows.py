@@ -1,13 +1,16 @@
 """Workflows of a start, beside clients that register some meanwhile."""
 
 import asyncio
+import json
 import threading
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pools import until
 
 from torchere.serving.config.server_settings import Limits, ServerSettings, SnapshotWorkflow
 from torchere.serving.config.workflow_spec import read_workflow_spec
@@ -17,6 +20,7 @@ from torchere.serving.errors import (
     LoadFailed,
     ModelNotFound,
     Unavailable,
+    UnregisterTimeout,
     WorkflowFailed,
 )
 from torchere.serving.registry.desired import Wanted
@@ -28,15 +32,33 @@ from torchere.serving.types import ModelKey
 
 
 class _Registry:
-    """Knows no model."""
+    """Knows no model. Each one that is registered loads at once, and those of the workflow `failing` fail."""
 
     workflows: Any = None
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, failing: str = "") -> None:
         self.folder = folder
+        self.failing = failing
+        self.fails_in = VersionState.FAILED
+        self.may_fail = asyncio.Event()
 
     def workflow_store(self) -> Store:
         return Store(self.folder, Limits(), self.folder)
+
+    async def register(self, wanted: Wanted) -> Version:
+        version = object.__new__(Version)
+        version.state, version.failure, version.settled = VersionState.READY, None, asyncio.Event()
+        version.settled.set()
+        if wanted.workflow == self.failing:
+            await self.may_fail.wait()
+            version.state, version.failure = self.fails_in, LoadFailed("Failed to start workers", "no room")
+        return version
+
+    def discard(self, version: Version) -> None: ...
+
+    def workflows_changed(self) -> None: ...
+
+    async def written(self) -> None: ...
 
 
 class _Refusing(Workflows):
@@ -79,19 +101,9 @@ def test_a_workflow_fails_with_a_step_unless_that_has_loaded_and_another_call_sc
     state: VersionState,
 ):
     async def main() -> tuple[Version, ...]:
-        registry: Any = _Registry()
-        settled = asyncio.Event()
-        settled.set()
-        failure = LoadFailed("Failed to start workers", "no room for two")
-        step = SimpleNamespace(settled=settled, state=state, failure=failure)
-
-        async def register(wanted: Wanted) -> Version:
-            version = object.__new__(Version)
-            vars(version).update(vars(step))
-            return version
-
-        registry.register = register
-        registry.discard = lambda version: None
+        registry: Any = _Registry(failing="flow")
+        registry.fails_in = state
+        registry.may_fail.set()
         spec = read_workflow_spec("models: {m: {url: m.mar}}\ndag: {m: []}\n")
         return await Workflows(ServerSettings(), registry)._loaded(
             Workflow("flow", "flow.war", spec), None, None, at_startup=False
@@ -102,6 +114,58 @@ def test_a_workflow_fails_with_a_step_unless_that_has_loaded_and_another_call_sc
     else:
         with pytest.raises(WorkflowFailed, match="Failed to start workers"):
             asyncio.run(main())
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of an archive in the store once it is downloaded from any URL."""
+    path = tmp_path / "flow.war"
+
+    def download(*_: object, **__: bool) -> Download:
+        with zipfile.ZipFile(path, "w") as war:
+            war.writestr("flow.yaml", "models: {m: {url: m.mar}}\ndag: {m: []}\n")
+            manifest = {"workflow": {"workflowName": "flow", "specFile": "flow.yaml"}}
+            war.writestr("WAR-INF/MANIFEST.json", json.dumps(manifest))
+        return Download(path, is_new=True)
+
+    monkeypatch.setattr(Store, "download", download)
+    return path
+
+
+@pytest.mark.parametrize("first_fails", [False, True])
+def test_a_download_stays_as_long_as_a_workflow_was_registered_from_it(archive: Path, first_fails: bool):
+    async def main() -> None:
+        registry: Any = _Registry(archive.parent, failing="first" if first_fails else "")
+        workflows = Workflows(ServerSettings(), registry)
+        first = asyncio.create_task(workflows.register(SnapshotWorkflow("http://host/flow.war", "first")))
+        await until(lambda: bool(workflows._registering | workflows._workflows.keys()))
+        second = asyncio.create_task(workflows.register(SnapshotWorkflow("flow.war", "second")))
+        await asyncio.sleep(0)  # the second has begun, no more
+        registry.may_fail.set()
+        await asyncio.wait({first, second} if first_fails else {first})
+        if not first_fails:
+            await workflows.unregister("first")
+        await second
+        assert [workflow.name for workflow in workflows.registered()] == ["second"]
+        assert archive.exists()
+        await workflows.unregister("second")
+        assert not archive.exists()
+        await asyncio.to_thread(workflows.close)
+
+    asyncio.run(main())
+
+
+def test_the_download_of_a_workflow_leaves_the_store_while_its_last_requests_run(archive: Path):
+    async def main() -> None:
+        registry: Any = _Registry(archive.parent)
+        workflows = Workflows(ServerSettings(unregister_timeout_s=0.05), registry)
+        (await workflows.register(SnapshotWorkflow("http://host/flow.war", "flow"))).begin()
+        with pytest.raises(UnregisterTimeout):
+            await workflows.unregister("flow")
+        assert not archive.exists()
+        await asyncio.to_thread(workflows.close)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
