@@ -208,7 +208,7 @@ class AotModel:
     Args:
         path: the `.so`; it must exist until the first run is over.
         runs_at_once: see `CompiledLibrary`.
-        check_inputs: whether the code may be told to check shapes and types, see `Package.checkable`.
+        check_inputs: whether the code may be told to check shapes and types, see `is_checkable`.
 
     Raises:
         AbiMismatch, RuntimeError: see `CompiledLibrary`.

@@ -31,6 +31,7 @@ from torchere.handlers.compiled.package import (
     Package,
     extracted_library,
     fits_c_abi,
+    is_checkable,
     misfit,
     read_build,
     read_cpu_flags,
@@ -90,7 +91,7 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
     if _runs_by_abi(package, device):
         try:
             file = _library_file(package, model_dir)
-            return AotModel(str(file), _runs_at_once(), check_inputs=package.checkable)
+            return AotModel(str(file), _runs_at_once(), check_inputs=is_checkable(package))
         except aot_abi.AbiMismatch as err:
             logger.warning("%s; it runs by torch's own binding, one run at a time", err)
     return _load_by_binding(path)

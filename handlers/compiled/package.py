@@ -17,7 +17,7 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchere.archiver.container.zip import DAMAGED
+from torchere.archiver.container.zip import DAMAGED, DEFLATED, STORED
 from torchere.archiver.request import BUILD_NAME
 
 # Layout: torch/export/pt2_archive/constants.py. Every name is prefixed with the package's own folder.
@@ -27,6 +27,10 @@ _PROGRAMS = ("/models/model.json", "serialized_exported_program.json")
 _SELF_CONTAINED = (".so", ".cpp", "_metadata.json", "_compile_flags.json", "_linker_flags.json")
 _LEAST_TWO = re.compile(rb"_size\[\d+\] < 2\b")  # torch/_inductor/codegen/cpp_wrapper_cpu.py
 _COPY_BYTES = 1 << 20
+# Limits for what is unpacked into memory. The compiler's notes take less than 1 KiB; the source of a large
+# model has some MiB.
+_MAX_METADATA_BYTES = 1 << 20
+_MAX_SOURCE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +38,13 @@ class Package:
     """One `.pt2` file.
 
     `library` is the zip entry with the machine code, if there is one and it needs nothing else of the
-    package: no weights in separate files, no operators outside of torch. `checkable`: the code can check its
-    inputs without refusing a free dimension of 1, which the checks that torch generates by default refuse.
-    `metadata` holds the compiler's notes (torch 2.7 on): AOTI_DEVICE_KEY, AOTI_CPU_ISA, AOTI_MACHINE, ...
+    package: no weights in separate files, no operators outside of torch. `metadata` holds the compiler's
+    notes (torch 2.7 on): AOTI_DEVICE_KEY, AOTI_CPU_ISA, AOTI_MACHINE, ...
     """
 
     path: str
     is_program: bool  # an exported program, which torch interprets, and no compiled code
     library: str | None = None
-    checkable: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -67,8 +69,7 @@ def read_package(path: str) -> Package:
             whole = all(name.endswith(_SELF_CONTAINED) for name in compiled)
             beside = any(_WEIGHTS_FOLDER in name for name in names)
             only = libraries[0] if len(libraries) == 1 and whole and not beside else None
-            metadata = _metadata(file, compiled)
-            return Package(path, False, only, _takes_one(file, compiled), metadata)
+            return Package(path, False, only, _metadata(file, compiled))
     except (*DAMAGED, ValueError) as err:
         raise RuntimeError(
             f"{path} is not a .pt2 package ({err}); expected a file of "
@@ -79,15 +80,42 @@ def read_package(path: str) -> Package:
 def _metadata(file: zipfile.ZipFile, names: list[str]) -> dict[str, str]:
     for name in names:
         if name.endswith("wrapper_metadata.json"):
-            found = json.loads(file.read(name))
+            found = json.loads(_read(file, name, _MAX_METADATA_BYTES) or b"{}")
             return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
     return {}
 
 
-def _takes_one(file: zipfile.ZipFile, names: list[str]) -> bool:
-    """Return whether the package holds its source, and no check in it refuses a dimension of size 1."""
-    sources = [name for name in names if name.endswith("wrapper.cpp")]
-    return bool(sources) and not any(_LEAST_TWO.search(file.read(name)) for name in sources)
+def is_checkable(package: Package) -> bool:
+    """Return whether the code of a package can check its inputs without refusing a free dimension of 1.
+
+    The checks that torch generates by default refuse it; the package's source tells. False without a source.
+
+    Raises:
+        RuntimeError: the package is damaged.
+    """
+    try:
+        with zipfile.ZipFile(package.path) as file:
+            names = (name for name in file.namelist() if _COMPILED_FOLDER in name)
+            sources = [name for name in names if name.endswith("wrapper.cpp")]
+            return bool(sources) and all(_takes_one(file, name) for name in sources)
+    except (*DAMAGED, ValueError) as err:
+        raise RuntimeError(f"{package.path} is damaged: {err}") from err
+
+
+def _takes_one(file: zipfile.ZipFile, name: str) -> bool:
+    source = _read(file, name, _MAX_SOURCE_BYTES)
+    return source is not None and _LEAST_TWO.search(source) is None
+
+
+def _read(file: zipfile.ZipFile, name: str, limit_bytes: int) -> bytes | None:
+    """Return an entry's content; None if it may be longer than the limit."""
+    entry = file.getinfo(name)
+    # `ZipExtFile.read` keeps to its size while it inflates, but not with other methods.
+    if entry.file_size > limit_bytes or entry.compress_type not in (STORED, DEFLATED):
+        return None
+    with file.open(entry) as source:
+        # Without a size, an entry that states too small a size is inflated whole.
+        return source.read(limit_bytes)
 
 
 def extracted_library(package: Package, folder: Path) -> Path:

@@ -133,10 +133,9 @@ class Loader:
             level = settings.parallel.level
             raise LoadFailed(f"No enough gpu devices for model:{key.name} parallelLevel:{level}")
         self._refuse_without_network(key, config)
-        holds = _holds_gil(archive)
         isolation: Placement = "process"
         if not (in_cpp or archive.environment or settings.parallel):
-            isolation = _isolation(archive, settings, handler, self._may_share_process, holds)
+            isolation = _isolation(archive, settings, handler, self._may_share_process)
         _tell_unshared(key, settings, isolation)
         origin = Origin(
             archive=archive,
@@ -144,7 +143,7 @@ class Loader:
             runtime=runtime,
             isolation=isolation,
             loaded_at_startup=loaded_at_startup,
-            needs_compiler=holds or bool(archive.config.raw.get("pt2")),
+            needs_compiler=archive.holds_gil or bool(archive.config.raw.get("pt2")),
         )
         return self._assemble(key, origin, settings)
 
@@ -293,16 +292,14 @@ def _tell_unshared(key: ModelKey, settings: ModelSettings, isolation: str) -> No
         )
 
 
-def _isolation(
-    archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool, holds: bool
-) -> Placement:
+def _isolation(archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool) -> Placement:
     model = archive.manifest.get("model") or {}
     on_gpu = bool(settings.gpu_ids)
     return choose_isolation(
         settings.isolation,
         handler,
         model,
-        holds_gil=holds and not on_gpu,
+        holds_gil=archive.holds_gil and not on_gpu,
         on_gpu=on_gpu,
         needs_own_process=not may_share
         or settings.device_type == "xla"
@@ -312,8 +309,8 @@ def _isolation(
     )
 
 
-def _holds_gil(archive: StoredArchive) -> bool:
-    """Return whether the model is a `.pt2` that holds the GIL on a CPU."""
+def model_holds_gil(archive: StoredArchive) -> bool:
+    """Return whether the model is a `.pt2` that holds the GIL on a CPU; this reads its file."""
     serialized = str((archive.manifest.get("model") or {}).get("serializedFile") or "")
     if not serialized.endswith(".pt2"):
         return False

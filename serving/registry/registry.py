@@ -30,7 +30,7 @@ from torchere.serving.errors import (
     VersionNotFound,
 )
 from torchere.serving.registry import serving_map as routing
-from torchere.serving.registry.builder import Loader
+from torchere.serving.registry.builder import Loader, model_holds_gil
 from torchere.serving.registry.desired import Missing, Wanted, check_snapshot, startup_models
 from torchere.serving.registry.fetching import Claim, Fetching, hand_over, take_over
 from torchere.serving.registry.names import (
@@ -213,11 +213,12 @@ class Registry:
             if of_client and not wanted.by_operator:
                 self._store.check_weights(stored.config)
             self._store.share_weights(archive, stored, handler)
-            self._loader.gpus_of(stored.config.device_type)  # here, because it may block
+            # Here, because both may block.
+            self._loader.gpus_of(stored.config.device_type)
+            return replace(stored, holds_gil=model_holds_gil(stored))
         except BaseException:
             self._store.remove(stored)
             raise
-        return stored
 
     def _weight_of(self, version: Version) -> float:
         """Return the share of the requests without a version that this version gets."""

@@ -85,6 +85,7 @@ class StoredArchive:
     tensors: Signature | None = None  # the model's inputs and outputs from the archive's signature.json
     signer: str = ""  # who signed the archive; "": signatures are not required
     fingerprint: str = ""  # equal for archives with the same entries: see `_fingerprint`
+    holds_gil: bool = False  # its model is a `.pt2` that holds the GIL on a CPU
 
 
 class Store:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import struct
+import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from torchere.handlers.compiled.package import extracted_library, holds_gil, read_package
+from torchere.handlers.compiled import package as package_module
+from torchere.handlers.compiled.package import extracted_library, holds_gil, is_checkable, read_package
 
 FOLDER = "net/data/aotinductor/model/"
 METADATA = json.dumps({"AOTI_DEVICE_KEY": "cpu", "AOTI_CPU_ISA": "AVX2"})
@@ -49,11 +54,56 @@ def test_inputs_are_checked_unless_that_would_refuse_a_batch_of_one(
     tmp_path: Path, source: str, checkable: bool
 ) -> None:
     entries = {FOLDER + "a.wrapper.so": "code", FOLDER + "a.wrapper.cpp": source}
-    assert read_package(write(tmp_path / "net.pt2", entries)).checkable is checkable
+    assert is_checkable(read_package(write(tmp_path / "net.pt2", entries))) is checkable
 
 
 def test_inputs_are_not_checked_where_the_source_is_missing(tmp_path: Path) -> None:
-    assert not read_package(write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code"})).checkable
+    assert not is_checkable(read_package(write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code"})))
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def understate(path: Path, size: int) -> None:
+    """Make a package state a size of 1 for each entry of that size."""
+    path.write_bytes(path.read_bytes().replace(struct.pack("<I", size), struct.pack("<I", 1)))
+
+
+@pytest.mark.parametrize("states_size", [True, False])
+@pytest.mark.parametrize("name", ["a.wrapper_metadata.json", "a.wrapper.cpp"])
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_a_text_that_unpacks_to_more_than_a_compiler_writes_counts_as_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: int, name: str, states_size: bool
+) -> None:
+    monkeypatch.setattr(package_module, "_MAX_SOURCE_BYTES", 1 << 20)
+    path, size = tmp_path / "net.pt2", 30_000_000
+    with zipfile.ZipFile(path, "w", method) as file:
+        file.writestr(FOLDER + "a.wrapper.so", "code")
+        file.writestr(FOLDER + name, b" " * size)
+    if not states_size:
+        understate(path, size)
+
+    def read() -> None:
+        with contextlib.suppress(RuntimeError):  # its content does not fit the size that it states
+            package = read_package(str(path))
+            assert package.device == "unknown"
+            assert not is_checkable(package)
+
+    assert peak_bytes(read) < 10_000_000
+
+
+def test_a_prediction_of_the_gil_reads_no_source(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "", FOLDER + "a.wrapper.cpp": " " * 20_000_000}
+    )
+    holds_gil(path, str(tmp_path))  # reads the installed torch once
+    assert peak_bytes(lambda: holds_gil(path, str(tmp_path))) < 10_000_000
 
 
 def test_tells_an_exported_program(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import threading
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.properties import parse_properties
 from torchere.serving.config.resolve import configure
 from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.registry import builder
 from torchere.serving.registry.builder import Loader
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.observation import RegistryMetrics
@@ -143,6 +145,19 @@ def test_workers_that_import_torchs_compiler_are_forked_with_it(
 ) -> None:
     version = version_of(tmp_path, config, files, "h.py" if files is OWN else "base_handler")
     assert type(version.pool._settings.launcher) is launcher
+
+
+def test_a_compiled_model_is_read_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def holds(_path: str, _folder: str) -> bool:
+        threads.append(threading.current_thread())
+        return False
+
+    monkeypatch.setattr(builder, "holds_gil", holds)
+    version_of(tmp_path, "minWorkers: 1", exported(), "base_handler")
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 def test_executors_are_numbered_from_initial_worker_port(tmp_path: Path) -> None:
