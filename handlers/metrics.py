@@ -107,14 +107,13 @@ class CachingMetric:
         """Report a value; a wrong one is logged and dropped, because a metric must not fail a prediction.
 
         Args:
-            value: to add (counter), to set (gauge) or to observe (histogram).
+            value: to add (counter), to set (gauge) or to observe (histogram); NumPy's and torch's, too.
             dimension_values: one per declared dimension name, in their order.
             request_id: the request, or the requests, that the value belongs to.
         """
         values = tuple(str(item) for item in dimension_values or ())
-        problem = self._problem(value, values)
-        if problem:
-            self._drop(problem)
+        if len(values) != len(self.dimension_names):
+            self._drop(f"expected values for the dimensions {self.dimension_names}, found {values}")
             return
         ids = (request_id,) if isinstance(request_id, str) else tuple(request_id)
         self.report(value, tuple(zip(self.dimension_names, values, strict=True)), ids)
@@ -125,10 +124,14 @@ class CachingMetric:
         """Report a value as `add_or_update` does, without checking the dimensions: (name, value) pairs."""
         # Fast path: this runs with every request, and the value is nearly always valid.
         if type(value) is not float or not value >= 0:
-            if problem := self._wrong_value(value):
-                self._drop(problem)
+            number = _number(value)
+            if number is None:
+                self._drop(f"expected a number in the range of a float, found a {type(value).__name__}")
                 return
-            value = float(value)
+            if self.metric_type is MetricTypes.COUNTER and number < 0:
+                self._drop(f"a counter can't fall, found {number}")
+                return
+            value = number
         if not all(request_ids):
             request_ids = _filled(request_ids)
         self._cache.record(
@@ -147,19 +150,15 @@ class CachingMetric:
         """Report a value with `Dimension` objects; the older form of `add_or_update`."""
         self.add_or_update(value, [item.value for item in dimensions or ()], request_id)
 
-    def _wrong_value(self, value: object) -> str:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return f"expected a number, found {value!r}"
-        if self.metric_type is MetricTypes.COUNTER and value < 0:
-            return f"a counter can't fall, found {value!r}"
-        return ""
 
-    def _problem(self, value: object, dimension_values: tuple[str, ...]) -> str:
-        if problem := self._wrong_value(value):
-            return problem
-        if len(dimension_values) != len(self.dimension_names):
-            return f"expected values for the dimensions {self.dimension_names}, found {dimension_values}"
-        return ""
+def _number(value: Any) -> float | None:
+    """Return a handler's value as a float, also one of NumPy or torch; None if it is no number."""
+    if isinstance(value, (bool, str, bytes, bytearray)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        return None
 
 
 def _filled(request_ids: Sequence[str]) -> tuple[str, ...]:

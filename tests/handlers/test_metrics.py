@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from torchere.handlers import metrics as metrics_module
 from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
@@ -131,6 +134,28 @@ def test_a_wrong_update_is_logged_not_raised(
     metrics.add_metric_to_cache("Depth", "cm", ["Pool"]).add_or_update(value, dimensions)
     assert metrics.drain() == []
     assert "Depth" in caplog.text
+
+
+@pytest.mark.parametrize("value", [np.int64(3), np.float32(3), np.array(3), torch.tensor(3)])
+def test_numbers_of_numpy_and_torch_are_numbers(metrics: MetricsCache, value: Any) -> None:
+    declared = metrics.add_metric_to_cache("Depth", "cm")
+    for _ in range(2):
+        metrics.add_counter("Cats", value)
+    declared.add_or_update(value)
+    assert [(type(sample.value), sample.value) for sample in metrics.drain()] == [(float, 3.0)] * 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**400, 10**5000, torch.ones(2), np.ones(2), torch.tensor(-1), np.int64(-1), None, b"1", [1]],
+    ids=range(9),
+)
+def test_a_value_that_no_metric_can_have_is_logged_not_raised(
+    metrics: MetricsCache, caplog: pytest.LogCaptureFixture, value: Any
+) -> None:
+    metrics.add_counter("Cats", value)
+    assert metrics.drain() == []
+    assert "metric Cats: " in caplog.text
 
 
 def test_declaring_again_replaces_with_a_warning(
