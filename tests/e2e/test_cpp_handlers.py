@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,44 @@ def test_a_batch_is_answered_row_by_row_and_a_request_without_tensor_gets_its_ow
     assert none.headers["content-type"] == "application/json"
     assert none.json() == {"code": 500, "type": "InternalServerException", "message": message}
     assert server.logs("2 classes for 3 requests")  # they were one batch
+
+
+def rewritten(file: bytes, old: bytes, new: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
+    """A file of torch.save, with other bytes in its pickle, or compressed."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(file)) as before, zipfile.ZipFile(content, "w", method) as after:
+        for name in before.namelist():
+            data = before.read(name)
+            after.writestr(name, data.replace(old, new) if name.endswith("data.pkl") else data)
+    return content.getvalue()
+
+
+THREE = saved(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "other"),
+    [
+        (rewritten(THREE, b"K\x03", b"J\xff\xff\xff\x00"), rewritten(THREE, b"K\x03t", b"K\x00t")),
+        (
+            saved(torch.ones(1).expand(10**6)),
+            rewritten(saved(torch.zeros(9**6)), b"", b"", zipfile.ZIP_DEFLATED),
+        ),
+        (
+            saved({"a": torch.ones(3)}),
+            rewritten(THREE, b"_v2", b"_v2\nctorch._tensor\n_rebuild_from_type_v2"),
+        ),
+        (rewritten(THREE, b"t", b"0t"), b""),
+    ],
+    ids=["sizes", "repeated", "kinds", "damaged"],
+)
+def test_a_file_is_read_only_as_far_as_it_is_the_tensor_that_it_says(
+    server: Any, wrong: bytes, other: bytes
+) -> None:
+    replies = at_once(server, "digits", wrong, other, saved(torch.tensor([0.0, 1.0, 0.0])))
+    assert replies[2].body == b"one"
+    for reply in replies[:2]:
+        assert (reply.status, "failed to load tensor" in reply.json()["message"]) == (500, True)
 
 
 def test_a_handler_gets_requests_as_the_backend_gave_them(server: Any) -> None:

@@ -1,14 +1,19 @@
 // The base class of handlers in C++. A library that includes this header exports torchere's C interface, too.
 #pragma once
 
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/serialization/import_read.h>
 #include <torch/script.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
+#include <regex>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +24,71 @@
 #include "src/utils/model_archive.hh"
 
 namespace torchserve {
+
+namespace detail {
+
+class Bytes final : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  explicit Bytes(const std::vector<char>& bytes) : bytes_(bytes) {}
+  size_t size() const override { return bytes_.size(); }
+  size_t read(uint64_t pos, void* buf, size_t n, const char* /*what*/ = "") const override {
+    n = pos < bytes_.size() ? std::min<size_t>(n, bytes_.size() - pos) : 0;
+    std::copy_n(bytes_.begin() + (n ? pos : 0), n, static_cast<char*>(buf));
+    return n;
+  }
+
+ private:
+  const std::vector<char>& bytes_;
+};
+
+// Returns whether a pickle has the opcodes that torch.save and torch::pickle_save write for a dense tensor.
+inline bool IsTensorPickle(const char* begin, size_t size) {
+  const std::string any = R"([\s\S])", memo = "(?:q" + any + ")?";
+  const std::string number = "(?:K" + any + "|M" + any + "{2}|J" + any + "{4}|\\x8a\\x08" + any + "{8})";
+  const std::string tuple = "(?:\\)|(?:" + number + "\\x85|" + number + "{2}\\x86|" + number +
+                            "{3}\\x87|\\(" + number + "*t)" + memo + ")";
+  static const std::regex form(
+      R"(\x80\x02ctorch\._utils\n_rebuild_tensor_v2\n)" + memo + R"(\(\(X\x07\x00\x00\x00storage)" + memo +
+      R"(ctorch\n(?!Q)\w+Storage\n)" + memo + R"(X\x01\x00\x00\x000)" + memo +
+      R"((?:X\x03\x00\x00\x00cpu|X\x06\x00\x00\x00cuda:\d))" + memo + number + "t" + memo + "Q" + memo +
+      number + tuple + tuple + R"([\x88\x89]ccollections\nOrderedDict\n)" + memo + R"(\)R)" + memo + "t" +
+      memo + "R" + memo + R"(\.)");
+  constexpr size_t kMaxBytes = 2048;  // 64 dimensions take 1,500
+  return size <= kMaxBytes && std::regex_match(begin, begin + size, form);
+}
+
+}  // namespace detail
+
+// Reads the file that torch.save or torch::pickle_save writes for a dense tensor.
+//
+// torch::pickle_load is for trusted files: it takes sizes from the pickle without comparing them with the
+// bytes of the file. Throws c10::Error for a damaged file, std::runtime_error for one of another kind.
+inline torch::Tensor TensorOfFile(const std::vector<char>& file) {
+  caffe2::serialize::PyTorchStreamReader reader(std::make_shared<detail::Bytes>(file));
+  const size_t bytes = reader.getRecordSize("data/0");
+  // A compressed record may become a thousand times as large.
+  if (std::max(bytes, reader.getRecordSize("data.pkl")) > file.size()) {
+    throw std::runtime_error("its records are longer than the file");
+  }
+  const auto [pickle, size] = reader.getRecord("data.pkl");
+  if (!detail::IsTensorPickle(static_cast<const char*>(pickle.get()), size)) {
+    throw std::runtime_error("it is no dense tensor of torch.save");
+  }
+  auto tensor = torch::jit::readArchiveAndTensors("data", "", "", {}, {}, torch::kCPU, reader).toTensor();
+  // In floating point, because products of hostile sizes overflow.
+  double elements = 1, last = static_cast<double>(tensor.storage_offset());
+  bool fits = tensor.storage().nbytes() == bytes && tensor.storage_offset() >= 0;
+  for (int64_t at = 0; at < tensor.dim(); ++at) {
+    fits = fits && tensor.size(at) >= 0 && tensor.stride(at) >= 0;
+    elements *= static_cast<double>(tensor.size(at));
+    last += static_cast<double>(tensor.size(at) - 1) * static_cast<double>(tensor.stride(at));
+  }
+  const double room = static_cast<double>(bytes / tensor.element_size());
+  if (!fits || (elements > 0 && last >= room) || elements > room) {  // an expanded tensor repeats elements
+    throw std::runtime_error("its shape is larger than its data");
+  }
+  return tensor;
+}
 
 // One object serves one worker: it loads the model once, and handles one batch at a time.
 class BaseHandler {
@@ -114,7 +184,7 @@ inline c10::IValue BaseHandler::Preprocess(std::shared_ptr<torch::Device>& devic
       if (type->second != PayloadType::kDATA_TYPE_BYTES) {
         throw std::runtime_error("its type is " + type->second + ", expected bytes: a file of torch.save");
       }
-      rows.push_back(torch::pickle_load(payload->second).toTensor().to(*device));
+      rows.push_back(TensorOfFile(payload->second).to(*device));
       idx_to_req_id.second[static_cast<uint8_t>(rows.size() - 1)] = id;
     } catch (const c10::Error& error) {
       refuse("c10 error", error.what_without_backtrace());
