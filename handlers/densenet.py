@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
+import re
+import struct
 import zipfile
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchere.archiver.container.zip import DAMAGED, check_zip
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.scan.pickles import imported_names
 from torchere.handlers.base import BaseHandler, tensor_of
 from torchere.handlers.encode import encode_answer
 from torchere.handlers.errors import PredictionException
@@ -23,7 +29,24 @@ from torchere.handlers.tensors import TensorError
 from torchere.handlers.tensors.npy import is_npy, read_npy
 
 _ZIP = b"PK\x03\x04"
+_MAX_PICKLE_BYTES = 4096  # of a tensor with 64 dimensions: some 1,500
+# The names in the pickle of a tensor. The unpickler that `weights_only` chooses allows more: a bytearray may
+# have any size.
+_TENSOR_NAME = re.compile(
+    r"collections\.OrderedDict|torch\._utils\._rebuild_(parameter|tensor_v[23])"
+    r"|torch\.(storage\.)?[A-Za-z0-9]+Storage|torch\.[a-z]+[0-9][a-z0-9_]*"
+)
 _EXPECTED = "expected a tensor: a file of torch.save or a .npy file as the body, or lists of numbers in JSON"
+# Errors of torch's unpickler for a file that is damaged, besides those that `tensor_of_row` catches.
+_DAMAGED = (
+    *DAMAGED,
+    ArchiveError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    pickle.UnpicklingError,
+    struct.error,
+)
 
 
 class DenseNetHandler(BaseHandler):
@@ -100,15 +123,36 @@ def _of_file(value: bytes) -> torch.Tensor:
     if not value.startswith(_ZIP):
         raise ValueError(f"{len(value)} bytes of another format")
     try:
-        with zipfile.ZipFile(io.BytesIO(value)) as archive:
-            # torch.save stores; a deflated entry may become a thousand times as large.
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError("its entries are compressed")
+        size = _checked_record_bytes(value)
         found = torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError, LookupError) as err:
+    except _DAMAGED as err:
         raise ValueError(f"not a tensor of torch.save: {type(err).__name__}") from err
     if not isinstance(found, torch.Tensor) or found.layout != torch.strided:
         raise ValueError(f"torch.save of a {type(found).__name__}")
-    if found.numel() * found.element_size() > len(value):  # an expanded tensor repeats its elements
+    if found.numel() * found.element_size() > size:  # an expanded tensor repeats its elements
         raise ValueError("its shape is larger than its data")
     return found.detach()
+
+
+def _checked_record_bytes(value: bytes) -> int:
+    """Check that a file is the file of one tensor; return the size of its numbers.
+
+    Raises:
+        ArchiveError, ValueError, or an error of `DAMAGED`: it is not.
+    """
+    check_zip(io.BytesIO(value), len(value))  # so that torch's reader finds the same entries
+    with zipfile.ZipFile(io.BytesIO(value)) as archive:
+        entries = archive.infolist()
+        # torch.save stores; a deflated entry may become a thousand times as large.
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("its entries are compressed")
+        pickles = [entry for entry in entries if entry.filename.lower().endswith("/data.pkl")]
+        records = [entry for entry in entries if "/data/" in entry.filename.lower()]
+        if len(pickles) != 1 or len(records) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
+            raise ValueError("torch.save of another value")
+        content = archive.read(pickles[0])
+    # A pickle can load one record often, under names that torch takes for the same.
+    loads = sum(opcode.name == "BINPERSID" for opcode, _, _ in pickletools.genops(content))
+    if loads != 1 or not all(map(_TENSOR_NAME.fullmatch, imported_names(content))):
+        raise ValueError("torch.save of another value")
+    return records[0].file_size

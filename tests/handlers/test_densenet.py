@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import tracemalloc
 import zipfile
 from typing import Any
 
@@ -41,6 +42,19 @@ def deflated(archive: bytearray) -> bytearray:
     return bytearray(file.getvalue())
 
 
+def with_pickle(old: bytes, new: bytes) -> bytearray:
+    """A file of torch.save with three ones, and with other bytes in its pickle."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(torch.ones(3)))) as before, zipfile.ZipFile(file, "w") as after:
+        for name in before.namelist():
+            content = before.read(name)
+            if name.endswith("data.pkl"):
+                assert old in content
+                content = content.replace(old, new)
+            after.writestr(name, content)
+    return bytearray(file.getvalue())
+
+
 @pytest.mark.parametrize(
     "value", [saved(torch.ones(2, 3)), as_npy(np.ones((2, 3), "f4")), [[1.0] * 3] * 2, torch.ones(2, 3)]
 )
@@ -59,6 +73,11 @@ def test_a_tensor_is_read_from_each_form(value: Any) -> None:
         saved(torch.ones(1).expand(10**6)),
         deflated(saved(torch.zeros(10**5))),
         saved(torch.ones(2))[:-30],
+        with_pickle(b"tq\x05Q", b"q\x05Q"),  # a storage without a tuple
+        with_pickle(b"Q", b""),  # a tuple without a storage
+        with_pickle(b"Rq\x0b.", b"J."),  # it ends in a number
+        with_pickle(b"Rq\x0b.", b"0" * 5000 + b"."),
+        with_pickle(b"K\x03", b"K\xc8"),  # larger than its record, and not than the file
         saved(torch.ones(2).to_sparse()),
         as_npy(np.array(["a"])),
         [1.0, "a"],
@@ -66,7 +85,7 @@ def test_a_tensor_is_read_from_each_form(value: Any) -> None:
         "text",
         None,
     ],
-    ids=range(13),
+    ids=range(18),
 )
 def test_another_value_is_refused_and_not_run(value: Any, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
@@ -74,6 +93,39 @@ def test_another_value_is_refused_and_not_run(value: Any, tmp_path: Any, monkeyp
         tensor_of_row({"body": value})
     assert refused.value.error_code == 400
     assert not list(tmp_path.iterdir())
+
+
+def test_no_memory_is_taken_for_a_value_that_is_refused() -> None:
+    large = b"c__builtin__\nbytearray\nJ" + (10**8).to_bytes(4, "little") + b"\x85R."
+    value = with_pickle(b"ctorch._utils", large + b"ctorch._utils")
+    tracemalloc.start()
+    try:
+        with pytest.raises(PredictionException, match="no tensor"):
+            tensor_of_row({"body": value})
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, dtype=torch.uint16),
+        torch.ones(2, dtype=torch.float8_e4m3fn),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(4, 3)[1:, :2],
+        torch.ones(()),
+        torch.ones(0, 3),
+        torch.ones((1,) * 64),
+    ],
+    ids=range(10),
+)
+def test_each_kind_of_dense_tensor_is_read(value: torch.Tensor) -> None:
+    found = tensor_of_row({"body": saved(value)})
+    assert (found.dtype, found.tolist()) == (value.dtype, value.tolist())
 
 
 class Context:
