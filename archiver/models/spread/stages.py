@@ -175,7 +175,7 @@ class Stages:
             elif failure is None:
                 result = _joined(outputs)
                 self._result.send(result)
-        except (OtherStageFailed, ValueError) as error:
+        except Exception as error:  # the other ranks wait for a result, or for this
             failure = failure or error
         if failure is not None:
             if self._is_last:
@@ -295,7 +295,7 @@ class Wire:
         """Send a tree of tensors and plain values.
 
         Raises:
-            ValueError: it has other values; nothing was sent.
+            Exception: it can't be sent, as one with other values; nothing was sent.
         """
         leaves, spec = pytree.tree_flatten(tree)
         for leaf in leaves:
@@ -304,13 +304,16 @@ class Wire:
                     f"{SECTION}: a {type(leaf).__name__} can't be sent from one stage to the next"
                 )
         form = (spec, [_Form(tuple(leaf.shape), leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves])
+        # All that may fail comes first.
+        tensors = [leaf.to(self._device).contiguous() for leaf in filter(_is_tensor, leaves)]
         if form == self._last:
             self._announce(0)
         else:
+            told = json.dumps([pytree.treespec_dumps(spec), list(map(_told, form[1]))]).encode()
             self._last = form
-            self._put_bytes(json.dumps([pytree.treespec_dumps(spec), list(map(_told, form[1]))]).encode(), 1)
-        for leaf in filter(_is_tensor, leaves):
-            self._put(leaf.to(self._device).contiguous())
+            self._put_bytes(told, 1)
+        for tensor in tensors:
+            self._put(tensor)
 
     def send_failure(self, error: Exception) -> None:
         """Send the text of an error in place of a tree."""

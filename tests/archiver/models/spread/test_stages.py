@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -73,6 +73,18 @@ class Twice(Net):
         return x
 
 
+class Pair(NamedTuple):
+    scores: torch.Tensor
+
+
+class Trimmed(Net):
+    """Returns as many columns as its first row says, or a named tuple."""
+
+    def forward(self, words, scale):
+        scores = super().forward(words, scale)["scores"]
+        return Pair(scores) if scale[0, 0] < 0 else scores[:, : int(scale[0, 0])]
+
+
 def inputs(rows: int, length: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(rows)
     return (
@@ -132,6 +144,24 @@ def test_an_input_that_the_model_refuses_fails_in_all_ranks_and_leaves_them_in_s
     assert "index out of range" in first[0]
     assert "must match the size of tensor b" in first[1]
     assert [each[2] for each in others] == [first[2]] * 2
+
+
+def test_a_result_that_can_not_be_joined_or_sent_fails_in_all_ranks_and_leaves_them_in_step() -> None:
+    words, same = torch.ones((2, 3), dtype=torch.int64), torch.ones(2, 3)
+
+    def use(model: Any) -> list[str]:
+        texts = []
+        for scale in (torch.tensor([[1.0] * 3, [2.0] * 3]), -same, -same):
+            with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+                model(words, scale)
+            texts.append(str(caught.value))
+        return [*texts, str(model(words, same).tolist())]
+
+    found = over(Split(pipeline=2), Trimmed, use)
+    for texts in found:
+        assert "Sizes of tensors must match" in texts[0]
+        assert all("Pair" in text for text in texts[1:3])
+    assert found[0][3] == found[1][3]
 
 
 def test_only_a_stage_has_the_weights_of_its_layers() -> None:
