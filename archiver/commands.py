@@ -15,7 +15,6 @@ from typing import NoReturn
 from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ModelRefused, naming_files_of
 from torchere.archiver.huggingface_texts import add_texts, check_texts
-from torchere.archiver.manifest import Manifest
 from torchere.archiver.model_flags import add_build_arguments, convert_options, version_name
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import (
@@ -192,7 +191,7 @@ def _converted(
         options = convert_options(namespace, *(_in(folder, name) for name in files))
         if (folder / SIGNATURE_NAME).is_file():
             options = replace(options, example_signature=folder / SIGNATURE_NAME)
-        request = _request(namespace, manifest, folder)
+        request = _request(namespace, old, folder)
         # The new archive takes its configuration from the options.
         configured = replace(request, config_file=options.config_file)
         if namespace.allow_code or request.handler_file() is None:
@@ -207,22 +206,23 @@ def _converted(
         )
 
 
-def _request(namespace: argparse.Namespace, manifest: Manifest, folder: Path) -> ArchiveRequest:
+def _request(namespace: argparse.Namespace, old: Archive, folder: Path) -> ArchiveRequest:
+    manifest = old.manifest
     output: Path = namespace.output
     handler = namespace.handler or manifest.handler or DEFAULT_HANDLER
     is_own = any((folder / name).is_file() for name in handler_files(handler, manifest.runtime))
     anew = {SIGNATURE_NAME, FALLBACK_NAME, manifest.serialized_file, manifest.config_file}
     if not is_own:
         anew.add(manifest.model_file)  # nothing else needs the class
-    about = folder / MANIFEST_NAME
-    anew |= {item.relative_to(folder).as_posix() for item in about.parent.rglob("*") if item.is_file()}
+    about = f"{MANIFEST_NAME.rpartition('/')[0]}/"
+    kept = (entry.name for entry in old.entries if entry.name not in anew)
     return ArchiveRequest(
         model_name=manifest.model_name or output.name.partition(".")[0],
         version=namespace.version or manifest.model_version,
         handler=str(folder / handler) if is_own else handler,
         requirements_file=_in(folder, manifest.requirements_file),
-        extra_files=(folder,),
-        leave_out=frozenset(name for name in anew if name),
+        extra_files=tuple(folder / name for name in kept if not name.startswith(about)),
+        unpacked=folder,
         runtime=manifest.runtime,
         export_path=output.parent,
         output=output,

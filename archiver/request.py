@@ -110,8 +110,8 @@ class ArchiveRequest:
     `handler` is a built-in name, or a Python file with or without `.py` and `:function`; "" leaves it to the
     server's `default_service_handler`. Each of `extra_files` is a file, a directory (its contents go to the
     archive's root) or a glob pattern.
-    `leave_out` has entry names to skip among the extra files. `made` is a folder whose files are packed under
-    their relative names; each replaces an extra file of that name.
+    `unpacked` is the folder of an unpacked archive: files in it keep their place. `made` is a folder whose
+    files are packed under their relative names; each replaces an extra file of that name.
     `epoch_s` (seconds since 1970, UTC) becomes `createdOn`; the same request with the same files always gives
     the same bytes, on the same release of Python and zlib. `output`, a path in `export_path`, is for an
     archive that is not named after its model.
@@ -123,7 +123,7 @@ class ArchiveRequest:
     serialized_file: str | Path | None = None
     model_file: str | Path | None = None
     extra_files: tuple[str | Path, ...] = ()
-    leave_out: frozenset[str] = frozenset()
+    unpacked: Path | None = None
     made: str | Path | None = None
     requirements_file: str | Path | None = None
     config_file: str | Path | None = None
@@ -162,6 +162,15 @@ class ArchiveRequest:
         name = path.name.partition(":")[0]  # as the server reads it; a colon before the name is a drive's
         return path.parent / (name if name.endswith(suffix) else f"{name}{suffix}")
 
+    def name_of(self, file: str | Path | None) -> str | None:
+        """Return the name in the archive of a file that is named, or of a handler."""
+        if not file:
+            return None
+        path = Path(file)
+        if self.unpacked is not None and path.is_relative_to(self.unpacked):
+            return path.relative_to(self.unpacked).as_posix()
+        return path.name
+
     def manifest(self, digests: Mapping[str, str]) -> Manifest:
         """Return the manifest of the archive whose files have these digests.
 
@@ -170,20 +179,16 @@ class ArchiveRequest:
         return Manifest(
             model_name=self.model_name,
             model_version=self.version or DEFAULT_VERSION,
-            serialized_file=_base_name(self.serialized_file),
-            handler=_base_name(self.handler),
-            model_file=_base_name(self.model_file),
-            requirements_file=_base_name(self.requirements_file),
-            config_file=_base_name(self.config_file),
+            serialized_file=self.name_of(self.serialized_file),
+            handler=self.name_of(self.handler),
+            model_file=self.name_of(self.model_file),
+            requirements_file=self.name_of(self.requirements_file),
+            config_file=self.name_of(self.config_file),
             runtime=self.runtime,
             created_on=created_on(self.epoch_s),
             archiver_version=FORMAT_VERSION,
             digests=None if self.archive_format == "no-archive" else digests,
         )
-
-
-def _base_name(path: str | Path | None) -> str | None:
-    return Path(path).name if path else None
 
 
 def handler_files(handler: str | None, runtime: str | None) -> tuple[str, ...]:

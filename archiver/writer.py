@@ -80,7 +80,7 @@ class Input:
 def gather(request: ArchiveRequest) -> list[Input]:
     """List the files of `request`, sorted by entry name, links followed.
 
-    Files are flattened to the archive's root by base name; below a directory in `extra_files` the structure
+    Files get the names of `ArchiveRequest.name_of`; below a directory in `extra_files` the structure
     is kept, without hidden directories, `__pycache__` and `__MACOSX`. An existing output is never an input,
     unless it is itself the directory that is given; nor is the unfinished output of another run.
 
@@ -90,8 +90,8 @@ def gather(request: ArchiveRequest) -> list[Input]:
         ModelRefused: The handler needs a file that is not among them.
     """
     chosen: dict[str, Input] = {}
-    made = list(_below(Path(request.made), request.target)) if request.made else []
-    left_out = request.leave_out | {item.name for item in made}
+    made = list(_below(Path(request.made), request)) if request.made else []
+    left_out = {item.name for item in made}
     extra = (item for item in extra_files(request) if item.name not in left_out)
     for item in (*_named_files(request), *made, *extra):
         if _is_output(item.path, request.target):
@@ -125,7 +125,11 @@ def _named_files(request: ArchiveRequest) -> Iterator[Input]:
     )
     for path in [Path(file) for file in files if file]:
         os.stat(path)  # raises the FileNotFoundError that names it
-        yield Input(path.name, path)
+        yield _flat(path, request)
+
+
+def _flat(path: Path, request: ArchiveRequest) -> Input:
+    return Input(request.name_of(path) or path.name, path)
 
 
 def extra_files(request: ArchiveRequest) -> Iterator[Input]:
@@ -133,25 +137,25 @@ def extra_files(request: ArchiveRequest) -> Iterator[Input]:
     for given in request.extra_files:
         pattern = str(given).strip()
         if os.path.exists(pattern):
-            yield from _below(Path(pattern), request.target)
+            yield from _below(Path(pattern), request)
         elif glob.has_magic(pattern):
-            yield from _matching(pattern, request.target)
+            yield from _matching(pattern, request)
         else:
             raise FileNotFoundError(f"File does not exist: {given}")
 
 
-def _matching(pattern: str, output: Path) -> Iterator[Input]:
+def _matching(pattern: str, request: ArchiveRequest) -> Iterator[Input]:
     matches = sorted(glob.glob(pattern))
     if not matches:
         _log.warning("Given wildcard pattern did not match any file: %s", pattern)
     for match in matches:
-        yield from _below(Path(match), output)
+        yield from _below(Path(match), request)
 
 
-def _below(path: Path, output: Path) -> Iterator[Input]:
+def _below(path: Path, request: ArchiveRequest) -> Iterator[Input]:
     """Yield the file itself, or the files in the directory under their paths relative to it."""
     if not path.is_dir():
-        yield Input(path.name, path)
+        yield _flat(path, request)
         return
     # Each folder with the identities of its parent folders, so that a link to one of them ends the walk.
     folders: list[tuple[Path, frozenset[tuple[int, int]]]] = [(path, frozenset())]
@@ -164,7 +168,7 @@ def _below(path: Path, output: Path) -> Iterator[Input]:
         for file in folder.iterdir():
             if not file.is_dir():
                 yield Input(file.relative_to(path).as_posix(), file)
-            elif _is_wanted(file.name) and not _is_output(file, output):
+            elif _is_wanted(file.name) and not _is_output(file, request.target):
                 folders.append((file, above | {here}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,31 @@ def test_convert_keeps_a_handler_in_cpp(forms: Any, archive_of: Command, tmp_pat
     capsys.readouterr()
     assert main(["inspect", str(new)]) == 0
     assert "handler: libh:H (machine code in libh.so)" in capsys.readouterr().out
+
+
+def test_convert_keeps_all_other_files_in_their_place(forms: Any, tmp_path: Path, capsys: Any) -> None:
+    old, new = tmp_path / "old.mar", tmp_path / "new.mar"
+    model = {"modelName": "net", "modelVersion": "1.0", "handler": "code/handler.py:run"}
+    model |= {"serializedFile": "weights/net.pt", "requirementsFile": "code/requirements.txt"}
+    kept = {
+        "code/handler.py": "import helper\n\ndef run(data, context):\n    return data\n",
+        "code/helper.py": "",
+        "code/requirements.txt": "",
+        ".assets/words [1].txt": "words",
+    }
+    with zipfile.ZipFile(old, "w") as archive:
+        for name, text in kept.items():
+            archive.writestr(name, text)
+        archive.write(forms.file("script.model"), "weights/net.pt")
+        archive.writestr("MAR-INF/notes.txt", "of the old archive")
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+    arguments = ["convert", str(old), "--to=torchscript", "-o", str(new), "--no-verify"]
+    assert main([*arguments, f"--example={forms.file('example.npy')}"]) == 0, capsys.readouterr().err
+    opened = open_archive(new)
+    names = {entry.name for entry in opened.entries}
+    assert names == {*kept, "model.pt", "signature.json", "MAR-INF/MANIFEST.json", "MAR-INF/build.json"}
+    manifest = opened.manifest
+    assert (manifest.handler, manifest.requirements_file) == ("code/handler.py:run", "code/requirements.txt")
 
 
 class Doubled(torch.nn.Module):
