@@ -282,6 +282,7 @@ class Connection(asyncio.BufferedProtocol):
         self._room = None
         if self._upload is not None:
             self._upload.over()
+        self.release()  # from a pause for the body's sake, which nothing would end later
         if not exchange.complete:
             exchange.whole()
         else:

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import uvloop
 
 PING = b"%b /any/path?a=1 HTTP/%b\r\nHost: x\r\n%b\r\n"
 OK = {"type": "http.response.start", "status": 200, "headers": []}
@@ -192,3 +193,50 @@ def test_an_app_hears_that_its_client_left_and_goes_on(planes):
 def test_a_second_request_is_answered_behind_the_first(tell):
     app = answering({**OK, "headers": [(b"content-length", b"2")]}, part(b"ok"))
     assert tell(app, ask(headers=b"") + ask()).count(b"\r\n\r\nok") == 2
+
+
+LONG = bytes(80_000)  # uvloop reads all of it before the app begins
+LONG_POST = ask(b"POST", headers=b"Content-Length: %d\r\n" % len(LONG)) + LONG
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "unread"])
+def test_a_connection_goes_on_behind_a_long_body_that_came_before_the_app_began(planes, reads):
+    sized = {**OK, "headers": [(b"content-length", b"2")]}
+
+    async def app(scope, receive, send):
+        more = reads
+        while more:
+            more = (await receive())["more_body"]
+        await answering(sized, part(b"ok"))(scope, receive, send)
+
+    async def main() -> None:
+        async with planes.connected() as (server, reader, writer):
+            server.listener.routes = app
+            for _ in range(3):
+                writer.write(LONG_POST)
+                assert (await asyncio.wait_for(reader.readuntil(b"ok"), 20)).startswith(b"HTTP/1.1 200")
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_an_app_with_a_long_body_hears_that_its_client_left(planes, run):
+    async def main() -> None:
+        whole, left = asyncio.Event(), asyncio.Event()
+
+        async def app(scope, receive, send):
+            while (await receive())["more_body"]:
+                pass
+            whole.set()
+            assert (await receive())["type"] == "http.disconnect"
+            left.set()
+            await answering(OK, part(b""))(scope, receive, send)
+
+        async with planes.connected() as (server, _, writer):
+            server.listener.routes = app
+            writer.write(LONG_POST)
+            await asyncio.wait_for(whole.wait(), 20)
+            writer.close()
+            await asyncio.wait_for(left.wait(), 5)
+
+    run(main())
