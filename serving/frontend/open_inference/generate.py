@@ -111,12 +111,15 @@ def generated(part: bytes) -> Members:
 def joined(parts: list[Members]) -> Members:
     """Join the parts of a streamed response: concatenate strings, keep the last of other values."""
     whole: Members = {}
+    texts: dict[str, list[str]] = {}  # joined once at the end: to extend a text copies all of it
     for part in parts:
         for name, value in part.items():
-            before = whole.get(name)
-            goes_on = isinstance(value, str) and isinstance(before, str) and name not in _IDENTITY
-            whole[name] = before + value if goes_on and isinstance(before, str) else value
-    return whole
+            whole[name] = value
+            if isinstance(value, str) and name not in _IDENTITY:
+                texts.setdefault(name, []).append(value)
+            else:
+                texts.pop(name, None)
+    return whole | {name: "".join(pieces) for name, pieces in texts.items()}
 
 
 def _datatype(name: str, value: Any) -> Datatype:

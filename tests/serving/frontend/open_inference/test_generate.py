@@ -141,6 +141,37 @@ def test_parts_are_joined_where_they_are_texts() -> None:
     assert joined(parts) == {"model_name": "m", "text": "ab", "n": 2}
 
 
+@pytest.mark.parametrize(
+    ("values", "whole"),
+    [
+        (["a", 1, "b", "c"], "bc"),
+        (["a", "b", [1, 2]], [1, 2]),
+        ([["a", "b"], "c", "d"], "cd"),
+        (["", "a", ""], "a"),
+        (["a", None], None),
+    ],
+)
+def test_a_value_that_is_no_text_replaces_the_texts_before_it(values: list[Any], whole: Any) -> None:
+    found = joined([{"model_name": "m", "id": "7", "x": value, "y": 1} for value in values])
+    assert list(found.items()) == [("model_name", "m"), ("id", "7"), ("x", whole), ("y", 1)]
+
+
+class Whole(str):
+    """A text that may not be extended, which would copy it."""
+
+    __slots__ = ()
+
+    def __add__(self, other: str) -> str:
+        raise AssertionError("a text was copied for one part")
+
+    __radd__ = __add__
+
+
+def test_joining_does_not_copy_the_text_for_each_part() -> None:
+    parts = [{"model_name": "m", "text": Whole("ab")} for _ in range(1000)]
+    assert joined(parts) == {"model_name": "m", "text": "ab" * 1000}
+
+
 def test_numbers_that_json_lacks_are_read_and_written() -> None:
     part = b'{"model_name":"m","outputs":[{"name":"y","shape":[3],"data":[NaN,-Infinity,1.5]}]}'
     assert compact_json(generated(part)) == b'{"model_name":"m","y":[NaN,-Infinity,1.5]}'
