@@ -40,8 +40,10 @@ class SpanMaker:
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("torchere")
-        self._open: dict[str, tuple[Span, int]] = {}  # by request id; with the start in ns since the epoch
-        self._ended: OrderedDict[str, SpanContext] = OrderedDict()  # by request id, for the links of batches
+        # The steps of a workflow have one request id, and may run at the same time, so it is no key alone.
+        self._open: dict[Predicted, tuple[Span, int]] = {}  # with the start in ns since the epoch
+        # By request id, model and version, for the links of batches.
+        self._ended: OrderedDict[tuple[str, str, str], SpanContext] = OrderedDict()
 
     def begin(self, prediction: Predicted) -> None:
         """Start the span of a prediction that arrived, as a child of the span that its client named."""
@@ -54,7 +56,7 @@ class SpanMaker:
             {"request.id": prediction.request_id, **operation.attributes},
             start_time=start_ns,
         )
-        self._open[prediction.request_id] = span, start_ns
+        self._open[prediction] = span, start_ns
         context = span.get_span_context()
         prediction.trace = TraceContext(
             api.format_trace_id(context.trace_id), api.format_span_id(context.span_id), span.is_recording()
@@ -65,15 +67,16 @@ class SpanMaker:
 
         All times are relative to the start of the span, because the clock may have been adjusted since then.
         """
-        opened = self._open.pop(prediction.request_id, None)
+        opened = self._open.pop(prediction, None)
         if opened is None:
             return
         span, start_ns = opened
         if span.is_recording():
             _describe(span, prediction, code)
             self._add_stages(span, start_ns, stages_of(prediction, now_s))
-            if prediction.dequeued_s:
-                self._ended[prediction.request_id] = span.get_span_context()
+            meter = prediction.meter
+            if prediction.dequeued_s and meter is not None:
+                self._ended[prediction.request_id, meter.model, meter.version] = span.get_span_context()
                 if len(self._ended) > MAX_REMEMBERED:
                     self._ended.popitem(last=False)
         span.end(start_ns + _ns(now_s - prediction.started_s))
@@ -92,7 +95,7 @@ class SpanMaker:
 
         `succeeded`: at least one of its requests did not fail.
         """
-        contexts = [self._ended.pop(request_id, None) for request_id in request_ids]
+        contexts = [self._ended.pop((request_id, model, version), None) for request_id in request_ids]
         links = [Link(context) for context in contexts if context is not None]
         if not links:
             return  # none of its requests is sampled

@@ -238,6 +238,22 @@ def test_a_batch_is_linked_to_its_requests(traced):
     assert batch.end_time - batch.start_time == pytest.approx(5e8)
 
 
+def test_the_steps_of_a_workflow_have_a_span_each_though_they_share_an_id(traced):
+    meters = [traced.metrics.meter(f"flow__{name}", "1.0") for name in ("left", "right")]
+    steps = [begun(traced.metrics, "r-1", time.monotonic() - 1.0, CALLER) for _ in meters]
+    for step, meter in zip(steps, meters, strict=True):
+        answered(step).meter = meter
+        traced.metrics.prediction_ends(step, 200)
+    for meter in meters:
+        traced.maker.batch(meter.model, "1.0", ["r-1"], 0, 0.5)
+    finished = traced.exporter.get_finished_spans()
+    of_steps = {span.attributes["model.name"]: span for span in finished if span.name == REST}
+    batches = {span.attributes["model.name"]: span for span in finished if span.name == "batch"}
+    assert set(of_steps) == set(batches) == {"flow__left", "flow__right"}
+    for model, batch in batches.items():
+        assert [link.context.span_id for link in batch.links] == [of_steps[model].context.span_id]
+
+
 def test_a_load_is_a_span(traced):
     traced.metrics.executor_loaded(traced.meter, 9000, 1.5)
     load = traced.spans()["load"]
