@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torchere.handlers.metrics import MetricDeclaration, MetricSample
 from torchere.serving.config.server_settings import MetricsMode
-from torchere.serving.errors import InvalidRequest, ServingError
+from torchere.serving.errors import InvalidRequest, OverBudget, ServingError
 from torchere.serving.telemetry import catalogue, torchserve
 from torchere.serving.telemetry.catalogue import Families, Reserved
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
@@ -121,7 +121,7 @@ class Metrics:
         now_s = time.monotonic()
         if prediction.meter is not None:
             prediction.meter.finished(prediction, code, now_s)
-        elif isinstance(prediction.error, InvalidRequest):  # no version of it: refused by its door
+        elif isinstance(prediction.error, (InvalidRequest, OverBudget)):  # its door refused it: no version
             self.refused(prediction.error)
         if self.tracing is not None:
             self.tracing.end(prediction, code, now_s)

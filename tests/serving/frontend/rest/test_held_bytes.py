@@ -151,11 +151,12 @@ def test_nothing_is_held_after_a_storm_of_answers_refusals_and_clients_that_leav
     assert (budgets.held_bytes, budgets.key_free_bytes) == (0, 0)
 
 
-def test_the_refusal_is_counted_by_its_reason(planes):
+@pytest.mark.parametrize("upload", UPLOADS.values(), ids=UPLOADS)
+def test_the_refusal_is_counted_once_by_its_reason(planes, upload):
     async def main():
         async with connected(planes, Budgets(20_000)) as (_, reader, writer):
-            writer.write(sized(10_000) + bytes(10_000))
-            answer = await asyncio.wait_for(reader.read(), 20)
+            writer.write(b"".join(upload))
+            answer = await asyncio.wait_for(reader.readuntil(b"}"), 20)
             return json.loads(answer.partition(b"\r\n\r\n")[2])
 
     assert asyncio.run(main())["type"] == "ServiceUnavailableException"
