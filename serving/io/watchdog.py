@@ -224,14 +224,22 @@ def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
     Returns:
         The number, or None if it is unknown: asyncio's TLS transport does not expose its encrypted bytes.
     """
+    in_kernel = None
+    if transport.get_extra_info("sslcontext") is None:
+        in_kernel = bytes_in_kernel(transport)
+    return None if in_kernel is None else transport.get_write_buffer_size() + in_kernel
+
+
+def bytes_in_kernel(transport: asyncio.WriteTransport) -> int | None:
+    """Return the bytes in the kernel's buffer that the client has not received; None: unknown."""
     connection = transport.get_extra_info("socket")
-    if connection is None or transport.get_extra_info("sslcontext") is not None:
+    if connection is None:
         return None
     try:
         (in_kernel,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
     except (OSError, ValueError):  # the socket has just been closed
         return None
-    return transport.get_write_buffer_size() + int(in_kernel)
+    return int(in_kernel)
 
 
 class Unread(Stalls[None, T]):

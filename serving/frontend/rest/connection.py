@@ -79,15 +79,15 @@ class Connection(asyncio.BufferedProtocol):
         self._unread: UnreadAnswers | None = None  # once the write buffer was full
         self._account: Account | None = None  # of the client, if its address alone names it
         self._known: Head | None = None  # the last prediction's head; its bytes and its request's size follow
-        self._known_text = b""
-        self._known_size = 0
+        self._known_text, self._known_size = b"", 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Register the connection; the client has `HEAD_TIMEOUT_S` to send its first head."""
         self.transport = transport
         listener = self.listener
-        is_admitted = transport.get_extra_info("sslcontext") is not None  # when it was accepted
-        if not (is_admitted or listener.connection_limit.admits(listener.connections)):
+        if transport.get_extra_info("sslcontext") is not None:  # admitted when it was accepted
+            self._unread = UnreadAnswers(transport, listener.budgets)
+        elif not listener.connection_limit.admits(listener.connections):
             transport.abort()
             return
         listener.connections.add(self)
@@ -119,8 +119,7 @@ class Connection(asyncio.BufferedProtocol):
     def _run_known(self, size: int) -> bool:
         """Run a complete request whose head is cached, without parsing it; False if that is impossible."""
         listener = self.listener
-        text = self._known_text
-        head = self._known
+        head, text = self._known, self._known_text
         if head is None or size != self._known_size or not listener.buffer.startswith(text):
             text = bytes(listener.view[: listener.buffer.find(HEAD_END, 0, MAX_KNOWN_BYTES) + len(HEAD_END)])
             head = listener.heads.known.get(text)
@@ -322,13 +321,13 @@ class Connection(asyncio.BufferedProtocol):
         elif not keep_alive and self._timer is None:
             # Closing a socket with unread bytes makes the kernel reset the connection, and the client would
             # lose the response that is already on its way.
-            self._timer = self._loop.call_later(UNREAD_LINGER_S, self.transport.close)
+            self._timer = self._loop.call_later(UNREAD_LINGER_S, self._close)
 
     def _go_on(self, keep_alive: bool) -> None:
         """Close, or wait for the next request, after a request and its response have ended."""
         if not keep_alive:
             self._end_timer()
-            self.transport.close()
+            self._close()
             return
         if self._idle is None:
             self._idle = Silence(self.listener.keep_alive_s, self._close_if_idle)
@@ -346,10 +345,14 @@ class Connection(asyncio.BufferedProtocol):
         """Write head and body; do nothing if the connection is closing."""
         if self.transport.is_closing():
             return
-        if len(body) > LARGE_BYTES:
+        if len(body) <= LARGE_BYTES:
+            head, body = head + body, b""
+        if self._unread is not None and self._unread.is_of_tls:
+            self._unread.write(head, body)
+        elif body:
             write_together(self.transport, (head, body))
         else:
-            self.transport.write(head + body)
+            self.transport.write(head)
 
     async def drain(self) -> None:
         """Wait until the write buffer has room, or the connection closes."""
@@ -370,8 +373,8 @@ class Connection(asyncio.BufferedProtocol):
         """Record that the write buffer has room again, and go on with writers and pipelined bytes."""
         self.write_paused = False
         if self._unread is not None:
-            self._unread.end()
-        if not self.is_busy() and not self.transport.is_closing() and self.exchange is not None:
+            self._unread.end()  # its rest may fill the buffer again
+        if not (self.write_paused or self.is_busy() or self.transport.is_closing() or self.exchange is None):
             if self._ahead is not None:
                 self._loop.call_soon(self._read_ahead)
             else:
@@ -431,7 +434,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _close_if_idle(self) -> None:
         if self._reader is None and self._ahead is None and not self.is_busy():
-            self.transport.close()
+            self._close()
 
     def idle_since_s(self) -> float | None:
         """Return since when there is no request to answer, in monotonic seconds; None if there is one."""
@@ -469,7 +472,10 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is not None and not exchange.complete and exchange.status == 0:
             self.transport.write(last_words.text(exchange.head.place.path))
             exchange.ended(last_words.status)
-        self.transport.close()
+        self._close()
+
+    def _close(self) -> None:
+        (self.transport if self._unread is None else self._unread).close()
 
     def _mind_the_head(self) -> None:
         if self._timer is None:

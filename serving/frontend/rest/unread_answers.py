@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from torchere.serving.frontend.budgets import Budgets
-from torchere.serving.io.watchdog import Unread, untaken_bytes
+from torchere.serving.io.turn_writes import Buffer
+from torchere.serving.io.watchdog import Unread, bytes_in_kernel
+
+SLICE_BYTES = 65_536  # of a long answer over TLS
 
 
 class UnreadAnswers:
-    """The write buffer of one connection that was full. Used on the event loop only.
+    """The write buffer of one connection, and the rest of an answer over TLS. Used on the event loop only.
 
-    While it is full its bytes count in the budgets, writers wait, and a watchdog aborts the connection once
-    the client has read nothing for long.
+    While the buffer is full the bytes of both count in the budgets, writers wait, and a watchdog aborts the
+    connection once the client has read nothing for long.
+
+    A TLS transport encrypts all that it gets, and hands it to its TCP transport, before it tells that it is
+    full. Its size does not count the bytes there, and its `close` drops them after half a minute. So over TLS
+    answers are written in slices, and the rest waits here.
+
+    Attributes:
+        is_of_tls: `write` and `close` are used instead of the transport's.
     """
 
-    __slots__ = ("_budgets", "_bytes", "_room", "_times_full", "_transport", "_watchdog")
+    __slots__ = (
+        *("_budgets", "_bytes", "_closes", "_rest", "_rest_bytes", "_room", "_times_full", "_transport"),
+        *("_watchdog", "is_of_tls"),
+    )
 
     def __init__(self, transport: asyncio.Transport, budgets: Budgets) -> None:
         self._transport = transport
         self._budgets = budgets
-        self._bytes = 0  # in the buffer when it got full; 0: it has room
+        self.is_of_tls = transport.get_extra_info("sslcontext") is not None
+        if self.is_of_tls:
+            transport.set_write_buffer_limits(SLICE_BYTES)
+        self._rest: deque[memoryview] = deque()  # not written yet; empty if the buffer has room
+        self._rest_bytes = 0
+        self._closes = False  # the connection is closed when the buffer has room
+        self._bytes = 0  # of both when the buffer got full; 0: it has room
         self._times_full = 0
         self._room: asyncio.Future[None] | None = None  # set when the full buffer has room again
         self._watchdog = Unread(self._held_back, lambda _: transport.abort())
@@ -34,7 +54,7 @@ class UnreadAnswers:
         self._room = asyncio.get_running_loop().create_future()
         self._times_full += 1
         self._watchdog.watch()
-        self._bytes = self._transport.get_write_buffer_size()
+        self._bytes = self._transport.get_write_buffer_size() + self._rest_bytes
         self._budgets.unsent_bytes += self._bytes
         return self._budgets.flaw_of_answers(longest_bytes)
 
@@ -45,9 +65,37 @@ class UnreadAnswers:
         room, self._room = self._room, None
         if room is not None:
             room.set_result(None)
+        self._write_rest()
+        if self._closes and self._room is None:
+            self._transport.close()
+
+    def write(self, *buffers: Buffer) -> None:
+        """Write buffers over TLS, in slices."""
+        for buffer in buffers:
+            if buffer:
+                self._rest.append(memoryview(buffer))
+                self._rest_bytes += len(buffer)
+        self._write_rest()
+
+    def _write_rest(self) -> None:
+        while self._rest and self._room is None and not self._transport.is_closing():
+            whole = self._rest.popleft()
+            if len(whole) > SLICE_BYTES:
+                self._rest.appendleft(whole[SLICE_BYTES:])
+            piece = whole[:SLICE_BYTES]
+            self._rest_bytes -= len(piece)
+            self._transport.write(piece)  # may call `begin`
+
+    def close(self) -> None:
+        """Close the connection behind all that was written."""
+        if self.is_of_tls and self._room is not None:
+            self._closes = True
+        else:
+            self._transport.close()
 
     def stop(self) -> None:
         """As `end`, for the last time: without it the watchdog would keep this object."""
+        self._rest.clear()
         self.end()
         self._watchdog.stop()
 
@@ -57,5 +105,7 @@ class UnreadAnswers:
             await asyncio.shield(self._room)
 
     def _held_back(self) -> tuple[int, int] | None:
-        untaken = untaken_bytes(self._transport) if self._room is not None else None
-        return None if untaken is None else (self._times_full, untaken)
+        in_kernel = bytes_in_kernel(self._transport) if self._room is not None else None
+        if in_kernel is None:
+            return None
+        return self._times_full, self._rest_bytes + self._transport.get_write_buffer_size() + in_kernel

@@ -11,6 +11,8 @@ import logging
 import socket
 import ssl
 import sys
+import time
+from asyncio import constants
 from pathlib import Path
 
 import grpc
@@ -26,9 +28,11 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.access.tls import Certificates, CertificateUnusable, TlsFiles
 from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import HandlerFailed, ServingError
+from torchere.serving.frontend import budgets as budget_module
 from torchere.serving.frontend.grpc.server import inference_server
 from torchere.serving.frontend.rest.server import RestServer, listener_of
 from torchere.serving.frontend.tls_server import bound_sockets
+from torchere.serving.io import watchdog
 from torchere.serving.io.addresses import refuse_taken
 from torchere.serving.types import InferResponse, StreamedResponse
 
@@ -82,10 +86,10 @@ def write(files: TlsFiles, certificate: bytes, private_key: bytes) -> None:
 
 
 @contextlib.asynccontextmanager
-async def rest_server(planes, certificates):
-    app = listener_of(
-        frozenset({"inference"}), planes.data, planes.control, planes.services(max_request_bytes=2**20)
-    )
+async def rest_server(planes, certificates, keep_alive_s=75.0, **settings):
+    services = planes.services(max_request_bytes=2**20, **settings)
+    app = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
+    app.keep_alive_s = keep_alive_s
     server = RestServer(app, Address(port=0, tls=True), drain_timeout_s=2, certificates=certificates)
     yield await server.start()
     await server.stop()
@@ -227,6 +231,103 @@ def test_large_bodies_come_through_whole(planes, files, run):
         return answers
 
     assert run(main()) == [tensor, tensor]
+
+
+LONG = bytes(8 * 2**20)
+TIMEOUT_S = 0.3
+
+
+@contextlib.asynccontextmanager
+async def asked_for_long(planes, address, headers=b""):
+    """The reader of a client with little room, which has asked for a long answer."""
+
+    async def behave(request):
+        return InferResponse(LONG)
+
+    planes.data.behave = behave
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    plain = socket.socket()
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
+    plain.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(plain, (address.host, address.port))
+    reader, writer = await asyncio.open_connection(sock=plain, ssl=context, server_hostname="localhost")
+    writer.write(b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n%b\r\n" % headers)
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+async def taken_of_long(reader, every_s=0.0):
+    """The number of bytes that come until the long answer is whole or the connection ends."""
+    taken = 0
+    with contextlib.suppress(OSError):
+        await reader.readuntil(b"\r\n\r\n")
+        while taken < len(LONG) and (piece := await asyncio.wait_for(reader.read(2**18), 20)):
+            taken += len(piece)
+            await asyncio.sleep(every_s)
+    return taken
+
+
+@pytest.mark.parametrize("run", [pytest.param(asyncio.run, marks=_OLD_TLS), uvloop.run])
+@pytest.mark.parametrize("others_bytes", [0, 2 * len(LONG)])
+def test_answers_that_clients_leave_count(planes, files, monkeypatch, run, others_bytes):
+    monkeypatch.setattr(budget_module, "MIN_MESSAGES", 0)
+    budgets = budget_module.Budgets(2 * len(LONG))
+    budgets.unsent_bytes = others_bytes
+
+    async def main():
+        most = 0
+        async with (
+            rest_server(planes, Certificates(files), budgets=budgets) as address,
+            asked_for_long(planes, address) as reader,
+        ):
+            began_s = time.monotonic()
+            while not most and not budgets.refused["unsent"] and time.monotonic() - began_s < 10:
+                await asyncio.sleep(0.001)
+                most = budgets.unsent_bytes - others_bytes
+            return most, await taken_of_long(reader)
+
+    most, taken = run(main())
+    assert (taken == len(LONG)) == (not others_bytes)
+    assert most > len(LONG) // 4 or others_bytes
+    assert (budgets.unsent_bytes, budgets.refused["unsent"]) == (others_bytes, bool(others_bytes))
+
+
+@pytest.mark.parametrize("run", [pytest.param(asyncio.run, marks=_OLD_TLS), uvloop.run])
+@pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n"], ids=["kept", "closed"])
+def test_a_client_that_takes_nothing_loses_the_connection(planes, files, monkeypatch, run, headers):
+    monkeypatch.setattr(watchdog, "UNREAD_TIMEOUT_S", TIMEOUT_S)
+
+    async def main():
+        async with (
+            rest_server(planes, Certificates(files)) as address,
+            asked_for_long(planes, address, headers) as reader,
+        ):
+            await asyncio.sleep(4 * TIMEOUT_S)
+            return await taken_of_long(reader)
+
+    assert run(main()) < len(LONG)
+
+
+@_OLD_TLS
+@pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n"], ids=["kept", "closed"])
+def test_a_client_that_reads_slowly_gets_all(planes, files, monkeypatch, headers):
+    """On asyncio's loop, whose time for the end of TLS can be set; uvloop's is half a minute."""
+    monkeypatch.setattr(watchdog, "UNREAD_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(constants, "SSL_SHUTDOWN_TIMEOUT", TIMEOUT_S, raising=False)
+
+    async def main():
+        async with (
+            rest_server(planes, Certificates(files), keep_alive_s=TIMEOUT_S) as address,
+            asked_for_long(planes, address, headers) as reader,
+        ):
+            began_s = time.monotonic()
+            return await taken_of_long(reader, every_s=TIMEOUT_S / 6), time.monotonic() - began_s
+
+    taken, took_s = asyncio.run(main())
+    assert (taken, took_s > 3 * TIMEOUT_S) == (len(LONG), True)
 
 
 async def grpc_health(address: Address, trusted: bytes) -> str:
