@@ -35,7 +35,7 @@ import msgspec
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import QuarantineSettings
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, Quarantined
-from torchere.serving.types import ModelKey
+from torchere.serving.types import InferRequest, ModelKey
 from torchere.serving.workers.executor import BatchReport, Outcome
 
 MAX_KNOWN = 1024  # suspects and convicts of a version; the least recently seen are forgotten first
@@ -70,7 +70,7 @@ class _Record:
 class Conviction:
     """A newly convicted request, and the cause of each executor loss."""
 
-    request: Request
+    request: InferRequest  # a copy: the batcher empties its own when it answers the client
     digest: str
     causes: tuple[str, ...]
 
@@ -223,7 +223,8 @@ class Quarantine:
         record.convicted_s = self._now()
         record.causes += (died.detail,)
         if self._on_conviction is not None:
-            self._on_conviction(Conviction(request, digest, record.causes))
+            kept = InferRequest(request.request_id, tuple(request.parameters), tuple(request.headers))
+            self._on_conviction(Conviction(kept, digest, record.causes))
         return Quarantined("; then ".join(record.causes))
 
     def _acquit(self, request: Request) -> None:

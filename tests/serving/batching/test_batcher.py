@@ -1,13 +1,16 @@
 """The batcher with executors and a clock that the test moves by hand."""
 
 import asyncio
+import base64
 import contextlib
 import gc
+import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from datetime import datetime, timezone
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +19,9 @@ from fakes import AwaitedRequest
 from torchere.serving.access.client_limits import QUEUE_SHARE, Account, Quota, Tally
 from torchere.serving.batching import quarantine
 from torchere.serving.batching.batcher import Batcher
-from torchere.serving.batching.quarantine import digest_of
+from torchere.serving.batching.quarantine import QuarantineFiles, digest_of
 from torchere.serving.batching.request import Answer, Ledger, Request
-from torchere.serving.config.server_settings import BatchSettings
+from torchere.serving.config.server_settings import BatchSettings, QuarantineSettings
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -31,7 +34,7 @@ from torchere.serving.errors import (
     Restarting,
     Unavailable,
 )
-from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
+from torchere.serving.types import NO_DEADLINE, InferResponse, ModelKey, Parameter, StreamedResponse
 from torchere.serving.workers.executor import (
     BatchReport,
     ExecutorState,
@@ -939,6 +942,23 @@ async def test_a_request_that_crashed_workers_twice_is_refused_and_never_runs_a_
     with pytest.raises(Quarantined):
         stage.submit("third", content="poison")
     assert stage.running == []
+
+
+@run
+async def test_the_saved_copy_of_a_quarantined_request_has_its_content(tmp_path: Path) -> None:
+    stage = Stage(BatchSettings())
+    files = QuarantineFiles(ModelKey("net", "1.0"), QuarantineSettings(tmp_path))
+    stage.batcher.quarantine = quarantine.Quarantine(files, now=lambda: stage.now_s)
+    await suspected(stage, "poison")
+    request = stage.submit("bad", content="poison")
+    stage.now_s += 1.0
+    stage.pool.finish([CRASH])
+    with pytest.raises(Quarantined):
+        await request.future
+    await asyncio.gather(*files._writing)
+    (file,) = tmp_path.iterdir()
+    (parameter,) = json.loads(file.read_text())["parameters"]
+    assert base64.b64decode(parameter["base64"]) == b"poison"
 
 
 @run

@@ -26,7 +26,7 @@ from torchere.serving.batching.quarantine import (
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import QuarantineSettings
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, Quarantined
-from torchere.serving.types import InferResponse, ModelKey, Parameter
+from torchere.serving.types import InferRequest, InferResponse, ModelKey, Parameter
 from torchere.serving.workers.executor import BatchReport, Outcome
 
 CRASH = ExecutorDied("killed by signal 11 (SIGSEGV)", crashed=True)
@@ -289,8 +289,7 @@ def test_convictions_are_lifted_one_by_one_or_all_at_once() -> None:
 
 def convicted(content: bytes = b"\x00poison", digest: str = "d" * 32) -> Conviction:
     headers = (("Content-Type", "image/jpeg"), ("Authorization", "Bearer secret"), ("X-Api-Key", "secret"))
-    request = Request("id-1", 0.0)
-    request.parameters, request.headers = (Parameter("body", content, "image/jpeg"),), headers
+    request = InferRequest("id-1", (Parameter("body", content, "image/jpeg"),), headers)
     return Conviction(request, digest, ("exited with code 7", "killed by signal 11 (SIGSEGV)"))
 
 
