@@ -12,20 +12,11 @@ from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.config.server_settings import BatchSettings
-from torchere.serving.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    HandlerFailed,
-    InvalidRequest,
-    QueueFull,
-    ServingError,
-)
+from torchere.serving.errors import HandlerFailed, QueueFull, ServingError
 from torchere.serving.types import NO_DEADLINE
-from torchere.serving.workers.executor import BatchReport, Unfinished
+from torchere.serving.workers.executor import NOT_RUN, BatchReport, Unfinished
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
-
-_NOT_RUN = (Cancelled, DeadlineExceeded, InvalidRequest)  # outcomes of requests that an executor skipped
 
 
 class Batcher(Admission):
@@ -205,5 +196,5 @@ class Batcher(Admission):
 
 def _failed_as_one(report: BatchReport) -> bool:
     """Whether the handler ran more than one request of the batch and every one of them failed."""
-    ran = [outcome for outcome in report.outcomes if not isinstance(outcome, _NOT_RUN)]
+    ran = [outcome for outcome in report.outcomes if not isinstance(outcome, NOT_RUN)]
     return len(ran) > 1 and all(isinstance(outcome, HandlerFailed) for outcome in ran)

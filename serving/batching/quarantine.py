@@ -3,7 +3,7 @@
 A request that was running when an executor crashed is *suspect*. It is identified by its content, so it stays
 suspect if any client sends it again. A suspect request runs alone. If its executor crashes again, the request
 is *convicted*: it is answered with `Quarantined`, now and each time it is sent, until the conviction
-expires or is lifted. On any other outcome it is acquitted, so that requests which only shared a batch or a
+expires or is lifted. When it runs to an end it is acquitted, so that requests which only shared a batch or a
 machine with the crash are not blamed.
 
 A kill from outside is no evidence. One by the out-of-memory killer makes a request suspect, so that it runs
@@ -34,9 +34,9 @@ import msgspec
 
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import QuarantineSettings
-from torchere.serving.errors import DeadlineExceeded, ExecutorDied, Quarantined
+from torchere.serving.errors import ExecutorDied, Quarantined
 from torchere.serving.types import InferRequest, ModelKey
-from torchere.serving.workers.executor import BatchReport, Outcome
+from torchere.serving.workers.executor import NOT_RUN, BatchReport, Outcome
 
 MAX_KNOWN = 1024  # suspects and convicts of a version; the least recently seen are forgotten first
 SUSPECT_FOR_S = 600.0  # a suspect is forgotten after this
@@ -197,8 +197,8 @@ class Quarantine:
             digest = digest_of(request)
             if digest not in self._records:
                 self._add(digest, _Record(self._now(), (), _size(request)))
-        # A hung run acquits no request; nor does an executor that was stopped.
-        if not isinstance(outcome, (DeadlineExceeded, ExecutorDied)):
+        # A run that hung or was given up acquits no request; nor does an executor that was stopped.
+        if not isinstance(outcome, (*NOT_RUN, ExecutorDied)):
             self._acquit(request)
         return outcome
 

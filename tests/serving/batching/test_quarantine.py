@@ -25,7 +25,14 @@ from torchere.serving.batching.quarantine import (
 )
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import QuarantineSettings
-from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, Quarantined
+from torchere.serving.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    ExecutorDied,
+    HandlerFailed,
+    InvalidRequest,
+    Quarantined,
+)
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, Parameter
 from torchere.serving.workers.executor import BatchReport, Outcome
 
@@ -170,12 +177,22 @@ def test_a_handler_that_fails_has_survived_the_request() -> None:
     assert not court.quarantine.active
 
 
-@pytest.mark.parametrize("outcome", [DeadlineExceeded("slow"), ExecutorDied("the version was unloaded")])
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Cancelled(),
+        DeadlineExceeded("slow"),
+        InvalidRequest("no tensor"),
+        ExecutorDied("the version was unloaded"),
+    ],
+)
 def test_a_run_that_was_cut_short_says_nothing(outcome: Outcome) -> None:
     court = Court()
     court.run("bad")
     court.run("bad", outcome=outcome)
     assert court.verdict("bad") is Verdict.SUSPECT
+    (second,) = court.run("bad")
+    assert isinstance(second, Quarantined)
 
 
 def test_a_crash_that_no_request_can_have_caused_makes_none_suspect() -> None:
