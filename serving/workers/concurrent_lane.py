@@ -8,6 +8,7 @@ their reports in any order. Begin marks are in the page's cell of each run's pla
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections import deque
@@ -15,11 +16,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from torchere.serving.types import InferResponse
+from torchere.serving.errors import HandlerFailed
+from torchere.serving.types import InferRequest, InferResponse
+from torchere.serving.workers.executor import BatchReport
 from torchere.serving.workers.frames import FrameReader, Parts
-from torchere.serving.workers.host import HandlerHost
+from torchere.serving.workers.host import HandlerHost, PartialSink
 from torchere.serving.workers.lanes import LanePage
 from torchere.serving.workers.messages import Partial, Run, encode_frame, encode_report
+from torchere.serving.workers.plain import line_of
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05  # polling interval of the page: which requests are cancelled, and whose parts are held back
 
@@ -112,7 +118,7 @@ class ConcurrentLane:
             return
         self._page.mark(message.place, message.run_id, time.monotonic())
         try:
-            report = await host.run_beside(message.requests[0], send_part, lambda: running.is_cancelled)
+            report = await self._report_of(message.requests[0], send_part, running)
             with suppress(asyncio.CancelledError):  # the client has left: the run still needs its report
                 while running.waiting and not running.is_cancelled:
                     await asyncio.sleep(LOOK_S)  # `_look` sends them when the client has read the others
@@ -123,6 +129,15 @@ class ConcurrentLane:
             self._runs.discard(running)
         if host.end_cause:
             self._loop.stop()
+
+    async def _report_of(
+        self, request: InferRequest, send_part: PartialSink, running: _Running
+    ) -> BatchReport:
+        try:
+            return await self._host.run_beside(request, send_part, lambda: running.is_cancelled)
+        except Exception as err:  # in a task it would end nothing, and the run would wait for its time-out
+            logger.exception("a request failed outside of its handler")
+            return BatchReport([HandlerFailed(detail=line_of(err))])
 
     def _send_waiting(self, running: _Running) -> None:
         """Send the parts that wait, unless the server holds them back."""

@@ -217,14 +217,13 @@ class HandlerHost:
     ) -> BatchReport:
         # The requests of a batch that fails as a whole run again one by one, so they must stay unchanged.
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
-        read: Sequence[InferRequest | InvalidRequest] = requests
-        if self._spec.envelope:
-            read = list(map(self._as_json, requests))
-        rows = [row_of(request, self._decodes, lent) for request in read]
-        refusals = [row if isinstance(row, InvalidRequest) else None for row in rows]
+        read = [self._read(request, lent) for request in requests]
+        refusals = [each if isinstance(each, ServingError) else None for each in read]
         if any(refusals):
+            read.clear()  # the others are read again: they must not take their memory twice
             return self._run_some(requests, refusals, send_partial, now_s)
-        processors = [processor_of(request) for request in read]  # type: ignore[arg-type]  # none is refused
+        rows = [row for row, _ in read]  # type: ignore[misc]  # none is refused
+        processors = [processor for _, processor in read]  # type: ignore[misc]
         self._context.begin_batch(processors, self._parts_of(processors, send_partial))
         started = time.perf_counter()
         failure: ServingError | None = None
@@ -252,21 +251,21 @@ class HandlerHost:
         """Run one request beside others, on `loop`, with its own copy of the context; this does not raise."""
         now_s = time.monotonic()
         (refusal,) = _left_out([request], (), now_s)
-        read = self._as_json(request) if self._spec.envelope else request
-        row = row_of(read, self._decodes, "own")
-        if refusal is not None or isinstance(row, InvalidRequest):
-            return BatchReport([refusal or row], began_s=now_s)  # type: ignore[list-item]  # one of them is it
-        context = copy.deepcopy(self._context)
-        context.metrics, context.is_unwanted = self._metrics.beside(), is_unwanted
-        processors = [processor_of(read)]  # type: ignore[arg-type]  # it is not refused
-        context.begin_batch(processors, self._parts_of(processors, send_partial))
+        read = refusal or self._read(request, "own")
+        if isinstance(read, ServingError):
+            return BatchReport([read], began_s=now_s)
+        row, processor = read
         started = time.perf_counter()
+        context = self._context
         failure: ServingError | None = None
         try:
+            context = copy.deepcopy(context)
+            context.metrics, context.is_unwanted = self._metrics.beside(), is_unwanted
+            context.begin_batch([processor], self._parts_of([processor], send_partial))
             answers = self._loaded().begin([row], context)
             if inspect.isawaitable(answers):
                 answers = await answers
-            outcomes = self._outcomes(answers, processors)
+            outcomes = self._outcomes(answers, [processor])
         except asyncio.CancelledError as err:
             failure = Cancelled() if is_unwanted() else HandlerFailed(detail=line_of(err))
         except BaseException as err:
@@ -277,6 +276,17 @@ class HandlerHost:
             self._end_if_lost(failure)
         context.end_batch()
         return BatchReport(outcomes, handler_s, tuple(self._metrics.drain()), context.stages_s, now_s)
+
+    def _read(
+        self, request: InferRequest, lent: Lent
+    ) -> tuple[dict[str, Any], RequestProcessor] | ServingError:
+        """Return the decoded values of a request with its id and headers; an error if it can't be decoded."""
+        try:
+            read = self._as_json(request) if self._spec.envelope else request
+            row = row_of(read, self._decodes, lent)
+            return row if isinstance(row, InvalidRequest) else (row, processor_of(read))  # type: ignore[arg-type]
+        except Exception as err:
+            return self._failure(err, [request])
 
     def _as_json(self, request: InferRequest) -> InferRequest | InvalidRequest:
         """Return the request with its tensors as JSON, if the handler behind the envelope gets them so."""

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from pools import pool_in_service, until
 
-from torchere.serving.errors import Cancelled, ExecutorDied
+from torchere.serving.errors import Cancelled, ExecutorDied, HandlerFailed
 from torchere.serving.workers import messages
 from torchere.serving.workers.concurrent_lane import ConcurrentLane
 from torchere.serving.workers.executor import BatchReport
+from torchere.serving.workers.frames import HEADER
 from torchere.serving.workers.run import Run
 
 PARTS = 8
@@ -133,6 +134,17 @@ def test_a_coroutine_that_is_over_ends_its_run_when_its_client_leaves_the_last_p
     asyncio.run(main())
 
 
+def concurrent_lane(run_beside: Any, sent: list[Any]) -> ConcurrentLane:
+    """A lane that gets one run, whose client has left, and puts what it sends into `sent`."""
+    requests: Any = ("a request",)
+    lane = SimpleNamespace(batches=SimpleNamespace(has_more=False), send=sent.append)
+    lane.next_batch = lambda: messages.Run(1, 0, requests)
+    page: Any = SimpleNamespace(mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True)
+    host: Any = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
+    unused: Any = None
+    return ConcurrentLane(lane, host, page, unused, unused)
+
+
 def test_a_coroutine_whose_client_leaves_before_its_first_step_ends_its_run():
     async def run_beside(*_):
         try:
@@ -142,17 +154,24 @@ def test_a_coroutine_whose_client_leaves_before_its_first_step_ends_its_run():
 
     async def main():
         sent: list[Any] = []
-        requests: Any = ("a request",)
-        lane = SimpleNamespace(batches=SimpleNamespace(has_more=False), send=sent.append)
-        lane.next_batch = lambda: messages.Run(1, 0, requests)
-        page: Any = SimpleNamespace(
-            mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True
-        )
-        host: Any = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
-        unused: Any = None
-        concurrent = ConcurrentLane(lane, host, page, unused, unused)
+        concurrent = concurrent_lane(run_beside, sent)
         concurrent._take()
         concurrent._look()  # its timer is due in the turn of the loop in which the run arrives
         await until(lambda: sent, 10)
+
+    asyncio.run(main())
+
+
+def test_a_coroutine_that_fails_outside_of_its_handler_has_a_report():
+    async def run_beside(*_):
+        raise RuntimeError("a fault of the server")
+
+    async def main():
+        sent: list[Any] = []
+        concurrent_lane(run_beside, sent)._take()
+        await until(lambda: sent, 10)
+        done = messages.data_from_worker.decode(sent[0][0][HEADER.size :])
+        assert isinstance(done, messages.Done)
+        assert isinstance(messages.report_from_done(done, 1).outcomes[0], HandlerFailed)
 
     asyncio.run(main())

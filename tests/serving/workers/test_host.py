@@ -51,6 +51,14 @@ LONGEST = """
 """
 
 
+ANSWERING = """
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            return ["fine"] * len(data)
+"""
+
+
 ENVELOPED = """
     class Handler:
         def initialize(self, context): pass
@@ -118,6 +126,29 @@ def test_behind_an_envelope_tensors_are_json_and_the_answers_are_tensors(
     refused = answer(b"\1\0\0\0\xff", BYTES)
     assert isinstance(refused, InvalidRequest)
     assert refused.message.startswith("inputs[0]: found bytes that are no UTF-8")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_request_without_memory_for_its_values_fails_alone(
+    make_spec: Callable[..., LoadSpec], monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    def decode(value: bytes, *_: Any) -> Any:
+        if value == b"large":
+            raise MemoryError
+        return value
+
+    monkeypatch.setattr(host_module, "decode_input", decode)
+    host = HandlerHost(make_spec(ANSWERING), None, SharedModels())
+    host.load()
+    requests = [InferRequest(text, (Parameter("body", text.encode()),)) for text in ("small", "large")]
+    if beside:
+        reports = [host.run_beside(each, lambda index, part: None, lambda: False) for each in requests]
+        outcomes = [asyncio.run(report).outcomes[0] for report in reports]
+    else:
+        outcomes = list(host.run(requests, None).outcomes)
+    assert isinstance(outcomes[0], InferResponse)
+    assert isinstance(outcomes[1], OutOfResources)
+    assert not host.end_cause
 
 
 def test_behind_an_envelope_plain_requests_stay_as_they_are(
