@@ -115,7 +115,7 @@ class CachingMetric:
         if len(values) != len(self.dimension_names):
             self._drop(f"expected values for the dimensions {self.dimension_names}, found {values}")
             return
-        ids = (request_id,) if isinstance(request_id, str) else tuple(request_id)
+        ids = (str(request_id),) if isinstance(request_id, str) else _ids_of(request_id)
         self.report(value, tuple(zip(self.dimension_names, values, strict=True)), ids)
 
     def report(
@@ -159,6 +159,15 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
         return None
+
+
+def _ids_of(request_id: object) -> tuple[str, ...]:
+    """Return ids as texts: handlers also pass None, numbers, and `context.request_ids`."""
+    if request_id is None:
+        return ()
+    if isinstance(request_id, Mapping):
+        return tuple(map(str, request_id.values()))
+    return tuple(map(str, request_id)) if isinstance(request_id, Iterable) else (str(request_id),)
 
 
 def _filled(request_ids: Sequence[str]) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ from torchere.serving.workers.plain import (
     plain_text,
     refusal_of,
     response_of,
+    stages_of,
     trace_of,
 )
 
@@ -243,7 +244,7 @@ class HandlerHost:
             self._end_if_lost(failure)
         self._context.end_batch()
         metrics = tuple(self._metrics.drain())
-        return BatchReport(outcomes, handler_s, metrics, self._context.stages_s, now_s)
+        return BatchReport(outcomes, handler_s, metrics, stages_of(self._context), now_s)
 
     async def run_beside(
         self, request: InferRequest, send_partial: PartialSink, is_unwanted: Callable[[], bool]
@@ -275,7 +276,7 @@ class HandlerHost:
             outcomes = [failure]
             self._end_if_lost(failure)
         context.end_batch()
-        return BatchReport(outcomes, handler_s, tuple(self._metrics.drain()), context.stages_s, now_s)
+        return BatchReport(outcomes, handler_s, tuple(self._metrics.drain()), stages_of(context), now_s)
 
     def _read(
         self, request: InferRequest, lent: Lent
@@ -310,18 +311,21 @@ class HandlerHost:
     ) -> Callable[[int, bytes], None] | None:
         """Return a callback for each part of an answer; it adds the status and headers set by the handler.
 
-        The callback raises `ValueError` for a part that is too long for a frame: it would cost the worker.
+        The callback raises `TypeError` for a part that is not bytes, and `ValueError` for one too long for a
+        frame: these would cost the worker.
         """
         if send_partial is None:
             return None
 
         def send(index: int, chunk: bytes) -> None:
-            if len(chunk) > self._most_part_bytes:
+            if not isinstance(chunk, (bytes, bytearray, memoryview)):
+                raise TypeError(f"a part of the answer is of type {type(chunk).__name__}, expected bytes")
+            if (size := memoryview(chunk).nbytes) > self._most_part_bytes:
                 raise ValueError(
-                    f"a part of the answer has {len(chunk)} bytes, expected at most {self._most_part_bytes}; "
+                    f"a part of the answer has {size} bytes, expected at most {self._most_part_bytes}; "
                     f"a greater max_response_size={self._spec.max_response_bytes} raises this limit"
                 )
-            send_partial(index, response_of(chunk, processors[index]))
+            send_partial(int(index), response_of(chunk, processors[index]))
 
         return send
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchere.handlers.context import RequestProcessor
+from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.errors import PredictionException
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.types import MAX_RESPONSE_HEADER_BYTES, MAX_RESPONSE_HEADERS, InferResponse
@@ -62,6 +62,15 @@ def refusal_of(err: PredictionException) -> HandlerFailed:
     except (TypeError, ValueError, OverflowError):
         status = 500
     return HandlerFailed(plain_text(err.message), status if 0 <= status <= 999 else 500)
+
+
+def stages_of(context: Context) -> tuple[float, float, float]:
+    """Return the seconds of the stages that the handler has set; zeros if they are not three numbers."""
+    try:
+        preprocess_s, inference_s, postprocess_s = map(float, context.stages_s)
+    except Exception:  # of the handler's values, which may raise any
+        return 0.0, 0.0, 0.0
+    return preprocess_s, inference_s, postprocess_s
 
 
 def line_of(err: BaseException) -> str:

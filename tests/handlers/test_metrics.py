@@ -68,6 +68,15 @@ def test_an_index_that_is_none_of_the_batch_means_all_of_it(metrics: MetricsCach
     assert metrics.drain() == [MetricSample("Cats", 1.0, "Count", "counter", _MODEL, ("a", "b"))]
 
 
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [(None, ()), (7, ("7",)), ([7, "b"], ("7", "b")), ({0: "a", 1: "b"}, ("a", "b")), ("", ())],
+)
+def test_ids_of_any_type_become_texts(metrics: MetricsCache, given: Any, ids: tuple[str, ...]) -> None:
+    metrics.add_metric_to_cache("Depth", "cm").add_or_update(1, request_id=given)
+    assert metrics.drain()[0].request_ids == ids
+
+
 def test_an_error_belongs_to_no_request_and_to_no_model_but_one_that_is_named(metrics: MetricsCache) -> None:
     metrics.add_error("Broken", 1)
     metrics.add_error("Broken", 1, [Dimension("ModelName", "m")])

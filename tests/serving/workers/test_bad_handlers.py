@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from torchere.handlers.loading.weights import SharedModels
-from torchere.serving.errors import LoadFailed, ServingError
+from torchere.serving.errors import HandlerFailed, LoadFailed, ServingError
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.host import HandlerHost
@@ -91,6 +91,46 @@ def test_odd_answers_are_sent(served: Any, body: str, text: bytes) -> None:
     given, answered = served(body)
     assert [bytes(one.body) for one in given] == [text, text]
     assert all(isinstance(one, InferResponse) for one in answered)
+
+
+NO_TIMES = (0.0, 0.0, 0.0)
+TIMES = {
+    "(0.1, 0.2)": NO_TIMES,
+    "None": NO_TIMES,
+    "'abc'": NO_TIMES,
+    "[object()] * 3": NO_TIMES,
+    "torch.ones(3, 3)": NO_TIMES,
+    "torch.arange(3)": (0.0, 1.0, 2.0),
+}
+
+
+@pytest.mark.parametrize(("stages", "sent"), TIMES.items())
+def test_times_of_stages_are_three_plain_numbers(
+    make_spec: Callable[..., LoadSpec], stages: str, sent: tuple[float, float, float]
+) -> None:
+    body = f"import torch; context.stages_s = {stages}\n        return ['set'] * len(data)"
+    host = HandlerHost(make_spec(TEMPLATE.replace("{body}", body)), None, SharedModels())
+    host.load()
+    report = host.run([InferRequest("a", (Parameter("body", b"in"),))], None)
+    assert report.stages_s == sent
+    assert isinstance(report.outcomes[0], InferResponse)
+
+
+@pytest.mark.parametrize("part", ["'a text'", "None", "[b'x']", "5"])
+def test_a_part_that_is_not_bytes_is_an_exception_in_its_handler(
+    make_spec: Callable[..., LoadSpec], part: str
+) -> None:
+    body = f"context.send_partial(0, {part})\n        return ['end']"
+    host = HandlerHost(make_spec(TEMPLATE.replace("{body}", body)), None, SharedModels())
+    host.load()
+    parts: list[InferResponse] = []
+    requests = [InferRequest("a", (Parameter("body", b"in"),))]
+    (failed,) = host.run(requests, lambda index, part: parts.append(part)).outcomes
+    assert isinstance(failed, HandlerFailed)
+    assert failed.detail.startswith("TypeError: a part of the answer is of type")
+    (answered,) = host.run(requests, lambda index, part: parts.append(part)).outcomes
+    assert isinstance(answered, InferResponse)
+    assert not parts
 
 
 STAGES = {
