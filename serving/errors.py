@@ -276,6 +276,12 @@ class OutOfResources(ServingError):
     code = "out_of_resources"
 
 
+class NoRoom(OutOfResources):
+    """A batch is too large to reach its handler, so none of its requests was run; alone each may be."""
+
+    code = "no_room"
+
+
 class ExecutorDied(ServingError):
     """The executor died while it held the request; `detail` holds the exit code or signal.
 

@@ -12,7 +12,7 @@ from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.config.server_settings import BatchSettings
-from torchere.serving.errors import HandlerFailed, QueueFull, ServingError
+from torchere.serving.errors import HandlerFailed, NoRoom, QueueFull, ServingError
 from torchere.serving.types import NO_DEADLINE
 from torchere.serving.workers.executor import NOT_RUN, BatchReport, Unfinished
 from torchere.serving.workers.pool import WorkerPool
@@ -195,6 +195,8 @@ class Batcher(Admission):
 
 
 def _failed_as_one(report: BatchReport) -> bool:
-    """Whether the handler ran more than one request of the batch and every one of them failed."""
+    """Whether the batch had no room, or the handler ran more than one request and all of them failed."""
+    if isinstance(report.outcomes[0], NoRoom):
+        return True
     ran = [outcome for outcome in report.outcomes if not isinstance(outcome, NOT_RUN)]
     return len(ran) > 1 and all(isinstance(outcome, HandlerFailed) for outcome in ran)

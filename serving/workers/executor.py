@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from torchere.handlers.metrics import MetricDeclaration, MetricSample
-from torchere.serving.errors import Cancelled, DeadlineExceeded, InvalidRequest, ServingError
+from torchere.serving.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoRoom, ServingError
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.sandbox import Sandbox
 
@@ -31,7 +31,8 @@ class Unfinished:
 
 
 Outcome: TypeAlias = InferResponse | Unfinished | ServingError
-NOT_RUN = (Cancelled, DeadlineExceeded, InvalidRequest)  # of requests that an executor skipped or gave up
+# Outcomes of requests that an executor skipped or gave up.
+NOT_RUN = (Cancelled, DeadlineExceeded, InvalidRequest, NoRoom)
 
 
 class ExecutorState(Enum):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torchere.serving.errors import LoadFailed, OutOfResources, ServingError
+from torchere.serving.errors import LoadFailed, NoRoom, ServingError
 from torchere.serving.io.watchdog import was_late, within
 from torchere.serving.logs.levels import follow
 from torchere.serving.logs.worker_lines import new_token, relay_all
@@ -243,7 +243,7 @@ class WorkerProcess:
         try:
             parts = messages.encode_run(run_id, place, run.requests)
         except (ValueError, MemoryError) as err:
-            failure = OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}")
+            failure = NoRoom("Out of resources", f"the batch can't be sent to its worker: {err}")
             self._loop.call_soon(run.fail, failure)  # later: the caller still uses the run
             return
         if self._launched is None or not self.serving:

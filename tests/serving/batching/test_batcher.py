@@ -29,9 +29,12 @@ from torchere.serving.errors import (
     HandlerFailed,
     InvalidRequest,
     LeftUnread,
+    NoRoom,
+    OutOfResources,
     Quarantined,
     QueueFull,
     Restarting,
+    ServingError,
     Unavailable,
 )
 from torchere.serving.types import NO_DEADLINE, InferResponse, ModelKey, Parameter, StreamedResponse
@@ -518,11 +521,12 @@ async def test_a_late_answer_is_dropped() -> None:
         await late.future
 
 
+@pytest.mark.parametrize("failure", [HandlerFailed(), NoRoom("Out of resources")])
 @run
-async def test_a_batch_that_failed_as_a_whole_is_run_again_one_by_one() -> None:
+async def test_a_batch_that_failed_as_a_whole_is_run_again_one_by_one(failure: ServingError) -> None:
     stage = Stage(BatchSettings(max_batch_size=3))
     requests = [stage.submit(name) for name in ("a", "bad", "c")]
-    stage.pool.finish([HandlerFailed()] * 3)
+    stage.pool.finish([failure] * 3)
     assert stage.running == [["a"]]
     assert stage.pool.finish() == ["a"]
     stage.pool.finish([HandlerFailed("no image", 400)])
@@ -532,6 +536,16 @@ async def test_a_batch_that_failed_as_a_whole_is_run_again_one_by_one() -> None:
         await requests[1].future
     assert await requests[2].body() == b"c"
     assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_one_request_that_has_no_room_is_not_run_again() -> None:
+    stage = Stage(BatchSettings())
+    request = stage.submit("large")
+    stage.pool.finish([NoRoom("Out of resources")])
+    with pytest.raises(OutOfResources):
+        await request.future
+    assert stage.running == []
 
 
 @run

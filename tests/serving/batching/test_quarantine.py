@@ -31,6 +31,7 @@ from torchere.serving.errors import (
     ExecutorDied,
     HandlerFailed,
     InvalidRequest,
+    NoRoom,
     Quarantined,
 )
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, Parameter
@@ -183,6 +184,7 @@ def test_a_handler_that_fails_has_survived_the_request() -> None:
         Cancelled(),
         DeadlineExceeded("slow"),
         InvalidRequest("no tensor"),
+        NoRoom("Out of resources"),
         ExecutorDied("the version was unloaded"),
     ],
 )

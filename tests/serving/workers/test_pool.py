@@ -22,7 +22,7 @@ from torchere.serving.errors import (
     ExecutorDied,
     HandlerFailed,
     LoadFailed,
-    OutOfResources,
+    NoRoom,
 )
 from torchere.serving.types import InferRequest, Parameter
 from torchere.serving.workers import executor, launch, messages, worker, worker_process
@@ -508,7 +508,7 @@ def test_a_batch_that_cannot_be_sent_is_refused_and_nothing_else_changes(
                 patch.setattr(messages, "encode_run", refuse)
                 large.submit(pool, [make_request("large")])
             assert not large.report.done()  # whoever submits is told later: he is not done yet
-            assert isinstance(await large.outcome(), OutOfResources)
+            assert isinstance(await large.outcome(), NoRoom)
             assert pool.free == before
             sink.submit(pool, [make_request("hi")])
             assert (await sink.outcome()).body == b"hi!"
