@@ -17,11 +17,11 @@ from contextlib import suppress
 from typing import Protocol
 
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.types import InferRequest, InferResponse
+from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import BatchReport
 from torchere.serving.workers.frames import FrameReader, Parts
 from torchere.serving.workers.host import HandlerHost, PartialSink
-from torchere.serving.workers.lanes import LanePage
+from torchere.serving.workers.lanes import LanePage, next_run, report_without_room
 from torchere.serving.workers.messages import Partial, Run, encode_frame, encode_report
 from torchere.serving.workers.plain import line_of
 
@@ -35,9 +35,6 @@ class LaneOfProcess(Protocol):
 
     data: socket.socket
     batches: FrameReader
-
-    def next_batch(self) -> Run | None:
-        """Wait for the next run; None: the server is gone."""
 
     def send(self, parts: Parts) -> None:
         """Send a message to the server."""
@@ -86,6 +83,9 @@ class ConcurrentLane:
         if self._lane.batches.has_more:
             self._loop.call_soon(self._take)
         self._loop.run_forever()
+        for running in self._runs:
+            if not running.has_begun:  # though it may have its mark, for its large values
+                self._page.mark(running.place, 0, 0.0)
 
     def _take_order(self) -> None:
         if not self._obey():
@@ -94,7 +94,7 @@ class ConcurrentLane:
     def _take(self) -> None:
         """Begin the runs that have arrived; the rest of a frame follows its beginning at once."""
         while True:
-            message = self._lane.next_batch()
+            message = next_run(self._lane.batches, self._begin)
             if message is None:
                 self._loop.stop()
                 return
@@ -106,19 +106,22 @@ class ConcurrentLane:
             if not self._lane.batches.has_more:
                 return
 
+    def _begin(self, message: Run) -> None:
+        self._page.mark(message.place, message.run_id, time.monotonic())
+
     async def _run(self, message: Run, running: _Running) -> None:
         def send_part(index: int, part: InferResponse) -> None:
-            self._page.mark(message.place, message.run_id, time.monotonic())
+            self._begin(message)
             running.waiting.append([encode_frame(Partial(message.run_id, index, part))])
             self._send_waiting(running)
 
-        running.has_begun = True
         host = self._host
         if host.end_cause:  # the server sends it to another worker
             return
-        self._page.mark(message.place, message.run_id, time.monotonic())
+        running.has_begun = True
+        self._begin(message)
         try:
-            report = await self._report_of(message.requests[0], send_part, running)
+            report = await self._report_of(message, send_part, running)
             with suppress(asyncio.CancelledError):  # the client has left: the run still needs its report
                 while running.waiting and not running.is_cancelled:
                     await asyncio.sleep(LOOK_S)  # `_look` sends them when the client has read the others
@@ -130,9 +133,10 @@ class ConcurrentLane:
         if host.end_cause:
             self._loop.stop()
 
-    async def _report_of(
-        self, request: InferRequest, send_part: PartialSink, running: _Running
-    ) -> BatchReport:
+    async def _report_of(self, message: Run, send_part: PartialSink, running: _Running) -> BatchReport:
+        if message.large:
+            return report_without_room(message)
+        request = message.requests[0]
         try:
             return await self._host.run_beside(request, send_part, lambda: running.is_cancelled)
         except Exception as err:  # in a task it would end nothing, and the run would wait for its time-out

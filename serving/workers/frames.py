@@ -366,8 +366,23 @@ class FrameReader:
         self._end += count
         return count > 0
 
+    def drop(self, count: int) -> bool:
+        """Receive the next `count` bytes and forget them; return False at the end of the stream."""
+        while True:
+            held = min(count, self._end - self._start)
+            self._start += held
+            count -= held
+            if not count:
+                return True
+            if not self._read_more():
+                return False
+
     def raw(self, count: int) -> memoryview | None:
-        """Return the next `count` bytes in a new buffer; None: the stream has ended."""
+        """Return the next `count` bytes in a new buffer; None: the stream has ended.
+
+        Raises:
+            MemoryError: there is not enough memory; no byte is received.
+        """
         raw = room_for(count)
         filled = min(count, self._end - self._start)
         raw[:filled] = self._room[self._start : self._start + filled]

@@ -11,17 +11,22 @@ number of intra-op threads that lanes use for the next run.
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 
-from torchere.serving.workers.executor import LoadSpec
-from torchere.serving.workers.frames import FrameSocket
-from torchere.serving.workers.messages import most_report_bytes
+from torchere.serving.errors import NoRoom
+from torchere.serving.workers.executor import BatchReport, LoadSpec
+from torchere.serving.workers.frames import FrameReader, FrameSocket
+from torchere.serving.workers.messages import Run, data_to_worker, most_report_bytes, raw_bytes, run_with_raw
+
+logger = logging.getLogger(__name__)
 
 MAX_LANES = 1024
 LANES_A_MESSAGE = 128  # sockets sent to a worker in one message; the kernel allows 253
@@ -80,7 +85,7 @@ class LanePage:
         self._memory = mmap.mmap(descriptor, _size(requests))
 
     def mark(self, lane: int, run_id: int, now_s: float) -> None:
-        """Record that a lane begins a run, or is still working on it (in the worker)."""
+        """Record that a lane begins a run (0: it has begun none) or still works on it (in the worker)."""
         _CELL.pack_into(self._memory, lane * _CELL.size, now_s, run_id)
 
     def begun(self, lanes: int) -> dict[int, float]:
@@ -129,6 +134,42 @@ class LanePage:
     def close(self) -> None:
         """Unmap the page."""
         self._memory.close()
+
+
+def next_run(batches: FrameReader, begin: Callable[[Run], None]) -> Run | None:
+    """Wait for the next run of a lane (in the worker); None: the server has ended the lane, or is gone.
+
+    A run for whose large values there is no memory comes without them: its `large` is not empty.
+
+    Args:
+        batches: reads the data socket of the lane.
+        begin: writes the begin mark. It is called before large values are received: the kernel may end the
+            process for their memory, and the next process would have to receive them, too.
+    """
+    try:
+        payload = batches.next()
+        if payload is None:
+            return None
+        run = data_to_worker.decode(payload)
+        if not run.large:
+            return run
+        begin(run)
+        count = raw_bytes(run)
+        try:
+            raw = batches.raw(count)
+        except MemoryError:
+            return run if batches.drop(count) else None
+    except OSError:  # reset
+        return None
+    return None if raw is None else run_with_raw(run, raw)
+
+
+def report_without_room(run: Run) -> BatchReport:
+    """Log and report that there is no memory for the large values of a run (in the worker)."""
+    detail = f"the worker has no memory for {raw_bytes(run)} bytes of values"
+    logger.error("%s of %s", detail, ",".join(request.request_id for request in run.requests))
+    failed = NoRoom("Out of resources", detail)
+    return BatchReport([failed] * len(run.requests), began_s=time.monotonic())
 
 
 class LaneSocket:

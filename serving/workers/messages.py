@@ -29,6 +29,7 @@ from torchere.serving.errors import (
     ExecutorDied,
     HandlerFailed,
     InvalidRequest,
+    NoRoom,
     OutOfResources,
     ServingError,
 )
@@ -478,7 +479,7 @@ def _encode_outcome(outcome: Outcome) -> Answer | More | Failure:
 
 
 _KINDS: dict[str, type[ServingError]] = {
-    kind.code: kind for kind in (OutOfResources, DeadlineExceeded, InvalidRequest)
+    kind.code: kind for kind in (OutOfResources, NoRoom, DeadlineExceeded, InvalidRequest)
 }
 
 

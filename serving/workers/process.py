@@ -41,7 +41,14 @@ from torchere.serving.workers.devices import show_devices
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
 from torchere.serving.workers.host import HandlerHost, metrics_of
-from torchere.serving.workers.lanes import LANES_A_MESSAGE, MAX_LANES, LanePage, requests_of
+from torchere.serving.workers.lanes import (
+    LANES_A_MESSAGE,
+    MAX_LANES,
+    LanePage,
+    next_run,
+    report_without_room,
+    requests_of,
+)
 from torchere.serving.workers.messages import (
     AddLanes,
     ControlToWorker,
@@ -56,12 +63,9 @@ from torchere.serving.workers.messages import (
     Serving,
     WarmUp,
     control_to_worker,
-    data_to_worker,
     encode_frame,
     encode_report,
     pong_of,
-    raw_bytes,
-    run_with_raw,
     spec_of,
 )
 from torchere.serving.workers.oom import offer_to_oom_killer
@@ -97,12 +101,13 @@ class Lane:
 
     def run(self, message: Run) -> None:
         """Run one batch and send its report."""
-        process, page, place = self._process, self._process.page, message.place
+        process, page = self._process, self._process.page
+        place, count = message.place, len(message.requests)
 
-        def is_unwanted() -> bool:
-            return process.leaving or page.all_cancelled(place, len(message.requests))
+        def is_unwanted() -> bool:  # the context keeps it, so it must not refer to the values
+            return process.leaving or page.all_cancelled(place, count)
 
-        page.mark(self.number, message.run_id, time.monotonic())
+        self._begin(message)
         threads = page.threads
         if threads not in (0, self._threads) and torch.get_num_threads() == self._threads:
             torch.set_num_threads(threads)  # a number that the handler has set is left alone
@@ -111,15 +116,13 @@ class Lane:
         def send_part(index: int, part: InferResponse) -> None:
             while page.is_held(place) and not is_unwanted():
                 time.sleep(HELD_LOOK_S)
-            page.mark(self.number, message.run_id, time.monotonic())
+            self._begin(message)
             self.send([encode_frame(Partial(message.run_id, index, part))])
 
-        report = self.host.run(
-            message.requests,
-            send_part,
-            page.cancelled(place, len(message.requests)),
-            is_unwanted,
-        )
+        if message.large:
+            report = report_without_room(message)
+        else:
+            report = self.host.run(message.requests, send_part, page.cancelled(place, count), is_unwanted)
         self.send(encode_report(message.run_id, report, self.host.end_cause))
 
     def send(self, parts: Parts) -> None:
@@ -129,17 +132,10 @@ class Lane:
 
     def next_batch(self) -> Run | None:
         """Wait for the next batch and return it; None: the server has ended the lane, or is gone."""
-        try:
-            payload = self.batches.next()
-            if payload is None:
-                return None
-            run = data_to_worker.decode(payload)
-            if not run.large:
-                return run
-            raw = self.batches.raw(raw_bytes(run))
-        except OSError:  # reset
-            return None
-        return None if raw is None else run_with_raw(run, raw)
+        return next_run(self.batches, self._begin)
+
+    def _begin(self, message: Run) -> None:
+        self._process.page.mark(self.number, message.run_id, time.monotonic())
 
     def close(self) -> None:
         """Close the data socket, which ends the wait of a thread for a batch."""
@@ -267,6 +263,7 @@ class WorkerMain:
             if batch is None:
                 return
             lane.run(batch)
+            del batch  # otherwise its values stay in memory beside those of the next one
             if lane.host.end_cause:  # the server starts another worker instead
                 return
 

@@ -404,6 +404,16 @@ def test_a_reader_gives_raw_bytes_behind_a_frame(count: int, piece: int) -> None
     assert FrameReader(Pieces(b"short", piece)).raw(6) is None  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("piece", [1000, 65_536, 10**6])
+@pytest.mark.parametrize("count", [1, 65_527, 65_528, 500_000])
+def test_a_reader_drops_raw_bytes_behind_a_frame(count: int, piece: int) -> None:
+    reader = FrameReader(Pieces(HEADER.pack(3) + b"one" + b"x" * count + HEADER.pack(3) + b"two", piece))  # type: ignore[arg-type]
+    assert bytes(reader.next() or b"") == b"one"
+    assert reader.drop(count)
+    assert bytes(reader.next() or b"") == b"two"
+    assert not FrameReader(Pieces(b"short", piece)).drop(6)  # type: ignore[arg-type]
+
+
 def test_a_frame_is_sent_with_its_raw_bytes() -> None:
     ours, theirs = socket.socketpair()
     parts = [HEADER.pack(3) + b"one", *(bytes([number]) * 40_000 for number in range(100))]

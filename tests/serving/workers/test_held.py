@@ -9,6 +9,7 @@ import pytest
 from pools import pool_in_service, until
 
 from torchere.serving.errors import Cancelled, ExecutorDied, HandlerFailed
+from torchere.serving.types import InferRequest, Parameter
 from torchere.serving.workers import messages
 from torchere.serving.workers.concurrent_lane import ConcurrentLane
 from torchere.serving.workers.executor import BatchReport
@@ -136,9 +137,9 @@ def test_a_coroutine_that_is_over_ends_its_run_when_its_client_leaves_the_last_p
 
 def concurrent_lane(run_beside: Any, sent: list[Any]) -> ConcurrentLane:
     """A lane that gets one run, whose client has left, and puts what it sends into `sent`."""
-    requests: Any = ("a request",)
-    lane = SimpleNamespace(batches=SimpleNamespace(has_more=False), send=sent.append)
-    lane.next_batch = lambda: messages.Run(1, 0, requests)
+    frame = messages.encode_frame(messages.Run(1, 0, (InferRequest("id", ()),)))
+    batches = SimpleNamespace(has_more=False, next=lambda: frame[HEADER.size :])
+    lane: Any = SimpleNamespace(batches=batches, send=sent.append)
     page: Any = SimpleNamespace(mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True)
     host: Any = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
     unused: Any = None
@@ -175,3 +176,23 @@ def test_a_coroutine_that_fails_outside_of_its_handler_has_a_report():
         assert isinstance(messages.report_from_done(done, 1).outcomes[0], HandlerFailed)
 
     asyncio.run(main())
+
+
+def test_a_run_that_its_lane_does_not_begin_keeps_no_mark_for_its_large_values():
+    marks: list[tuple[int, int]] = []
+    page: Any = SimpleNamespace(mark=lambda place, run_id, now_s: marks.append((place, run_id)))
+    frame = messages.encode_frame(
+        messages.Run(7, 3, (InferRequest("id", (Parameter("x", b""),)),), ((0, 0, 5),))
+    )
+    batches = SimpleNamespace(
+        has_more=False, next=lambda: frame[HEADER.size :], raw=lambda count: memoryview(b"large")
+    )
+    lane: Any = SimpleNamespace(batches=batches, data=None)
+    loop = SimpleNamespace(add_reader=lambda *_: None, call_later=lambda *_: None)
+    loop.create_task = lambda coroutine: coroutine.close()
+    host: Any = SimpleNamespace(loop=loop)
+    unused: Any = None
+    concurrent = ConcurrentLane(lane, host, page, unused, unused)
+    loop.run_forever = concurrent._take  # another run ends the process in the same turn
+    concurrent.serve()
+    assert marks == [(3, 7), (3, 0)]

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import fork_launcher
+from pools import fork_launcher, pool_in_service
 
 from torchere.handlers.loading.weights import SharedModels
+from torchere.handlers.tensors import DATATYPES, tensor_type
 from torchere.serving.config.bounded_yaml import read_yaml
+from torchere.serving.errors import ExecutorDied, NoRoom
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers.executor import LoadSpec, Unfinished
 from torchere.serving.workers.frames import FrameReader
@@ -402,5 +404,86 @@ def test_model_code_sees_no_launcher_in_its_main_module_its_arguments_and_its_va
             "doubled": [42, False],
             "ours": [],
         }
+
+    asyncio.run(main())
+
+
+LIMITED = """
+    import ctypes, resource
+
+    class Handler:
+        borrows_tensors = True
+
+        def initialize(self, context):
+            ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: larger blocks go back when freed
+            with open("/proc/self/status") as status:
+                used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+            most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            resource.setrlimit(resource.RLIMIT_DATA, (used + 200 * 2**20, most))
+
+        def handle(self, data, context):
+            return [str(len(row["body"])) for row in data]
+"""
+MIB = 2**20
+LANES: dict[str, Any] = {"shares_weights": True}
+BESIDE: dict[str, Any] = {"at_once": 8}
+
+
+def sized(size: int) -> InferRequest:
+    tensor = tensor_type(DATATYPES["UINT8"], [size])
+    return InferRequest(str(size), (Parameter("body", bytes(size), tensor),))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [({}, 120 * MIB), (LANES, 120 * MIB), (BESIDE, 60 * MIB)],  # beside others a handler gets a copy
+    ids=["alone", "lanes", "beside"],
+)
+def test_a_request_for_which_a_worker_lacks_memory_is_answered_and_the_worker_stays(
+    make_spec: Callable[..., LoadSpec], make_sink: Any, kind: dict[str, Any], size: int
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_spec(LIMITED, **kind)) as pool:
+
+            async def outcomes(*sizes: int) -> list[Any]:
+                sink = make_sink()
+                sink.submit(pool, [sized(each) for each in sizes])
+                return list((await asyncio.wait_for(sink.report, 30)).outcomes)
+
+            for each in (size, size, 300 * MIB, size, 5):
+                (outcome,) = await outcomes(each)
+                assert isinstance(outcome, NoRoom if each == 300 * MIB else InferResponse)
+            if kind != BESIDE:
+                small, large = await outcomes(5, 300 * MIB)
+                assert isinstance(small, NoRoom) and isinstance(large, NoRoom)
+            assert [status.losses for status in pool.statuses()] == [0]
+
+    asyncio.run(main())
+
+
+KILLED_WHILE_IT_RECEIVES = """
+    import os, signal
+    from torchere.serving.workers import frames
+
+    class Handler:
+        def initialize(self, context):
+            frames.room_for = lambda size: os.kill(os.getpid(), signal.SIGKILL)
+
+        def handle(self, data, context):
+            return ["fine"] * len(data)
+"""
+
+
+@pytest.mark.parametrize("kind", [{}, LANES, BESIDE], ids=["alone", "lanes", "beside"])
+def test_a_request_whose_values_cost_a_worker_is_not_given_to_the_next_one(
+    make_spec: Callable[..., LoadSpec], make_sink: Any, kind: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_spec(KILLED_WHILE_IT_RECEIVES, **kind)) as pool:
+            sink = make_sink()
+            sink.submit(pool, [sized(10**6)])
+            assert isinstance(await sink.outcome(), ExecutorDied)
+            assert not sink.given_back.done()
 
     asyncio.run(main())
