@@ -254,6 +254,15 @@ def test_the_identity_is_the_content_and_not_who_sends_it() -> None:
     assert len({digest_of(each) for each in [first, *others]}) == 5
 
 
+def test_a_form_in_parts_has_one_identity_under_any_boundary() -> None:
+    def form(boundary: str, kind: str = "image/png") -> Request:
+        headers = (("Content-Type", f"Multipart/form-data; boundary={boundary}"),)
+        return asked("id", Parameter("data", b"x", kind), headers=headers)
+
+    assert digest_of(form("one")) == digest_of(form("two"))
+    assert digest_of(form("one")) != digest_of(form("one", "image/gif"))
+
+
 KILLED = ExecutorDied("killed by signal 9 (SIGKILL)")
 OUT_OF_MEMORY = ExecutorDied("killed by signal 9 (SIGKILL): out of memory", out_of_memory=True)
 
