@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -33,7 +33,7 @@ from torchere.serving.errors import (
 from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ResultsBudget
 from torchere.serving.frontend.call_scope import changed, manages
 from torchere.serving.frontend.dataplane import STARTING, DataPlane
-from torchere.serving.frontend.refusals import check_refusal
+from torchere.serving.frontend.refusals import FIRST_ERROR_STATUS, check_refusal
 from torchere.serving.logs.access_lines import log_fields
 from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.registry.workflows import Workflow, Workflows
@@ -153,7 +153,7 @@ class WorkflowPlane:
             DeadlineExceeded: the deadline of the request passed.
             TooManyRequests: its client has too many unanswered predictions; each step is one.
             StepFailed: a step failed in each of its attempts.
-            HandlerFailed: the built-in handler of a step refused its input.
+            HandlerFailed: the handler of a step refused its input.
         """
         self.check_exists(name)
         workflow = self._workflows.find(name)
@@ -219,7 +219,7 @@ class WorkflowPlane:
             except ServingError as err:
                 if time.monotonic() >= request.deadline_s:
                     raise DeadlineExceeded(f"The deadline passed at the step {step}.") from err
-                if not attempts_left or not isinstance(err, _WORTH_RETRYING):
+                if not attempts_left or _is_refusal(err) or not isinstance(err, _WORTH_RETRYING):
                     raise _step_error(workflow, step, err, request) from err
             else:
                 _check(step, whole)
@@ -262,9 +262,16 @@ def _check(step: str, response: InferResponse) -> None:
         raise HandlerFailed(f"Error executing {step}: {refusal.message}", refusal.status) from None
 
 
+def _is_refusal(error: ServingError) -> TypeGuard[HandlerFailed]:
+    """Return whether a handler raised an error of the client's: it would refuse the same input again."""
+    return isinstance(error, HandlerFailed) and FIRST_ERROR_STATUS <= error.status < 500
+
+
 def _step_error(workflow: Workflow, step: str, error: ServingError, request: InferRequest) -> ServingError:
     """Return the error of the whole run; its text for a failed step is TorchServe's."""
     text = f"Error executing {step}"
+    if _is_refusal(error):
+        return HandlerFailed(f"{text}: {error.message}", error.status, error.detail)
     cause = ": ".join(filter(None, (error.message, error.detail)))
     if isinstance(error, Unavailable):
         kind = CutOff if isinstance(error, CutOff) else Unavailable  # one that may have run stays so

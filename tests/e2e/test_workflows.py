@@ -1,6 +1,7 @@
 """Workflows on a real server: statuses and texts as TorchServe 0.12.0 gave them, and what is better here."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from servers import RunningServer
 
 ECHO = """
@@ -249,6 +251,16 @@ def test_a_step_whose_built_in_handler_refuses_its_input_ends_the_graph(server, 
         assert answer.json()["message"] == "Error executing refuses: no picture"
     finally:
         managed(server, "DELETE", "/workflows/refused")
+
+
+def test_a_picture_that_can_not_be_read_ends_the_graph_with_the_reason(server, add, pack):
+    program = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), program)
+    pack("wf_colours", {"net.pt": program.getvalue()}, handler="image_classifier", serializedFile="net.pt")
+    add("pictures", "  colours: [echo]\n", f"{MODELS}  colours:\n    url: wf_colours.mar\n")
+    answer = server.call("POST", "/wfpredict/pictures", b"no picture")
+    assert answer.status == 400
+    assert answer.json()["message"].startswith("Error executing colours: The request ")
 
 
 def test_a_status_that_a_handler_sets_itself_is_for_clients_not_for_the_next_step(server, add):

@@ -101,6 +101,18 @@ def test_a_step_is_tried_again_after_pauses_that_grow(planes, monkeypatch):
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
 
+def test_an_input_that_a_handler_refuses_is_not_tried_again(planes):
+    async def refuses(_: InferRequest) -> InferResponse:
+        raise HandlerFailed("no picture", 400)
+
+    planes.data.behave = refuses
+    plane = plane_of(planes, "  one: [two]\n", retry_attempts=8)
+    with pytest.raises(HandlerFailed, match="Error executing one: no picture") as refused:
+        asyncio.run(plane.infer("flow", request()))
+    assert refused.value.status == 400
+    assert len(planes.data.asked) == 1
+
+
 def test_long_results_of_several_leaves_are_joined_beside_the_event_loop(planes, monkeypatch):
     threads: list[threading.Thread] = []
     join = workflows._answer
