@@ -18,7 +18,7 @@ from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLE
 from torchere.handlers.built_in import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.handlers.cpp import CppHandlerName, cpp_handler_name, problem_of
 from torchere.serving.commands.handler_imports import missing_imports, not_installed
-from torchere.serving.commands.serve_options import newest_snapshot, old_defaults
+from torchere.serving.commands.serve_options import cut_off, newest_snapshot, old_defaults
 from torchere.serving.commands.settings_trial import tried
 from torchere.serving.config.model_properties import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.config.model_settings import config_of
@@ -81,7 +81,8 @@ def check_migration(
     Args:
         config: a `config.properties`, or None.
         model_store: a folder of archives; None: the model store of the configuration.
-        snapshots: the folder of snapshots; the newest one is read, because a start restores it.
+        snapshots: the folder of snapshots; the newest one is read, because a start restores it. A deployment
+            with `--ncs` has no such folder.
         environ: the environment variables with which the server would be started.
         workflow_store: a folder of workflow archives; None: the workflow store of the configuration, if any.
 
@@ -113,7 +114,8 @@ def check_migration(
 
 def _snapshot(folder: Path, store: Path | None, environ: Mapping[str, str]) -> Sequence[MigrationFinding]:
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder}: no such folder; --snapshots names the folder of snapshots")
+        text = "there is no such folder, as with --ncs; without --ncs name the folder that has the snapshots"
+        return [MigrationFinding(str(folder), "snapshots", "differs", text)]
     newest = newest_snapshot(folder)
     if newest is None:
         return [MigrationFinding(str(folder), "snapshots", "same", "there are none; nothing is restored")]
@@ -181,7 +183,8 @@ def config_findings(path: Path, environ: Mapping[str, str]) -> tuple[ServerSetti
     """
     # The store and its models have findings of their own, for the store that the caller names.
     configuration = tried(_configured(path, environ), but=("model_store", "load_models"))
-    found = [_line(str(path), finding) for finding in configuration.findings if finding.source != DEFAULTS]
+    found = [*_whole(path)]
+    found += [_line(str(path), finding) for finding in configuration.findings if finding.source != DEFAULTS]
     given = {finding.key for finding in configuration.findings if finding.source != DEFAULTS}
     found += [
         MigrationFinding(str(path), key, "differs", text)
@@ -209,7 +212,15 @@ def snapshot_findings(
         ConfigurationError: the file can't be read, or is not a properties file.
     """
     configuration = _configured(path, environ)
-    return [*_problems(path, configuration), *model_findings(path, configuration.settings, store)]
+    problems = _problems(path, configuration)
+    return [*_whole(path), *problems, *model_findings(path, configuration.settings, store)]
+
+
+def _whole(path: Path) -> Iterator[MigrationFinding]:
+    """Yield a finding on a snapshot that is cut off."""
+    if cut := cut_off(path, read_properties(path)):
+        text = f"is not whole: {cut}; the start would be refused: delete it, or start with --ncs"
+        yield MigrationFinding(str(path), "snapshot", "unsupported", text)
 
 
 def _problems(path: Path, configuration: Configuration) -> Iterator[MigrationFinding]:

@@ -172,7 +172,7 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     if temp and not Path(temp).is_dir():
         raise LaunchRefused(f"Invalid temp directory: {temp}, please check TEMP environment variable.")
     entries = read_properties(path) if path else ()
-    if path and _SNAPSHOT_NAME.fullmatch(path.name) and (cut := _cut_off(path, entries)):
+    if path and (cut := cut_off(path, entries)):
         raise LaunchRefused(f"{path} is no whole snapshot: {cut}. Delete it, or start with --ncs.")
     defaults = old_defaults(environ) if getattr(options, "old_defaults", False) else {}
     configuration = configure(entries, environ, _overrides(options), defaults)
@@ -249,11 +249,13 @@ def newest_snapshot(directory: Path) -> Path | None:
     return directory / max(names) if names else None
 
 
-def _cut_off(path: Path, entries: Sequence[Entry]) -> str:
-    """Return the reason why a snapshot counts as truncated; "" if it is complete.
+def cut_off(path: Path, entries: Sequence[Entry]) -> str:
+    """Return the reason why a snapshot counts as truncated; "" if it is complete, or no snapshot by its name.
 
     TorchServe does not write snapshots atomically: a full disk leaves a truncated or empty file.
     """
+    if not _SNAPSHOT_NAME.fullmatch(path.name):
+        return ""
     if all(one.key != "model_snapshot" for one in entries):
         return "it names no models"
     # A truncated value may still be valid (for example an address), except the models, which are JSON.

@@ -183,8 +183,9 @@ def test_a_name_that_registering_refuses_is_unsupported(
 
 
 def test_a_folder_of_snapshots_that_is_not_there_is_no_clean_report(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="nosuch: no such folder"):
-        check_migration(None, None, tmp_path / "nosuch", {})
+    report = check_migration(None, ARCHIVES, tmp_path / "nosuch", {})
+    assert verdicts(report)["snapshots"] == "differs"
+    assert str(ARCHIVES / "mlp.mar") in report.as_text()
 
 
 def test_python_that_does_not_parse_is_told_by_line(tmp_path: Path) -> None:
@@ -368,6 +369,14 @@ def test_folders_that_are_no_archives_are_passed_over_as_at_a_start(tmp_path: Pa
 
 def test_a_folder_without_snapshots_restores_nothing(tmp_path: Path) -> None:
     assert verdicts(check_migration(None, None, tmp_path, {})) == {"snapshots": "same"}
+
+
+@pytest.mark.parametrize("text", ["", "job_queue_size=7\n", 'model_snapshot={"models":{}}\nplugins_path=/u'])
+def test_a_snapshot_that_is_cut_off_is_refused_as_by_the_start(tmp_path: Path, text: str) -> None:
+    snapshot = tmp_path / "20250101000000000-shutdown.cfg"
+    snapshot.write_text(text)
+    assert verdicts(check_migration(None, None, tmp_path, {}))["snapshot"] == "unsupported"
+    assert verdicts(check_migration(snapshot, None, None, {}))["snapshot"] == "unsupported"
 
 
 def test_the_command_exits_with_1_for_what_is_not_supported(
