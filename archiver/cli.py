@@ -87,12 +87,16 @@ def _warn_of_faults(request: ArchiveRequest) -> None:
 
 
 def run_model_archive(
-    namespace: argparse.Namespace, prepare_for: PrepareFor | None = None, command: str = "torchere archive"
+    namespace: argparse.Namespace,
+    prepare_for: PrepareFor | None = None,
+    command: str = "torchere archive",
+    check_config: Callable[[Path], object] | None = None,
 ) -> int:
     """Run `torchere archive`: convert the model if a flag asks for it, and write the archive.
 
     `prepare_for` returns the function by which an archive's handler turns a request body into model inputs.
-    `command` is the prefix of error lines.
+    `command` is the prefix of error lines. `check_config` raises ModelRefused for a model-config.yaml that a
+    server would refuse.
 
     Returns 0, 1 on failure, or 2 when a model, an example or an option is refused.
     """
@@ -102,6 +106,8 @@ def run_model_archive(
         options = build_options(namespace) if wants_model(namespace) else None
         namespace.handler = namespace.handler or DEFAULT_HANDLER
         request = _request(namespace)
+        if check_config and request.config_file and Path(request.config_file).is_file():
+            check_config(Path(request.config_file))
         if options is not None:
             options = prepared(options, request, prepare_for)
             return pack_model(request, options, Progress(sys.stderr), _say)

@@ -1,4 +1,7 @@
-"""Prepare pictures for a model as the handler of its archive does: for `archive`, `convert` and `compare`."""
+"""Prepare pictures for a model as the handler of its archive does: for `archive`, `convert` and `compare`.
+
+Also reads the model-config.yaml that is packed.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,19 @@ def prepare_for(handler: str, folder: Path | None, config_file: Path | None) -> 
 
     @functools.cache
     def config() -> dict[str, Any]:
-        if config_file is None:
-            return {}
-        from torchere.serving.config.model_settings import parse_model_config  # noqa: PLC0415 - not for --help
-
-        try:
-            return parse_model_config(config_file.read_text(encoding="utf-8")).raw
-        except (InvalidArchive, UnicodeDecodeError) as error:
-            raise ModelRefused(f"{config_file}: {error}") from error
+        return {} if config_file is None else read_config(config_file)
 
     return prepare_with(handler, folder, config)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return the content of a model-config.yaml; raise ModelRefused if a server would refuse the file."""
+    from torchere.serving.config.model_settings import parse_model_config  # noqa: PLC0415 - not for --help
+
+    try:
+        return parse_model_config(file.read_text(encoding="utf-8")).raw
+    except (InvalidArchive, UnicodeDecodeError) as error:
+        raise ModelRefused(f"{file}: {error}") from error
 
 
 def prepare_with(handler: str, folder: Path | None, config: Any) -> Prepare:

@@ -27,7 +27,7 @@ from torchere.archiver.reader import ArchiveError, open_archive
 from torchere.archiver.request import ArchiveRequest
 from torchere.archiver.scan.weights import ONNX, classify_file
 from torchere.serving import __version__
-from torchere.serving.commands.inputs import prepare_for
+from torchere.serving.commands.inputs import prepare_for, read_config
 from torchere.serving.commands.serve_options import LaunchRefused, refuse_packing_options
 from torchere.serving.process.allocator import keep_freed_memory
 
@@ -232,7 +232,7 @@ def _pack(model: Path, name: str, folder: Path, options: argparse.Namespace) -> 
 
 def _pack_and_exit(request: argparse.Namespace) -> None:
     keep_freed_memory(os.environ)  # what is measured is then as in the server
-    sys.exit(run_model_archive(request, prepare_for, "torchere serve"))
+    sys.exit(run_model_archive(request, prepare_for, "torchere serve", read_config))
 
 
 def _prune(cache: Path, used: Path) -> None:

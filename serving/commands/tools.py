@@ -24,7 +24,7 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere archive` to `parser`."""
     from torchere.archiver.cli import run_model_archive
     from torchere.archiver.model_flags import EXAMPLES, add_archive_arguments
-    from torchere.serving.commands.inputs import prepare_for
+    from torchere.serving.commands.inputs import prepare_for, read_config
 
     text = (
         "Pack a model, with or without a handler, into a .mar archive; optionally compile or quantise "
@@ -32,7 +32,8 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
     )
     explained(parser, text, EXAMPLES)
     add_archive_arguments(parser, models=True)
-    parser.set_defaults(run=_as_served(partial(run_model_archive, prepare_for=prepare_for)))
+    run = partial(run_model_archive, prepare_for=prepare_for, check_config=read_config)
+    parser.set_defaults(run=_as_served(run))
 
 
 def add_new(parser: argparse.ArgumentParser) -> None:

@@ -196,6 +196,26 @@ def test_python_that_does_not_compile_is_not_packed(flag: str, capsys: pytest.Ca
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("minWorkers: [\n", "bad.yaml: The model config is not valid YAML: expected the node content"),
+        ("- minWorkers\n", "bad.yaml: The model config is a list, expected a mapping"),
+    ],
+)
+def test_a_config_that_a_server_would_refuse_is_not_packed(
+    text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("h.py").write_text("")
+    Path("bad.yaml").write_text(text)
+    command = ["archive", "--model-name", "m", "--handler", "h.py", "--config-file"]
+    assert cli.main([*command, "bad.yaml"]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("m.mar").exists()
+    assert cli.main([*command, "gone.yaml"]) == 1
+    assert "--config-file gone.yaml: no such file" in capsys.readouterr().err
+
+
 def test_an_archive_that_was_packed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("h.py").write_text("")
     assert cli.main(["archive", "--model-name", "m", "--handler", "h.py"]) == 0
