@@ -156,7 +156,7 @@ def _say(text: str) -> None:
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere inspect` to `parser`."""
-    parser.add_argument("archive", help="a .mar, a .tar.gz or a directory")
+    parser.add_argument("archive", help="a .mar, a .war, a .tar.gz or a directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from torchere.archiver.container.entries import MANIFEST_NAME, ArchiveLimits, Chunks, Entry
-from torchere.archiver.errors import one_line
+from torchere.archiver.errors import ArchiveError, one_line
 from torchere.archiver.manifest import EPOCH_S, created_on
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS, handler_files
 from torchere.archiver.scan.weights import HEAD_BYTES, SUFFIXES, Weights, bytes_to_see, classify
+from torchere.archiver.workflow import MANIFEST_NAME as WORKFLOW_MANIFEST
 
 _NO_TIME = "  The time is fixed: equal inputs give equal bytes. SOURCE_DATE_EPOCH sets another."
 _MAX_ALIGNMENT = 4096  # bytes: a memory page; a larger alignment makes no difference
@@ -25,6 +26,7 @@ class Report:
     """One inspected archive. `digests_verified` is None when the manifest has no digests."""
 
     archive: Archive
+    manifest: dict[str, Any] | None  # of a model or of a workflow
     digests_verified: bool | None
     config_text: str | None
     weights: tuple[Weights, ...]
@@ -32,11 +34,10 @@ class Report:
 
     def as_json(self) -> str:
         """Return the report as JSON, for programs."""
-        manifest = json.loads(self.archive.manifest.dump()) if self.archive.has_manifest else None
         report: dict[str, Any] = {
             "archive": str(self.archive.path),
             "kind": self.archive.kind,
-            "manifest": manifest,
+            "manifest": self.manifest,
             "entries": [_entry_members(entry) for entry in self.archive.entries],
             "digests": "not present" if self.digests_verified is None else "verified",
             "config": self.config_text,
@@ -55,14 +56,14 @@ class Report:
 
     def as_text(self) -> str:
         """Return the report as text; strings from the archive can't end a line of it or steer a terminal."""
-        manifest = self.archive.manifest.dump() if self.archive.has_manifest else "  none"
+        manifest = "none" if self.manifest is None else json.dumps(self.manifest, indent=2)
         verified = "not present" if self.digests_verified is None else "verified (sha256)"
         parts = [
             f"{self.archive.path}: {self.archive.kind}",
             "",
             "Manifest",
             _indented(manifest),
-            *([_NO_TIME] if self.archive.manifest.created_on == created_on(EPOCH_S) else []),
+            *([_NO_TIME] if (self.manifest or {}).get("createdOn") == created_on(EPOCH_S) else []),
             "",
             "Entries",
         ]
@@ -82,6 +83,7 @@ def inspect_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Re
         ArchiveError: the archive can't be used; the text says why.
     """
     archive = open_archive(path, limits)
+    manifest = _manifest(archive)
     weights = []
     for entry, chunks in archive.chunks():
         found = _look_at(archive, entry, chunks)
@@ -91,11 +93,28 @@ def inspect_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Re
     has_config = config is not None and any(entry.name == config for entry in archive.entries)
     return Report(
         archive=archive,
+        manifest=manifest,
         digests_verified=None if archive.manifest.digests is None else True,
         config_text=archive.read_text(config) if config and has_config else None,
         weights=tuple(weights),
-        code=tuple(_code(archive, weights)),
+        code=tuple(_code(archive, manifest or {}, weights)),
     )
+
+
+def _manifest(archive: Archive) -> dict[str, Any] | None:
+    if archive.has_manifest:
+        found: dict[str, Any] = json.loads(archive.manifest.dump())
+        return found
+    if all(entry.name != WORKFLOW_MANIFEST for entry in archive.entries):
+        return None
+    try:
+        found = json.loads(archive.read_text(WORKFLOW_MANIFEST))
+        if not isinstance(found, dict) or not isinstance(found.get("workflow"), dict):
+            raise ValueError("expected an object with the object 'workflow'")
+    except (ValueError, RecursionError) as error:
+        reason = f"the manifest of the workflow can't be used: {error}"
+        raise ArchiveError(archive.path, reason, "pack the archive again", entry=WORKFLOW_MANIFEST) from error
+    return found
 
 
 def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
@@ -112,16 +131,21 @@ def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
         return classify(entry.name, copy) if is_weights else None
 
 
-def _code(archive: Archive, weights: list[Weights]) -> list[str]:
+def _code(archive: Archive, about: dict[str, Any], weights: list[Weights]) -> list[str]:
     names = {entry.name for entry in archive.entries}
     manifest = archive.manifest
+    workflow = {} if archive.has_manifest else about.get("workflow", {})
     found = [_handler_sentence(manifest.handler, manifest.runtime, names)]
+    if workflow:
+        found = [f"models: those that {workflow.get('specFile')} names, from archives of their own"]
+    if functions := workflow.get("handler"):
+        found.insert(0, _file_sentence("functions", str(functions), names, "Python code"))
     if manifest.model_file:
         found.append(_file_sentence("model file", manifest.model_file, names, "Python code"))
     if manifest.requirements_file:
         what = "packages that are installed if the server is told to (install_py_dep_per_model)"
         found.append(_file_sentence("requirements", manifest.requirements_file, names, what))
-    named = {manifest.model_file, *handler_files(manifest.handler, manifest.runtime)}
+    named = {str(functions), manifest.model_file, *handler_files(manifest.handler, manifest.runtime)}
     others = sorted(name for name in names - named if name.endswith((".py", ".pyc")))
     if others:
         found.append(f"other Python files that these may import: {', '.join(others)}")
@@ -167,7 +191,7 @@ def _entry_members(entry: Entry) -> dict[str, Any]:
 def _entry_line(entry: Entry) -> str:
     alignment = _alignment(entry)
     aligned = f"aligned to {alignment}" if entry.method == "stored" else ""
-    note = "  (manifest)" if entry.name == MANIFEST_NAME else ""
+    note = "  (manifest)" if entry.name in (MANIFEST_NAME, WORKFLOW_MANIFEST) else ""
     sizes = f"{entry.size:>13,} {entry.stored_size:>13,}"
     return f"  {sizes} {entry.method:<9}{aligned:<16} {one_line(entry.name)}{note}"
 

@@ -108,6 +108,34 @@ def test_an_archive_that_says_nothing_is_reported_too(tmp_path: Path) -> None:
     assert "Digests: not present" in report.as_text()
 
 
+def _workflow(folder: Path, manifest: str) -> Path:
+    path = folder / "w.war"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("WAR-INF/MANIFEST.json", manifest)
+        archive.writestr("w.yaml", "dag: {}")
+        archive.writestr("f.py", "")
+        archive.writestr("helper.py", "")
+    return path
+
+
+def test_a_workflow_has_functions_and_no_handler(tmp_path: Path) -> None:
+    about = {"workflow": {"workflowName": "w", "specFile": "w.yaml", "handler": "f.py"}}
+    report = inspect_archive(_workflow(tmp_path, json.dumps(about)))
+    assert report.code == (
+        "functions: f.py (Python code)",
+        "models: those that w.yaml names, from archives of their own",
+        "other Python files that these may import: helper.py",
+    )
+    assert json.loads(report.as_json())["manifest"] == about
+    assert '"specFile": "w.yaml"' in report.as_text()
+
+
+@pytest.mark.parametrize("manifest", ["{", "[]", '{"workflow": 1}', "[" * 100_000])
+def test_a_workflow_whose_manifest_can_not_be_used_is_refused(tmp_path: Path, manifest: str) -> None:
+    with pytest.raises(ArchiveError, match="the manifest of the workflow can't be used"):
+        inspect_archive(_workflow(tmp_path, manifest))
+
+
 def test_a_built_in_handler_is_told_as_such(tmp_path: Path) -> None:
     path = tmp_path / "m.mar"
     with zipfile.ZipFile(path, "w") as archive:
