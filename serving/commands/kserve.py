@@ -52,7 +52,7 @@ def run_kserve(options: argparse.Namespace) -> int:
     choose_envelope(os.environ)
     served = arguments_of(Path(options.model_dir), options.model_name)
     if not any(argument.startswith("--ts-config") for argument in served):
-        served.append(f"--ts-config={written(_PROPERTIES, 'kserve')}")
+        served.append(f"--ts-config={written(_PROPERTIES)}")
     become_server([*served, *serve_arguments(options)])
 
 

@@ -44,7 +44,7 @@ def run_sagemaker(_options: argparse.Namespace) -> int:
     if not several:
         _install_requirements(folder / "code" / "requirements.txt")
     properties = properties_of(environ, folder, several)
-    arguments = ["--ts-config", written(properties, "sagemaker"), "--model-store", str(folder)]
+    arguments = ["--ts-config", written(properties), "--model-store", str(folder)]
     become_server(arguments if several else [*arguments, "--models", f"{MODEL}={folder}"])
 
 

@@ -130,13 +130,15 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
     return [*arguments, "--models", *options.models] if options.models else arguments
 
 
-def written(properties: str, command: str) -> str:
-    """Return a new configuration file, of which only this user knows."""
-    # A fixed name in a folder that all users write to may be another user's file, or a link.
-    descriptor, file = tempfile.mkstemp(".properties", f"torchere-{command}-")
-    with open(descriptor, "w", encoding="utf-8") as opened:
-        opened.write(properties)
-    return file
+def written(properties: str) -> str:
+    """Return the path of a new configuration file, which is there for this process and `become_server`."""
+    # A file with a name would be left in the folder: the server replaces the process that could delete it.
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        file.write(properties)
+        file.seek(0)
+        descriptor = os.dup(file.fileno())
+    os.set_inheritable(descriptor, True)
+    return f"/dev/fd/{descriptor}"
 
 
 def become_server(arguments: Sequence[str]) -> NoReturn:

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -198,11 +199,12 @@ def test_a_container_for_one_model_takes_the_variables_and_the_requirements(tmp_
         assert ask(server, "/invocations", folders.JSON, b" " * 1_100_000, None)[0] == 413
         assert server.call("POST", "/models", b"{}", content_type="application/json").status in (404, 405)
         assert "Requirement already satisfied: numpy" in server.log()
+        (properties,) = re.findall(r"Config file: (/dev/fd/\d+)", server.log())
+        text = Path(f"/proc/{server.process.pid}", *Path(properties).parts[2:]).read_text()
+        assert '"batchSize": 4, "maxBatchDelay": 7, "responseTimeout": 33' in text
     finally:
         server.stop()
-    (file,) = (tmp_path / "tmp").glob("torchere-sagemaker-*.properties")
-    properties = file.read_text()
-    assert '"batchSize": 4, "maxBatchDelay": 7, "responseTimeout": 33' in properties
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_workers_at_least_are_workers_at_most_if_no_variable_says_more(tmp_path: Path) -> None:
@@ -210,23 +212,21 @@ def test_workers_at_least_are_workers_at_most_if_no_variable_says_more(tmp_path:
     assert '"minWorkers": 3, "maxWorkers": 3' in properties
 
 
-def test_the_configuration_is_written_to_no_file_that_is_there(
+def test_the_configuration_is_in_a_file_without_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "tmp").mkdir()
-    others = tmp_path / "others"
-    others.touch()
-    (tmp_path / "tmp" / "torchere-sagemaker.properties").symlink_to(others)
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
     run_sagemaker(argparse.Namespace())
-    assert others.read_text() == ""
     written = Path(commands[0][commands[0].index("--ts-config") + 1])
+    assert written.is_file()
     assert "inference_address=http://0.0.0.0:8080" in written.read_text()
     assert written.stat().st_mode & 0o077 == 0
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,7 @@ def test_a_bare_exported_program_answers_both_protocols_under_the_services_name(
     tensor = {"name": described["name"], "shape": [1, 2], "datatype": "FP32", "data": [1.0, 1.0]}
     (output,) = post(served, "/v2/models/net/infer", {"inputs": [tensor]})["outputs"]
     assert output["data"] == [0.5, 0.5]
+    assert list(tmp_path.glob("*.properties")) == []
 
 
 @pytest.mark.parametrize(
