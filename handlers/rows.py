@@ -13,9 +13,9 @@ from torchere.handlers.tensors import shown
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
 
 _MAX_FIELDS_SHOWN = 20
-_JSON_AS_FORM = (
-    " of a form: JSON that came as application/x-www-form-urlencoded, which is what curl -d says of it; "
-    "send it with -H 'Content-Type: application/json'"
+_AS_FORM = (
+    "{} of a form: {} that came as application/x-www-form-urlencoded, which is what curl -d says of it; "
+    "send it with -H 'Content-Type: {}'"
 )
 _FILE_AS_FORM = (
     "a file that came as application/x-www-form-urlencoded, which is what curl --data-binary says of it "
@@ -41,17 +41,23 @@ def value_of(row: Any) -> Any:
     return data if body is None else body
 
 
-def fields_of(row: Mapping[str, Any]) -> str:
+def fields_of(row: Mapping[str, Any], *, takes_text: bool = False) -> str:
     """Return the names of a row's fields for an error text, limited in number and length.
 
     JSON that was sent as a form is parsed as a name up to the first `=`; then the text says how to send JSON.
-    A file is parsed into names that nobody can read; then the text says how to send a file, and names none.
+    So is a text, for a handler that `takes_text`. A file is parsed into names that can't be read; then the
+    text says how to send a file, and names none.
     """
     if any("\0" in name for name in row):
         return _FILE_AS_FORM
     names = list(row)[:_MAX_FIELDS_SHOWN]
     found = f"the fields {', '.join(map(shown, names)) or 'none'}"
-    return found + _JSON_AS_FORM if names and names[0].lstrip().startswith(("{", "[")) else found
+    if names and names[0].lstrip().startswith(("{", "[")):
+        return _AS_FORM.format(found, "JSON", "application/json")
+    # Values of JSON are no bytes.
+    if takes_text and names and isinstance(row[names[0]], (bytes, bytearray)) and not row[names[0]]:
+        return _AS_FORM.format(found, "a text", "text/plain")
+    return found
 
 
 def sole_element(array: Any, what: str) -> bytes:

@@ -19,7 +19,7 @@ from torchere.handlers.errors import PredictionException
 from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.loading.devices import without_gradients
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import sole_element, value_of
+from torchere.handlers.rows import fields_of, sole_element, value_of
 
 # English contractions and their long forms.
 #
@@ -280,8 +280,10 @@ def _text_of(row: Any) -> str:
         except UnicodeDecodeError as err:
             raise PredictionException(f"The request body is not UTF-8 text: {err}", 400) from err
     if not isinstance(value, str):
+        is_form = value is None and isinstance(row, dict)
+        found = fields_of(row, takes_text=True) if is_form else f"a {type(value).__name__}"
         raise PredictionException(
-            f"The request has no text: found a {type(value).__name__}; expected text under 'data' or 'body', "
+            f"The request has no text: found {found}; expected text under 'data' or 'body', "
             "or a tensor of BYTES (curl -H 'Content-Type: text/plain' --data-binary @story.txt URL)",
             400,
         )

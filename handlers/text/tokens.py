@@ -286,7 +286,7 @@ def _fields(row: Any) -> tuple[Any, Any]:
             if isinstance(row[name], dict):
                 return _fields(row[name])
             return _listed(row[name]), _listed(row.get("text_pair"))
-    raise _refused(fields_of(row), '\'text\' (JSON: {"text": "..."}), or a text as the body')
+    raise _refused(fields_of(row, takes_text=True), '\'text\' (JSON: {"text": "..."}), or a text as the body')
 
 
 def _listed(value: Any) -> Any:

@@ -60,6 +60,15 @@ def test_json_that_was_sent_as_a_form_is_told_what_to_say_of_itself(text: str) -
     assert found.endswith("send it with -H 'Content-Type: application/json'")
 
 
+def test_a_text_that_was_sent_as_a_form_is_told_what_to_say_of_itself() -> None:
+    found = fields_of({"I like it": b""}, takes_text=True)
+    assert found.startswith("the fields 'I like it' of a form: a text that came as application/x-www-form-")
+    assert found.endswith("send it with -H 'Content-Type: text/plain'")
+    for row in ({"text_": b"x"}, {"text_": ""}):  # the latter as JSON has it
+        assert fields_of(row, takes_text=True) == "the fields 'text_'"
+    assert fields_of({"cat.jpg": b""}) == "the fields 'cat.jpg'"
+
+
 def test_a_file_that_was_sent_as_a_form_is_told_what_to_say_of_itself() -> None:
     found = fields_of({"\ufffdPNG\r\n": b"", "\0\0IHDR": b"7"})
     assert found.startswith("a file that came as application/x-www-form-urlencoded")

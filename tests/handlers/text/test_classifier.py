@@ -84,6 +84,7 @@ def test_an_unknown_word_is_the_one_that_the_vocabulary_has_for_them(
     [
         ({"body": b"\xff"}, "not UTF-8"),
         ({}, "no text"),
+        ({"good news": b""}, "a text that came as application/x-www-form-urlencoded"),
         ({"body": [1]}, "no text"),
         ({"body": b""}, "at least one word"),
         ({"body": " <br/> "}, "at least one word"),

@@ -114,6 +114,8 @@ def test_a_request_that_is_wrong_does_not_touch_its_batch_mates(make: Any) -> No
     answer = make(max_texts=2, max_characters=20)
     wrong: list[Any] = [[], ["cats"] * 3, 7, ["cats", None], "x" * 21, "\ud800"]
     rows = [{"body": {"text": text}} for text in wrong]
+    (form,) = answer({"good news": b""})
+    assert "send it with -H 'Content-Type: text/plain'; expected 'text'" in form["message"]
     *refused, good = answer(*rows, {"x": 1}, {"body": b"\xff"}, {"body": "dogs"})
     assert good == unit(6, 1)
     assert [one["code"] for one in refused] == [400] * 8
