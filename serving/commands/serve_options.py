@@ -69,8 +69,9 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--models", metavar="MODEL", nargs="+", help="models to load: [NAME=]ARCHIVE ..., or 'all'")
     # --log: a valid abbreviation in TorchServe, which has no other option with this prefix
-    add("--log-config", "--log", metavar="FILE", help=f"{_IGNORED}: log4j2 files have no effect")
-    add("--cpp-log-config", metavar="FILE", help=f"{_IGNORED}: handlers in C++ log as others do")
+    not_read = f"{_IGNORED}, but has to exist"
+    add("--log-config", "--log", metavar="FILE", help=f"{not_read}: log4j2 files have no effect")
+    add("--cpp-log-config", metavar="FILE", help=f"{not_read}: handlers in C++ log as others do")
     add(
         "--no-config-snapshots",
         "--ncs",

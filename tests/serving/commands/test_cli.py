@@ -123,6 +123,13 @@ def test_help_shows_an_example(arguments: list[str], capsys: pytest.CaptureFixtu
     assert re.search(r"examples?:.*torchere ", capsys.readouterr().out, re.DOTALL)
 
 
+def test_files_that_are_not_read_have_to_exist_says_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("ignored (for TorchServe compatibility), but has to exist:") == 2
+
+
 def test_every_command_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
