@@ -1,4 +1,4 @@
-"""Advice that `torchere predict` and `torchere bench` add to an error answer of the server.
+"""Advice that `torchere predict` and `torchere bench` add to an error.
 
 The server's texts are TorchServe's, which its clients compare; these lines are for people.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from urllib.parse import quote
@@ -18,18 +19,24 @@ _WAIT_S = 5.0
 _MOST_BYTES = 1 << 20
 _MOST_NAMES = 20
 _NOT_FOUND = "Model not found"
+# A wrong name or an old certificate has the same code, and no other authority helps.
+_NO_AUTHORITY = re.compile(r"CERTIFICATE_VERIFY_FAILED.*(issuer|self.signed)")
 _NO_WORKER = "has no worker to serve inference request"
 
 
-def advice(message: str, address: str, model: str, found: FoundKey | None) -> str:
-    """Return a line on an error answer; "" if there is nothing to add.
+def advice(message: str, address: str | None, model: str, found: FoundKey | None) -> str:
+    """Return a line on an error; "" if there is nothing to add.
 
     Args:
-        message: the text of the answer.
-        address: the URL of the inference API over REST.
+        message: the text of the answer, or the reason why there is none.
+        address: the URL of the inference API over REST; None: it is not known.
         model: as it was asked for, `name` or `name/version`.
         found: the key that was sent.
     """
+    if _NO_AUTHORITY.search(message):
+        return "for a certificate of your own authority, set SSL_CERT_FILE to the file of the authority's"
+    if address is None:
+        return ""
     if message.startswith(_NOT_FOUND):
         names = _get(address, "/v1/models", found).get("models")
         if not isinstance(names, list):

@@ -94,10 +94,8 @@ def run_predict(options: argparse.Namespace) -> int:
 
 
 def _advice(err: ClientError, options: argparse.Namespace, found: FoundKey | None) -> str:
-    """Return what to add to an error; with gRPC only where the address over REST is known."""
-    if options.grpc and options.address:
-        return ""
-    address = REST_ADDRESS if options.grpc else _address(options)
+    """Return what to add to an error; with gRPC the address over REST may be unknown."""
+    address = (None if options.address else REST_ADDRESS) if options.grpc else _address(options)
     return advice(err.message, address, options.model, found)
 
 

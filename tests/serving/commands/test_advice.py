@@ -65,3 +65,17 @@ def test_a_model_that_failed_is_told_from_one_without_workers() -> None:
             told = advice(NO_WORKER, url, "cat/1.0", None)
             assert told.startswith("cat/1.0 failed: the server's log") is is_failed
     assert advice("Prediction failed", "http://127.0.0.1:9", "cat", None) == ""
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_told"),
+    [
+        ("unable to get local issuer certificate (_ssl.c:1000)", True),
+        ("self-signed certificate in certificate chain (_ssl.c:1000)", True),
+        ("Hostname mismatch, certificate is not valid for 'here'. (_ssl.c:1000)", False),
+        ("certificate has expired (_ssl.c:1000)", False),
+    ],
+)
+def test_a_certificate_of_an_unknown_authority_is_told_how_to_trust_it(reason: str, is_told: bool) -> None:
+    said = f"no connection to https://here:8443: [SSL: CERTIFICATE_VERIFY_FAILED] verify failed: {reason}"
+    assert ("set SSL_CERT_FILE to the file" in advice(said, None, "cat", None)) is is_told
