@@ -22,6 +22,7 @@ from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.archive_import import archive_at
 from torchere.handlers.compiled import load as aot
 from torchere.handlers.context import Context
+from torchere.handlers.errors import PredictionException
 from torchere.handlers.labels import load_label_mapping
 from torchere.handlers.loading import onnx, xla
 from torchere.handlers.loading.compile import autocasting, compile_options, optimized
@@ -306,12 +307,14 @@ class BaseHandler:
         """Explain the answer to the first request with `get_insights(model input, raw input, target)`.
 
         Raises:
-            NotImplementedError: this kind of handler can't explain.
+            PredictionException: 400, this kind of handler can't explain.
         """
         get_insights = getattr(self, "get_insights", None)
         if get_insights is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} has no explanations; define get_insights(data, inputs, target) in it"
+            raise PredictionException(
+                f"The handler {type(self).__name__} gives no explanations: it has no method "
+                "get_insights(data, inputs, target)",
+                400,
             )
         row = raw_data[0]
         inputs, target = None, 0

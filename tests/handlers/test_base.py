@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchere.handlers.base import BaseHandler
+from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.devices import DeviceChoice, choose_device, own_stream
 from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.metrics import MetricsCache
@@ -188,8 +189,9 @@ def test_describe_and_explain_are_chosen_by_header(doubler: tuple[BaseHandler, A
     begin(context, 1, describe="True")
     assert handler.handle([[1.0]], context) == [None]
     begin(context, 1, describe="False", explain="True")
-    with pytest.raises(NotImplementedError, match="define get_insights"):
+    with pytest.raises(PredictionException, match="BaseHandler gives no explanations") as refused:
         handler.handle([[1.0]], context)
+    assert refused.value.error_code == 400
 
 
 def test_explanations_get_input_and_target(doubler: tuple[BaseHandler, Any], begin: Any) -> None:
