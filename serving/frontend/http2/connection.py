@@ -160,6 +160,7 @@ class Connection(asyncio.BufferedProtocol):
             stream = self._streams.popitem()[1]
             stream.consumed_all()
             stream.cancel()
+        self._headers = HeaderReader()  # the collector may come late for this object, with all known heads
 
     def pause_writing(self) -> None:
         """Stop sending: the socket's buffer is full."""

@@ -27,10 +27,9 @@ MAX_MESSAGE_BYTES = 6_000  # of a status, percent-encoded, with its details: cli
 # With letters, digits and `-._`, all of printable ASCII but the percent sign.
 _UNESCAPED = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}~"
 _CUT_ESCAPE = re.compile(rb"%.?\Z")
-_KNOWN_HEADS = 64
-_KNOWN_HEAD_BYTES = (
-    4096  # longer header lists are not remembered; a table that grows no further holds as much
-)
+_KNOWN_BYTES = 65_536  # of memory that each of the two tables of a connection takes, about: fifteen heads
+_KNOWN_HEAD_BYTES = 4096  # longer header lists and blocks are not remembered
+_FIELD_BYTES = 256  # of memory that a field takes in Python, beside twice its part of the list
 _MAX_TIMEOUT_DIGITS = 8
 _UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
@@ -73,15 +72,17 @@ class HeaderReader:
 
     Decoding a block takes some 25 us, and a client's calls are alike. So heads are remembered twice: by the
     bytes of the block, for as long as the table that it refers to stays as it is; and by the fields that a
-    block refers to without `grpc-timeout`, for clients whose calls differ in their deadline alone.
+    block refers to without `grpc-timeout`, for clients whose calls differ in their deadline alone. Both count
+    their memory: any client fills them, and they stay for as long as the connection is idle.
     """
 
     __slots__ = ("_blocks", "_decoder", "_heads")
 
     def __init__(self) -> None:
         self._decoder = Decoder(READ_HEADER_LIST_BYTES)
-        self._blocks: Known[bytes, Request] = Known(_KNOWN_HEADS)
-        self._heads: Known[tuple[Field, ...], RequestHead] = Known(_KNOWN_HEADS)
+        self._blocks: Known[bytes, Request] = Known(_KNOWN_BYTES)
+        # With the memory that each takes: a block that refers to it may be kept longer.
+        self._heads: Known[tuple[Field, ...], tuple[RequestHead, int]] = Known(_KNOWN_BYTES)
 
     def read(self, block: bytes) -> Request:
         """Decode the request headers of one call, or its trailers.
@@ -102,13 +103,14 @@ class HeaderReader:
             fields, timeout, last_used = _references(block, table.dynamic_entries)
         except (IndexError, ValueError, HPACKError):
             return None
-        head = self._heads.get(fields)
+        known = self._heads.get(fields)
         timeout_s = None if timeout is None else _timeout_s(timeout.decode("latin-1"))
-        if head is None or (timeout is None) != (timeout_s is None):
+        if known is None or (timeout is None) != (timeout_s is None):
             return None
+        head, memory_bytes = known
         request = (head, timeout_s)
         if timeout is None or last_used is None:
-            self._blocks.keep(block, request)
+            self._blocks.keep(block, request, memory_bytes)
             return request
         table.add(_TIMEOUT, timeout)
         self._blocks.clear()
@@ -138,13 +140,16 @@ class HeaderReader:
                 flaw_code=StatusCode.RESOURCE_EXHAUSTED,
             )
         request = (head, timeout_s)
+        memory_bytes = 2 * size + _FIELD_BYTES * (len(found) + 1) + len(block)
+        is_short = max(size, len(block)) <= _KNOWN_HEAD_BYTES
         if (table.maxsize, *table.dynamic_entries) != before:
             self._blocks.clear()
             _own_entries(table.dynamic_entries)
-        elif size <= _KNOWN_HEAD_BYTES:
-            self._blocks.keep(block, request)
-        if size <= _KNOWN_HEAD_BYTES and not head.flaw:
-            self._heads.keep(tuple([(name, value) for name, value in fields if name != _TIMEOUT]), head)
+        elif is_short:
+            self._blocks.keep(block, request, memory_bytes)
+        if is_short and not head.flaw:
+            listed = tuple([(name, value) for name, value in fields if name != _TIMEOUT])
+            self._heads.keep(listed, (head, memory_bytes), memory_bytes)
         return request
 
 

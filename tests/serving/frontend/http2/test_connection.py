@@ -327,3 +327,19 @@ def test_a_bug_costs_one_connection_and_is_logged(run, http2, caplog, monkeypatc
 
     assert run(main()) == 2
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_connection_that_is_closed_keeps_no_heads_until_it_is_collected(run, http2):
+    async def main():
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.headers("/refuse", last=True))
+            while not served.calls:
+                await wire.frame()
+            (connection,) = served.listener.connections
+            before = len(connection._headers._heads)
+            wire.writer.transport.abort()
+            while served.listener.connections:
+                await asyncio.sleep(0.01)
+            return before, len(connection._headers._heads)
+
+    assert run(main()) == (1, 0)

@@ -1,6 +1,7 @@
 """Headers against the `hpack` library's own encoder and decoder."""
 
 import base64
+import tracemalloc
 from typing import Any
 from urllib.parse import unquote
 
@@ -168,12 +169,49 @@ def test_what_is_remembered_is_bounded_and_later_calls_still_are():
     for number in range(1000):
         reader.read(encoder.encode([NeverIndexedHeaderTuple("x-one", str(number))]))
     reader.read(encoder.encode([NeverIndexedHeaderTuple("x-one", "w" * 5000)]))
-    assert max(len(reader._blocks), len(reader._heads)) <= 64
+    assert max(len(reader._blocks), len(reader._heads)) <= 128
     held = [sum(map(len, field)) for fields in reader._heads for field in fields]
     assert max(held) <= 4096
     block = b"\x83"
     reader.read(block)
     assert reader.read(block) is reader.read(block)
+
+
+def literals(*fields):
+    """A block that adds nothing to the table."""
+    return Encoder().encode([NeverIndexedHeaderTuple(*field) for field in fields], huffman=False)
+
+
+SHORT = [(f"a{number:02}", "b") for number in range(99)]
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [literals(("zz", f"{number:02}"), *SHORT) for number in range(63)],
+        [b"\x3f\xe1" + b"\x80" * (31_000 + number) + b"\0\x83" for number in range(63)],
+        [literals(("zz", f"{number:02}"), ("a", "v" * 3900)) for number in range(63)],
+    ],
+    ids=["short fields", "long numbers", "long fields"],
+)
+def test_heads_that_a_client_chooses_take_little_memory(blocks):
+    reader = HeaderReader()
+    tracemalloc.start()
+    try:
+        for block in blocks:
+            reader.read(bytes(bytearray(block)))  # of its own, as from a socket
+        held_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 65_536
+
+
+def test_a_head_with_another_deadline_in_each_call_counts_once_it_is_kept():
+    encoder, reader = Encoder(), HeaderReader()
+    for number in range(1, 200):
+        reader.read(unindexed(encoder, f"{number}m"))
+    assert len(reader._heads) == 1
+    assert len(reader._blocks) < 65_536 / 256
 
 
 def test_a_header_list_that_is_too_long_costs_its_call():
