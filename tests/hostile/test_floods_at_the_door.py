@@ -287,6 +287,26 @@ def unfinished(stream_id: int, method: str) -> bytes:
     return head(stream_id, method) + data(stream_id, message, ends=False)
 
 
+def many_fields(stream_id: int, method: str) -> bytes:
+    """A call that is not ended, with a field of HPACK's table again and again."""
+    enters = b"\x40\x02aa\x02bb" if stream_id == 1 else b"\xbe"
+    return with_block(head(stream_id, method), enters + b"\xbe" * 420)
+
+
+def long_fields(stream_id: int, method: str) -> bytes:
+    """The same with one of 4 KB, whose text takes four bytes a character in Python."""
+    value = "\U0001f600".encode() + b"v" * 3900
+    enters = b"\x40\1a\x7f" + bytes((len(value) - 127 & 127 | 128, len(value) - 127 >> 7)) + value
+    differs = b"\0\1n\4%04d" % (stream_id // 2 % 10_000)
+    first = enters if stream_id == 1 else b"\xbe"
+    return with_block(head(stream_id, method), differs + first + b"\xbe" * 3)
+
+
+def with_block(headers: bytes, block: bytes) -> bytes:
+    """The frame of headers with a block behind its own."""
+    return frame(1, headers[4], int.from_bytes(headers[5:9], "big"), headers[9:] + block)
+
+
 # The frames of one call of a method on a stream.
 CALLS: dict[str, Callable[[int, str], bytes]] = {
     "cancelled calls": lambda stream_id, method: watch(stream_id) + reset(stream_id),
@@ -296,6 +316,8 @@ CALLS: dict[str, Callable[[int, str], bytes]] = {
     "compressed messages of 64 KB": partial(compressed, gzip.compress(SHORT_FIELD * 32_000)),
     "messages of short fields": short_fields,
     "unfinished messages": unfinished,
+    "calls with many fields": many_fields,
+    "calls with long fields": long_fields,
 }
 
 

@@ -12,6 +12,7 @@ from torchere.serving.frontend.http2.header_blocks import (
     HEAD_BLOCK,
     OK_BLOCK,
     Request,
+    RequestHead,
     refusal_block,
     status_block,
 )
@@ -25,6 +26,7 @@ from torchere.serving.frontend.http2.messages import (
     only_message,
 )
 
+MAX_ENCODING = 100  # characters of the name of a compression that a call without a key keeps
 JOINED_BYTES = 65_536  # below this, copying a message is cheaper than writing it in parts
 Encoded = bytes | Sequence[bytes | memoryview]  # whole, or the parts of a long one
 # The frames around an answer of one message, up to the stream's number.
@@ -88,7 +90,7 @@ class Stream(StreamFlow):
     Used on the event loop only.
 
     Attributes:
-        head: the request headers.
+        head: the request headers; without metadata if the call needs no key.
         timeout_s: timeout set by the client, in seconds; None: no deadline.
         client: address of the client; None over a Unix socket.
         caller: names the client; set when the call is authorized.
@@ -236,8 +238,12 @@ class Stream(StreamFlow):
         return self._inbound.lease_inflation(size, size)
 
     def restrict(self, limit_bytes: int) -> None:
-        """Accept short messages only, and take them from the budget of calls that need no key."""
+        """Accept short messages only, and take them from the budget of calls that need no key.
+
+        No budget counts heads: those of a thousand calls that stay open could have 70 MB of fields.
+        """
         self.key_free = True
+        self.head = RequestHead(self.head.method, self.head.path, "", self.head.encoding[:MAX_ENCODING], ())
         self.limit_bytes = limit_bytes
 
     def half_close(self) -> None:

@@ -204,3 +204,13 @@ def test_the_longest_frames_that_may_be_are_taken():
     data = framed(0, bytes(frame_reader.DATA_FRAME_BYTES))
     other = framed(0xEE, bytes(frame_reader.OTHER_FRAME_BYTES))
     assert [event[0] for event in events_of(GREETED + data + other)] == ["control", "data", "control"]
+
+
+@pytest.mark.parametrize(("size", "frames"), [(63, 1), (64, 2), (543, 9)])
+def test_a_long_block_of_headers_counts_as_several_frames(size, frames):
+    recorder = Recorder()
+    reader = recorder.reader()
+    headers = framed(1, bytes(size), flags=4, stream_id=1)
+    pings = framed(6, bytes(8)) * 20
+    rest = reader.feed(GREETED + headers + pings, 10)  # SETTINGS are in the greeting
+    assert len(rest) == len(pings) - (10 - 1 - frames) * len(framed(6, bytes(8)))

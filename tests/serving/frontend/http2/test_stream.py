@@ -5,6 +5,8 @@ import asyncio
 import pytest
 from h2.settings import SettingCodes
 
+from torchere.serving.frontend.http2.header_blocks import RequestHead
+
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 65_531, 200_000, 6 * 2**20])
 def test_an_answer_of_any_size_comes_whole(run, http2, size):
@@ -203,3 +205,16 @@ def test_a_call_that_is_refused_early_may_stop_and_did_nothing_wrong(run, http2)
 
     answer = run(main())
     assert (answer.headers[":status"], answer.status, answer.reset) == ("200", "12", 0)
+
+
+def test_a_call_without_a_key_keeps_no_fields_that_no_budget_counts(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            metadata = [("grpc-encoding", "x" * 200), ("x-one", "1")]
+            peer.begin("/hang", end=False, metadata=metadata, content_type="application/grpc+" + "x" * 200)
+            await peer.round_trip()
+            stream = served.calls[0].stream
+            stream.restrict(1024)
+            return stream.head
+
+    assert run(main()) == RequestHead("POST", "/hang", "", "x" * 100, ())
