@@ -50,7 +50,6 @@ from torchere.serving.io.watchdog import Stalls
 logger = logging.getLogger(__name__)
 
 MAX_STREAMS = 1000  # concurrent on one connection; the client queues further calls itself
-MAX_KEY_FREE_STREAMS = 128  # of a connection that counts as idle; more are not looked at one by one
 SETTINGS = f.settings_frame(
     {
         Setting.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
@@ -190,12 +189,9 @@ class Connection(asyncio.BufferedProtocol):
     def idle_since_s(self) -> float | None:
         """Return when the last bytes arrived, in monotonic seconds; None while a call that needs a key runs.
 
-        Watches of health do not count, else a client without a key could keep its connections by them.
+        Calls of health do not count, else a client without a key could keep its connections by them.
         """
-        streams = self._streams
-        if len(streams) > MAX_KEY_FREE_STREAMS or not all(stream.key_free for stream in streams.values()):
-            return None
-        return self._received_s
+        return None if len(self._streams) > self.inbound.key_free_streams else self._received_s
 
     def close_idle(self) -> None:
         """Close the connection, because others need its place; the client may open another one."""
@@ -334,6 +330,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.id, None)
+        if stream.key_free:
+            self.inbound.key_free_streams -= 1
         self.outbound.forget(stream)
         stream.consumed_all()
         if self.closing.last_taken is not None:

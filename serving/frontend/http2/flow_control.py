@@ -92,9 +92,12 @@ class InboundFlow:
         limit_bytes: maximum size of a received message.
         write: sends a frame.
         budget: for the bytes of calls that have not ended, and of streamed messages that are not consumed.
+
+    Attributes:
+        key_free_streams: how many open streams need no key.
     """
 
-    __slots__ = ("_unread_bytes", "_window", "_write", "budget", "limit_bytes")
+    __slots__ = ("_unread_bytes", "_window", "_write", "budget", "key_free_streams", "limit_bytes")
 
     def __init__(self, limit_bytes: int, write: Callable[[bytes], None], budget: ConnectionBudget) -> None:
         self.limit_bytes = limit_bytes
@@ -102,6 +105,7 @@ class InboundFlow:
         self._write = write
         self._window = CONNECTION_WINDOW_BYTES
         self._unread_bytes = 0
+        self.key_free_streams = 0
 
     def consume(self, stream: StreamFlow | None, size: int) -> None:
         """Count DATA that arrived. The connection's window is extended at once, a stream's by `extend`.

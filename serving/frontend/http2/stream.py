@@ -242,6 +242,7 @@ class Stream(StreamFlow):
 
         No budget counts heads: those of a thousand calls that stay open could have 70 MB of fields.
         """
+        self._inbound.key_free_streams += not self.key_free
         self.key_free = True
         self.head = RequestHead(self.head.method, self.head.path, "", self.head.encoding[:MAX_ENCODING], ())
         self.limit_bytes = limit_bytes

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from hyperframe.frame import GoAwayFrame, PingFrame
+import pytest
+from hyperframe.frame import GoAwayFrame, PingFrame, RstStreamFrame
 
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
 from torchere.serving.frontend.connection_limit import ConnectionLimit
@@ -48,7 +49,8 @@ def test_it_waits_no_longer_than_it_is_told():
     assert asyncio.run(main()) == {"a"}
 
 
-def test_a_new_connection_closes_the_longest_idle_one_even_if_it_watches_health(run, http2):
+@pytest.mark.parametrize("calls", [1, 129, 1000])
+def test_a_new_connection_closes_the_longest_idle_one_even_if_it_watches_health(run, http2, calls):
     async def main():
         limit = ConnectionLimit(2, Budgets())
         async with (
@@ -56,10 +58,11 @@ def test_a_new_connection_closes_the_longest_idle_one_even_if_it_watches_health(
             http2.wire(served) as watching,
             http2.wire(served) as busy,
         ):
-            for wire in (watching, busy):
-                wire.greet(wire.calls("/hang", 1, flags=5), PingFrame(0, bytes(8)))
+            for wire, count in ((watching, calls), (busy, 1)):
+                wire.greet(wire.calls("/hang", count, flags=5), PingFrame(0, bytes(8)))
                 await wire.next(PingFrame)
-            served.calls[0].stream.restrict(10)
+            for call in served.calls[:calls]:
+                call.stream.restrict(10)
             async with http2.wire(served) as third:
                 third.greet(PingFrame(0, bytes(8)))
                 goaway = await watching.next(GoAwayFrame)
@@ -67,3 +70,23 @@ def test_a_new_connection_closes_the_longest_idle_one_even_if_it_watches_health(
                 return goaway.error_code, limit._budgets.refused[CONNECTIONS]
 
     assert run(main()) == (0, 1)
+
+
+def test_calls_of_health_that_have_ended_hide_no_others(run, http2):
+    async def main():
+        async with http2.greeted() as (served, wire):
+            (connection,) = served.listener.connections
+            found = [connection.idle_since_s() is None]
+            wire.send(wire.calls("/hang", 3, flags=5), PingFrame(0, bytes(8)))
+            await wire.next(PingFrame)
+            health, reset, _ = (call.stream for call in served.calls)
+            for stream in (health, reset):
+                stream.restrict(10)
+            health.end()
+            wire.send(RstStreamFrame(reset.id), PingFrame(0, bytes(8)))
+            await wire.next(PingFrame)
+            found.append(connection.idle_since_s() is None)
+            served.calls[2].stream.end()
+            return [*found, connection.idle_since_s() is None]
+
+    assert run(main()) == [False, True, False]
