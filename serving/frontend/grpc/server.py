@@ -95,7 +95,7 @@ class GrpcServer:
             min_upload_rate=limits.min_upload_rate,
             connection_limit=self._limit,
         )
-        self._server: asyncio.Server | TlsServer | None = None
+        self._servers: Sequence[asyncio.Server | TlsServer] = ()
 
     async def start(self) -> Address:
         """Bind and begin to serve; return the address with its actual port.
@@ -103,19 +103,21 @@ class GrpcServer:
         Raises:
             OSError: the address can't be bound.
         """
-        self._server = await self._bound()
+        self._servers = await self._bound()
         if self.address.unix_path is None:
-            for listener in self._server.sockets:  # connections inherit it; detects clients that vanished
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            port = self._server.sockets[0].getsockname()[1]
+            listening = [each for server in self._servers for each in server.sockets]
+            for each in listening:  # connections inherit it; detects clients that vanished
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            port = listening[0].getsockname()[1]
             self.address = Address(self.address.host, port, tls=self.address.tls)
         return self.address
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new connections, let running calls finish for at most `grace_s`, then cancel them."""
-        if self._server is None:
+        if not self._servers:
             return
-        self._server.close()
+        for server in self._servers:
+            server.close()
         self._listener.drain()
         await self._listener.all_closed(grace_s)
         self._listener.abort()
@@ -124,22 +126,20 @@ class GrpcServer:
         if self.address.unix_path is not None:
             Path(self.address.unix_path).unlink(missing_ok=True)
 
-    async def _bound(self) -> asyncio.Server | TlsServer:
+    async def _bound(self) -> Sequence[asyncio.Server | TlsServer]:
         loop, listener, address = asyncio.get_running_loop(), self._listener, self.address
         context = _tls(self._services)
 
         def connected() -> Connection:
             return Connection(listener)
 
-        if context is not None:
-            sockets = await bound_sockets(address, _BACKLOG)
-            return TlsServer(sockets, context, self._limit, listener.connections, connected)
-        if address.unix_path is not None:
+        if context is None and address.unix_path is not None:
             Path(address.unix_path).unlink(missing_ok=True)  # may be left over from a killed server
-            return await loop.create_unix_server(connected, address.unix_path, backlog=_BACKLOG)
-        return await loop.create_server(
-            connected, address.host, address.port, backlog=_BACKLOG, reuse_port=False
-        )
+            return [await loop.create_unix_server(connected, address.unix_path, backlog=_BACKLOG)]
+        sockets = await bound_sockets(address, _BACKLOG)
+        if context is not None:
+            return [TlsServer(sockets, context, self._limit, listener.connections, connected)]
+        return [await loop.create_server(connected, sock=each, backlog=_BACKLOG) for each in sockets]
 
     def _new_age_s(self) -> float | None:
         if self._age_s is None:

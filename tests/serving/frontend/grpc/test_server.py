@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+import uvloop
 from google.protobuf import empty_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -352,7 +353,7 @@ def test_a_server_that_did_not_start_can_be_stopped(planes):
 def test_a_port_that_is_taken_is_an_error_at_the_start(serving, planes):
     async def main():
         async with serving("inference") as served:
-            with pytest.raises(OSError, match="address already in use"):
+            with pytest.raises(OSError, match="Address already in use"):
                 await inference_server(planes.data, planes.control, planes.services(), served.address).start()
 
     asyncio.run(main())
@@ -385,6 +386,27 @@ def test_a_unix_socket_serves_and_is_gone_afterwards(planes, tmp_path):
 
     assert asyncio.run(main()) == health_pb2.HealthCheckResponse.SERVING
     assert not path.exists()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_unspecified_address_of_ipv6_takes_ipv4_too(planes, new_loop):
+    def ask(host, port):
+        with grpc.insecure_channel(f"{host}:{port}") as channel:
+            return check(channel, SERVICE).status
+
+    async def main():
+        server = inference_server(planes.data, planes.control, planes.services(), Address("::", 0))
+        address = await server.start()
+        try:
+            return [await asyncio.to_thread(ask, host, address.port) for host in ("127.0.0.1", "[::1]")]
+        finally:
+            await server.stop(1)
+
+    loop = new_loop()
+    try:
+        assert loop.run_until_complete(main()) == [health_pb2.HealthCheckResponse.SERVING] * 2
+    finally:
+        loop.close()
 
 
 def test_connections_over_tcp_are_kept_alive(serving):
