@@ -21,6 +21,7 @@ from torchere.serving.frontend.grpc.protos.inference_pb2 import (
     TorchServeHealthResponse,
 )
 from torchere.serving.frontend.grpc.service import Callback, Implementation
+from torchere.serving.frontend.http2.messages import MessageFailed
 from torchere.serving.frontend.open_inference.tensor_request import MAX_NAME_LENGTH, check_length
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.refusals import check_refusal
@@ -70,8 +71,10 @@ class InferenceService:
                 check_length("sequence_id", request.sequence_id)
                 headers = ((SEQUENCE_ID, request.sequence_id),)
                 async for part in self._parts(request, call, headers):
-                    yield PredictionResponse(prediction=part, sequence_id=request.sequence_id)
-            except ServingError as error:
+                    response = PredictionResponse(prediction=part, sequence_id=request.sequence_id)
+                    call.stream.check(response.ByteSize())
+                    yield response
+            except (ServingError, MessageFailed) as error:
                 name = request.sequence_id[:MAX_NAME_LENGTH]
                 yield PredictionResponse(sequence_id=name, status=_status(error))
             finally:
@@ -119,7 +122,9 @@ def _request(
     return prioritised(request, call.metadata)
 
 
-def _status(error: ServingError) -> status_pb2.Status:
+def _status(error: ServingError | MessageFailed) -> status_pb2.Status:
+    if isinstance(error, MessageFailed):
+        return status_pb2.Status(code=error.code, message=str(error))
     ended = failure(error, INFERENCE)
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason=ended.reason))

@@ -224,8 +224,13 @@ class InferStream:
     def _held(
         self, part: ModelStreamInferResponse, request: TensorMessage
     ) -> tuple[ModelStreamInferResponse, int]:
-        """Count the bytes of a part until it is sent; return the part with them."""
+        """Count the bytes of a part until it is sent; return the part with them.
+
+        Raises:
+            MessageFailed: it is too long, or clients have left too much of their answers.
+        """
         size = part.ByteSize()
+        self._call.stream.check(size)  # when it is sent, an error would end the stream with all its requests
         self._call.stream.hold(size, is_next=next(iter(self._unanswered), request) is request)
         self._ahead_bytes += size
         return part, size

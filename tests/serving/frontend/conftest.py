@@ -376,12 +376,17 @@ def planes():
         *,
         keys: Any = None,
         max_request_bytes: int = 1000,
+        max_response_bytes: int = 6_553_500,
         min_upload_rate: int = 0,
         budgets: Budgets | None = None,
         client_limits: ClientLimits | None = None,
         **changes: Any,
     ) -> Services:
-        limits = Limits(max_request_bytes=max_request_bytes, min_upload_rate=min_upload_rate)
+        limits = Limits(
+            max_request_bytes=max_request_bytes,
+            max_response_bytes=max_response_bytes,
+            min_upload_rate=min_upload_rate,
+        )
         settings = ServerSettings(limits=limits, **changes)
         budgets = budgets or Budgets()
         return Services(settings, metrics, keys, "9.9", budgets=budgets, client_limits=client_limits)

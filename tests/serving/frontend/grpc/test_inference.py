@@ -253,6 +253,31 @@ def test_what_goes_wrong_in_a_sequence_is_told_in_band_and_the_stream_goes_on(se
     assert found[2].prediction == b"3"
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_part_that_is_too_long_ends_its_request_alone(serving, planes, streams):
+    async def long_second(asked):
+        body = bytes(20_000 if len(planes.data.asked) == 2 else 10)
+        return StreamedResponse(InferResponse(b""), parts_of(body)) if streams else InferResponse(body)
+
+    async def parts_of(body):
+        for part in (b"a", body, b"c"):
+            yield part
+
+    planes.data.behave = long_second
+
+    async def main():
+        async with serving("inference", max_response_bytes=1000) as served:
+            asked = iter([request(sequence_id=name, data=b"1") for name in "stu"])
+            call = served.call("StreamPredictions2", asked, timeout=20)
+            return [(m.sequence_id, m.status.code, m.status.message) async for m in call]
+
+    answers = asyncio.run(main())
+    refused = [(name, code) for name, code, _ in answers if code]
+    assert refused == [("t", grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])]
+    assert [text for *_, text in answers if text] == ["SERVER: Sent message larger than max (20007 vs. 5096)"]
+    assert [name for name, *_ in answers] == [*"ssstt", *"uuu"] if streams else [*"stu"]
+
+
 def test_the_id_of_a_sequence_has_a_limit_and_comes_back_cut(serving, planes):
     (found,) = messages(serving, "StreamPredictions2", iter([request(sequence_id="s" * 3000, data=b"1")]))
     assert "sequence_id: found a text of 3000 characters" in found.status.message

@@ -421,6 +421,16 @@ def test_a_stream_tells_errors_in_their_place(oip):
     assert answers[0].infer_response.parameters["triton_final_response"].bool_param
 
 
+def test_an_answer_that_is_too_long_is_told_in_its_place_and_the_stream_goes_on(oip):
+    asked = [request(raw=RAW, id="1"), request(shape=(5000,), raw=bytes(20_000), id="2")]
+    asked.append(request(raw=RAW, id="3"))
+    answers = oip.streams(asked, max_request_bytes=2**20, max_response_bytes=1000)
+    assert [answer.infer_response.id for answer in answers] == ["1", "2", "3"]
+    texts = [answer.error_message for answer in answers]
+    assert texts[::2] == ["", ""]
+    assert "Sent message larger than max" in texts[1]
+
+
 def test_answers_that_wait_on_a_stream_count_as_answers_that_clients_leave(oip, planes, serving, monkeypatch):
     monkeypatch.setattr(budget_module, "MIN_MESSAGES", 0)
     budgets = Budgets()

@@ -143,6 +143,7 @@ def test_an_answer_that_is_ready_as_its_call_is_closed_is_not_counted(monkeypatc
         monkeypatch.setattr(InferStream, "parts", parts)
         stream = SimpleNamespace(kept_bytes=0, keep=lambda size: None, let_go=lambda size: None)
         stream.hold, stream.release = count, lambda size: count(-size)
+        stream.check = lambda size: None
         requests = given(*(TensorMessage(b"", name, ()) for name in ("first", "second")))
         of_call: Any = InferStream
         answers = of_call(None, SimpleNamespace(stream=stream)).answers(requests)
