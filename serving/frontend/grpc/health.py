@@ -25,6 +25,7 @@ LOOK_S = 1.0
 # Watches need no key, and each takes 7 KiB for as long as it likes. Clients of gRPC hold one a channel.
 MAX_CONNECTION_WATCHES = 64
 MAX_WATCHES = 4096  # of a port
+MAX_NAME = 100  # characters of a service's name in errors
 
 
 class HealthService:
@@ -49,7 +50,7 @@ class HealthService:
     def check(self, request: HealthCheckRequest, call: Call) -> HealthCheckResponse:
         """Return the state of a service."""
         if request.service not in self._services:
-            raise NotFound(f"There is no service {request.service!r} here.")
+            raise NotFound(f"There is no service {request.service[:MAX_NAME]!r} here.")
         return _response(self._dataplane.readiness().ready)
 
     def watch(self, watch: _Watch, service: str) -> None:

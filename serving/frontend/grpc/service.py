@@ -174,28 +174,28 @@ def dispatcher(
     def open_call(stream: Stream) -> CallListener:
         head = stream.head
         if head.method != "POST":
-            stream.refuse(_NOT_POST, StatusCode.INTERNAL, "expected POST")
+            stream.refuse(StatusCode.INTERNAL, "expected POST", http_status=_NOT_POST)
         elif not _is_grpc(head.content_type):
             stream.refuse(
-                _NOT_GRPC,
                 StatusCode.INTERNAL,
                 f"content-type: found {head.content_type[:100]!r}, expected application/grpc",
+                http_status=_NOT_GRPC,
             )
         elif head.flaw:
-            stream.end(head.flaw_code, head.flaw)
+            stream.refuse(head.flaw_code, head.flaw)
         elif (error := _refusal(stream, keys, role := roles.get(head.path, port), limits)) is not None:
             metrics.refused(error)
             audit(stream, "PERMISSION_DENIED")
-            stream.end(*failure(error, MANAGEMENT).trailers())
+            stream.refuse(*failure(error, MANAGEMENT).trailers())
         elif head.path in changing and not may_change(stream):
             audit(stream, "PERMISSION_DENIED")
-            stream.end(StatusCode.PERMISSION_DENIED, _UNMANAGED)
+            stream.refuse(StatusCode.PERMISSION_DENIED, _UNMANAGED)
         elif (opens := openers.get(head.path)) is not None:
             if role is None:
                 stream.restrict(KEY_FREE_MESSAGE_BYTES)
             return opens(stream)
         else:
-            stream.end(StatusCode.UNIMPLEMENTED, "Method not found!")
+            stream.refuse(StatusCode.UNIMPLEMENTED, "Method not found!")
         return ENDED
 
     return open_call

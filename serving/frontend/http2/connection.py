@@ -262,6 +262,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._last_id = stream_id
         if self.closing.last_taken is not None or len(self._streams) >= MAX_STREAMS:
+            if self.outbound.stopped:  # clients that read their answers open no stream too many
+                self._flood.count()
             self._write(f.reset_stream(stream_id, ErrorCode.REFUSED_STREAM))  # clients may retry it
             return
         if self.outbound.held_bytes:

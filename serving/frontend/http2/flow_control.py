@@ -194,7 +194,7 @@ class OutboundFlow:
     """
 
     __slots__ = (
-        *("_budgets", "_table_note", "_waiting", "_waits", "_window", "_write_all", "finished"),
+        *("_budgets", "_ending", "_table_note", "_waiting", "_waits", "_window", "_write_all", "finished"),
         *("ahead_bytes", "frame_bytes", "held_bytes", "initial_window", "limit_bytes", "sends", "sent_bytes"),
         *("stopped", "write"),
     )
@@ -217,6 +217,7 @@ class OutboundFlow:
         self._waits = waits
         self._window = DEFAULT_WINDOW
         self._waiting: dict[int, StreamFlow] = {}  # in the order they began to wait; some may have stopped
+        self._ending: dict[int, StreamFlow] = {}  # have only their trailers left, which wait for the socket
         self.initial_window = DEFAULT_WINDOW  # of streams, as the client configured it
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.stopped = False  # the socket's buffer is full
@@ -283,7 +284,11 @@ class OutboundFlow:
         self._budgets.unsent_bytes += size
 
     def pump(self, stream: StreamFlow) -> None:
-        """Send as many queued bytes as the windows allow, then the trailers when the outbox is empty."""
+        """Send as many queued bytes as the windows allow, then the trailers when the outbox is empty.
+
+        Trailers wait for the socket, too, though no window counts them: a client that reads nothing could
+        have any number of refusals written to its buffer. As they wait, the limit on streams is theirs.
+        """
         buffers: list[bytes | memoryview] = []
         sent = unwritten = 0
         outbox = stream.outbox
@@ -304,11 +309,11 @@ class OutboundFlow:
             if unwritten >= MOST_WRITTEN_BYTES:
                 self._write_all(buffers)
                 buffers, unwritten = [], 0
-        is_last = not outbox and stream.trailers is not None
+        is_last = stream.trailers is not None and not (outbox or self.stopped)
         if stream.trailers is not None and is_last:
             block = self.with_note(stream.trailers)
             buffers += (head(len(block), HEADERS, END_STREAM | END_HEADERS, stream.id), block)
-        if outbox:
+        elif outbox or stream.trailers is not None:
             self._wait(stream)
         if buffers:
             self._write_all(buffers)
@@ -322,7 +327,9 @@ class OutboundFlow:
             self.finished(stream)
 
     def _wait(self, stream: StreamFlow) -> None:
-        if stream.window > 0:  # a stream that waits for its own window alone is pumped when that grows
+        if not stream.outbox:
+            self._ending[stream.id] = stream
+        elif stream.window > 0:  # a stream that waits for its own window alone is pumped when that grows
             self._waiting[stream.id] = stream
         self._waits()
 
@@ -345,10 +352,14 @@ class OutboundFlow:
     def forget(self, stream: StreamFlow) -> None:
         """Remove a stream from those that wait for the socket or the connection's window."""
         self._waiting.pop(stream.id, None)
+        if self._ending:
+            self._ending.pop(stream.id, None)
 
     def resume(self) -> None:
         """Pump each waiting stream once: the socket, or the connection's window, has room again."""
         self.stopped = False
+        while self._ending and not self.stopped:
+            self.pump(self._ending.pop(next(iter(self._ending))))
         for _ in range(len(self._waiting)):
             if self._window <= 0 or self.stopped:
                 break  # a client that opens the window byte by byte must not cause a pass over all streams

@@ -318,11 +318,15 @@ class Stream(StreamFlow):
             self.trailers = refusal_block(200, code, message, details)
         self._outbound.pump(self)
 
-    def refuse(self, http_status: int, code: int, message: str) -> None:
-        """Answer a request that is not a gRPC call with an HTTP status."""
+    def refuse(self, code: int, message: str, details: bytes = b"", *, http_status: int = 200) -> None:
+        """Answer a call that is not let in; `http_status`: of a request that is not a gRPC call.
+
+        It needs no key: a refusal that waits for its client must not keep the connection from being idle.
+        """
         if not self.ended:
+            self.restrict(0)
             self._complete()
-            self.trailers = refusal_block(http_status, code, message)
+            self.trailers = refusal_block(http_status, code, message, details)
             self._outbound.pump(self)
 
     def check(self, size: int) -> None:

@@ -40,11 +40,8 @@ class FakeStream:
         self.caller = ""
         self.subjects = ()
 
-    def end(self, code, message, details=b""):
-        self.answered = (code, message)
-
-    def refuse(self, status, code, message):
-        self.answered = (status, code, message)
+    def refuse(self, code, message, details=b"", *, http_status=200):
+        self.answered = (code, message) if http_status == 200 else (http_status, code, message)
 
     def restrict(self, limit_bytes):
         self.limit_bytes = limit_bytes
@@ -134,7 +131,7 @@ def test_calls_without_their_key_are_counted(planes):
 
 
 def test_what_still_comes_of_a_call_that_was_refused_is_passed_over():
-    stream: Any = SimpleNamespace(head=request_head([])[0], refuse=lambda *told: None)
+    stream: Any = SimpleNamespace(head=request_head([])[0], refuse=lambda *told, **how: None)
     receiver: Any = dispatcher({}, None, "inference", METRICS)(stream)
     told = [
         receiver.on_message(b"m"),

@@ -90,3 +90,19 @@ def test_calls_of_health_that_have_ended_hide_no_others(run, http2):
             return [*found, connection.idle_since_s() is None]
 
     assert run(main()) == [False, True, False]
+
+
+def test_refusals_that_wait_for_a_client_that_does_not_read_keep_no_place(run, http2):
+    async def main():
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.calls("/hang", 2, flags=5), PingFrame(0, bytes(8)))
+            await wire.next(PingFrame)
+            (connection,) = served.listener.connections
+            connection.pause_writing()
+            for call in served.calls:
+                call.stream.refuse(7, "no")
+            waiting = len(connection._streams), connection.idle_since_s() is None
+            connection.resume_writing()
+            return waiting, len(connection._streams), connection.inbound.key_free_streams
+
+    assert run(main()) == ((2, False), 0, 0)

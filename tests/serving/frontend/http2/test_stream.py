@@ -48,7 +48,7 @@ def test_a_refusal_may_have_a_status_of_http(run, http2):
             stream_id = peer.begin("/hang", b"m")
             await peer.round_trip()
             (call,) = served.calls
-            call.stream.refuse(415, 13, "no")
+            call.stream.refuse(13, "no", http_status=415)
             call.stream.end(0)
             await peer.round_trip()
             return peer.answers[stream_id]
@@ -172,7 +172,7 @@ def test_what_is_said_after_the_end_is_not_sent(run, http2, path, data, status):
             stream.send(b"late")
             stream.answer(b"late")
             stream.end(13, "late")
-            stream.refuse(500, 13, "late")
+            stream.refuse(13, "late", http_status=500)
             await stream.drained()
             await peer.round_trip()
             return answer

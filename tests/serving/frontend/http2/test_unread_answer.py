@@ -1,11 +1,13 @@
 """A client that gives no leave for its answers, or reads none, loses the connection; a slow one does not."""
 
 import asyncio
+import contextlib
+from socket import SO_SNDBUF, SOL_SOCKET
 from typing import Any
 
 import pytest
 from h2.settings import SettingCodes
-from hyperframe.frame import SettingsFrame, WindowUpdateFrame
+from hyperframe.frame import HeadersFrame, PingFrame, RstStreamFrame, SettingsFrame, WindowUpdateFrame
 
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.http2 import connection, flow_control
@@ -65,6 +67,46 @@ def test_a_client_that_reads_nothing_loses_the_connection(run, http2):
             await asyncio.wait_for(lost(served), 10)
 
     run(main())
+
+
+def test_refusals_wait_while_the_socket_takes_nothing_and_come_in_their_order(run, http2):
+    async def main():
+        async with http2.greeted() as (served, wire):
+            (connection,) = served.listener.connections
+            connection.pause_writing()
+            wire.send(wire.calls("/refuse", 1001, flags=5), PingFrame(0, bytes(8)))
+            refused = await wire.next(RstStreamFrame)
+            await wire.next(PingFrame)
+            wire.send(RstStreamFrame(3), PingFrame(0, bytes(8)))  # the client gives one up
+            behind = type(await wire.frame())
+            connection.resume_writing()
+            answered = [(await wire.next(HeadersFrame)).stream_id for _ in range(999)]
+            wire.send(PingFrame(0, bytes(8)))
+            return refused.stream_id, refused.error_code, behind, answered, type(await wire.frame())
+
+    assert run(main()) == (
+        *(2001, ErrorCode.REFUSED_STREAM, PingFrame),
+        *([1, *range(5, 2001, 2)], PingFrame),
+    )
+
+
+def test_a_client_that_reads_no_refusals_holds_little_memory(run, http2):
+    async def main():
+        held, first = [], 1
+        async with http2.greeted() as (served, wire):
+            await wire.next(SettingsFrame)
+            wire.writer.transport.pause_reading()
+            (connection,) = served.listener.connections
+            connection._transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_SNDBUF, 10_000)
+            with contextlib.suppress(ConnectionError):
+                while served.listener.connections:
+                    wire.send(wire.calls("/refuse", 1000, first=first, flags=5))
+                    first += 2000
+                    await asyncio.wait_for(wire.writer.drain(), 10)
+                    held.append(connection._transport.get_write_buffer_size())
+            return max(held)
+
+    assert run(main()) < 300_000
 
 
 async def lost(served):
