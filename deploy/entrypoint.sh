@@ -56,8 +56,11 @@ else
   case ${line##*/} in # its last word is a line of its own, and no other word is for the shell
     sh | bash) case ${2-} in -c | -[a-z]c | -[a-z][a-z]c) stay "$@" ;; esac ;;
   esac
+  # A program alone in the first word reads the others itself, as Python with -c; a line with the server is cut anywhere.
+  cut=1
+  case $line in *[[:blank:]\;\&\|\`\<\>\(\)]* | serve) ;; *) case $* in *torchserve*) ;; *) cut='' ;; esac ;; esac
   for word; do
-    case $word in *[[:blank:]]*[\;\&\|\`\<\>\(\)]* | *[\;\&\|\`\<\>\(\)]*[[:blank:]]*) stay sh -c "$*" ;; esac
+    case ${cut:+$word} in *[[:blank:]]*[\;\&\|\`\<\>\(\)]* | *[\;\&\|\`\<\>\(\)]*[[:blank:]]*) stay sh -c "$*" ;; esac
   done
 fi
 

@@ -125,6 +125,8 @@ def test_what_ends_by_itself_or_is_in_the_foreground_is_left_alone(
 def test_anything_else_is_run_as_it_is(enter: Callable[..., list[str]]) -> None:
     assert enter("echo", "a  b", "serve") == ["a  b serve"]
     assert enter("sh", "-c", "name='$'; echo \"$name\" && echo then") == ["$", "then"]
+    assert enter("python", "-c", "import os; print(os.name)\nprint((1, 2))") == ["posix", "(1, 2)"]
+    assert enter("echo", "a; b", "(c d)") == ["a; b (c d)"]
 
 
 def test_the_exit_status_is_that_of_the_command(root: Path) -> None:
@@ -213,8 +215,10 @@ def test_a_torchserve_command_line_is_the_same_however_its_words_are_cut(
         ["torchserve", "--start", "--model-store", "/s", "&&", "true"],
         ["torchserve", "--start --model-store /s > /dev/stdout"],
         ["echo x > /dev/null && torchserve --start --model-store /s"],
+        ["echo", "x > /dev/null && torchserve --start --model-store /s"],
+        ["echo x > /dev/null; echo", "--start; printf '%s\\n'", "--model-store /s; true"],
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_a_line_for_the_shell_starts_the_server_in_it(
     enter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, words: list[str]

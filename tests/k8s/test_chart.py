@@ -430,6 +430,18 @@ def test_images_come_from_a_mirror_whatever_their_registry_is(render: Callable[.
 
     mirror = "mirror.example:5000/cache"
     assert images == {f"{mirror}/team/torchere:0.1.0", f"{mirror}/amazon/aws-cli:2.27.0"}
+    assert [pod["imagePullSecrets"] for pod in pods] == [[{"name": "mirror"}]] * 2
+
+
+def test_the_pod_of_helm_test_runs_its_script_without_the_images_entrypoint(
+    render: Callable[..., list[Object]],
+) -> None:
+    (container,) = named(render("defaults"), "Pod")["spec"]["containers"]
+
+    assert "args" not in container  # the entrypoint gives lines with blanks and brackets to a shell
+    program, option, script = container["command"]
+    assert (program, option) == ("python", "-c")
+    compile(script, "ready.py", "exec")
 
 
 def test_companions_of_the_server_are_in_its_pod_and_extra_objects_are_templates(
