@@ -14,17 +14,26 @@ set -eu
 
 home=/home/model-server
 
-# stay COMMAND ...: run it. Where it leaves a server in the background, stay until that ends; a SIGTERM is for both.
+# stay COMMAND ...: run it, and stay until the server that it leaves in the background ends. A SIGTERM is for both, as a
+# shell that waits for a server with --foreground ends at once.
 stay() {
-  case $* in *--foreground*) exec "$@" ;; *torchserve*) ;; *) exec "$@" ;; esac
-  told='' due='' status=0
+  case $* in *torchserve*) ;; *) exec "$@" ;; esac
+  told='' due='' status=0 ended=0
   "$@" &
   started=$!
   trap 'told=1 due=1; kill "$started" 2> /dev/null || :' TERM INT
   wait "$started" || status=$?
   trap 'told=1 due=1' TERM INT
   [ "$status" -eq 0 ] || [ "$told" ] || exit "$status"
-  server=$(python -c "$left_running" 2> /dev/null) || exit "$status"
+  if ! server=$(python -c "$left_running" 2> /dev/null); then
+    # A shell that became the server may have drained by now, and the signal has cut the wait for its status short.
+    if [ "$told" ]; then
+      wait "$started" || ended=$?
+      [ "$ended" -eq 127 ] || status=$ended # 127: its status is known already
+    fi
+    exit "$status"
+  fi
+  [ "$server" != "$started" ] || due='' # the shell has become the server, which has the signal
   while kill -0 "$server" 2> /dev/null; do
     # Each signal is passed on once, also one that came while Python ran: at a second one the server does not drain.
     [ -z "$due" ] || { due='' && kill "$server" 2> /dev/null || :; }

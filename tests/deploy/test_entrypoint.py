@@ -133,9 +133,19 @@ def test_the_exit_status_is_that_of_the_command(root: Path) -> None:
     assert subprocess.run([root / "deploy/entrypoint.sh", "sh", "-c", "exit 7"], check=False).returncode == 7
 
 
-@pytest.mark.parametrize("python_waits_s", [0, 5])  # the signal then comes before the server's pid is known
-def test_a_server_that_a_shell_leaves_in_the_background_is_stayed_with_and_ended(
-    root: Path, tmp_path: Path, python_waits_s: int
+@pytest.mark.parametrize(
+    ("line", "python_waits_s"),
+    [
+        ("torchserve --start {options} && echo then", 0),
+        ("torchserve --start {options} && echo then", 5),  # a signal comes before the server's pid is known
+        ("echo then; torchserve --start --foreground {options}; true", 0),
+        ("echo then; exec torchserve --start --foreground {options}", 0),  # the shell is the server then
+        ("echo then; torchserve --start --foreground {options} 2>&1 | cat", 0),
+    ],
+    ids=range(5),
+)
+def test_a_server_that_a_shell_has_started_is_stayed_with_and_ended(
+    root: Path, tmp_path: Path, line: str, python_waits_s: int
 ) -> None:
     addresses = (f"{name}_address=http://127.0.0.1:0" for name in ("inference", "management", "metrics"))
     ports = (f"grpc_{name}_port=0" for name in ("inference", "management"))
@@ -145,7 +155,7 @@ def test_a_server_that_a_shell_leaves_in_the_background_is_stayed_with_and_ended
     python.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     log, variables = tmp_path / "log", {**os.environ, "PATH": path, "TMPDIR": str(tmp_path)}
-    line = "torchserve --start --ncs --model-store . --ts-config config.properties && echo then"
+    line = line.format(options="--ncs --model-store . --ts-config config.properties")
     with log.open("w") as file:
         entered = subprocess.Popen(
             [root / "deploy/entrypoint.sh", line], cwd=tmp_path, env=variables, stdout=file, stderr=file
