@@ -13,7 +13,8 @@ from torchere.serving.logs.lines import AT_START, escape, trace_of
 
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 _OF_LEVELS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
-_UNPACKED = re.compile(r"[^\s'\"`(=]*/torchere-models-\w+/\w+/model/")  # and no quote before it
+# It begins behind a blank or quote only: tried at each character, a long word would take quadratic time.
+_UNPACKED = re.compile(r"(?<![^\s'\"`(=])[^\s'\"`(=]*/torchere-models-\w+/\w+/model/")
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
 _OURS = re.compile(r"/(serving|handlers|archiver)/[\w/]+\.py$|[/\\](torch|lib/python3\.\d+)[/\\]")
 _LOADS = "torchere.serving.workers.host"  # its errors of loads are repeated by the reconciler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
@@ -77,6 +78,15 @@ def test_temporary_folders_are_left_out(lines: ConsoleFormatter) -> None:
     assert said(lines, "/tmp/torchere-models-a_b/tmpc1/model/h.py is bad") == "h.py is bad"
     quoted = "No such file or directory: '/tmp/torchere-models-a_b/tmpc1/model/words.json'"
     assert said(lines, quoted) == "No such file or directory: 'words.json'"
+    twice = "a=/tmp/torchere-models-a/b/model/c /tmp/torchere-models-a/b/model/d"
+    assert said(lines, twice) == "a=c d"
+
+
+@pytest.mark.parametrize("text", ["A" * 64_000, "/torchere-models-a" * 3500])
+def test_a_long_word_takes_linear_time(lines: ConsoleFormatter, text: str) -> None:
+    began_s = time.monotonic()
+    assert said(lines, text) == text
+    assert time.monotonic() - began_s < 1
 
 
 def test_nothing_can_move_the_cursor_of_the_terminal(lines: ConsoleFormatter) -> None:
