@@ -142,10 +142,17 @@ def written(properties: str) -> str:
     return f"/dev/fd/{descriptor}"
 
 
+def serve_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command line of `torchere serve` with these arguments."""
+    # -P removes the current directory from the import path: a torch.py there must not be imported.
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    return [sys.executable, *safe_path, "-m", "torchere.serving", "serve", *arguments]
+
+
 def become_server(arguments: Sequence[str]) -> NoReturn:
     """Replace this process, which gets the signals of its container, by `torchere serve --ncs`."""
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "torchere.serving", "serve", "--ncs", *arguments])
+    os.execv(sys.executable, serve_command(["--ncs", *arguments]))
 
 
 def refuse_packing_options(options: argparse.Namespace, reason: str, but: tuple[str, ...] = ()) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from torchere.serving.commands.serve_options import serve_command
 from torchere.serving.config.properties import ConfigurationError
 
 # Tools detect a running TorchServe by this text in a command line. SageMaker's toolkit requires it as a
@@ -48,10 +49,7 @@ def pid_file(environ: Mapping[str, str]) -> Path:
 
 def server_command(arguments: Sequence[str]) -> list[str]:
     """Return the command line of `torchere serve` with these arguments, marked with `PROCESS_NAME`."""
-    # -P removes the current directory from the import path: a torch.py there must not be imported.
-    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-    module = ["-m", "torchere.serving", "serve", "--process-name", PROCESS_NAME]
-    return [sys.executable, *safe_path, *module, *arguments]
+    return serve_command(["--process-name", PROCESS_NAME, *arguments])
 
 
 def may_start(file: Path, say: Callable[[str], None] = print, wait_s: float = STOP_WAIT_S) -> bool:

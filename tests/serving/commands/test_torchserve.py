@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from torchere.serving.commands import serve_options
 from torchere.serving.commands import torchserve as launcher
 from torchere.serving.commands.torchserve import PROCESS_NAME
 from torchere.serving.config.properties import ConfigurationError
@@ -60,6 +61,19 @@ def test_the_command_runs_our_serve_and_carries_the_name_tools_look_for() -> Non
     assert command[module : module + 3] == ["-m", "torchere.serving", "serve"]
     assert command[-1] == "--model-store=/m"
     assert PROCESS_NAME in command
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has -P since 3.11")
+def test_no_server_imports_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "argparse.py").write_text("raise SystemExit('imported from the current directory')\n")
+    commands = [launcher.server_command(["--help"])]
+    monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
+    serve_options.become_server(["--help"])
+    for command in commands:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_server_may_start_where_none_is_known(pid_file: Path) -> None:
