@@ -1,7 +1,8 @@
 """The options of `torchere serve` and `torchserve`, and their conversion to server settings.
 
 The flags, the order of the configuration files and the messages of `LaunchRefused` are those of TorchServe
-0.12. For `--help`, the modules that build the settings are not imported.
+0.12. For `--help`, the modules that build the settings are not imported. Files are looked for by `os.path`:
+`Path.is_file` raises an error before Python 3.14 where this user may not look into the folder.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     path = config_file(options, environ)
     _require_files(options)
     temp = environ.get("TEMP")
-    if temp and not Path(temp).is_dir():
+    if temp and not os.path.isdir(temp):
         raise LaunchRefused(f"Invalid temp directory: {temp}, please check TEMP environment variable.")
     entries = read_properties(path) if path else ()
     if path and (cut := cut_off(path, entries)):
@@ -217,14 +218,14 @@ def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path
     """
     named = environ.get("TS_CONFIG_FILE") or options.ts_config
     if named:
-        if not Path(named).is_file():
+        if not os.path.isfile(named):
             raise LaunchRefused(f"--ts-config file not found: {named}")
         return Path(named)
     if not options.no_config_snapshots:
         snapshot = newest_snapshot(log_directory(environ) / "config")
         if snapshot:
             return snapshot
-    return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+    return DEFAULT_FILE if os.path.isfile(DEFAULT_FILE) else None
 
 
 def log_directory(environ: Mapping[str, str]) -> Path:
@@ -253,7 +254,7 @@ def log_format(environ: Mapping[str, str]) -> str:
 
 def newest_snapshot(directory: Path) -> Path | None:
     """Return the snapshot with the latest time in its name, because copying may change file times."""
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         return None
     names = [path.name for path in directory.iterdir() if _SNAPSHOT_NAME.fullmatch(path.name)]
     return directory / max(names) if names else None
@@ -291,14 +292,14 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
 
 def _require_files(options: argparse.Namespace) -> None:
     for flag, value in (("--log-config", options.log_config), ("--cpp-log-config", options.cpp_log_config)):
-        if value and not Path(value).is_file():
+        if value and not os.path.isfile(value):
             raise LaunchRefused(f"{flag} file not found: {os.path.realpath(value)}")
 
 
 def _require_stores(model_store: Path | None, workflow_store: str | None) -> None:
     if model_store is None:
         raise LaunchRefused("Missing mandatory parameter --model-store")
-    if not model_store.is_dir():
+    if not os.path.isdir(model_store):
         raise LaunchRefused(f"--model-store directory not found: {model_store}")
-    if workflow_store and not Path(workflow_store).is_dir():
+    if workflow_store and not os.path.isdir(workflow_store):
         raise LaunchRefused(f"--workflow-store directory not found: {workflow_store}")

@@ -1,12 +1,14 @@
 """Tries what the settings name, by the functions that a start uses; for `config check` and `migrate check`.
 
 A value may be valid, and yet every start or every model fails with it: a certificate without its key, a
-handler that is not installed. Nothing is bound, written or loaded.
+handler that is not installed. Nothing is bound, written or loaded. Files are looked for by `os.path`, which
+raises no error where this user may not look into the folder.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -60,7 +62,7 @@ def _problems(settings: ServerSettings) -> Iterator[_Problem]:
     yield from _rendezvous(settings.rendezvous)
     yield from _memory(settings.sandbox.memory_limit_bytes)
     script = settings.system_metrics_command.split()[:1]
-    if script and not Path(script[0]).is_file():
+    if script and not os.path.isfile(script[0]):
         yield "system_metrics_cmd", "warning", _absent(Path(script[0]), "the host is not sampled")
     try:
         sandbox = sandbox_of(settings)
@@ -72,10 +74,10 @@ def _problems(settings: ServerSettings) -> Iterator[_Problem]:
 
 def _folders(settings: ServerSettings) -> Iterator[_Problem]:
     for key, folder in (("model_store", settings.model_store), ("workflow_store", settings.workflow_store)):
-        if folder is not None and not folder.is_dir():
+        if folder is not None and not os.path.isdir(folder):
             yield key, _level(folder), _absent(folder, "the start is refused; make the folder")
     audit = settings.audit_log
-    if audit is not None and not audit.absolute().parent.is_dir():
+    if audit is not None and not os.path.isdir(audit.absolute().parent):
         yield "audit_log", _level(audit.absolute().parent), _absent(audit.parent, "the start is refused")
 
 
@@ -88,7 +90,7 @@ def _files(settings: ServerSettings) -> Iterator[_Problem]:
         missing = [
             (key, file)
             for key, file in zip(names, (*tls, files.client_ca), strict=True)
-            if file is not None and not file.is_file()
+            if file is not None and not os.path.isfile(file)
         ]
         for key, file in missing:
             yield key, _level(file), _absent(file, refused)
@@ -121,7 +123,7 @@ def _tls(files: TlsFiles) -> Iterator[_Problem]:
 
 
 def _file(key: str, file: Path, read: Callable[[Path], object], otherwise: str) -> Iterator[_Problem]:
-    if not file.is_file():
+    if not os.path.isfile(file):
         yield key, _level(file), _absent(file, otherwise)
         return
     try:
@@ -133,7 +135,11 @@ def _file(key: str, file: Path, read: Callable[[Path], object], otherwise: str) 
 def _models(settings: ServerSettings) -> Iterator[_Problem]:
     """Yield the archives of `load_models` that can't be opened."""
     store = settings.model_store
-    if store is None or not store.is_dir() or [each.lower() for each in settings.load_models] == ["all"]:
+    if (
+        store is None
+        or not os.path.isdir(store)
+        or [each.lower() for each in settings.load_models] == ["all"]
+    ):
         return
     for item in settings.load_models:
         name = item.partition("=")[2] or item
@@ -155,7 +161,7 @@ def _handler(settings: ServerSettings) -> Iterator[_Problem]:
     module = (settings.default_handler or "").partition(":")[0]
     key = "default_service_handler"
     if module.startswith("/"):
-        if not Path(module).is_file():
+        if not os.path.isfile(module):
             yield key, _level(Path(module)), _absent(Path(module), "archives without a handler do not load")
         return
     top = module.partition(".")[0]
@@ -177,7 +183,7 @@ def _preloaded(settings: ServerSettings) -> Iterator[_Problem]:
 
 def _rendezvous(rendezvous: RendezvousSettings) -> Iterator[_Problem]:
     file = rendezvous.secret_file
-    if file is not None and not file.is_file():
+    if file is not None and not os.path.isfile(file):
         otherwise = "models over several machines do not load"
         yield "rendezvous_secret_file", _level(file), _absent(file, otherwise)
         return
@@ -203,7 +209,7 @@ def _not_installed(package: str) -> str:
 
 def _level(path: Path) -> Level:
     """Return the level of a missing file: on another machine than the server's its folder is missing, too."""
-    return "error" if path.absolute().parent.is_dir() else "warning"
+    return "error" if os.path.isdir(path.absolute().parent) else "warning"
 
 
 def _absent(path: Path, otherwise: str) -> str:

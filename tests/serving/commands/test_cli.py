@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -282,6 +284,42 @@ def test_a_bad_temp_directory_is_refused(
     assert cli.torchserve_main(["--model-store", str(store)]) == 1
     expected = "Invalid temp directory: /none, please check TEMP environment variable.\n"
     assert capsys.readouterr().out == expected
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `/closed` a folder that this user may not look into."""
+    stat = os.stat
+
+    def refusing(path: str | Path, **options: bool) -> os.stat_result:
+        if str(path).startswith("/closed/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "text"),
+    [
+        ("--model-store", "", "--model-store directory not found: /closed/x"),
+        ("--workflow-store", "", "--workflow-store directory not found: /closed/x"),
+        ("--ts-config", "", "--ts-config file not found: /closed/x"),
+        ("--cpp-log-config", "", "--cpp-log-config file not found: /closed/x"),
+        ("", "TS_CONFIG_FILE", "--ts-config file not found: /closed/x"),
+        ("", "TEMP", "Invalid temp directory: /closed/x, please check TEMP environment variable."),
+        ("--workflow-store", "LOG_LOCATION", "--workflow-store directory not found: /closed/x"),
+    ],
+)
+@pytest.mark.usefixtures("spawned", "store", "closed")
+def test_a_path_that_this_user_may_not_look_into_is_refused_as_one_that_is_not_there(
+    option: str, variable: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "/closed/x")
+    arguments = ["--model-store", "store", *([option, "/closed/x"] if option else [])]
+    assert cli.torchserve_main(arguments) == 1
+    assert capsys.readouterr().out == f"{text}\n"
 
 
 def test_a_current_directory_that_was_deleted_is_refused(
