@@ -11,10 +11,13 @@ import logging
 import os
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from torchere.serving.commands.serve_options import LaunchRefused, become_server, written
+from torchere.serving.store.environment import show_server_packages, venv_command
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +104,24 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _install_requirements(requirements: Path) -> None:
-    """Install the packages of a model folder into this environment, as SageMaker's containers do."""
+    """Install the packages of a model folder into this environment, as SageMaker's containers do.
+
+    Where this user may not write to it, as in the image, they go into a new one that is searched first.
+    """
     if not requirements.is_file():
         return
     logger.info("installing the packages of %s", requirements)
-    command = [sys.executable, "-m", "pip", "install", "-r", str(requirements)]
-    if subprocess.run(command, check=False).returncode:
+    may_write = os.access(sysconfig.get_path("purelib"), os.W_OK)
+    python = sys.executable if may_write else _new_environment()
+    if subprocess.run([python, "-m", "pip", "install", "-r", str(requirements)], check=False).returncode:
         raise LaunchRefused(f"{requirements}: pip could not install the packages; its messages are above")
+
+
+def _new_environment() -> str:
+    """Return the Python of a new environment, which shows the packages of this one to pip."""
+    place = Path(tempfile.mkdtemp(prefix="torchere-sagemaker-"))
+    if subprocess.run(venv_command(place), check=False).returncode:
+        raise LaunchRefused(f"{place}: no virtual environment could be made there; the messages are above")
+    search_path = [str(show_server_packages(place)), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+    return str(place / "bin" / "python")

@@ -110,12 +110,10 @@ class EnvironmentBuilder:
         return environment
 
     async def _make_venv(self, model: str, place: Path) -> Environment:
-        # The environment can use the server's pip, if there is one; installing another takes seconds.
-        options = ["--without-pip"] if any(importlib.metadata.distributions(name="pip")) else []
-        failure = await self._run([sys.executable, "-m", "venv", *options, str(place)], place.parent)
+        failure = await self._run(venv_command(place), place.parent)
         if failure:
             raise DependenciesFailed(f"Virtual environment creation failed for model {model}", failure)
-        _show_server_packages(place)
+        show_server_packages(place)
         logger.info("Created virtual environment for model %s: %s", model, place)
         return Environment(python=str(place / "bin" / "python"))
 
@@ -171,11 +169,23 @@ def _errors_in(text: str) -> str:
     return text if first is None or built else " ".join(line for line in lines[first:] if line)
 
 
-def _show_server_packages(venv: Path) -> None:
-    """Add the server's packages (torch, the worker's code) to a virtual environment, after its own."""
+def venv_command(place: Path) -> list[str]:
+    """Return the command that makes a virtual environment; it has pip after `show_server_packages`."""
+    # The environment can use the server's pip, if there is one; installing another takes seconds.
+    options = ["--without-pip"] if any(importlib.metadata.distributions(name="pip")) else []
+    return [sys.executable, "-m", "venv", *options, str(place)]
+
+
+def show_server_packages(venv: Path) -> Path:
+    """Add the server's packages (torch, the worker's code) to a virtual environment, after its own.
+
+    Returns:
+        The folder of its own packages.
+    """
     scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # "venv": since Python 3.11
     packages = Path(sysconfig.get_path("purelib", scheme, {"base": str(venv), "platbase": str(venv)}))
     folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     # Editable installations need addsitedir, which also processes the .pth files of a folder.
     lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
     (packages / "torchere_server.pth").write_text("".join(lines), encoding="utf-8")
+    return packages

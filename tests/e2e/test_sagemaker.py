@@ -8,9 +8,11 @@ import re
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -205,6 +207,34 @@ def test_a_container_for_one_model_takes_the_variables_and_the_requirements(tmp_
     finally:
         server.stop()
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_requirements_are_installed_where_the_environment_of_the_server_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, info = tmp_path / "model" / "code", "tiny_dependency-1.0.dist-info"
+    code.mkdir(parents=True)
+    wheel = code / "tiny_dependency-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        metadata = "Metadata-Version: 2.1\nName: tiny-dependency\nVersion: 1.0\n"
+        archive.writestr("tiny_dependency.py", "")
+        archive.writestr(f"{info}/METADATA", f"{metadata}Requires-Dist: numpy\n")  # of the server
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", f"tiny_dependency.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
+    (code / "requirements.txt").write_text(f"--no-index\n{wheel}\n")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # it is set anew, and restored
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    packages, access = sysconfig.get_path("purelib"), os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != packages and access(path, mode))
+    asks = "import numpy, tiny_dependency; print(tiny_dependency.__file__)"
+    found: list[str] = []
+    monkeypatch.setattr(
+        os, "execv", lambda python, _: found.append(subprocess.check_output([python, "-c", asks], text=True))
+    )
+    run_sagemaker(argparse.Namespace())
+    assert found[0].startswith(str(tmp_path / "tmp"))
 
 
 def test_workers_at_least_are_workers_at_most_if_no_variable_says_more(tmp_path: Path) -> None:
