@@ -33,6 +33,7 @@ class UnsupportedOutput(TypeError):
     """An element of the list that a handler returned can't be encoded as bytes."""
 
     message = "Unsupported model output data type."  # for the client
+    status = 503  # TorchServe's
 
 
 class MetricsCacheError(Exception):

@@ -277,7 +277,7 @@ class OutOfResources(ServingError):
 
 
 class NoRoom(OutOfResources):
-    """A batch is too large to reach its handler, so none of its requests was run; alone each may be."""
+    """A request, or a batch, found no memory on its way to the handler, so it was not run."""
 
     code = "no_room"
 

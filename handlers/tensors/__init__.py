@@ -6,7 +6,7 @@ that names the field. Time and memory are bounded by the size of the request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -49,13 +49,15 @@ class Datatype:
 class Output:
     """One output of an answer.
 
-    `tensor` is a numpy array of its datatype; for BF16, a torch CPU tensor or a float32 array.
+    `tensor` is a numpy array of its datatype; for BF16, a torch CPU tensor or a float32 array. `parameters`
+    are of a handler that writes the protocol's JSON itself.
     """
 
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
     tensor: Any
+    parameters: Mapping[str, Any] | None = None
 
 
 # Open Inference Protocol, "Tensor Data Types"; BF16 is the extension that Triton and KServe share.

@@ -124,7 +124,9 @@ class AnswerEncoder:
     def _encoded(self, answer: object, wish: Wish) -> Encoded:
         if wish.json_bytes_as is not None:
             written = read_answer(encode_answer(answer), wish.json_bytes_as)
-            wish = msgspec.structs.replace(wish, id=written.id)
+            # An envelope names outputs after inputs; gRPC clients ask for them by the names of the model.
+            wanted = () if wish.framed else wish.outputs
+            wish = msgspec.structs.replace(wish, id=written.id, outputs=wanted)
             return encode_outputs(written.identity, wanted_outputs(written.outputs, wish, self.labels), wish)
         if self._specs is None:
             signature = archive_signature(self._model_dir)
@@ -161,8 +163,9 @@ def encode_outputs(
             size = blobs[-1].nbytes
         else:
             data = json_from_tensor(output.tensor, output.datatype, f"output {output.name!r}")
-        members.append((output.name, output.datatype.name, output.shape, size, data))
+        members.append((output.name, output.datatype.name, output.shape, size, data, output.parameters))
     is_repeated = len(blobs) == len(outputs) <= _MOST_KNOWN_OUTPUTS and not wish.id
+    is_repeated = is_repeated and not any(output.parameters for output, _ in outputs)
     encode = _head_of_binary if is_repeated else _head
     head = encode(identity["model_name"], identity["model_version"], wish.id, tuple(members))
     if wish.framed:
@@ -172,18 +175,21 @@ def encode_outputs(
     return Encoded(b"".join([head, *blobs]), len(head))
 
 
-_Member = tuple[str, str, tuple[int, ...], int, Any]  # name, datatype, shape, bytes (-1: as JSON), that JSON
+# Name, datatype, shape, bytes (-1: as JSON), that JSON, parameters.
+_Member = tuple[str, str, tuple[int, ...], int, Any, Mapping[str, Any] | None]
 
 
 def _head(model: str, version: str, call_id: str, members: tuple[_Member, ...]) -> bytes:
     """Encode the JSON of an answer."""
     outputs = []
-    for name, datatype, shape, size, data in members:
+    for name, datatype, shape, size, data, parameters in members:
         output: dict[str, Any] = {"name": name, "datatype": datatype, "shape": shape}
+        if parameters:
+            output["parameters"] = parameters
         if size < 0:
             output["data"] = data
         else:
-            output["parameters"] = {"binary_data_size": size}
+            output["parameters"] = {**(parameters or {}), "binary_data_size": size}
         outputs.append(output)
     identity = {"model_name": model, "model_version": version}
     named = {"id": call_id, **identity} if call_id else identity

@@ -31,6 +31,7 @@ class NoTensors(UnsupportedOutput):
     """A handler's answer is not the JSON of the protocol."""
 
     message = "The handler's answer is none of the Open Inference Protocol."
+    status = 500  # clients take 503 for "try again"
 
 
 def request_json(
@@ -75,6 +76,7 @@ class _Output(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
+    parameters: dict[str, Any] | None = None
     data: Any = None
 
 
@@ -114,7 +116,7 @@ def _answer_of(text: bytes) -> _Answer:
         try:  # envelopes write NaN and infinities as Python does
             answer = msgspec.convert(parse_json(text), _Answer)
             # It also reads lone surrogates, which no protocol can send.
-            names = [output.name for output in answer.outputs]
+            names = [(output.name, output.parameters) for output in answer.outputs]
             msgspec.json.encode((answer.model_name, answer.model_version, answer.id, names))
             return answer
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -125,7 +127,7 @@ def _written(output: _Output, field: str, bytes_as: BytesAs) -> Output:
     datatype = datatype_named(output.datatype, f"{field}.datatype")
     data = _as_texts(output.data, bytes_as) if datatype is BYTES else output.data
     array = array_from_json(data, datatype, output.shape, field)
-    return Output(output.name, datatype, tuple(output.shape), array)
+    return Output(output.name, datatype, tuple(output.shape), array, output.parameters)
 
 
 def _as_texts(data: Any, bytes_as: BytesAs) -> Any:

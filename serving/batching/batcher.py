@@ -196,7 +196,7 @@ class Batcher(Admission):
 
 def _failed_as_one(report: BatchReport) -> bool:
     """Whether the batch had no room, or the handler ran more than one request and all of them failed."""
-    if isinstance(report.outcomes[0], NoRoom):
+    if all(isinstance(outcome, NoRoom) for outcome in report.outcomes):
         return True
     ran = [outcome for outcome in report.outcomes if not isinstance(outcome, NOT_RUN)]
     return len(ran) > 1 and all(isinstance(outcome, HandlerFailed) for outcome in ran)

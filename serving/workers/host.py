@@ -42,6 +42,7 @@ from torchere.serving.errors import (
     HandlerFailed,
     InvalidRequest,
     LoadFailed,
+    NoRoom,
     OutOfResources,
     ServingError,
 )
@@ -287,7 +288,8 @@ class HandlerHost:
             row = row_of(read, self._decodes, lent)
             return row if isinstance(row, InvalidRequest) else (row, processor_of(read))  # type: ignore[arg-type]
         except Exception as err:
-            return self._failure(err, [request])
+            failure = self._failure(err, [request])
+            return NoRoom(failure.message, failure.detail) if isinstance(failure, OutOfResources) else failure
 
     def _as_json(self, request: InferRequest) -> InferRequest | InvalidRequest:
         """Return the request with its tensors as JSON, if the handler behind the envelope gets them so."""
@@ -372,7 +374,7 @@ class HandlerHost:
         try:
             body = self._encoder.encode(answer, processor)
         except UnsupportedOutput as err:  # of this request alone: others of its batch may be streams
-            return self._all_failed(err.message, str(err), 1)[0]
+            return self._all_failed(err.message, str(err), 1, err.status)[0]
         limit = self._spec.max_response_bytes
         if len(body) > limit:
             return HandlerFailed(
@@ -380,9 +382,9 @@ class HandlerHost:
             )
         return response_of(body, processor)
 
-    def _all_failed(self, message: str, detail: str, count: int) -> list[Outcome]:
+    def _all_failed(self, message: str, detail: str, count: int, status: int = 503) -> list[Outcome]:
         logger.error("model %s: %s: %s", self._spec.model_name, message, detail)
-        return [HandlerFailed(message, detail=detail)] * count
+        return [HandlerFailed(message, status, detail)] * count
 
     def _failure(self, err: BaseException, requests: Sequence[InferRequest]) -> ServingError:
         if isinstance(err, Unwanted):

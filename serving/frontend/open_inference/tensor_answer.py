@@ -22,7 +22,6 @@ _BUGS = frozenset(
         "Invalid model predict output",
         "number of batch response mismatched",
         UnsupportedOutput.message,
-        NoTensors.message,
     }
 )
 

@@ -53,15 +53,22 @@ def test_an_answer_is_put_into_the_clients_form(answer: object) -> None:
     assert json.loads(body) == {
         **ANSWER,
         "model_version": "2",
-        "outputs": [{"name": "y", "datatype": "INT8", "data": [1, 2], "shape": [2]}],
     }
     body, request = encoded(answer, Wish("else", binary=True, json_bytes_as="text"))
     end = int(request.response_headers[HEADER_LENGTH])
     assert (json.loads(body[:end])["id"], body[end:]) == ("7", b"\1\2")
     body, request = encoded(answer, Wish(framed=True, json_bytes_as="text"))
     assert body[FRAME.size + FRAME.unpack_from(body)[0] :] == b"\1\2"
+    assert json.loads(body[FRAME.size : FRAME.size + FRAME.unpack_from(body)[0]])["outputs"] == [
+        {"name": "y", "datatype": "INT8", "shape": [2], "parameters": {"k": 1, "binary_data_size": 2}}
+    ]
     body, request = encoded(answer, Wish(outputs=(WantedOutput("z"),), json_bytes_as="text"))
     assert (request.status_code, body[:26]) == (400, b"outputs[0].name: found 'z'")
+
+
+def test_over_grpc_the_names_of_outputs_that_a_client_asks_for_are_ignored() -> None:
+    body, request = encoded(ANSWER, Wish(framed=True, outputs=(WantedOutput("z"),), json_bytes_as="text"))
+    assert (request.status_code, body[-2:]) == (200, b"\1\2")
 
 
 def elements(answer: bytes, bytes_as: BytesAs) -> list[bytes]:

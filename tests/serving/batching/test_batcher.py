@@ -549,6 +549,29 @@ async def test_one_request_that_has_no_room_is_not_run_again() -> None:
 
 
 @run
+async def test_one_request_of_a_batch_without_room_does_not_make_the_others_run_again() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2))
+    large, small = stage.submit("large"), stage.submit("small")
+    stage.pool.finish([NoRoom("Out of resources"), InferResponse(b"small")])
+    with pytest.raises(OutOfResources):
+        await large.future
+    assert await small.body() == b"small"
+    assert stage.running == []
+
+
+@run
+async def test_a_request_without_room_does_not_hide_that_the_others_failed_as_a_whole() -> None:
+    stage = Stage(BatchSettings(max_batch_size=3))
+    stage.submit("large").future.add_done_callback(lambda done: done.exception())
+    good, _ = stage.submit("good"), stage.submit("bad")
+    stage.pool.finish([NoRoom("Out of resources"), HandlerFailed(), HandlerFailed()])
+    assert stage.running != []
+    while stage.running:
+        stage.pool.finish()
+    assert await good.body() == b"good"
+
+
+@run
 async def test_those_that_were_left_out_do_not_hide_that_a_batch_failed_as_a_whole() -> None:
     stage = Stage(BatchSettings(max_batch_size=4))
     gone, late, good, _ = [stage.submit(name) for name in ("gone", "late", "good", "bad")]

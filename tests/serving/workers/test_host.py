@@ -15,8 +15,8 @@ import pytest
 from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, tensor_type
 from torchere.handlers.tensors.answer import Wish, wish_header
-from torchere.handlers.tensors.enveloped import BytesAs
-from torchere.serving.errors import HandlerFailed, InvalidRequest, LoadFailed, OutOfResources
+from torchere.handlers.tensors.enveloped import BytesAs, NoTensors
+from torchere.serving.errors import HandlerFailed, InvalidRequest, LoadFailed, NoRoom, OutOfResources
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers import host as host_module
@@ -147,8 +147,26 @@ def test_a_request_without_memory_for_its_values_fails_alone(
     else:
         outcomes = list(host.run(requests, None).outcomes)
     assert isinstance(outcomes[0], InferResponse)
-    assert isinstance(outcomes[1], OutOfResources)
+    assert isinstance(outcomes[1], NoRoom)  # it did not run
     assert not host.end_cause
+
+
+JUNK = """
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context): return ["junk"]
+"""
+
+
+def test_behind_an_envelope_an_answer_that_is_no_json_of_the_protocol_is_500(
+    make_spec: Callable[..., LoadSpec],
+) -> None:
+    host = HandlerHost(dataclasses.replace(make_spec(JUNK), envelope="body"), None, SharedModels())
+    host.load()
+    headers = (wish_header(Wish(framed=True, json_bytes_as="base64")),)
+    failed = host.run([InferRequest("id", (), headers)], None).outcomes[0]
+    assert isinstance(failed, HandlerFailed)
+    assert (failed.status, failed.message) == (500, NoTensors.message)
 
 
 def test_behind_an_envelope_plain_requests_stay_as_they_are(
