@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Failures after which another attempt may succeed.
 _WORTH_RETRYING = (HandlerFailed, ExecutorDied, OutOfResources, DeadlineExceeded)
+_LATER = (408, 425, 429)  # statuses of a handler that ask for another attempt
 # Between the attempts of a step, each twice as long as the one before; a crashed worker starts in 0.1 s.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 _pause = asyncio.sleep
@@ -219,7 +220,7 @@ class WorkflowPlane:
             except ServingError as err:
                 if time.monotonic() >= request.deadline_s:
                     raise DeadlineExceeded(f"The deadline passed at the step {step}.") from err
-                if not attempts_left or _is_refusal(err) or not isinstance(err, _WORTH_RETRYING):
+                if not attempts_left or not _is_worth_retrying(err):
                     raise _step_error(workflow, step, err, request) from err
             else:
                 _check(step, whole)
@@ -263,8 +264,15 @@ def _check(step: str, response: InferResponse) -> None:
 
 
 def _is_refusal(error: ServingError) -> TypeGuard[HandlerFailed]:
-    """Return whether a handler raised an error of the client's: it would refuse the same input again."""
+    """Return whether a handler raised an error of the client's."""
     return isinstance(error, HandlerFailed) and FIRST_ERROR_STATUS <= error.status < 500
+
+
+def _is_worth_retrying(error: ServingError) -> bool:
+    """Return whether a step may succeed later; a handler that refuses an input would do so again."""
+    if _is_refusal(error):
+        return error.status in _LATER
+    return isinstance(error, _WORTH_RETRYING)
 
 
 def _step_error(workflow: Workflow, step: str, error: ServingError, request: InferRequest) -> ServingError:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torchere.archiver.container.entries import MANIFEST_NAME, problem_with
@@ -151,8 +150,7 @@ class Workflows:
             finally:
                 self._registering.discard(name)
         except BaseException:  # cancelled, too
-            if (orphan := self._unclaimed(claim)) is not None:
-                self._store.delete(orphan)
+            self._delete_unclaimed(claim)
             raise
         finally:
             if archive is not None and archive.copy is not None:
@@ -192,17 +190,22 @@ class Workflows:
     async def _remove(self, workflow: Workflow) -> None:
         await self._registry.written()  # the next start needs its archive no more
         # First, as the server may stop while requests run, which need only what is unpacked for the steps.
-        if workflow.claim is not None and (orphan := self._unclaimed(workflow.claim)) is not None:
-            await asyncio.to_thread(self._store.delete, orphan)
+        if workflow.claim is not None:
+            self._delete_unclaimed(workflow.claim)
         if workflow.running:
             await workflow.idle.wait()
         self._leaving.discard(workflow.name)
         await self._discard(workflow.versions)
 
-    def _unclaimed(self, claim: Claim) -> Path | None:
-        """Give up a claim; return its download to delete, or None if another workflow takes that over."""
+    def _delete_unclaimed(self, claim: Claim) -> None:
+        """Give up a claim; delete its download unless another workflow takes that over."""
         self._claims.discard(claim)
-        return None if claim.copy is None or hand_over(claim.copy, (), self._claims) else claim.copy
+        if claim.copy is None or hand_over(claim.copy, (), self._claims):
+            return
+        try:
+            self._store.delete(claim.copy)
+        except OSError as err:  # the steps and the name must be free all the same
+            logger.error("%s can't be deleted, and stays in the store: %s", claim.copy, err)
 
     async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:
         """Register the workflows of a snapshot in turn; log and skip one that fails."""

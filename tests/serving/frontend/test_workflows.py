@@ -113,6 +113,21 @@ def test_an_input_that_a_handler_refuses_is_not_tried_again(planes):
     assert len(planes.data.asked) == 1
 
 
+@pytest.mark.parametrize("status", [408, 425, 429])
+def test_a_handler_that_asks_for_another_attempt_gets_it(planes, monkeypatch, status):
+    monkeypatch.setattr(workflows, "FIRST_PAUSE_S", 0.0)
+
+    async def busy(_: InferRequest) -> InferResponse:
+        raise HandlerFailed("busy", status)
+
+    planes.data.behave = busy
+    plane = plane_of(planes, "  one: [two]\n", retry_attempts=2)
+    with pytest.raises(HandlerFailed, match="Error executing one: busy") as failed:
+        asyncio.run(plane.infer("flow", request()))
+    assert failed.value.status == status
+    assert len(planes.data.asked) == 3
+
+
 def test_long_results_of_several_leaves_are_joined_beside_the_event_loop(planes, monkeypatch):
     threads: list[threading.Thread] = []
     join = workflows._answer

@@ -168,6 +168,22 @@ def test_the_download_of_a_workflow_leaves_the_store_while_its_last_requests_run
     asyncio.run(main())
 
 
+def test_a_download_that_can_not_be_deleted_keeps_no_name(archive: Path, monkeypatch: pytest.MonkeyPatch):
+    def delete(self: Store, downloaded: Path) -> None:
+        raise OSError("read-only")
+
+    async def main() -> None:
+        registry: Any = _Registry(archive.parent)
+        workflows = Workflows(ServerSettings(), registry)
+        monkeypatch.setattr(Store, "delete", delete)
+        await workflows.register(SnapshotWorkflow("http://host/flow.war", "flow"))
+        await workflows.unregister("flow")
+        await workflows.register(SnapshotWorkflow("http://host/flow.war", "flow"))
+        await asyncio.to_thread(workflows.close)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("is_under_way", [True, False])
 def test_at_the_stop_of_the_server_the_download_of_a_workflow_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_under_way: bool

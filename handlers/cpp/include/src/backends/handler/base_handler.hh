@@ -72,7 +72,7 @@ inline torch::Tensor TensorOfFile(const std::vector<char>& file) {
   }
   const auto [pickle, size] = reader.getRecord("data.pkl");
   if (!detail::IsTensorPickle(static_cast<const char*>(pickle.get()), size)) {
-    throw std::runtime_error("it is no dense tensor of torch.save");
+    throw std::runtime_error("it is no plain dense tensor of torch.save");
   }
   auto tensor = torch::jit::readArchiveAndTensors("data", "", "", {}, {}, torch::kCPU, reader).toTensor();
   // In floating point, because products of hostile sizes overflow.
