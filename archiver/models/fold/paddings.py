@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from torchere.archiver.models.fold.convolutions import Folded, NotTraceable, fold
+from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.run import OperatorWatch
 
 
@@ -44,6 +45,6 @@ class _Paddings(OperatorWatch):
 
 def _pads(module: nn.Module, example: tuple[torch.Tensor, ...]) -> bool:
     watch = _Paddings()
-    with torch.no_grad(), watch:
+    with torch.no_grad(), unchanged_buffers(module), watch:
         module(*copy.deepcopy(example))
     return watch.found

@@ -269,19 +269,22 @@ class Counted(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
+        self.unused = torch.nn.Conv2d(1, 1, 1)
 
     def forward(self, x):
+        {first}
         self.count.add_(1)
         return x + self.count
 """
 
 
+@pytest.mark.parametrize("first", ["pass", "assert x.shape[1] == 3"])  # the second is not traced as a graph
 @pytest.mark.parametrize("model_format", ["torchscript", "export"])
 def test_a_model_that_keeps_state_is_compared_from_the_same_state(
-    pack: Pack, serve: Serve, tmp_path: Path, model_format: str
+    pack: Pack, serve: Serve, tmp_path: Path, model_format: str, first: str
 ) -> None:
     torch.save(torch.rand(2, 3), tmp_path / "example.pt")
-    (tmp_path / "counted.py").write_text(COUNTED)
+    (tmp_path / "counted.py").write_text(COUNTED.format(first=first))
     archive = pack(
         model_file=tmp_path / "counted.py",
         example=tmp_path / "example.pt",
