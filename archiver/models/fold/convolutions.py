@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +18,10 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.module import traceable_lengths
+from torchere.archiver.models.fold.tracing import not_traceable, traced
 from torchere.archiver.models.measure.difference import answers, difference
-from torchere.archiver.models.steps import line_of
 
 _SAME = 1e-4  # the largest drift of a folded model: only the order of sums differs
-
-
-class NotTraceable(ModelRefused):
-    """The model's forward can't be traced as one graph of operations; `reason` is the text without advice."""
-
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(f"{reason}; {advice}")
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -66,21 +55,22 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
         example: arguments of the model.
 
     Raises:
-        NotTraceable: the forward branches on values, calls untraceable code, or was traced incorrectly:
-            tracing can take another branch than the model, such as that of an optional argument.
+        NotTraceable: the forward branches on values, calls untraceable code, keeps state in place, or was
+            traced incorrectly: tracing can take another branch than the model, such as that of an optional
+            argument.
             `int8-dynamic` supports such a model if it has linear or recurrent layers.
     """
     model = copy.deepcopy(module).eval()
-    folded = _folded(_traced(copy.deepcopy(model), len(example)), example)
+    folded = _folded(traced(copy.deepcopy(model), example), example)
     if _answers_alike(model, folded.module, example):
         return folded
-    plain = Folded(_traced(copy.deepcopy(model), len(example)), 0, 0, 0)
+    plain = Folded(traced(copy.deepcopy(model), example), 0, 0, 0)
     if _answers_alike(model, plain.module, example):
         return plain
-    raise NotTraceable(
+    raise not_traceable(
+        module,
         f"the forward of {type(module).__name__} answers the example otherwise when it is traced as a graph "
         "(by a branch that tracing does not see, or something random)",
-        _advice(module),
     )
 
 
@@ -103,53 +93,6 @@ def _answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch
         # Broad: an incorrectly traced graph may raise any error.
         except Exception:
             return False
-
-
-def _traced(module: nn.Module, inputs: int) -> fx.GraphModule:
-    """Trace the module, whose class may be replaced, with this number of inputs."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise NotTraceable(
-            "the model is TorchScript, whose layers can't be changed any more",
-            "quantise the eager model that it was made from (torchere archive --model-file or --factory)",
-        )
-    try:
-        with traceable_lengths(module):
-            return fx.symbolic_trace(_with_inputs(module, inputs))
-    # Broad: tracing runs the model's own code on proxies of tensors, which may raise any error.
-    except Exception as error:
-        raise NotTraceable(
-            f"the forward of {type(module).__name__} can't be traced as a graph "
-            f"({type(error).__name__}: {line_of(error)})",
-            _advice(module),
-        ) from error
-
-
-def _advice(module: nn.Module) -> str:
-    if any(isinstance(layer, (nn.Linear, nn.LSTM, nn.GRU)) for layer in module.modules()):
-        return "use int8-dynamic, which needs no graph"
-    return "take the branch out of its forward, as torch.where, or leave --quantize out"
-
-
-def _with_inputs(module: nn.Module, count: int) -> nn.Module:
-    """Give the module a class whose forward has only the first `count` parameters; others have defaults.
-
-    FX would make a symbol of a flag that the example lacks, and fail where the forward branches on it. Its
-    `concrete_args` fix such parameters, but keep them as inputs of the graph, with checks of their values.
-    """
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    if len(parameters) == count and all(parameter.kind in kinds for parameter in parameters):
-        return module
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
-    names += [f"input_{index}" for index in range(len(names), count)]  # of `*inputs`
-    kind: Any = type(module)
-    code = f"def forward(self, {', '.join(names)}): return original(self, {', '.join(names)})"
-    made: dict[str, Any] = {"original": kind.forward}
-    exec(code, made)  # FX reads the number and the names of parameters from a function's code
-    module.__class__ = type(
-        kind.__name__, (kind,), {"forward": made["forward"], "__module__": kind.__module__}
-    )
-    return module
 
 
 def module_at(graph: fx.GraphModule, node: Any) -> nn.Module | None:
@@ -312,6 +255,9 @@ def _fold(graph: fx.GraphModule, node: fx.Node) -> bool:
         return False
     folded = [_grown(module_at(graph, reader), sides) for reader in readers]
     if None in folded or any(calls_of(graph, reader) > 1 for reader in readers):
+        return False
+    # The convolutions will read the padding's input later, when a node between may have changed it in place.
+    if any(node < user < max(readers) for user in source.users):
         return False
     for reader, layer in zip(readers, folded, strict=True):
         if layer is not None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from torchere.archiver.models.fold.convolutions import Folded, NotTraceable, fold
+from torchere.archiver.models.fold.convolutions import Folded, fold
+from torchere.archiver.models.fold.tracing import NO_BRANCH, NotTraceable
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.run import OperatorWatch
 
@@ -28,8 +29,9 @@ def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Fol
     except Exception as error:
         if not _pads(module, example):
             return None
-        reason = error.reason if isinstance(error, NotTraceable) else str(error)
-        raise NotTraceable(reason, "take the branch out of its forward, as torch.where") from error
+        if isinstance(error, NotTraceable):
+            raise NotTraceable(error.reason, error.mend) from error
+        raise NotTraceable(str(error), NO_BRANCH) from error
     return folded if folded.paddings else None
 
 

@@ -17,7 +17,8 @@ from torch import fx, nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import by_parameter, exportable
-from torchere.archiver.models.fold.convolutions import NotTraceable, fold
+from torchere.archiver.models.fold.convolutions import fold
+from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 from torchere.archiver.models.load.weight_only import quiet_torchao
 from torchere.archiver.models.measure.difference import answers

@@ -12,8 +12,9 @@ from torch import fx, nn
 from torch.nn import functional
 
 from torchere.archiver.models.fold import convolutions as folding
-from torchere.archiver.models.fold.convolutions import Axis, NotTraceable, fold, folded_axis
+from torchere.archiver.models.fold.convolutions import Axis, fold, folded_axis
 from torchere.archiver.models.fold.paddings import folded_paddings
+from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.quantize.static import clipped_by_format
 
 PICTURE = (torch.rand(1, 3, 9, 9),)
@@ -371,3 +372,67 @@ def test_paddings_that_are_words_become_numbers(layer: Any, sizes: tuple[int, ..
     made = fold(module, (example,)).module
     torch.testing.assert_close(made(example), module(example), atol=1e-5, rtol=1e-5)
     assert not [one for one in made.modules() if isinstance(getattr(one, "padding", None), str)]
+
+
+class Changing(Padded):
+    """Changes a value by a statement, which changes nothing of `PICTURE`."""
+
+    last: torch.Tensor
+
+    def __init__(self, change: Any, reads_part: bool = False) -> None:
+        super().__init__((0, 1, 0, 1))
+        self.register_buffer("last", torch.zeros(1, 3, 9, 9))
+        self.rectify, self.same = nn.ReLU(inplace=True), nn.Identity()
+        self.change, self.reads_part = change, reads_part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        part = y[:, 0]
+        self.change(self, y, part)
+        found: torch.Tensor = super().forward(y)
+        return found + part.sum() if self.reads_part else found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _model, y, _part: (y.clamp_(0, 2), y.mul_(2).sub_(1)),
+        lambda model, y, _part: model.same(y).clamp_(0, 2),
+        lambda model, y, _part: model.rectify(y),
+        lambda _model, y, _part: functional.relu(y, inplace=True),
+        lambda _model, y, _part: torch.clamp(y, 0, 2, out=y),
+    ],
+)
+def test_a_change_in_place_stays(change: Any) -> None:
+    module, picture = Changing(change).eval(), torch.randn(1, 3, 9, 9) * 4
+    folded = fold(module, PICTURE)
+    assert (folded.paddings, folded.normalisations) == (1, 1)
+    torch.testing.assert_close(folded.module(picture), module(picture), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "reads_part", "told"),
+    [
+        (lambda model, y, _part: model.last.copy_(y), False, "copy_.*stays from call to call"),
+        (lambda _model, _y, part: part.clamp_(0, 2), False, "clamp_.*reads under another name .mul"),
+        (lambda _model, y, _part: y.clamp_(0, 2), True, "clamp_.*reads under another name .getitem"),
+    ],
+    ids=["state", "part", "whole"],
+)
+def test_a_change_in_place_that_a_graph_loses_is_refused_with_what_to_do(
+    change: Any, reads_part: bool, told: str
+) -> None:
+    for made in (fold, folded_paddings):
+        with pytest.raises(NotTraceable, match=rf"changes in place \({told}.*let it make a new value"):
+            made(Changing(change, reads_part).eval(), PICTURE)
+
+
+def test_a_padding_of_a_value_that_changes_before_the_convolution_stays() -> None:
+    class Between(Padded):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            padded = functional.pad(x, self.sides)
+            x.clamp_(0, 2)
+            convolved: torch.Tensor = self.convolution(padded)
+            return convolved + x.sum()
+
+    assert fold(Between((0, 1, 0, 1)).eval(), PICTURE).paddings == 0

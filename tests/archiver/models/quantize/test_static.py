@@ -173,3 +173,27 @@ def test_samples_of_one_size_are_told_where_the_size_may_vary() -> None:
     assert "all samples have x_1 of 16" in said
     assert "give --samples of all sizes" in said
     assert one_size("int8-static", others, sizes) == one_size("int8-dynamic", alike, sizes) == ()
+
+
+class Attending(nn.Module):
+    """Masks its scores by a statement, of which an example without padding shows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        scores.masked_fill_(mask[:, None, :] == 0, -1e9)
+        return self.head((scores.softmax(-1) @ x).mean(1))
+
+
+@needs_engine
+def test_a_mask_that_is_applied_in_place_stays() -> None:
+    samples = [(torch.randn(2, 6, 16), torch.ones(2, 6)) for _ in range(8)]
+    made = quantise(model_of(Attending(), *samples[0]), "int8-static", samples)
+    padded = (samples[0][0], torch.tensor([[1.0, 1, 0, 0, 0, 0]] * 2))
+    with torch.no_grad():
+        found = difference([((Attending()(*padded),), (made.module(*padded),))])
+    assert found.drift < 0.2

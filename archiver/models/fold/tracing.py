@@ -1,0 +1,152 @@
+"""Tracing of a model as a graph of operations, before layers are folded or quantised.
+
+Passes over a graph take each node for a value of its own. They delete a change in place, such as
+`y.clamp_(0, 1)`, whose result no node reads, and quantise the value as it was before. So the nodes behind a
+change read its result here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.module import traceable_lengths
+from torchere.archiver.models.steps import line_of
+
+NO_BRANCH = "take the branch out of its forward, as torch.where"
+_NO_CHANGE = "let it make a new value (y = y.clamp(0, 1)), and keep no state"
+
+
+class NotTraceable(ModelRefused):
+    """The model's forward can't be traced as one graph of operations.
+
+    `reason` is the text without advice, and `mend` the advice for a model that stays in fp32.
+    """
+
+    def __init__(self, reason: str, advice: str, mend: str = NO_BRANCH) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.reason, self.mend = reason, mend
+
+
+def not_traceable(module: nn.Module, reason: str, mend: str = NO_BRANCH) -> NotTraceable:
+    """Make the refusal of a model that is to be quantised, with advice that suits its layers."""
+    if any(isinstance(layer, (nn.Linear, nn.LSTM, nn.GRU)) for layer in module.modules()):
+        return NotTraceable(reason, "use int8-dynamic, which needs no graph", mend)
+    return NotTraceable(reason, f"{mend}, or leave --quantize out", mend)
+
+
+def traced(module: nn.Module, example: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    """Trace the module, whose class may be replaced, with as many inputs as the example has.
+
+    Raises:
+        NotTraceable: the forward can't be traced, or changes a tensor in place in a way that a graph loses.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotTraceable(
+            "the model is TorchScript, whose layers can't be changed any more",
+            "quantise the eager model that it was made from (torchere archive --model-file or --factory)",
+        )
+    name = type(module).__name__
+    try:
+        with traceable_lengths(module):
+            graph = fx.symbolic_trace(_with_inputs(module, len(example)))
+        lost = _follow_changes(graph, example)
+    # Broad: tracing runs the model's own code on proxies of tensors, which may raise any error.
+    except Exception as error:
+        raise not_traceable(
+            module,
+            f"the forward of {name} can't be traced as a graph ({type(error).__name__}: {line_of(error)})",
+        ) from error
+    if lost:
+        raise not_traceable(module, f"the forward of {name} changes {lost}, which a graph loses", _NO_CHANGE)
+    return graph
+
+
+def _with_inputs(module: nn.Module, count: int) -> nn.Module:
+    """Give the module a class whose forward has only the first `count` parameters; others have defaults.
+
+    FX would make a symbol of a flag that the example lacks, and fail where the forward branches on it. Its
+    `concrete_args` fix such parameters, but keep them as inputs of the graph, with checks of their values.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if len(parameters) == count and all(parameter.kind in kinds for parameter in parameters):
+        return module
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+    names += [f"input_{index}" for index in range(len(names), count)]  # of `*inputs`
+    kind: Any = type(module)
+    code = f"def forward(self, {', '.join(names)}): return original(self, {', '.join(names)})"
+    made: dict[str, Any] = {"original": kind.forward}
+    exec(code, made)  # FX reads the number and the names of parameters from a function's code
+    module.__class__ = type(
+        kind.__name__, (kind,), {"forward": made["forward"], "__module__": kind.__module__}
+    )
+    return module
+
+
+def _follow_changes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> str | None:
+    """Let each node that reads a changed value read the result of the change.
+
+    The graph is run on a copy of the example, to see which nodes change memory, and which others share it.
+
+    Returns:
+        The change that can't be followed, as the object of "the forward changes"; None if there is none.
+    """
+    run = _Changes(graph)
+    with torch.inference_mode(False), torch.no_grad():  # inference mode does not count changes
+        run.run(*copy.deepcopy(example))
+    for value, change in reversed(run.followed):  # a second change of a value follows the first
+        value.replace_all_uses_with(change, partial(operator.lt, change))
+    graph.recompile()
+    return run.lost
+
+
+class _Changes(fx.Interpreter):
+    """Runs a graph, and records the changed values that are read later, each with the node of its change."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.followed: list[tuple[fx.Node, fx.Node]] = []
+        self.lost: str | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        """See fx.Interpreter."""
+        given = [tensor for node in n.all_input_nodes for tensor in _tensors(self.env[node])]
+        versions = [tensor._version for tensor in given]
+        result = super().run_node(n)
+        pairs = zip(given, versions, strict=True)
+        if changed := {_memory(tensor) for tensor, version in pairs if tensor._version != version}:
+            self._follow(n, result, changed)
+        return result
+
+    def _follow(self, change: fx.Node, result: Any, changed: set[int]) -> None:
+        kept = {_memory(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        if changed & kept:
+            self.lost = f"in place ({change.name}) a tensor that stays from call to call"
+        for node, value in self.env.items():  # of the nodes that are read later, and of some others
+            is_read = any(user > change for user in node.users)
+            if not is_read or changed.isdisjoint(map(_memory, _tensors(value))):
+                continue
+            if value is result:
+                self.followed.append((node, change))
+            else:
+                self.lost = (
+                    f"in place ({change.name}) a value that it also reads under another name ({node.name})"
+                )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    place: int = tensor.untyped_storage()._cdata
+    return place
