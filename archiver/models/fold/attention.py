@@ -81,11 +81,12 @@ def _opens(layer: nn.Module) -> bool:
         and layer.bias_k is None
         and layer.bias_v is None
         and not layer.add_zero_attn
-        and not _has_hooks(layer)
+        and not has_hooks(layer)
     )
 
 
-def _has_hooks(layer: nn.Module) -> bool:
+def has_hooks(layer: nn.Module) -> bool:
+    """Return whether the layer has hooks, which may change its inputs or its result."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
@@ -115,10 +116,10 @@ class _Opening:
             self.made[made] = layer
             return made
         if isinstance(layer, nn.TransformerEncoder) and self._is_in(layer):
-            if type(layer) is nn.TransformerEncoder and not _has_hooks(layer):
+            if type(layer) is nn.TransformerEncoder and not has_hooks(layer):
                 return Encoder(layer)
             layer.use_nested_tensor = False
-        if type(layer) is nn.TransformerEncoderLayer and self._is_in(layer) and not _has_hooks(layer):
+        if type(layer) is nn.TransformerEncoderLayer and self._is_in(layer) and not has_hooks(layer):
             return EncoderLayer(layer)
         return layer
 

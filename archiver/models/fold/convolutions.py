@@ -18,8 +18,10 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from torchere.archiver.models.fold.attention import has_hooks
 from torchere.archiver.models.fold.tracing import not_traceable, traced
-from torchere.archiver.models.measure.difference import answers, difference
+from torchere.archiver.models.measure.difference import Outputs, answers, difference
+from torchere.archiver.models.probe.row_independence import VARIATIONS
 
 _SAME = 1e-4  # the largest drift of a folded model: only the order of sums differs
 
@@ -48,7 +50,8 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
     """Copy the model and fold paddings and batch normalisations into its convolutions.
 
     Modules of `torch.nn` stay modules; a custom layer that calls `F.conv2d` with parameters becomes a plain
-    `nn.Conv2d`. The copy is run on the example; if its output differs from the model's, nothing is folded.
+    `nn.Conv2d`. The copy is run on the example and on variations of it; if its output differs from the
+    model's, nothing is folded. Layers with hooks stay as they are.
 
     Args:
         module: eager; it is not modified.
@@ -57,7 +60,7 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
     Raises:
         NotTraceable: the forward branches on values, calls untraceable code, keeps state in place, or was
             traced incorrectly: tracing can take another branch than the model, such as that of an optional
-            argument.
+            argument. Or the model has hooks of its own.
             `int8-dynamic` supports such a model if it has linear or recurrent layers.
     """
     model = copy.deepcopy(module).eval()
@@ -69,7 +72,7 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
         return plain
     raise not_traceable(
         module,
-        f"the forward of {type(module).__name__} answers the example otherwise when it is traced as a graph "
+        f"the forward of {type(module).__name__} answers otherwise when it is traced as a graph "
         "(by a branch that tracing does not see, or something random)",
     )
 
@@ -86,13 +89,28 @@ def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
 
 
 def _answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> bool:
+    """Compare the results on the example, and on the variations of it that the model takes."""
     with torch.inference_mode():
-        wanted = answers(model, example)
-        try:
-            return difference([(wanted, answers(graph, example))]).drift <= _SAME
-        # Broad: an incorrectly traced graph may raise any error.
-        except Exception:
+        if not _is_alike(answers(model, example), graph, example):
             return False
+        for vary in VARIATIONS:  # the model's state is not restored between them: a graph may lack it
+            inputs = tuple(map(vary, example))
+            try:
+                wanted = answers(model, inputs)
+            # Broad: the model's own code may refuse such values by any error.
+            except Exception:
+                continue
+            if not _is_alike(wanted, graph, inputs):
+                return False
+    return True
+
+
+def _is_alike(wanted: Outputs, graph: fx.GraphModule, inputs: Outputs) -> bool:
+    try:
+        return difference([(wanted, answers(graph, inputs))]).drift <= _SAME
+    # Broad: an incorrectly traced graph may raise any error.
+    except Exception:
+        return False
 
 
 def module_at(graph: fx.GraphModule, node: Any) -> nn.Module | None:
@@ -269,8 +287,9 @@ def _fold(graph: fx.GraphModule, node: fx.Node) -> bool:
 
 def _padding_of(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, tuple[int, ...] | None]:
     """Return the input of a zero-padding node and its left, right, top and bottom pixels; else None twice."""
-    layer = module_at(graph, node)
-    if isinstance(layer, nn.ZeroPad2d) or (isinstance(layer, nn.ConstantPad2d) and layer.value == 0):
+    layer: Any = module_at(graph, node)
+    pads = isinstance(layer, nn.ZeroPad2d) or (isinstance(layer, nn.ConstantPad2d) and layer.value == 0)
+    if pads and not has_hooks(layer):
         return _node(node.args[0]), tuple(layer.padding)
     if node.op != "call_function" or node.target is not functional.pad:
         return None, None
@@ -288,7 +307,9 @@ def _node(value: Any) -> fx.Node | None:
 
 def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Module | None:
     """Return the convolution with the padding folded in; None if it can't be folded."""
-    if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+    if type(layer) is not nn.Conv2d or has_hooks(layer):
+        return None
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         return None
     left, right, top, bottom = sides
     high, wide = layer.padding
@@ -332,7 +353,7 @@ def _number_paddings(graph: fx.GraphModule) -> None:
     """Replace paddings that are words by numbers; where none do the same, by a separate padding before."""
     for node in list(graph.graph.nodes):
         layer: Any = module_at(graph, node)
-        if type(layer) not in _PLAIN or not isinstance(layer.padding, str):
+        if type(layer) not in _PLAIN or not isinstance(layer.padding, str) or has_hooks(layer):
             continue
         ends = [_ends(layer, axis) for axis in range(len(layer.kernel_size))]
         numbered, is_zeros = _padded(layer, ends), layer.padding_mode == "zeros"
@@ -386,7 +407,9 @@ def _is_followed(graph: fx.GraphModule, node: fx.Node) -> bool:
     if following is None or layer is None or calls_of(graph, node) > 1:
         return False
     normalisation: Any = module_at(graph, following)
-    return type(normalisation) is _NORMALISATIONS.get(type(layer)) and normalisation.running_mean is not None
+    if type(normalisation) is not _NORMALISATIONS.get(type(layer)) or normalisation.running_mean is None:
+        return False
+    return not has_hooks(layer) and not has_hooks(normalisation)
 
 
 def _fold_norm(graph: fx.GraphModule, node: fx.Node) -> None:

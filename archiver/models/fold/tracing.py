@@ -18,10 +18,12 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.fold.attention import has_hooks
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.steps import line_of
 
 NO_BRANCH = "take the branch out of its forward, as torch.where"
+_NO_HOOKS = "let its forward do their work"
 _NO_CHANGE = "let it make a new value (y = y.clamp(0, 1)), and keep no state"
 
 
@@ -47,7 +49,8 @@ def traced(module: nn.Module, example: tuple[torch.Tensor, ...]) -> fx.GraphModu
     """Trace the module, whose class may be replaced, with as many inputs as the example has.
 
     Raises:
-        NotTraceable: the forward can't be traced, or changes a tensor in place in a way that a graph loses.
+        NotTraceable: the forward can't be traced, or changes a tensor in place in a way that a graph loses;
+            or the module has hooks of its own, which are outside of its forward.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise NotTraceable(
@@ -55,6 +58,8 @@ def traced(module: nn.Module, example: tuple[torch.Tensor, ...]) -> fx.GraphModu
             "quantise the eager model that it was made from (torchere archive --model-file or --factory)",
         )
     name = type(module).__name__
+    if has_hooks(module):
+        raise not_traceable(module, f"{name} has hooks, which a graph of its forward loses", _NO_HOOKS)
     try:
         with traceable_lengths(module):
             graph = fx.symbolic_trace(_with_inputs(module, len(example)))

@@ -284,7 +284,7 @@ def test_where_the_folded_model_answers_otherwise_nothing_is_folded(monkeypatch:
 
 def test_a_model_that_tracing_misunderstands_is_refused_with_what_to_do() -> None:
     for made in (fold, folded_paddings):
-        with pytest.raises(NotTraceable, match=r"Typed answers the example otherwise.*take the branch"):
+        with pytest.raises(NotTraceable, match=r"Typed answers otherwise.*take the branch"):
             made(Typed().eval(), PICTURE)
 
 
@@ -436,3 +436,82 @@ def test_a_padding_of_a_value_that_changes_before_the_convolution_stays() -> Non
             return convolved + x.sum()
 
     assert fold(Between((0, 1, 0, 1)).eval(), PICTURE).paddings == 0
+
+
+class Weighed(nn.Module):
+    """Multiplies by its mask only if that is a tensor; a symbol of tracing is not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Padded((0, 1, 0, 1))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x * mask if isinstance(mask, torch.Tensor) else x)
+        return found
+
+
+class Counting(Padded):
+    """Counts its calls without a value that tracing sees."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__((0, 1, 0, 1))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return super().forward(x) + self.count
+
+
+@pytest.mark.parametrize(
+    ("kind", "example"), [(Weighed, (*PICTURE, torch.ones(1, 3, 9, 9))), (Counting, PICTURE)]
+)
+def test_a_graph_that_answers_only_the_first_example_alike_is_refused(
+    kind: type[nn.Module], example: tuple[torch.Tensor, ...]
+) -> None:
+    with pytest.raises(NotTraceable, match=f"{kind.__name__} answers otherwise when it is traced"):
+        fold(kind().eval(), example)
+
+
+def test_values_that_the_model_refuses_are_left_out_of_the_comparison() -> None:
+    class Fractions(Padded):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._assert((x <= 1).all(), "expected values from 0 to 1")
+            return super().forward(x)
+
+    assert fold(Fractions((0, 1, 0, 1)).eval(), PICTURE).paddings == 1
+
+
+class Hooked(nn.Module):
+    """Layers that are folded, each alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.padding, self.convolution = nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 4, 3, stride=2)
+        self.even, self.normalisation = nn.Conv2d(4, 4, 2, padding="same"), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.normalisation(self.even(self.convolution(self.padding(x))))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("name", "folded"),
+    [("padding", (0, 1)), ("convolution", (0, 1)), ("even", (1, 0)), ("normalisation", (1, 0))],
+)
+@pytest.mark.filterwarnings("ignore:Using padding=.same.:UserWarning")
+def test_layers_with_hooks_stay(name: str, folded: tuple[int, int]) -> None:
+    module = Hooked().eval()
+    module.get_submodule(name).register_forward_hook(lambda _layer, _given, found: found + 1)
+    made = fold(module, PICTURE)
+    assert (made.paddings, made.normalisations) == folded
+    torch.testing.assert_close(made.module(*PICTURE), module(*PICTURE), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_with_hooks_of_its_own_is_refused_with_what_to_do() -> None:
+    module = Padded((0, 1, 0, 1)).eval()
+    module.register_forward_pre_hook(lambda _module, given: (given[0],))
+    with pytest.raises(NotTraceable, match=r"Padded has hooks.*let its forward do their work"):
+        fold(module, PICTURE)
