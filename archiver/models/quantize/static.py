@@ -14,7 +14,8 @@ Three decisions, each measured on EfficientNet-Lite0 (docs/quantization.md):
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
 DEPTHWISE_LIMIT = 128  # 8 bits: -128 ... 127
 _LEVELS: dict[str, Any] = {"dtype": torch.quint8, "quant_min": 0, "quant_max": 255}
 _RELU6_SCALE = 6 / 255
+_COARSE = 2.0  # a range that is wider by this than that of the values costs a bit
 _KEPT_IN_FP32: tuple[Any, ...] = (
     nn.LayerNorm,
     nn.GroupNorm,
@@ -148,6 +150,7 @@ def calibrate(
     if joined := joined_apart(folded.module):
         mapping.set_module_name(joined, None)
         custom.set_non_traceable_module_names([joined])
+    _leave_coarse_sums(folded.module, mapping, samples[0])
     prepared = prepare_fx(folded.module, mapping, samples[0], prepare_custom_config=custom)
     _observe_what_is_not_clipped(prepared, clipped)
     _leave_whole_numbers(prepared, samples[0])
@@ -247,6 +250,38 @@ def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapp
         limit = DEPTHWISE_LIMIT if name in depthwise else WEIGHT_LIMIT
         mapping.set_module_name(name, _qconfig(fixed if name in clipped else observed, limit))
     return mapping
+
+
+def _leave_coarse_sums(
+    graph: fx.GraphModule, mapping: QConfigMapping, example: tuple[torch.Tensor, ...]
+) -> None:
+    """Leave additions and multiplications in fp32 that int8 would round coarsely, such as `x * 255`.
+
+    FX gives the operand and the result of one with a number the same scale, for the range of both.
+    """
+    values = Recorder(graph, _number_or_range).run_on(example)
+    for function in (operator.add, torch.add, operator.mul, torch.mul):
+        for index, node in enumerate(graph.graph.find_nodes(op="call_function", target=function)):
+            if _is_coarse(node, values):
+                mapping.set_module_name_object_type_order("", function, index, None)
+
+
+def _is_coarse(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    # FX takes a computed number for a tensor, and loses keywords, `alpha` among them.
+    if node.kwargs or any(isinstance(values.get(one), (int, float)) for one in node.all_input_nodes):
+        return True
+    if all(isinstance(one, fx.Node) for one in node.args):
+        return False
+    lows, highs = zip(*(values.get(one, (0.0, 0.0)) for one in (*node.all_input_nodes, node)), strict=True)
+    least = min(high - low for low, high in zip(lows, highs, strict=True))
+    return bool(max(highs) - min(lows) > _COARSE * least)
+
+
+def _number_or_range(result: Any) -> Any:
+    """Return a number as it is, of a tensor of fractions its range with 0, and None of other results."""
+    if isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel():
+        return min(float(result.min()), 0.0), max(float(result.max()), 0.0)
+    return result if isinstance(result, (int, float)) else None
 
 
 def _clips_behind(graph: fx.GraphModule, kept: Collection[str]) -> list[str]:

@@ -18,6 +18,7 @@ from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize import methods as module_under_test
 from torchere.archiver.models.quantize.methods import one_size, quantise, shared_scale
+from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.signature import Signature, TensorSpec
 
 needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
@@ -135,6 +136,52 @@ def test_what_torch_has_no_int8_for_stays_in_fp32_between_layers_that_become_int
     with torch.inference_mode():
         found = difference([((model.module(*one),), (made.module(*one),)) for one in samples])
     assert 0 < found.drift < 0.1  # it is int8, and the same model
+
+
+class Scaled(nn.Module):
+    """Calls a function on the result of a layer, whose range differs from that of the function's."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.middle, self.head = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.middle(self.function(self.wide(x))).relu())
+        return scores
+
+
+SCALINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a product": lambda x: x * 100,
+    "a product from the right": lambda x: -100 * x,
+    "a product by keyword": lambda x: torch.mul(x, other=100),
+    "a product with a size": lambda x: x * x.shape[-1],
+    "a product with a number made of a size": lambda x: x * x.shape[-1] ** 1.5,
+    "a sum": lambda x: (x + 100) - 100,
+    "a weighted sum": lambda x: torch.add(x, x.flip(-1), alpha=0.3),
+}
+
+
+@needs_engine
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_number_in_a_sum_or_product_costs_no_bits(name: str) -> None:
+    torch.manual_seed(1)
+    samples = [(torch.randn(4, 16),) for _ in range(8)]
+    model = model_of(Scaled(SCALINGS[name]), *samples[0])
+    made = quantise(model, "int8-static", samples)
+    with torch.inference_mode():
+        found = difference([((model.module(*one),), (made.module(*one),)) for one in samples])
+    assert 0 < found.drift < 0.06
+
+
+@needs_engine
+@pytest.mark.parametrize(("number", "is_int8"), [(0.5, True), (50.0, False)])
+def test_a_sum_that_loses_less_than_a_bit_is_int8(number: float, is_int8: bool) -> None:
+    network = Scaled(lambda x: x + number).eval()
+    with quantise_candidates.quiet():
+        converted = calibrate(network, [(torch.randn(4, 16),)]).convert()
+    assert ("ops.quantized.add" in converted.code) == is_int8
 
 
 def test_of_tokens_no_shared_scale_is_told(masked: LoadedModel) -> None:
