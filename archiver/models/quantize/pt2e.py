@@ -100,25 +100,29 @@ def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
         folded = fold(module, example).module
     except NotTraceable:
         return module
-    _call_each_once(folded)
+    # torchao tells the calls of linear layers apart, so their int8 weights are in the file once.
+    call_each_once(folded, but=(nn.Linear,))
     return folded
 
 
-def _call_each_once(graph: fx.GraphModule) -> None:
-    """Give each further call of a layer a copy that shares its weights: torchao would treat all calls as one.
+def call_each_once(graph: fx.GraphModule, but: tuple[type[nn.Module], ...] = ()) -> dict[str, str]:
+    """Give each further call of a layer a copy that shares its weights: torch would treat all calls as one.
 
-    Linear layers get no copies: torchao tells their calls apart, so their int8 weights are in the file once.
+    Return the names of the copies, each with that of its layer. Layers of the types `but` get none.
     """
     called: set[str] = set()
+    copies: dict[str, str] = {}
     for node in list(graph.graph.find_nodes(op="call_module")):
         name = str(node.target)
         layer = graph.get_submodule(name)
-        if name in called and not isinstance(layer, nn.Linear):
+        if name in called and not isinstance(layer, but):
             node.target = f"{name}_{node.name}".replace(".", "_")
             node.meta.pop("nn_module_stack", None)  # else it is exported under the old name
             graph.add_submodule(node.target, copy.copy(layer))
+            copies[node.target] = name
         called.add(name)
     graph.recompile()
+    return copies
 
 
 def _keep_inputs(graph: fx.GraphModule) -> None:

@@ -46,6 +46,7 @@ from torchere.archiver.models.fold.convolutions import (
     replace_module,
 )
 from torchere.archiver.models.measure.difference import answers
+from torchere.archiver.models.quantize.pt2e import call_each_once
 from torchere.archiver.models.steps import Say, counted, silent
 
 WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
@@ -110,10 +111,16 @@ class Calibrated:
     prepared: fx.GraphModule
     layers: int  # number of layers whose weights become int8
     note: str
+    copies: Mapping[str, str]  # of layers that are called several times, with the names of these
 
     def convert(self) -> fx.GraphModule:
         """Return the int8 model, its weights packed for the engine of `torch.backends.quantized`."""
-        return convert_fx(copy.deepcopy(self.prepared))
+        converted = convert_fx(copy.deepcopy(self.prepared))
+        layers: dict[str, Any] = dict(converted.named_modules())
+        for name, original in self.copies.items():
+            if hasattr(layers.get(name), "_packed_params"):  # so that the file has the weights once
+                layers[name]._packed_params = layers[original]._packed_params
+        return converted
 
 
 def calibrate(
@@ -140,6 +147,8 @@ def calibrate(
             "are like real requests with --samples"
         )
     folded = fold(module, samples[0])
+    copies = call_each_once(folded.module)
+    kept = {*kept, *(name for name, original in copies.items() if original in kept)}
     _fix_dtypes(folded.module, samples[0])
     _call_prelu(folded.module)
     clipped = clipped_by_format(folded.module, kept)
@@ -157,17 +166,19 @@ def calibrate(
     with torch.no_grad():
         for sample in counted(samples, len(samples), "samples calibrated on", say):
             answers(prepared, sample)
-    layers = sum(
-        hasattr(layer, "weight") and getattr(layer, "qconfig", None) is not None
+    layers = {
+        id(layer.weight)
         for layer in prepared.modules()
-    )
+        if hasattr(layer, "weight") and getattr(layer, "qconfig", None) is not None
+    }
     if not layers:
         raise ModelRefused(
             "no layer of the model can be int8; expected a convolution or a linear layer: leave "
             "--quantize out, or take --quantize bf16"
         )
     clips = f"{len(clipped) // 2} ReLU6 made the range of the format" if clipped else ""
-    return Calibrated(prepared, layers, "; ".join(part for part in (folded.note, clips) if part))
+    note = "; ".join(part for part in (folded.note, clips) if part)
+    return Calibrated(prepared, len(layers), note, copies)
 
 
 def _fix_dtypes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> None:

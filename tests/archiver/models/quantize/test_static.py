@@ -184,6 +184,52 @@ def test_a_sum_that_loses_less_than_a_bit_is_int8(number: float, is_int8: bool) 
     assert ("ops.quantized.add" in converted.code) == is_int8
 
 
+class Shared(nn.Module):
+    """Calls a layer with weights and an activation several times, on values of different sizes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.activation = layer, nn.Hardswish()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.activation(self.layer(x * size)) for size in (1, 20, 400))
+
+
+SHARED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolution": (lambda: nn.Conv2d(32, 32, 3, padding=1), (4, 32, 6, 6)),
+    "linear": (lambda: nn.Linear(64, 64), (4, 64)),
+}
+
+
+@needs_engine
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_layer_called_several_times_has_a_scale_for_each_call_and_its_weights_once(kind: str) -> None:
+    torch.manual_seed(0)
+    make, shape = SHARED[kind]
+    samples = [(torch.randn(shape),) for _ in range(4)]
+    model = model_of(Shared(make()), *samples[0])
+
+    made = quantise(model, "int8-static", samples)
+
+    with torch.inference_mode():
+        pairs = zip(model.module(*samples[0]), made.module(*samples[0]), strict=True)
+        assert all((found - wanted).norm() < 0.1 * wanted.norm() for wanted, found in pairs)
+    weights = sum(one.numel() for one in model.module.parameters())
+    assert made.script is not None
+    assert len(made.script) < 2 * weights + 8_000
+    assert made.notes[0].startswith("int8-static: 1 layers")
+
+
+@needs_engine
+def test_a_layer_that_is_kept_is_kept_in_each_call() -> None:
+    network = nn.Sequential(layer := nn.Linear(8, 8), nn.ReLU(), layer, nn.ReLU(), nn.Linear(8, 4)).eval()
+    with quantise_candidates.quiet():
+        made = calibrate(network, [(torch.randn(4, 8),)], kept=["0"])
+        converted = made.convert()
+    assert made.layers == 1
+    assert sum(type(layer) is nn.Linear for layer in converted.modules()) == 2
+
+
 def test_of_tokens_no_shared_scale_is_told(masked: LoadedModel) -> None:
     assert not shared_scale(masked, "int8-dynamic")
     assert shared_scale(model_of(nn.Linear(8, 4), torch.rand(2, 8)), "int8-dynamic")
