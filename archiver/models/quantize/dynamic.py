@@ -63,20 +63,32 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
         ModelRefused: there is no such layer, or the model is TorchScript.
     """
     refuse_fixed_layers(module)
-    plan = {name: _configuration(layer) for name, layer in module.named_modules() if name not in kept}
+    layers = {name: layer for name, layer in module.named_modules() if name not in kept}
+    # torch replaces layers within a module, never the module itself, which may be a layer.
+    plan = {f"0.{name}".rstrip("."): _configuration(layer) for name, layer in layers.items()}
     plan = {name: configuration for name, configuration in plan.items() if configuration is not None}
     if not plan:
-        raise ModelRefused(
-            "int8-dynamic changes linear, LSTM and GRU layers, and the model has none; "
-            "for convolutions use int8-static with calibration samples"
-        )
+        raise ModelRefused(_NO_LAYER)
     quantised: nn.Module = quantize_dynamic(  # type: ignore[no-untyped-call]
-        copy.deepcopy(module).eval(), plan, dtype=torch.qint8
-    )
-    for layer in quantised.modules():
-        if isinstance(layer, int8_layers.Linear):
-            layer.version = _LAST_WITH_8_BITS
+        nn.Sequential(copy.deepcopy(module)).eval(), plan, dtype=torch.qint8
+    )[0]
+    made: Any
+    for made in quantised.modules():
+        if isinstance(made, int8_layers.Linear):
+            made.version = _LAST_WITH_8_BITS
+        if type(made) in (int8_layers.LSTM, int8_layers.GRU):
+            made.flatten_parameters = _nothing_to_flatten
     return quantised, len(plan)
+
+
+_NO_LAYER = (
+    "int8-dynamic changes linear, LSTM and GRU layers (these with bias, without proj_size), and the model "
+    "has none; for convolutions use int8-static with calibration samples"
+)
+
+
+def _nothing_to_flatten() -> None:
+    """Stand in for a method of recurrent layers that many models call, and that torch's int8 ones lack."""
 
 
 def large_embeddings(module: nn.Module) -> frozenset[str]:
@@ -107,7 +119,8 @@ def _configuration(layer: nn.Module) -> Any:
             activation=default_dynamic_qconfig.activation, weight=_WEIGHTS_7_BITS
         )
     if type(layer) in _RECURRENT:
-        return default_dynamic_qconfig
+        # torch's int8 layers take a bias for granted, and read memory beyond the weights with `proj_size`.
+        return default_dynamic_qconfig if layer.bias and not layer.proj_size else None
     return float_qparams_weight_only_qconfig if _is_large_embedding(layer) else None
 
 

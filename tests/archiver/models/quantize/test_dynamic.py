@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torchere.archiver.models.load.torchscript import load_script, saved, suppor
 from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize import dynamic as quantise_dynamic
 from torchere.archiver.models.quantize.candidates import quiet
-from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu
+from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, is_int8
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.signature import Signature, TensorSpec
 
@@ -143,3 +144,67 @@ def test_what_fails_without_embeddings_fails_once(monkeypatch: pytest.MonkeyPatc
     model = LoadedModel(Reading().eval(), (x,), signature, "eager", Path("model.py"))
     with pytest.raises(ModelRefused, match=r"^tracing failed: .* must be Tensor, not method"):
         quantise(model, "int8-dynamic", [])
+
+
+class Recurrent(nn.Module):
+    """Flattens the weights of its recurrent layer at each call, as models for several GPUs do."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(layer.proj_size or layer.hidden_size, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.flatten_parameters()
+        scores: torch.Tensor = self.head(self.layer(x)[0])
+        return scores
+
+
+RECURRENT: dict[str, tuple[Callable[[], nn.RNNBase], bool]] = {
+    "LSTM": (lambda: nn.LSTM(8, 16), True),
+    "GRU": (lambda: nn.GRU(8, 16), True),
+    "LSTM without bias": (lambda: nn.LSTM(8, 16, bias=False), False),
+    "GRU without bias": (lambda: nn.GRU(8, 16, bias=False), False),
+    "LSTM with proj_size": (lambda: nn.LSTM(8, 16, proj_size=4), False),
+}
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_that_torch_has_in_int8_are_int8(kind: str) -> None:
+    torch.manual_seed(0)
+    make, is_quantised = RECURRENT[kind]
+    model, x = Recurrent(make()).eval(), torch.randn(5, 2, 8)
+
+    with quiet():
+        made, layers = dynamic(model)
+
+    assert layers == 1 + is_quantised
+    with torch.inference_mode():
+        torch.testing.assert_close(to_torchscript(made, (x,))(x), model(x), rtol=0.05, atol=0.05)
+
+
+ROOTS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
+    "linear": (lambda: nn.Linear(64, 64), (torch.randn(3, 64),)),
+    "GRU with its state": (lambda: nn.GRU(64, 64), (torch.randn(5, 2, 64), torch.randn(1, 2, 64))),
+}
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@pytest.mark.parametrize("kind", ROOTS)
+def test_a_model_that_is_one_layer_becomes_int8(kind: str) -> None:
+    make, given = ROOTS[kind]
+    model = make().eval()
+    with quiet():
+        made, layers = dynamic(model)
+    assert layers == 1
+    assert is_int8(made)
+    weights = sum(one.numel() for one in model.parameters())
+    assert len(saved(to_torchscript(made, given))) < 2 * weights + 8_000
+    assert not list(made.parameters())
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+def test_a_model_of_one_layer_that_is_kept_is_refused() -> None:
+    with pytest.raises(ModelRefused, match="the model has none"):
+        dynamic(nn.Linear(4, 4), kept=[""])

@@ -164,12 +164,14 @@ def test_dynamic_int8_agrees_with_fp32_without_samples_and_takes_any_batch(
 @needs_engine
 @pytest.mark.parametrize("engine", sorted({"fbgemm", "x86", "onednn"} & set(supported())))
 def test_dynamic_int8_gives_activations_8_bits_and_no_sum_of_products_overflows(engine: str) -> None:
-    layer = nn.Linear(512, 1, bias=False).eval()
+    layer = nn.Linear(513, 1, bias=False).eval()
     layer.weight.data.fill_(1.0)
+    layer.weight.data[0, 512] = 63.5 / 63  # for a scale of 1/63, by which 1.0 is a whole number
     # From 0 to 255 in steps of 1: 8 bits hold each value, 7 bits every other.
-    rows = torch.cat([torch.full((64, 256), 255.0), torch.arange(64.0)[:, None].expand(64, 256)], dim=1)
+    given = torch.full((64, 256), 255.0), torch.arange(64.0)[:, None].expand(64, 256), torch.zeros(64, 1)
+    rows = torch.cat(given, dim=1)
 
-    with using(engine):
+    with using(engine), module_under_test.quiet():
         module, _ = dynamic(layer)
         found = module(rows)
 
