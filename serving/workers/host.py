@@ -296,9 +296,8 @@ class HandlerHost:
         given = request.parameters
         if given and not given[0].content_type.startswith(TENSOR_TYPE):
             return request
-        wish_text = dict(request.headers).get(IN_JSON)
-        wish = None if wish_text is None else read_wish(wish_text)
-        if wish is None or wish.json_bytes_as is None:
+        wish = read_wish(dict(request.headers).get(IN_JSON) or "{}")
+        if wish.json_bytes_as is None:
             return request
         inputs = [(each.name, each.content_type, each.value) for each in given]
         try:
