@@ -17,7 +17,7 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchere.archiver.container.zip import DAMAGED, DEFLATED, STORED
+from torchere.archiver.container.zip import DAMAGED, DEFLATED, STORED, read_directory
 from torchere.archiver.request import BUILD_NAME
 
 # Layout: torch/export/pt2_archive/constants.py. Every name is prefixed with the package's own folder.
@@ -31,6 +31,10 @@ _COPY_BYTES = 1 << 20
 # model has some MiB.
 _MAX_METADATA_BYTES = 1 << 20
 _MAX_SOURCE_BYTES = 64 << 20
+# Python's zip reader makes an object of every entry in the directory, for any count in the end record. A
+# weight in a file of its own takes some 100 bytes there.
+_MAX_DIRECTORY_BYTES = 4 << 20
+_MAX_BUILD_BYTES = 1 << 16  # of the build record; the archiver's has less than 1 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,13 @@ def read_package(path: str) -> Package:
     """Read the directory of a package.
 
     Raises:
-        RuntimeError: it is not a zip file, or it is damaged.
+        RuntimeError: it is not a zip file, it is damaged, or its directory is too long.
     """
     try:
+        with open(path, "rb") as source:
+            directory = read_directory(source, os.fstat(source.fileno()).st_size)
+            if directory.end - directory.offset > _MAX_DIRECTORY_BYTES:
+                raise ValueError(f"its directory is longer than {_MAX_DIRECTORY_BYTES} bytes")
         with zipfile.ZipFile(path) as file:
             names = file.namelist()
             compiled = [name for name in names if _COMPILED_FOLDER in name]
@@ -185,11 +193,15 @@ def read_build(model_dir: str) -> Build:
     Raises:
         RuntimeError: the record exists and is not in the form that the archiver writes.
     """
-    file = Path(model_dir, BUILD_NAME)
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        with open(Path(model_dir, BUILD_NAME), "rb") as file:
+            text = file.read(_MAX_BUILD_BYTES + 1)
     except FileNotFoundError:
         return Build()
+    if len(text) > _MAX_BUILD_BYTES:
+        raise RuntimeError(f"{BUILD_NAME} has more than {_MAX_BUILD_BYTES} bytes; pack the archive again")
+    try:
+        record = json.loads(text.decode())
     except ValueError as err:
         raise RuntimeError(f"{BUILD_NAME} is not JSON: {err}; pack the archive again") from err
     if not isinstance(record, dict):

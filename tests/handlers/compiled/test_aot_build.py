@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,17 @@ def test_refuses_a_record_that_the_archiver_would_not_write(
     archive = write_archive({"MAR-INF/build.json": text})
     with pytest.raises(RuntimeError, match=said):
         read_build(str(archive))
+
+
+def test_a_record_that_is_longer_than_any_takes_no_memory(write_archive: WriteArchive) -> None:
+    archive = write_archive({"MAR-INF/build.json": "{" + " " * 20_000_000 + "}"})
+    tracemalloc.start()
+    try:
+        with pytest.raises(RuntimeError, match="more than 65536 bytes"):
+            read_build(str(archive))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_packages_own_word_fills_up_what_the_record_leaves_out() -> None:

@@ -106,6 +106,19 @@ def test_a_prediction_of_the_gil_reads_no_source(tmp_path: Path) -> None:
     assert peak_bytes(lambda: holds_gil(path, str(tmp_path))) < 10_000_000
 
 
+def test_a_directory_longer_than_any_is_refused_before_its_entries_are_kept(tmp_path: Path) -> None:
+    entry = struct.pack("<4s6H3I5H2I", b"PK\1\2", 20, 20, *[0] * 7, 1, *[0] * 6) + b"a"
+    directory = entry * 100_000  # Python's reader does not stop at the count in the end record
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 1, 1, len(directory), 0, 0)
+    (tmp_path / "net.pt2").write_bytes(directory + end)
+
+    def read() -> None:
+        with pytest.raises(RuntimeError, match=r"net\.pt2 is not a \.pt2 package .*directory is longer"):
+            read_package(str(tmp_path / "net.pt2"))
+
+    assert peak_bytes(read) < 1_000_000
+
+
 def test_tells_an_exported_program(tmp_path: Path) -> None:
     assert read_package(write(tmp_path / "net.pt2", {"net/models/model.json": "{}"})).is_program
 
