@@ -29,6 +29,7 @@ from torchere.handlers.tensors import TensorError
 from torchere.handlers.tensors.npy import is_npy, read_npy
 
 _ZIP = b"PK\x03\x04"
+_MAX_ENTRIES = 32  # torch 2.13 writes seven for a tensor
 _MAX_PICKLE_BYTES = 4096  # of a tensor with 64 dimensions: some 1,500
 # The names in the pickle of a tensor. The unpickler that `weights_only` chooses allows more: a bytearray may
 # have any size.
@@ -140,7 +141,7 @@ def _checked_record_bytes(value: bytes) -> int:
     Raises:
         ArchiveError, ValueError, or an error of `DAMAGED`: it is not.
     """
-    check_zip(io.BytesIO(value), len(value))  # so that torch's reader finds the same entries
+    check_zip(io.BytesIO(value), len(value), _MAX_ENTRIES)  # so that torch's reader finds the same entries
     with zipfile.ZipFile(io.BytesIO(value)) as archive:
         entries = archive.infolist()
         # torch.save stores; a deflated entry may become a thousand times as large.

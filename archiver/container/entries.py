@@ -8,6 +8,7 @@ import stat
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
@@ -59,17 +60,17 @@ def folded(name: str) -> str:
 def first_clash(names: Iterable[str]) -> tuple[str, str] | None:
     """Find two file names that cannot both be unpacked.
 
-    On some file systems they are the same name (see `folded`), or one is a parent folder of the other.
+    On some file systems they are the same name (see `folded`), or one is a parent folder of the other. The
+    time is in proportion to the length of the names, however deep they are.
     """
     seen: dict[str, str] = {}
     for name in names:
         if (other := seen.setdefault(folded(name), name)) is not name:
             return other, name
-    for key, name in seen.items():
-        parts = key.split("/")
-        for depth in range(1, len(parts)):
-            if (other := seen.get("/".join(parts[:depth]), "")) != "":
-                return other, name
+    # With the slash below every other character, a folder's files follow directly on its name.
+    for key, after in pairwise(sorted(seen, key=lambda key: key.replace("/", "\0"))):
+        if after.startswith(f"{key}/"):
+            return seen[key], seen[after]
     return None
 
 

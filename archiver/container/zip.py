@@ -199,13 +199,14 @@ def _check_other_name(extra: bytes, name: bytes) -> None:
 
 
 def _extra_fields(extra: bytes, wanted: int) -> Iterator[bytes]:
-    while len(extra) >= 4:
-        kind, length = struct.unpack_from("<HH", extra)
-        if length > len(extra) - 4:
+    start = 0
+    while len(extra) - start >= 4:
+        kind, length = struct.unpack_from("<HH", extra, start)
+        start += 4 + length
+        if start > len(extra):
             raise Malformed("an extra field is longer than its room")
         if kind == wanted:
-            yield extra[4 : 4 + length]
-        extra = extra[4 + length :]
+            yield extra[start - length : start]
 
 
 def _at(file: BinaryIO, offset: int, size: int) -> bytes:
@@ -271,15 +272,16 @@ class ZipContainer:
             raise ArchiveError(self._path, reason, _REPACK, entry=entry.name)
 
 
-def check_zip(file: BinaryIO, size: int) -> None:
+def check_zip(file: BinaryIO, size: int, max_entries: int = _MAX_RECORDS) -> None:
     """Raise ArchiveError, with the cause in `reason`, when two readers could disagree about a zip file.
 
     Args:
         file: the whole file, which need not have a name.
         size: its size in bytes.
+        max_entries: a file with more is refused as well, before any is read.
     """
     path = Path("model")
-    _Indexer(path, file, Intake(path, ArchiveLimits(max_entries=_MAX_RECORDS))).entries(size)
+    _Indexer(path, file, Intake(path, ArchiveLimits(max_entries=max_entries))).entries(size)
 
 
 class _Indexer:

@@ -107,6 +107,16 @@ def test_no_memory_is_taken_for_a_value_that_is_refused() -> None:
         tracemalloc.stop()
 
 
+def test_a_file_of_many_entries_is_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO(saved(torch.ones(3)))
+    with zipfile.ZipFile(file, "a") as archive:
+        for number in range(40):
+            archive.writestr(f"archive/{number}", b"")
+    monkeypatch.setattr("torchere.archiver.container.zip.read_central", None)
+    with pytest.raises(PredictionException, match=r"not a tensor of torch\.save: ArchiveError"):
+        tensor_of_row({"body": bytearray(file.getvalue())})
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from torchere.archiver.container.entries import first_clash, folded, problem_with
@@ -64,3 +66,13 @@ def test_two_spellings_of_one_name_clash() -> None:
 
 def test_names_side_by_side_do_not_clash() -> None:
     assert first_clash(["a/b", "a/c", "ab", "b"]) is None
+
+
+def test_a_folder_clashes_also_where_a_like_name_sorts_between() -> None:
+    assert first_clash(["a", "a-b", "a.txt", "a/b"]) == ("a", "a/b")
+
+
+def test_deep_names_are_compared_in_a_time_that_their_length_allows() -> None:
+    began_s = time.process_time()
+    assert first_clash(["a/" * 20_000 + "x", "b/" * 20_000 + "x"]) is None
+    assert time.process_time() - began_s < 0.5  # 3 s, were the name of every parent folder put together

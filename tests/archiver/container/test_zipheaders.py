@@ -9,11 +9,19 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torchere.archiver.container.entries import ArchiveLimits
-from torchere.archiver.container.zip import Malformed, check_zip, is_descriptor, read_central, read_local
+from torchere.archiver.container.zip import (
+    Malformed,
+    _extra_fields,
+    check_zip,
+    is_descriptor,
+    read_central,
+    read_local,
+)
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import open_archive
 
@@ -111,6 +119,22 @@ def test_64_bit_values_come_from_the_extra_field_in_its_order() -> None:
     only_offset = struct.pack("<HHQ", 1, 8, 2**35)
     found = read_central(io.BytesIO(central(sizes=(3, 4), offset=FULL, extra=only_offset)))
     assert (found.stored_size, found.size, found.header_offset) == (3, 4, 2**35)
+
+
+class Sliced(bytes):
+    """Counts the bytes of its slices, and of theirs."""
+
+    total = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        Sliced.total += len(found := Sliced(super().__getitem__(key)))
+        return found
+
+
+def test_many_extra_fields_are_not_copied_for_each_of_them() -> None:
+    extra = struct.pack("<HH", 7, 0) * 1000 + struct.pack("<HH", 1, 2) + b"ab"
+    assert list(_extra_fields(Sliced(extra), 1)) == [b"ab"]
+    assert Sliced.total == 2
 
 
 def test_a_local_header_must_be_one() -> None:
