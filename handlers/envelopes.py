@@ -22,6 +22,7 @@ from torchere.handlers.encode import one_line_json, parse_json
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.rows import fields_of
 from torchere.handlers.tensors import Array, datatype_of_array, shown
+from torchere.handlers.tensors.codec import begins_with_text
 
 
 class BaseEnvelope(ABC):
@@ -259,8 +260,16 @@ def _check_lists(array: Array) -> None:
         raise ValueError(f"that would be {lists} lists for {array.size} elements")
 
 
+def _array(item: Any) -> Array:
+    if begins_with_text(item):
+        texts = np.array(item, dtype=object)
+        if set(map(type, texts.flat)) in ({str}, {bytes}):
+            return texts
+    return np.array(item)  # numbers beside texts become texts, as in TorchServe
+
+
 def _output(name: str, item: Any) -> dict[str, Any]:
-    array = np.array(item)
+    array = _array(item)
     datatype = datatype_of_array(array.dtype)
     if datatype is None:
         raise TypeError(

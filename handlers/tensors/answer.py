@@ -33,7 +33,13 @@ from torchere.handlers.tensors import (
     datatype_of_torch,
     shown,
 )
-from torchere.handlers.tensors.codec import json_from_tensor, objects_array, tensor_from_json, view_of_tensor
+from torchere.handlers.tensors.codec import (
+    begins_with_text,
+    json_from_tensor,
+    objects_array,
+    tensor_from_json,
+    view_of_tensor,
+)
 from torchere.handlers.tensors.enveloped import BytesAs, read_answer
 
 OPEN_INFERENCE = ":open-inference"
@@ -313,7 +319,7 @@ def _of_objects(name: str, elements: Sequence[object], shape: tuple[int, ...]) -
 
 def _of_list(name: str, value: Sequence[Any], wanted: Datatype | None) -> Output:
     try:
-        array = np.array(value)
+        array = np.array(value, dtype=object if begins_with_text(value) else None)
     except (ValueError, OverflowError):  # ragged nesting, or an integer too large
         return _of_objects(name, [_json_text(value)], (1,))
     if array.dtype.kind in "biuf":

@@ -17,6 +17,7 @@ import orjson
 from torchere.handlers.tensors import BF16, BYTES, Array, Datatype, TensorError, check_shape, shown
 
 _LENGTH = struct.Struct("<I")  # before each element of BYTES
+_NUMPYS_MAX_DIMENSIONS = 64
 
 
 def tensor_from_bytes(
@@ -156,6 +157,19 @@ def objects_array(elements: Sequence[object], sizes: tuple[int, ...]) -> Array:
     array = np.empty(len(elements), dtype=object)
     array[:] = elements
     return array.reshape(sizes)
+
+
+def begins_with_text(value: object) -> bool:
+    """Return whether a value, or the first element of its nested lists, is a text or bytes.
+
+    Then `np.array` needs `dtype=object`: an array of texts gives each the room of the longest, and cuts zeros
+    off their ends.
+    """
+    for _ in range(_NUMPYS_MAX_DIMENSIONS):
+        if not (isinstance(value, (list, tuple)) and value):
+            break
+        value = value[0]
+    return isinstance(value, (str, bytes))
 
 
 _BITS = Datatype("UINT16", np.dtype("<u2"), 2, "uint16")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchere.handlers.envelopes import KServev2Envelope
+from torchere.handlers.envelopes import KServev2Envelope, _output
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.ts_compat.legacy import MockContext
 
@@ -78,6 +78,33 @@ def test_texts_that_are_not_called_bytes_take_no_more_room_than_they_need(contex
         tracemalloc.stop()
     assert seen[0]["data"] == texts
     assert peak_bytes < 1_000_000
+
+
+def test_texts_of_an_answer_take_no_more_room_than_they_need() -> None:
+    texts = ["a" * 10_000, *"b" * 1_000]
+    tracemalloc.start()
+    try:
+        output = _output("y", texts)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert output == {"name": "y", "datatype": "BYTES", "data": texts, "shape": [1_001]}
+    assert peak_bytes < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("value", "data"),
+    [
+        ("ab", ["ab"]),
+        ([["a", "b\0"], ["c", "d"]], ["a", "b\0", "c", "d"]),
+        ([b"a\0"], [b"a\0"]),
+        (["a", 1], ["a", "1"]),
+        ([1.5, "a"], ["1.5", "a"]),
+        (["a", None], ["a", None]),
+    ],
+)
+def test_texts_stay_as_they_are_and_numbers_beside_them_become_texts(value: Any, data: list[Any]) -> None:
+    assert _output("y", value) == {"name": "y", "datatype": "BYTES", "data": data, "shape": [len(data)]}
 
 
 def test_a_blank_id_is_replaced_by_the_servers(context: Any) -> None:

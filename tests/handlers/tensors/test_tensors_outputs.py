@@ -1,5 +1,6 @@
 """What a handler answers as named outputs, and the classification of them."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,10 @@ def told(answer: object, specs: tuple[TensorSpec, ...] = ()) -> list[tuple[Any, 
         (["a", "bc"], [("output_0", "BYTES", (2,), ["a", "bc"])]),
         ([["a"], ["b"]], [("output_0", "BYTES", (2, 1), [["a"], ["b"]])]),
         (np.array([["a"]]), [("output_0", "BYTES", (1, 1), [["a"]])]),
+        (["a\0", b"b"], [("output_0", "BYTES", (2,), ["a\0", b"b"])]),
+        (["a", ["b"]], [("output_0", "BYTES", (1,), ['["a", ["b"]]'])]),
+        ([["a", "b"], ["c"]], [("output_0", "BYTES", (1,), ['[["a", "b"], ["c"]]'])]),
+        (["a", 1], [("output_0", "BYTES", (1,), ['["a", 1]'])]),
         ([1, "a"], [("output_0", "BYTES", (1,), ['[1, "a"]'])]),
         ([[1], [2, 3]], [("output_0", "BYTES", (1,), ["[[1], [2, 3]]"])]),
         ([{"a": 1}], [("output_0", "BYTES", (1,), ['[{"a": 1}]'])]),
@@ -55,6 +60,23 @@ def told(answer: object, specs: tuple[TensorSpec, ...] = ()) -> list[tuple[Any, 
 )
 def test_an_answer_becomes_outputs(answer: object, wanted: list[Any]) -> None:
     assert told(answer) == wanted
+
+
+def test_texts_take_no_more_room_than_they_need() -> None:
+    texts = ["a" * 10_000, *"b" * 1_000]
+    tracemalloc.start()
+    try:
+        assert told(texts) == [("output_0", "BYTES", (1_001,), texts)]
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_list_in_itself_is_refused() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    with pytest.raises(UnsupportedOutput, match="Circular"):
+        told(itself)
 
 
 def test_the_signature_names_outputs_and_the_precision_of_plain_numbers() -> None:
