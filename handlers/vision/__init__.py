@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -58,7 +59,10 @@ class VisionHandler(BaseHandler):
         }
         self.image_limits = ImageLimits(**{key: _limit(key, config.get(key, most[key])) for key in most})
         if isinstance(self.image_processing, ImageTransform):
-            self.image_processing = self.image_processing.replaced_by(config)
+            self.image_processing = replace(
+                self.image_processing.replaced_by(config),
+                max_decoded_bytes=self.image_limits.max_decoded_bytes,
+            )
 
     def image_config(self) -> dict[str, Any]:
         """Return the block `handler.image` of model-config.yaml, or an empty dict."""

@@ -12,11 +12,15 @@ from PIL import Image
 
 from torchere.archiver.models.inputs import pictures
 from torchere.handlers.errors import PredictionException
+from torchere.handlers.vision.decode import DEFAULT_MAX_DECODED_BYTES
 
 # Limit of a resized image: a line of pixels, scaled to `resize` on its shorter side, would fill the memory.
 # This many RGB pixels take 512 MiB in Pillow.
 MAX_RESIZED_PIXELS = 2**27
 MAX_RATIO = 4  # of the sides of an image that may be resized to more
+# A pixel of an image that is not cropped counts as one of a JPEG in decode.py, so that each photograph that
+# was decoded passes. Its tensor takes 12 bytes a pixel, and the batch 12 more.
+_PIXEL_BYTES = 10
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
@@ -25,7 +29,7 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
     if array.ndim == 2:
         array = array[:, :, None]
     tensor = torch.from_numpy(array).permute(2, 0, 1).contiguous()
-    return tensor.float().div(255) if array.dtype == np.uint8 else tensor.float()
+    return tensor.float().div_(255) if array.dtype == np.uint8 else tensor.float()
 
 
 def resized_size(width: int, height: int, shorter: int) -> tuple[int, int]:
@@ -74,13 +78,14 @@ class ImageTransform:
     crop: int | None = 224  # side of the square, in pixels
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    max_decoded_bytes: float | None = DEFAULT_MAX_DECODED_BYTES  # without `crop`; None: no limit
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Return the tensor of an image.
 
         Raises:
-            PredictionException: 400, `to_rgb` refuses its mode, or a long image would have too many pixels,
-                resized by its shorter side.
+            PredictionException: 400, `to_rgb` refuses its mode, a long image would have too many pixels,
+                resized by its shorter side, or an image that is not cropped has too many.
         """
         image = to_rgb(image)
         if self.resize is not None:
@@ -94,9 +99,23 @@ class ImageTransform:
             image = image.resize(size, Image.Resampling.BILINEAR) if image.size != size else image
         if self.crop is not None:
             image = image.crop(crop_box(image.width, image.height, self.crop))
+        else:
+            self._check_pixels(image)
         mean = torch.tensor(self.mean).view(-1, 1, 1)
         std = torch.tensor(self.std).view(-1, 1, 1)
         return to_tensor(image).sub_(mean).div_(std)
+
+    def _check_pixels(self, image: Image.Image) -> None:
+        limit_bytes, pixels = self.max_decoded_bytes, image.width * image.height
+        if limit_bytes is None or pixels <= MAX_RATIO * (self.resize or 0) ** 2:
+            return
+        if pixels * _PIXEL_BYTES > limit_bytes:
+            raise PredictionException(
+                f"The image is too large: its tensor of {image.width} x {image.height} pixels counts "
+                f"{pixels * _PIXEL_BYTES} bytes, limit {limit_bytes}; send a smaller one, or raise "
+                "handler.image.max_decoded_bytes in model-config.yaml, or set crop there",
+                400,
+            )
 
     def replaced_by(self, overrides: Mapping[str, Any]) -> ImageTransform:
         """Return a copy with the values that `handler.image` of model-config.yaml sets.

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from PIL import Image
 
+from torchere.handlers.errors import PredictionException
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.vision.tasks import ObjectDetector
 
@@ -72,6 +76,27 @@ def test_a_scripted_detector_gets_a_list_and_pictures_of_any_size(
     rows = [{"body": torch.zeros(3, 2, 5).tolist()}, {"body": torch.zeros(3, 4, 6).tolist()}]
     box = [0.0, 0.0, 0.0, 0.0]
     assert handler.handle(rows, context) == [[{"5": box, "score": 0.5}], [{"6": box, "score": 0.5}]]
+
+
+@pytest.mark.parametrize(
+    ("image", "limit_bytes"),
+    [({}, 512 * 2**20), ({"max_decoded_bytes": None}, None), ({"max_decoded_bytes": 30_000}, 30_000)],
+)
+def test_the_memory_of_a_picture_in_its_own_size_is_limited(
+    tmp_path: Path, make_context: Any, image: dict[str, Any], limit_bytes: int | None
+) -> None:
+    torch.jit.save(torch.jit.script(ScriptedDetector()), str(tmp_path / "d.pt"))
+    handler = ObjectDetector()
+    config = {"handler": {"image": image}}
+    handler.initialize(make_context(tmp_path, model={"serializedFile": "d.pt"}, config=config))
+    assert handler.image_processing.max_decoded_bytes == limit_bytes
+    file = io.BytesIO()
+    Image.new("L", (64, 64)).save(file, "PNG")  # decoded it takes 16 kB
+    if limit_bytes != 30_000:
+        assert handler.preprocess([{"body": file.getvalue()}])[0].shape == (3, 64, 64)
+        return
+    with pytest.raises(PredictionException, match="64 x 64 pixels counts 40960 bytes, limit 30000"):
+        handler.preprocess([{"body": file.getvalue()}])
 
 
 def test_a_class_that_is_named_score_keeps_its_box() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,14 @@ import torch
 from PIL import Image
 
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.vision.decode import decode_image
-from torchere.handlers.vision.transform import ImageTransform, crop_box, resized_size, to_rgb, to_tensor
+from torchere.handlers.vision.decode import ImageLimits, decode_image
+from torchere.handlers.vision.transform import (
+    ImageTransform,
+    crop_box,
+    resized_size,
+    to_rgb,
+    to_tensor,
+)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +126,33 @@ def test_a_line_that_would_be_resized_to_billions_of_pixels_is_refused() -> None
     ):
         ImageTransform()(Image.new("L", (1, 60_000)))
     assert ImageTransform()(Image.new("L", (1, 2_000))).shape == (3, 224, 224)
+
+
+def test_a_large_picture_that_is_not_cropped_is_refused_before_its_tensor_is_made() -> None:
+    whole = ImageTransform(resize=None, crop=None, max_decoded_bytes=1_000)
+    assert whole(Image.new("L", (10, 10))).shape == (3, 10, 10)
+    large = Image.new("L", (11, 10))
+    with pytest.raises(PredictionException, match=r"11 x 10 pixels counts 1100 bytes, limit 1000") as caught:
+        whole(large)
+    assert caught.value.error_code == 400
+    assert replace(whole, crop=4)(large).shape == (3, 4, 4)
+    assert replace(whole, max_decoded_bytes=None)(large).shape == (3, 10, 11)
+
+
+def test_a_size_that_the_config_sets_is_not_too_large() -> None:
+    resized = ImageTransform(resize=20, crop=None, max_decoded_bytes=1_000)
+    assert resized(Image.new("L", (4, 1))).shape == (3, 20, 80)
+    with pytest.raises(PredictionException, match="100 x 20 pixels"):
+        resized(Image.new("L", (5, 1)))
+
+
+def test_each_photograph_that_is_decoded_by_default_becomes_a_tensor() -> None:
+    assert ImageLimits().max_decoded_bytes == ImageTransform().max_decoded_bytes
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, "JPEG")
+    limits = ImageLimits(max_decoded_bytes=64 * 64 * 10)
+    picture = decode_image(buffer.getvalue(), limits)
+    whole = ImageTransform(resize=None, crop=None, max_decoded_bytes=limits.max_decoded_bytes)
+    assert whole(picture).shape == (3, 64, 64)
+    with pytest.raises(PredictionException):
+        decode_image(buffer.getvalue(), replace(limits, max_decoded_bytes=64 * 64 * 10 - 1))
