@@ -182,6 +182,21 @@ def _kind(value: object, err: Exception) -> str:
     return f"a {type(value).__name__} that is not an image{why}"
 
 
+def _classes(target: Any, rows: int, count: int) -> list[int]:
+    """Return the class of each of the rows, or one for all, as numbers of which scores can be picked.
+
+    On a GPU the index of a class that does not exist would cost the process the GPU.
+    """
+    found = target.tolist() if isinstance(target, (np.ndarray, np.generic, torch.Tensor)) else target
+    classes = list(found) if isinstance(found, (list, tuple)) else [found]
+    known = all(type(number) is int and -count <= number < count for number in classes)
+    if not known or len(classes) not in {1, rows}:
+        raise PredictionException(
+            f"The target is {shown(target)}; expected the number of a class, 0 to {count - 1}", 400
+        )
+    return classes
+
+
 def integrated_gradients(
     model: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, target: Any = 0, n_steps: int = 15
 ) -> torch.Tensor:
@@ -193,7 +208,7 @@ def integrated_gradients(
     Args:
         model: gives [batch, classes], differentiable in its input.
         inputs: [batch, ...], float.
-        target: index of the class, or one per element of the batch.
+        target: index of the class, or a list with one per element of the batch.
         n_steps: points on the line; TorchServe takes 15.
 
     Returns:
@@ -209,13 +224,8 @@ def integrated_gradients(
         point = (inputs.detach() * ((1.0 + node) / 2.0)).requires_grad_()
         with torch.enable_grad():
             scores = model(point)
-            if isinstance(target, int) and not -scores.shape[1] <= target < scores.shape[1]:
-                last = scores.shape[1] - 1
-                raise PredictionException(
-                    f"The target is {shown(target)}; expected the number of a class, 0 to {last}", 400
-                )
-            rows = torch.arange(len(inputs), device=scores.device)
-            picked = scores[rows, torch.as_tensor(target, device=scores.device)].sum()
+            classes = torch.tensor(_classes(target, *scores.shape[:2]), device=scores.device)
+            picked = scores[torch.arange(len(inputs), device=scores.device), classes].sum()
         (gradient,) = torch.autograd.grad(picked, point)
         total += gradient * (weight / 2.0)
     return total * inputs

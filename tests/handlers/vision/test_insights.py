@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,7 +27,10 @@ def test_a_target_from_a_form_is_a_number(handler: ImageClassifier, target: Any)
     assert explained != handler.get_insights(inputs, None, 0)
 
 
-@pytest.mark.parametrize("target", [b"cat", 1000, b"9" * 1000, -1000])
+@pytest.mark.parametrize(
+    "target",
+    [b"cat", 1000, b"9" * 1000, -1000, [1000], [[0]], [], [0, 1], [1.0], 1.5, True, {"a": 1}, None],
+)
 def test_a_target_that_is_no_class_is_refused(handler: ImageClassifier, target: Any) -> None:
     with pytest.raises(PredictionException, match=r"The target is .*; expected the number") as caught:
         handler.get_insights(torch.rand(1, 3, 224, 224), None, target)
@@ -46,6 +50,12 @@ def test_a_curved_score_is_integrated_exactly() -> None:
 def test_each_element_of_a_batch_may_have_its_own_target() -> None:
     result = integrated_gradients(lambda x: x * torch.tensor([1.0, 10.0]), torch.ones(2, 2), [0, 1])
     assert torch.allclose(result, torch.tensor([[1.0, 0.0], [0.0, 10.0]]), atol=1e-5)
+
+
+@pytest.mark.parametrize("target", [1, [1], (1, 1), np.array([1]), np.int64(1), torch.tensor([1, 1])])
+def test_a_target_may_have_each_form_of_whole_numbers(target: Any) -> None:
+    result = integrated_gradients(lambda x: x * torch.tensor([1.0, 10.0]), torch.ones(2, 2), target)
+    assert torch.allclose(result, torch.tensor([[0.0, 10.0]] * 2), atol=1e-5)
 
 
 def test_shared_parameters_get_no_gradients() -> None:
