@@ -20,6 +20,7 @@ from torchere.archiver.split import Split
 from torchere.handlers.base import BaseHandler, refusal_of
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
+from torchere.handlers.loading.compile import Autocast
 from torchere.handlers.loading.devices import CPU, to_device, without_gradients
 from torchere.handlers.loading.torchscript import changes_itself
 from torchere.handlers.metrics import timed
@@ -150,9 +151,13 @@ class TensorHandler(BaseHandler):
 
     def _may_keep_state(self) -> bool:
         """Whether the form of the model says so; that of a class is found by `_tried`."""
-        if isinstance(self.model, torch.jit.ScriptModule):
-            return changes_itself(self.model)
-        return isinstance(self.model, ServedProgram) and self.model.keeps_state
+        model = self._plain_model()
+        if isinstance(model, torch.jit.ScriptModule):
+            return changes_itself(model)
+        return isinstance(model, ServedProgram) and model.keeps_state
+
+    def _plain_model(self) -> Any:
+        return self.model.wrapped if isinstance(self.model, Autocast) else self.model
 
     def _tried(self, row: dict[str, object]) -> tuple[Exception | None, bool]:
         """Run the model on a row; return its refusal, and whether a second answer of a class is the same.
@@ -168,10 +173,11 @@ class TensorHandler(BaseHandler):
                 inputs = (to_device(tensor.clone(), self.device) for tensor in group.inputs)
                 answers.append([tensor.clone() for tensor in flattened(self.model(*inputs))])
 
-        is_module = isinstance(self.model, torch.nn.Module)
-        if not is_module or isinstance(self.model, (torch.jit.ScriptModule, ServedProgram)):
+        model = self._plain_model()
+        is_known = isinstance(model, (torch.jit.ScriptModule, ServedProgram))  # `_may_keep_state` has told
+        if is_known or not isinstance(model, torch.nn.Module):
             return refusal_of(run), True
-        with unchanged_buffers(self.model):
+        with unchanged_buffers(model):
             refusal = refusal_of(run) or refusal_of(run)
         return refusal, refusal is not None or all(map(_are_equal, *answers))
 

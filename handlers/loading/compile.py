@@ -147,7 +147,14 @@ class Autocast:
         with torch.autocast(self._device_type, self._dtype, cache_enabled=False):
             return pytree.tree_map_only(torch.Tensor, self._widened, self._model(*args, **kwargs))
 
+    @property
+    def wrapped(self) -> Any:
+        """The model itself, for questions about its class."""
+        return self._model
+
     def __getattr__(self, name: str) -> Any:
+        if name == "_model":  # a copy is asked for attributes before it has any
+            raise AttributeError(name)
         return getattr(self._model, name)
 
     def _widened(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.signature import Signature, SignatureError, TensorSpec
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.errors import PredictionException
+from torchere.handlers.loading.compile import autocasting
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.tensor_handler import TensorHandler
 from torchere.handlers.tensors.answer import Wish, wish_header
@@ -458,26 +459,19 @@ def test_a_model_that_refuses_made_up_rows_is_served_all_the_same(
     assert asked.body([2, 2, 3]) == [4, 4, 6]
 
 
-def test_the_first_request_meets_the_state_of_the_archive(
-    make_handler: Callable[..., Asked], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    asked = make_handler(Counting(), ONE)
-    assert asked.handler.warmup_data() is None
-    assert any(line.startswith("not warmed up, as the model may keep state") for line in caplog.messages)
-    assert [asked.body([1, 2, 3]) for _ in range(2)] == [[2, 3, 4], [3, 4, 5]]
-
-
-@pytest.mark.parametrize("form", ["a class", "an exported program"])
-def test_the_first_request_meets_the_state_of_an_archive_that_is_no_torchscript(
-    make_handler: Callable[..., Asked], caplog: pytest.LogCaptureFixture, form: str
+@pytest.mark.parametrize("config", [{}, {"autocast": "bfloat16"}])
+@pytest.mark.parametrize("form", ["TorchScript", "a class", "an exported program"])
+def test_the_first_request_meets_the_state_of_the_archive_in_each_form(
+    make_handler: Callable[..., Asked], caplog: pytest.LogCaptureFixture, form: str, config: dict[str, str]
 ) -> None:
     caplog.set_level("INFO")
     asked = make_handler(Doubled(), ONE)
     model: torch.nn.Module = Counting().eval()
     if form == "an exported program":
         model = ServedProgram(torch.export.export(model, (torch.rand(1, 3),)))
-    asked.handler.model = model
+    if form == "TorchScript":
+        model = torch.jit.script(model)
+    asked.handler.model = autocasting(model, config, torch.device("cpu"))
     assert asked.handler.warmup_data() is None
     assert any(line.startswith("not warmed up, as the model may keep state") for line in caplog.messages)
     assert [asked.body([1, 2, 3]) for _ in range(2)] == [[2, 3, 4], [3, 4, 5]]

@@ -135,6 +135,11 @@ def test_torchscript_is_cast_too() -> None:
         assert 0 < (scripted(rows) - linear(rows)).abs().max() < 0.1
 
 
+def test_a_model_that_is_cast_can_be_copied() -> None:
+    model = autocasting(Telling(), {"autocast": "bfloat16"}, CPU)
+    assert copy.copy(model).wrapped is model.wrapped
+
+
 def test_nothing_is_cast_unasked() -> None:
     model = Telling()
     assert autocasting(model, {}, CPU) is model
