@@ -14,6 +14,7 @@ from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane, Readiness
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, READ, json_answer, route, status_answer
+from torchere.serving.frontend.rest.bodies import ClientGone
 from torchere.serving.frontend.rest.wire import accepts_gzip, deflate
 from torchere.serving.telemetry import exposition as openmetrics_format
 from torchere.serving.telemetry.exposition import wants_openmetrics
@@ -87,6 +88,8 @@ def metrics_routes(metrics: Metrics, mode: MetricsMode) -> list[Route]:
         openmetrics = wants_openmetrics(request.headers.get("accept", ""))
         zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
         async with turns:
+            if await request.is_disconnected():
+                raise ClientGone  # the scrapes behind it, and the end of the server, would wait for its page
             exposure = await metrics.expose_in_turns()
             # Written in a thread, so as not to block the loop: with many models the text has megabytes.
             body = await asyncio.to_thread(_page, exposure, names, openmetrics=openmetrics, zipped=zipped)

@@ -1,9 +1,11 @@
 import asyncio
+import threading
 import zlib
 
 import pytest
 
 from torchere.serving.frontend.dataplane import Readiness
+from torchere.serving.frontend.rest import probes
 from torchere.serving.frontend.rest.server import listener_of
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -111,3 +113,45 @@ def test_the_metrics_are_compressed_for_those_who_take_it(ask, accepted, zipped)
     assert answer.headers["vary"] == "Accept, Accept-Encoding"
     text = zlib.decompress(answer.body, wbits=31) if zipped else answer.body
     assert b"# TYPE Requests2XX counter" in text
+
+
+def test_scrapes_of_clients_that_are_gone_are_not_written(planes, monkeypatch):
+    began, go_on, written = threading.Event(), threading.Event(), []
+    page = probes._page
+
+    def held_page(*args, **kwargs):
+        written.append(args)
+        began.set()
+        assert go_on.wait(20)
+        return page(*args, **kwargs)
+
+    monkeypatch.setattr(probes, "_page", held_page)
+
+    async def until(is_so):
+        while not is_so():
+            await asyncio.sleep(0)
+
+    async def scrape(server):
+        reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return reader, writer
+
+    async def main():
+        async with planes.serving("metrics") as server:
+            listener = server.listener
+            scrapes = [await scrape(server)]
+            await asyncio.wait_for(until(began.is_set), 20)
+            scrapes += [await scrape(server) for _ in range(5)]
+            await asyncio.wait_for(until(lambda: len(listener.tasks) == 6), 20)
+            for _, writer in scrapes[1:]:
+                writer.transport.abort()
+            await asyncio.wait_for(until(lambda: len(listener.connections) == 1), 20)
+            scrapes.append(await scrape(server))
+            go_on.set()
+            answer = await asyncio.wait_for(scrapes[-1][0].read(), 20)
+            for _, writer in scrapes:
+                writer.transport.abort()
+            return answer
+
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 200")
+    assert len(written) == 2
