@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DRAIN_LINGER_S = 0.25  # idle connections stay open so long after a shutdown: many data-centre round trips
 UNREAD_LINGER_S = 2.0  # how long a refused body is still read, so that the client receives the refusal
-DROPPED_BYTES = 1 << 62  # of a body whose length is not known, because its head was malformed
+DROPPED_BYTES = 1 << 62  # of a body that is not read: it has no known end, or the connection ends before
 HEAD_TIMEOUT_S = 60.0  # a connection whose head is incomplete after so long is closed
 BODY_TIMEOUT_S = 60.0  # a connection whose incomplete body stops, or is too slow, for so long is closed
 AHEAD_BYTES = 65_536  # of pipelined bytes; beyond it reading pauses, so a disconnect is not noticed either
@@ -212,7 +212,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _read_body(self, data: bytes, start: int, in_turn: bool) -> int:
         exchange = self.exchange
-        if exchange is None:  # the head was malformed
+        if exchange is None:  # see `_end`
             self.hold()  # see `_came_on`
             self._loop.call_soon(self._read_on)
             return len(data)
@@ -251,17 +251,15 @@ class Connection(asyncio.BufferedProtocol):
             self._came_on(exchange, size)
 
     def _take(self, exchange: Exchange, size: int) -> bool:
-        """Take body bytes from the budget; return False if they must be dropped.
-
-        They must if the request is already answered, or is refused here because the budget is exceeded.
-        """
+        """Take body bytes from the budget; return False to drop them: the request is answered or refused."""
         if exchange.complete:
             return False
         try:
             self.budget.take(size, exchange.head.role is None and self.listener.keys is not None)
         except BudgetExceeded as error:
             if exchange.prediction is None:
-                self._end(OVER_BUDGET)  # close, as the app may hold the bytes until its client disconnects
+                self.listener.metrics.refused(OverBudget(str(error)))
+                self._end(OVER_BUDGET)  # as the app may hold the bytes until its client disconnects
             else:
                 exchange.refuse(OverBudget(str(error)))
             return False
@@ -463,16 +461,18 @@ class Connection(asyncio.BufferedProtocol):
         if not self.is_busy():  # the head was malformed
             self.transport.write(last_words.text())
             self.listener.refused(self.client, last_words.status)
-            self._end_timer()
-            self._timer = self._loop.call_later(UNREAD_LINGER_S, self.transport.close)  # as in `answered`
-            self.exchange, self._body_left = None, DROPPED_BYTES
-            if self.transport.can_write_eof():  # TLS can't
-                self.transport.write_eof()
-            return
-        if exchange is not None and not exchange.complete and exchange.status == 0:
+        elif exchange is not None and not exchange.complete and exchange.status == 0:
             self.transport.write(last_words.text(exchange.head.place.path))
             exchange.ended(last_words.status)
-        self._close()
+            self.budget.give_all()
+        else:
+            self._close()
+            return
+        self._end_timer()
+        self._timer = self._loop.call_later(UNREAD_LINGER_S, self._close)  # as in `answered`
+        self.exchange, self._room, self._body_left = None, None, DROPPED_BYTES
+        if self.transport.can_write_eof():  # TLS can't
+            self.transport.write_eof()
 
     def _close(self) -> None:
         (self.transport if self._unread is None else self._unread).close()

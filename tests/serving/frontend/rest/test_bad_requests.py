@@ -51,6 +51,27 @@ def test_a_body_in_tiny_chunks_is_counted_as_any_other(planes, talk):
     assert not planes.data.asked
 
 
+def test_a_malformed_chunk_before_a_long_rest_is_answered(planes, monkeypatch):
+    monkeypatch.setattr(connection, "UNREAD_LINGER_S", 10.0)
+
+    def upload(address) -> bytes:
+        with socket.create_connection((address.host, address.port), 20) as client:
+            client.sendall(
+                HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n" + bytes(6_000_000)
+            )
+            return client.recv(100)
+
+    async def main():
+        async with planes.serving() as server:
+            said = await asyncio.to_thread(upload, server.address)
+            while server.listener.connections:
+                await asyncio.sleep(0.01)
+            return said
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)).startswith(INVALID)
+    assert not planes.data.asked
+
+
 def test_bytes_behind_a_body_are_the_next_request(planes, talk):
     said = talk(HEAD + b"Content-Length: 2\r\n\r\nhello\r\n\r\n")  # "llo" is not a request
     assert statuses(said) == [b"200", b"400"]
