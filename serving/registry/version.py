@@ -117,9 +117,6 @@ class VersionMetrics:
                 succeeded += 1
                 succeeded_wait_s += wait_s
         meter = self.meter
-        ids: Sequence[str] = ()
-        if meter.wants_ids:
-            ids = [request.request_id for request in run.requests]
         meter.batch_finished(
             size=len(run.requests),
             succeeded=succeeded,
@@ -128,7 +125,7 @@ class VersionMetrics:
             failed_wait_s=failed_wait_s,
             executor_s=executor_s,
             handler_s=report.handler_s,
-            request_ids=ids,
+            requests=run.requests,
         )
         if report.metrics:
             self.handler_metrics(report.metrics)

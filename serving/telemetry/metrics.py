@@ -292,8 +292,6 @@ class _PredictionTimes(Listener):
     It is a listener only if the configuration needs every value.
     """
 
-    wants_ids = True
-
     def __init__(self, handlers: HandlerMetrics) -> None:
         self._handlers = handlers
         self._reports: dict[str, Report] = {}  # by model
@@ -312,12 +310,12 @@ class _PredictionTimes(Listener):
         version: VersionNumbers,
         executor_s: float,
         handler_s: float,
-        request_ids: Sequence[str],
+        requests: Sequence[Predicted],
         succeeded: bool,
     ) -> None:
         """See `Listener`."""
         if succeeded:
-            self._report(version.model, handler_s, request_ids)
+            self._report(version.model, handler_s, [request.request_id for request in requests])
 
     def forget(self, model: str) -> None:
         """Drop the state of a removed model."""
@@ -334,8 +332,6 @@ class _PredictionTimes(Listener):
 class _BatchSpans(Listener):
     """Creates a span for each batch."""
 
-    wants_ids = True
-
     def __init__(self, tracing: SpanMaker) -> None:
         self._tracing = tracing
 
@@ -344,11 +340,9 @@ class _BatchSpans(Listener):
         version: VersionNumbers,
         executor_s: float,
         handler_s: float,
-        request_ids: Sequence[str],
+        requests: Sequence[Predicted],
         succeeded: bool,
     ) -> None:
         """See `Listener`."""
         queued = version.load().queued
-        self._tracing.batch(
-            version.model, version.version, request_ids, queued, executor_s, succeeded=succeeded
-        )
+        self._tracing.batch(version.model, version.version, requests, queued, executor_s, succeeded=succeeded)

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from torchere.serving.errors import (
 from torchere.serving.telemetry.distributions import Distributions, Histogram
 from torchere.serving.telemetry.saturation import BusyTime, LoadSample
 from torchere.serving.telemetry.stages import COLUMNS, MARKS, Marks, row_of, rows_of
+
+if TYPE_CHECKING:
+    from torchere.serving.telemetry.predictions import Predicted
 
 WAITING_STAGES = ("queue", "executor")  # the stage of a prediction that ended without a response
 UNREAD = "unread"  # a streamed response that was cancelled because its client read too slowly
@@ -109,8 +112,6 @@ class BatchSize:
 class Listener:
     """Receives every event immediately: for log lines, spans, and metrics declared with another type."""
 
-    wants_ids = False  # whether `batch_finished` needs the ids of the batch's requests
-
     def accepted(self, version: VersionNumbers, named: bool) -> None:
         """Handle a prediction that arrived; `named`: the client named the version."""
 
@@ -122,7 +123,7 @@ class Listener:
         version: VersionNumbers,
         executor_s: float,
         handler_s: float,
-        request_ids: Sequence[str],
+        requests: Sequence[Predicted],
         succeeded: bool,
     ) -> None:
         """Handle a finished batch; `succeeded`: at least one of its requests did not fail."""
@@ -165,7 +166,7 @@ class VersionNumbers:
         "in_flight",
         *("last_batch_s", "last_handler_s", "listeners", "load", "load_s", "model", "named", "offered"),
         *("queue_s", "rejected", "requests_failed", "requests_succeeded", "restarts", "succeeded_s"),
-        *("unnamed", "version", "wants_ids"),
+        *("unnamed", "version"),
     )
 
     def __init__(
@@ -183,7 +184,6 @@ class VersionNumbers:
         self.named = Tally()
         self.unnamed = unnamed or Tally()
         self.listeners = tuple(listeners)
-        self.wants_ids = any(listener.wants_ids for listener in listeners)
         self._server = server or ServerNumbers()
         self._now = now
         self.began_s = time.time()
@@ -292,7 +292,7 @@ class VersionNumbers:
         failed_wait_s: float,
         executor_s: float,
         handler_s: float,
-        request_ids: Sequence[str] = (),
+        requests: Sequence[Predicted] = (),
     ) -> None:
         """Count a batch.
 
@@ -306,7 +306,7 @@ class VersionNumbers:
             failed_wait_s: the same sum for the failed requests.
             executor_s: seconds from the start to the end of its run.
             handler_s: the part of `executor_s` in the handler.
-            request_ids: the ids of its requests; required if `wants_ids`.
+            requests: its requests, for the listeners.
         """
         around_s = executor_s - handler_s
         if around_s < 0:
@@ -333,7 +333,7 @@ class VersionNumbers:
         if failed < size:
             self.last_handler_s = handler_s
         for listener in self.listeners:
-            listener.batch_finished(self, executor_s, handler_s, request_ids, failed < size)
+            listener.batch_finished(self, executor_s, handler_s, requests, failed < size)
 
     @property
     def batches(self) -> int:

@@ -31,5 +31,9 @@ class Predicted(Marks, Protocol):
     def protocol(self) -> str:
         """`rest` or `grpc`."""
 
+    @property
+    def open(self) -> bool:
+        """Whether its answer is incomplete; it may be in further batches then."""
+
     def operation(self) -> Operation:
         """Return the request as its protocol names it."""

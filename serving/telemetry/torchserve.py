@@ -21,6 +21,7 @@ from torchere.serving.telemetry.catalogue import Families, Family, help_text, up
 from torchere.serving.telemetry.declared import DeclaredMetric
 from torchere.serving.telemetry.exposition import java_double
 from torchere.serving.telemetry.numbers import Listener, ServerNumbers, Tally, VersionNumbers
+from torchere.serving.telemetry.predictions import Predicted
 
 DEFAULT_VERSION = "default"  # label value of requests without a version
 REQUESTS = "ts_inference_requests_total"
@@ -99,7 +100,7 @@ class Updates(Listener):
         version: VersionNumbers,
         executor_s: float,
         handler_s: float,
-        request_ids: Sequence[str],
+        requests: Sequence[Predicted],
         succeeded: bool,
     ) -> None:
         """See `Listener`."""

@@ -41,7 +41,8 @@ class SpanMaker:
         self._provider = provider
         self._tracer = provider.get_tracer("torchere")
         # The steps of a workflow have one request id, and may run at the same time, so it is no key alone.
-        self._open: dict[Predicted, tuple[Span, int]] = {}  # with the start in ns since the epoch
+        # With the start in ns since the epoch, and whether the last batch has been reported.
+        self._open: dict[Predicted, tuple[Span, int, bool]] = {}
         # By request id, model and version, for the links of batches.
         self._ended: OrderedDict[tuple[str, str, str], SpanContext] = OrderedDict()
 
@@ -56,7 +57,7 @@ class SpanMaker:
             {"request.id": prediction.request_id, **operation.attributes},
             start_time=start_ns,
         )
-        self._open[prediction] = span, start_ns
+        self._open[prediction] = span, start_ns, False
         context = span.get_span_context()
         prediction.trace = TraceContext(
             api.format_trace_id(context.trace_id), api.format_span_id(context.span_id), span.is_recording()
@@ -70,12 +71,12 @@ class SpanMaker:
         opened = self._open.pop(prediction, None)
         if opened is None:
             return
-        span, start_ns = opened
+        span, start_ns, is_reported = opened
         if span.is_recording():
             _describe(span, prediction, code)
             self._add_stages(span, start_ns, stages_of(prediction, now_s))
             meter = prediction.meter
-            if prediction.dequeued_s and meter is not None:
+            if prediction.dequeued_s and meter is not None and not is_reported:
                 self._ended[prediction.request_id, meter.model, meter.version] = span.get_span_context()
                 if len(self._ended) > MAX_REMEMBERED:
                     self._ended.popitem(last=False)
@@ -85,7 +86,7 @@ class SpanMaker:
         self,
         model: str,
         version: str,
-        request_ids: Sequence[str],
+        requests: Sequence[Predicted],
         queue_depth: int,
         executor_s: float,
         *,
@@ -95,13 +96,22 @@ class SpanMaker:
 
         `succeeded`: at least one of its requests did not fail.
         """
-        contexts = [self._ended.pop((request_id, model, version), None) for request_id in request_ids]
+        contexts = [self._context_in_batch(request, model, version) for request in requests]
         links = [Link(context) for context in contexts if context is not None]
         if not links:
             return  # none of its requests is sampled
         labels: dict[str, str | int] = {"model.name": model, "model.version": version}
-        labels |= {"batch.size": len(request_ids), "queue.depth": queue_depth}
+        labels |= {"batch.size": len(requests), "queue.depth": queue_depth}
         self._finished_span("batch", executor_s, labels, links, failed=not succeeded)
+
+    def _context_in_batch(self, request: Predicted, model: str, version: str) -> SpanContext | None:
+        """Return the context of a request, which may still be sending its answer; None: it is not sampled."""
+        opened = self._open.get(request)
+        if opened is None:
+            return self._ended.pop((request.request_id, model, version), None)
+        span, start_ns, _ = opened
+        self._open[request] = span, start_ns, not request.open
+        return span.get_span_context() if span.is_recording() else None
 
     def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:
         """Create the span of the start of an executor, which took `load_s`."""

@@ -69,17 +69,15 @@ def test_busy_seconds_are_those_of_batches_that_executors_have(metrics):
 
 def test_the_span_of_a_batch_gets_its_requests_and_how_many_wait():
     spans = []
-    batch = lambda *said, succeeded: spans.append((*said, succeeded))  # noqa: E731 - one use
+
+    def batch(model, version, requests, *said, succeeded):
+        spans.append((model, version, [request.request_id for request in requests], *said, succeeded))
+
     tracing: Any = SimpleNamespace(batch=batch)
     metrics = Metrics("vm", tracing=tracing)
     finish(metrics, [DONE, HandlerFailed("x")])
     finish(metrics, [HandlerFailed("x")])
     assert spans == [("m", "1.0", ["r0", "r1"], 2, 2.0, True), ("m", "1.0", ["r0"], 2, 2.0, False)]
-
-
-def test_only_spans_and_logged_metrics_need_the_ids_of_a_batch():
-    assert not finish(Metrics("vm"), [DONE]).meter.wants_ids
-    assert finish(Metrics("vm", mode="log"), [DONE]).meter.wants_ids
 
 
 def test_a_batch_that_failed_as_a_whole_has_no_prediction_time(metrics):

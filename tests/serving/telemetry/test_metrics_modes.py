@@ -6,6 +6,7 @@ import re
 import pytest
 
 from torchere.handlers.metrics import MetricSample
+from torchere.serving.batching.request import Request
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, parse_metrics_config
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.torchserve import close_metric_files, metric_line, open_metric_files
@@ -35,7 +36,7 @@ def work(metrics, answer, batch):
     meter = metrics.meter("m", "1.0")
     metrics.show(meter)
     answer(meter, total_s=0.25, queue_s=0.002)
-    batch(meter, executor_s=0.02, handler_s=0.0123, request_ids=["r1"] if meter.wants_ids else [])
+    batch(meter, executor_s=0.02, handler_s=0.0123, requests=[Request("r1", 0.0)])
     metrics.executor_loaded(meter, 9000, 1.5)
     return meter
 

@@ -97,10 +97,8 @@ def test_the_times_of_a_version_that_is_gone_stay_in_the_sums_of_its_model() -> 
     assert server.unnamed == {}
 
 
-def test_a_listener_sees_each_event_and_gets_the_ids_that_it_wants() -> None:
+def test_a_listener_sees_each_event() -> None:
     class Noting(Listener):
-        wants_ids = True
-
         def __init__(self) -> None:
             self.seen: list[Any] = []
 
@@ -115,18 +113,16 @@ def test_a_listener_sees_each_event_and_gets_the_ids_that_it_wants() -> None:
 
     noting = Noting()
     version = VersionNumbers("m", "1", listeners=(noting,))
-    assert version.wants_ids
     version.accepted(named=True)
     version.finished(request(named=True), 200, 4.0)
-    batch(version, request_ids=("a",), handler_s=0.25)
-    batch(version, request_ids=("b",), succeeded=0, failed=1)
+    batch(version, requests=("a",), handler_s=0.25)
+    batch(version, requests=("b",), succeeded=0, failed=1)
     assert noting.seen == [
         ("accepted", True),
         ("answered", True, 4.0, 1.0),
         ("batch", 1.0, 0.25, ("a",), True),
         ("batch", 1.0, 1.0, ("b",), False),
     ]
-    assert not VersionNumbers("m", "1", listeners=(Listener(),)).wants_ids
 
 
 def test_busy_seconds_are_those_of_running_batches_as_far_as_there_are_executors() -> None:

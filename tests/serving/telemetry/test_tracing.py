@@ -218,8 +218,8 @@ def test_a_request_that_fails_has_the_stages_that_it_reached(traced, marks, expe
 
 
 def test_a_batch_that_fails_is_a_span_with_an_error_and_its_links(traced, batch):
-    traced.predict("r-1", code=500, is_answered=False, enqueued_s=0.1, dequeued_s=0.2)
-    batch(traced.meter, succeeded=0, failed=1, request_ids=["r-1"])
+    request = traced.predict("r-1", code=500, is_answered=False, enqueued_s=0.1, dequeued_s=0.2)
+    batch(traced.meter, succeeded=0, failed=1, requests=[request])
     span = traced.spans()["batch"]
     assert span.status.status_code is StatusCode.ERROR
     assert len(span.links) == 1
@@ -228,7 +228,7 @@ def test_a_batch_that_fails_is_a_span_with_an_error_and_its_links(traced, batch)
 def test_a_batch_is_linked_to_its_requests(traced):
     predicted = [traced.predict(f"r-{number}", CALLER) for number in range(3)]
     requests = traced.exporter.get_finished_spans()
-    traced.maker.batch("m", "1.0", ["r-0", "r-1", "r-2", "other"], 5, 0.5)
+    traced.maker.batch("m", "1.0", [*predicted, Request("other", 0.0)], 5, 0.5)
     batch = traced.spans()["batch"]
     expected = {span.context.span_id for span in requests if span.name == REST}
     assert len(predicted) == len(expected) == 3
@@ -238,14 +238,30 @@ def test_a_batch_is_linked_to_its_requests(traced):
     assert batch.end_time - batch.start_time == pytest.approx(5e8)
 
 
+def test_a_batch_is_linked_to_requests_that_still_send_their_answers(traced):
+    sending, unfinished = (begun(traced.metrics, f"r-{number}", time.monotonic()) for number in range(2))
+    for request in (sending, unfinished):
+        answered(request).meter = traced.meter
+    sending.answered = True
+    traced.maker.batch("m", "1.0", [sending, unfinished], 0, 0.5)
+    for request in (sending, unfinished):
+        traced.metrics.prediction_ends(request, 200)
+    traced.maker.batch("m", "1.0", [unfinished], 0, 0.5)
+    finished = traced.exporter.get_finished_spans()
+    spans = {span.attributes["request.id"]: span.context.span_id for span in finished if span.name == REST}
+    linked = [[link.context.span_id for link in span.links] for span in finished if span.name == "batch"]
+    assert linked == [[spans["r-0"], spans["r-1"]], [spans["r-1"]]]
+    assert not traced.maker._ended
+
+
 def test_the_steps_of_a_workflow_have_a_span_each_though_they_share_an_id(traced):
     meters = [traced.metrics.meter(f"flow__{name}", "1.0") for name in ("left", "right")]
     steps = [begun(traced.metrics, "r-1", time.monotonic() - 1.0, CALLER) for _ in meters]
     for step, meter in zip(steps, meters, strict=True):
         answered(step).meter = meter
         traced.metrics.prediction_ends(step, 200)
-    for meter in meters:
-        traced.maker.batch(meter.model, "1.0", ["r-1"], 0, 0.5)
+    for step, meter in zip(steps, meters, strict=True):
+        traced.maker.batch(meter.model, "1.0", [step], 0, 0.5)
     finished = traced.exporter.get_finished_spans()
     of_steps = {span.attributes["model.name"]: span for span in finished if span.name == REST}
     batches = {span.attributes["model.name"]: span for span in finished if span.name == "batch"}
@@ -264,7 +280,7 @@ def test_a_load_is_a_span(traced):
 def test_what_is_not_sampled_makes_no_span_and_no_exemplar():
     traced = Traced(ParentBased(ALWAYS_OFF))
     request = traced.predict("r-1")
-    traced.maker.batch("m", "1.0", ["r-1"], 0, 0.5)
+    traced.maker.batch("m", "1.0", [request], 0, 0.5)
     assert traced.exporter.get_finished_spans() == ()
     assert not request.trace.sampled
     assert "trace_id=" not in traced.metrics.expose().text(openmetrics=True)
@@ -275,9 +291,8 @@ def test_what_is_not_sampled_makes_no_span_and_no_exemplar():
 
 def test_requests_whose_batch_is_never_reported_are_not_kept_for_ever(traced, monkeypatch):
     monkeypatch.setattr(tracing, "MAX_REMEMBERED", 5)
-    for number in range(20):
-        traced.predict(f"r-{number}")
-    traced.maker.batch("m", "1.0", [f"r-{number}" for number in range(20)], 0, 0.5)
+    requests = [traced.predict(f"r-{number}") for number in range(20)]
+    traced.maker.batch("m", "1.0", requests, 0, 0.5)
     assert len(traced.spans()["batch"].links) == 5
 
 
