@@ -12,9 +12,9 @@ import msgspec
 
 from torchere.handlers.encode import compact_json
 from torchere.serving.errors import HandlerFailed, NotFound, OverBudget, ServingError
-from torchere.serving.frontend.budgets import BudgetExceeded
+from torchere.serving.frontend.budgets import BudgetExceeded, outcome_of
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.open_inference.generate import Members, generate_request, generated, joined
+from torchere.serving.frontend.open_inference.generate import generate_request, generated, joined
 from torchere.serving.frontend.open_inference.json_request import (
     parse_request,
     tensor_alone,
@@ -214,23 +214,38 @@ class TensorPrediction(Prediction):
 
     async def _send_generated(self, outcome: InferResponse | StreamedResponse) -> None:
         """Send a response of any number of parts as one JSON object."""
-        members = await _generated_whole(outcome, self.connection.listener.limits.max_response_bytes)
-        self._send_packed(200, [JSON], compact_json(members), self._wire.answer_coding)
+        parts = await _all_parts(outcome, self.connection.listener.limits.max_response_bytes)
+        self._send_packed(200, [JSON], await self._generated(parts), self._wire.answer_coding)
 
     async def _send_events(self, outcome: InferResponse | StreamedResponse, *, is_generate: bool) -> None:
         """Send each part as a server-sent event; a later error is sent as the last event."""
         parts = aiter(_parts(outcome))
-        first = _event(await anext(parts), is_generate=is_generate)  # until here an error is a plain answer
+        # Until here an error is a plain answer.
+        first = await self._event(await anext(parts), is_generate=is_generate)
         head = self.start(200, [(b"content-type", EVENTS)])
         self.connection.write(head, self.framed(first))
         try:
             async for part in parts:
-                await self.send_part(_event(part, is_generate=is_generate))
+                await self.send_part(await self._event(part, is_generate=is_generate))
         except ServingError as error:
             status, _, text = protocol_error(error)
             await self.send_part(b"data: %b\n\n" % text)
             self.status = status  # the request is counted with the status of the error
         await self.send_part(b"", last=True)
+
+    async def _event(self, part: bytes, *, is_generate: bool) -> bytes:
+        """Return a part of a response as a server-sent event."""
+        return b"data: %b\n\n" % (await self._generated([part]) if is_generate else part)
+
+    async def _generated(self, parts: list[bytes]) -> bytes:
+        """Join JSON responses of the protocol to one object of `generate`, in a thread if they are long."""
+        if sum(map(len, parts)) <= INLINE_JSON_BYTES:
+            return _generated_text(parts)
+        work = partial(outcome_of, partial(_generated_text, parts), ServingError)
+        outcome = await self.connection.listener.budgets.decodes.run(work, self.caller)
+        if isinstance(outcome, ServingError):
+            raise outcome
+        return outcome
 
     def fail(self, error: ServingError) -> None:
         """Send an error in the protocol's form, or in TorchServe's if the handler gets the body as is."""
@@ -283,20 +298,19 @@ async def _parts(response: InferResponse | StreamedResponse) -> AsyncIterator[by
         yield chunk
 
 
-def _event(part: bytes, *, is_generate: bool) -> bytes:
-    """Return a part of a response as a server-sent event."""
-    return b"data: %b\n\n" % (compact_json(generated(part)) if is_generate else part)
-
-
-async def _generated_whole(response: InferResponse | StreamedResponse, max_bytes: int) -> Members:
-    """Join the parts of a response; raise `HandlerFailed` when they exceed `max_bytes` together."""
-    members, size = [], 0
+async def _all_parts(response: InferResponse | StreamedResponse, max_bytes: int) -> list[bytes]:
+    """Return the parts of a response; raise `HandlerFailed` when they exceed `max_bytes` together."""
+    parts, size = [], 0
     async for part in _parts(response):
         size += len(part)
         if size > max_bytes:
             raise HandlerFailed(f"The answer has more than max_response_size={max_bytes} bytes.", 500)
-        members.append(generated(part))
-    return joined(members)
+        parts.append(part)
+    return parts
+
+
+def _generated_text(parts: Sequence[bytes]) -> bytes:
+    return compact_json(joined([generated(part) for part in parts]))
 
 
 def _room(ask: Callable[..., _T], *arguments: int) -> _T:

@@ -455,6 +455,24 @@ def test_a_large_body_of_generate_is_parsed_off_the_loop(post, planes, monkeypat
     assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
+@pytest.mark.parametrize("verb", ["generate", "generate_stream"])
+def test_a_large_answer_of_generate_is_translated_off_the_loop(post, planes, monkeypatch, verb):
+    planes.data.known = replace(planes.data.known, signature=None)
+    threads = []
+
+    def noting(parts):
+        threads.append(threading.current_thread())
+        return generated_text(parts)
+
+    generated_text = tensors._generated_text
+    monkeypatch.setattr(tensors, "_generated_text", noting)
+    for size, body in ((INLINE_JSON_BYTES, b"["), (INLINE_JSON_BYTES, JSON_ANSWER), (0, JSON_ANSWER)):
+        answers(planes, InferResponse(body + b" " * size))
+        answer = post(b'{"text": "hi"}', f"/v2/models/echo/{verb}")
+        assert (answer.status, b'"y":7' in answer.body) == ((500, False) if body == b"[" else (200, True))
+    assert [thread is threading.main_thread() for thread in threads] == [False, False, True]
+
+
 def test_a_body_over_the_limit_is_refused_as_everywhere(post):
     answer = post(request(X, {**X, "name": "n" * 200_000}))
     assert (answer.status, answer.json["type"]) == (413, "BadRequestException")
