@@ -38,7 +38,8 @@ class RegistryMetrics:
         """
         meter = version.observer.meter
         meter.load = lambda: load_sample_of(version)
-        self._metrics.show(meter, lambda: load_of(version, weight()))
+        weights_bytes = _weights_bytes(version)  # once, as scrapes ask on the event loop
+        self._metrics.show(meter, lambda: load_of(version, weight(), weights_bytes))
 
     def gone(self, version: Version, *, was_last: bool) -> None:
         """Drop the series of a version; `was_last` when the model has no other."""
@@ -51,10 +52,13 @@ def load_sample_of(version: Version) -> LoadSample:
     return LoadSample(batcher.queue_length, batcher.queue_capacity, pool.in_service, pool.size)
 
 
-def load_of(version: Version, weight: float) -> VersionLoad:
-    """Return the current load of a version; `weight` is its share of the requests that name no version.
+def load_of(version: Version, weight: float, weights_bytes: int) -> VersionLoad:
+    """Return the current load of a version. Call it on the event loop.
 
-    Call it on the event loop.
+    Args:
+        version: the version.
+        weight: its share of the requests that name no version.
+        weights_bytes: the size of its model file; 0: it has none.
     """
     batcher, pool = version.batcher, version.pool
     return VersionLoad(
@@ -65,7 +69,7 @@ def load_of(version: Version, weight: float) -> VersionLoad:
         executors=tuple(_executor_loads(pool.statuses())),
         state=condition(version),
         response_timeout_s=version.settings.response_timeout_s,
-        weights_bytes=_weights_bytes(version),
+        weights_bytes=weights_bytes,
         weight=weight,
     )
 
@@ -88,5 +92,5 @@ def _weights_bytes(version: Version) -> int:
         return 0
     try:
         return Path(version.origin.archive.directory, Path(serialized).name).stat().st_size
-    except OSError:  # the archive is being removed
+    except OSError:  # its manifest names a file that it lacks
         return 0

@@ -78,13 +78,12 @@ class LoadMetrics:
         load = self._loads.get((model, version))
         return None if load is None else executors_of(load())
 
-    def ask(self) -> dict[tuple[str, str], VersionLoad]:
-        """Return the current load by model and version."""
-        now_s = self._now()
-        return {
-            key: replace(load(), saturation=self._windows[key].value(now_s))
-            for key, load in self._loads.items()
-        }
+    def ask(self, model: str, version: str) -> VersionLoad | None:
+        """Return the current load of a version; None if it is not watched."""
+        load = self._loads.get((model, version))
+        if load is None:
+            return None
+        return replace(load(), saturation=self._windows[model, version].value(self._now()))
 
 
 def executors_of(load: VersionLoad) -> frozenset[int]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # imports OpenTelemetry, which is optional
     from torchere.serving.telemetry.tracing import SpanMaker
 
 PREDICTION_TIME = "PredictionTime"
-VERSIONS_A_TURN = 16  # a snapshot of them blocks the event loop for 1 ms at most
+VERSIONS_A_TURN = 16  # a snapshot of them, with their loads, blocks the event loop for 1 ms at most
 
 
 class ClientTally(Protocol):
@@ -245,30 +245,36 @@ class Metrics:
 
     def expose(self) -> Exposure:
         """Return a copy of all current metrics, which another thread may render as text."""
-        return self._exposure({key: version.snapshot() for key, version in self._numbers.versions.items()})
+        versions = self._numbers.versions
+        return self._exposure({key: self._taken(version) for key, version in versions.items()})
 
     async def expose_in_turns(self) -> Exposure:
         """As `expose`, but let the event loop serve requests after every few versions."""
         versions = self._numbers.versions
-        snapshots = {}
+        taken = {}
         for key, version in list(versions.items()):
-            snapshots[key] = version.snapshot()
-            if len(snapshots) % VERSIONS_A_TURN == 0:
+            taken[key] = self._taken(version)
+            if len(taken) % VERSIONS_A_TURN == 0:
                 await asyncio.sleep(0)
-        return self._exposure({key: snapshot for key, snapshot in snapshots.items() if key in versions})
+        return self._exposure({key: one for key, one in taken.items() if key in versions})
 
-    def _exposure(self, snapshots: Mapping[tuple[str, str], VersionSnapshot]) -> Exposure:
+    def _taken(self, version: VersionNumbers) -> tuple[VersionSnapshot, VersionLoad | None]:
+        load = self._load.ask(version.model, version.version)
+        if load is not None:
+            self._forget_stopped((version.model, version.version), executors_of(load))
+        return version.snapshot(), load
+
+    def _exposure(
+        self, taken: Mapping[tuple[str, str], tuple[VersionSnapshot, VersionLoad | None]]
+    ) -> Exposure:
         numbers = self._numbers
         self._predictions.report_last(numbers)
-        loads = self._load.ask()
-        for version, load in loads.items():
-            self._forget_stopped(version, executors_of(load))
         samples = torchserve.samples_of(numbers)
         return Exposure(
             self._families,
             plain=lambda: torchserve.families(self._server.plain.values(), samples, self._host),
-            versions=snapshots,
-            loads=loads,
+            versions={key: snapshot for key, (snapshot, _) in taken.items()},
+            loads={key: load for key, (_, load) in taken.items() if load is not None},
             states=self._states,
             refused=dict(numbers.refused),
             over_budget=dict(self._over_budget),

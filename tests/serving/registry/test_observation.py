@@ -144,7 +144,7 @@ def fake_version(observer, isolation="thread", directory="/nowhere", states=STAT
 
 
 def test_the_load_of_a_version_is_read_from_its_batcher_and_pool(metrics):
-    load = load_of(fake_version(None), 1.0)
+    load = load_of(fake_version(None), 1.0, 100)
     assert load == VersionLoad(
         queued=2,
         queue_room=98,
@@ -158,6 +158,7 @@ def test_the_load_of_a_version_is_read_from_its_batcher_and_pool(metrics):
         ),
         state="ready",
         response_timeout_s=7.0,
+        weights_bytes=100,
         weight=1.0,
     )
     registry = RegistryMetrics(metrics)
@@ -176,11 +177,17 @@ def test_a_version_whose_executors_are_all_down_is_not_ready(metrics):
     assert line == 'torchere_model_state{model="m",version="1.0",state="restarting",} 1.0'
 
 
-def test_worker_processes_are_told_by_their_id_and_weights_by_their_size(tmp_path):
-    (tmp_path / "net.pt").write_bytes(b"x" * 100)
-    load = load_of(fake_version(None, "process", tmp_path), 1.0)
+def test_worker_processes_are_told_by_their_id():
+    load = load_of(fake_version(None, "process"), 1.0, 0)
     assert {executor.pid for executor in load.executors} - {0} == {77}
-    assert load.weights_bytes == 100
+
+
+def test_the_size_of_weights_is_read_once(metrics, tmp_path):
+    (tmp_path / "net.pt").write_bytes(b"x" * 100)
+    registry = RegistryMetrics(metrics)
+    registry.registered(fake_version(registry.watch(KEY), directory=tmp_path), lambda: 1.0)
+    (tmp_path / "net.pt").unlink()
+    assert [line.split()[-1] for line in lines(metrics, "torchere_model_weights_bytes{")] == ["100.0"]
 
 
 def test_saturation_follows_from_the_queue_and_the_executors_in_service():

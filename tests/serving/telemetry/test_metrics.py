@@ -28,7 +28,7 @@ from torchere.serving.errors import (
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry import handler_metrics as bounds
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
-from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.metrics import VERSIONS_A_TURN, Metrics
 from torchere.serving.telemetry.scrape import Extent, States
 
 HOST = 'Level="Host",Hostname="vm",'
@@ -589,6 +589,29 @@ def test_the_time_to_the_first_part_is_that_of_streams_only(metrics, shown, answ
     assert lines(metrics, "torchere_first_part_duration_seconds_sum") == [
         'torchere_first_part_duration_seconds_sum{model="m",version="1.0",} 0.5'
     ]
+
+
+def test_a_scrape_asks_for_the_loads_of_a_few_versions_at_once(metrics):
+    turn = [0]
+    asked: Counter[int] = Counter()
+
+    def load():
+        asked[turn[0]] += 1
+        return VersionLoad(queued=7)
+
+    for number in range(100):
+        metrics.show(metrics.meter(f"m{number}", "1.0"), load)
+
+    async def main():
+        scrape = asyncio.ensure_future(metrics.expose_in_turns())
+        while not scrape.done():
+            await asyncio.sleep(0)
+            turn[0] += 1
+        return scrape.result()
+
+    text = asyncio.run(main()).text()
+    assert text.count("torchere_queue_depth{") == sum(asked.values()) == 100
+    assert max(asked.values()) == VERSIONS_A_TURN
 
 
 def test_a_scrape_of_many_versions_lets_requests_run_between(metrics, shown, answer):
