@@ -7,6 +7,7 @@ measured; their spans are created when the request has ended, so they cost nothi
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -28,6 +29,9 @@ from torchere.serving.telemetry.stages import STAGES, stages_of
 MAX_REMEMBERED = 10_000  # span contexts of requests whose batch has not been reported
 # Limit if the collector does not respond: the SDK retries every batch of spans for this long, one by one.
 CLOSE_S = 10.0
+
+# Else each malformed `tracestate` would write up to 4 kB of the client's text to the log.
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
 
 class SpanMaker:

@@ -151,6 +151,17 @@ def test_it_belongs_to_the_trace_of_its_caller(traced):
     assert request.trace.trace_id == CALLER.trace_id
 
 
+@pytest.mark.parametrize(
+    "state", ["no member", ",".join(f"k{n}=v" for n in range(33))], ids=["malformed", "too many"]
+)
+def test_a_tracestate_that_is_dropped_writes_nothing_to_the_log(traced, caplog, state):
+    traced.predict("r-1", CALLER._replace(state=state))
+    span = traced.spans()[REST]
+    assert f"{span.parent.span_id:016x}" == CALLER.parent_id
+    assert span.context.trace_state.to_header() == ""
+    assert caplog.text == ""
+
+
 def test_without_a_caller_log_lines_and_exemplars_have_the_trace_that_was_begun(traced):
     request = traced.predict("r-1")
     trace_id = f"{traced.spans()[REST].context.trace_id:032x}"
