@@ -74,19 +74,57 @@ def resolve(host: str, port: int) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
+class Origins:
+    """The URLs of the files that this server has downloaded, or reused from an earlier start. Thread-safe.
+
+    A file is named, or deleted, and noted under one lock: a concurrent download sees both or neither.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._urls: dict[Path, str] = {}  # without the query, which may be a new signature each time
+
+    def name(self, part: str, target: Path, url: str) -> None:
+        """Give a finished download its name; raise FileExistsError if the name exists."""
+        with self._lock:
+            _give_name(part, target)
+            self._urls[target] = shown_url(url)
+
+    def reuse(self, target: Path, url: str) -> Download:
+        """Take the file for that of a URL; raise `ServingError` if it is the file of another URL."""
+        with self._lock:
+            other = self._urls.setdefault(target, shown_url(url))
+        if other != shown_url(url):
+            raise _exists(target, f"{target.name} is the file from {other}; give one of the two another name")
+        return Download(target, is_new=False)
+
+    def delete(self, target: Path) -> None:
+        """Delete the file, if it exists; the name is free for any URL."""
+        with self._lock:
+            target.unlink(missing_ok=True)
+            self._urls.pop(target, None)
+
+
 class Downloader:
-    """Downloads archives for one server. Thread-safe: it has no state.
+    """Downloads archives for one server. Thread-safe.
 
     Args:
         patterns: `allowed_urls`.
         max_bytes: the maximum size of an archive.
         timeout_s: limit of one download in seconds, including redirects.
         resolver: resolves a host name to addresses.
+        origins: the files of the server's other downloaders; None: there are none.
     """
 
     def __init__(
-        self, patterns: Sequence[str], max_bytes: int, timeout_s: float, resolver: Resolve = resolve
+        self,
+        patterns: Sequence[str],
+        max_bytes: int,
+        timeout_s: float,
+        resolver: Resolve = resolve,
+        origins: Origins | None = None,
     ) -> None:
+        self.origins = origins or Origins()
         self._patterns = patterns
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
@@ -111,7 +149,7 @@ class Downloader:
             by_operator: the operator names the URL (at a start), so `allowed_urls` need not match; `reuses`.
             interrupt: aborts the download from another thread.
             signs: the URL is one of S3, for a request with the server's credentials.
-            reuses: take a file of that name from an earlier start; an empty one is of a killed start.
+            reuses: take a file from an earlier start if no other URL has; an empty one is of a killed start.
             max_bytes: a smaller limit of the size, for a file that is not an archive.
 
         Raises:
@@ -130,7 +168,7 @@ class Downloader:
                 if not reuses:
                     raise _exists(target)
                 if target.stat().st_size:
-                    return Download(target, is_new=False)
+                    return self.origins.reuse(target, url)
                 target.unlink(missing_ok=True)
             descriptor, part = tempfile.mkstemp(prefix=PART_PREFIX + machine(), dir=folder)
         except OSError as err:
@@ -142,11 +180,11 @@ class Downloader:
                 file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())  # otherwise a power failure could truncate the file
-            _give_name(part, target)
+            self.origins.name(part, target, url)
         except FileExistsError as err:
             if not reuses:
                 raise _exists(target) from err
-            return Download(target, is_new=False)  # another server that started at the same time was faster
+            return self.origins.reuse(target, url)  # another server that started at the same time was faster
         except OSError as err:
             raise unsaved(url, f"{target}: {err.strerror}") from err
         finally:
@@ -326,8 +364,10 @@ def unsaved(url: str, reason: str) -> ServingError:
     return ServingError(f"Failed to save model: {shown_url(url)}", reason)
 
 
-def _exists(target: Path) -> ServingError:
-    text = "delete it from the model store, or register it by its name instead of the URL"
+def _exists(
+    target: Path,
+    text: str = "delete it from the model store, or register it by its name instead of the URL",
+) -> ServingError:
     return ServingError(f"Model file already exists {target.name}", text)
 
 

@@ -30,7 +30,7 @@ from torchere.serving.config.model_settings import ModelConfig, config_of
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import DownloadFailed, InvalidArchive, ModelNotFound, ServingError
 from torchere.serving.store.environment import Environment
-from torchere.serving.store.fetch import PART_PREFIX, Download, Downloader, Interrupt, unsaved
+from torchere.serving.store.fetch import PART_PREFIX, Download, Downloader, Interrupt, Origins, unsaved
 from torchere.serving.store.scratch import ClaimedFolder, remove_tree, sweep_folders, sweep_parts
 from torchere.serving.store.shared_weights import WeightSharing, weights_file
 from torchere.serving.store.signing import (
@@ -89,7 +89,7 @@ class StoredArchive:
 
 
 class Store:
-    """The model store of one server. Thread-safe."""
+    """The model store of one server, or, beside that of its `models`, its workflow store. Thread-safe."""
 
     def __init__(
         self,
@@ -100,11 +100,17 @@ class Store:
         allowed_urls: Sequence[str] = (),
         download_timeout_s: float = 600.0,
         trust: Trust | None = None,
-        of_clients: set[Path] | None = None,
+        models: Store | None = None,
     ) -> None:
         self._trust = trust  # None: signatures are not required
         self._allowed_urls = allowed_urls
-        self._downloader = Downloader(allowed_urls, limits.max_download_bytes, download_timeout_s)
+        # Stores of one server share these two: they may have the same folder.
+        self.origins: Origins = models.origins if models else Origins()
+        # Archives that clients have had downloaded, and that are there.
+        self.of_clients: set[Path] = models.of_clients if models else set()
+        self._downloader = Downloader(
+            allowed_urls, limits.max_download_bytes, download_timeout_s, origins=self.origins
+        )
         self._archives = StoreFolder(root)
         self._limits = ArchiveLimits(
             max_entries=limits.max_archive_entries, max_total_bytes=limits.max_archive_bytes
@@ -113,8 +119,6 @@ class Store:
         self._download_timeout_s = download_timeout_s
         self._unpacked = ClaimedFolder(temp_dir)
         self._sharing = WeightSharing()
-        # Archives that clients have had downloaded, and that are there; stores of one server share this set.
-        self.of_clients: set[Path] = set() if of_clients is None else of_clients
 
     def download(
         self,
@@ -154,7 +158,7 @@ class Store:
         except ServingError as err:
             if download.is_new:
                 self.of_clients.discard(download.path)
-                download.path.unlink(missing_ok=True)
+                self.origins.delete(download.path)
             if isinstance(err, (DownloadFailed, ModelNotFound)):
                 err.detail += "; require_signed=true needs the signature of the archive there"
             raise
@@ -163,9 +167,9 @@ class Store:
     def delete(self, downloaded: Path) -> None:
         """Delete an archive that was downloaded, and the signature that was downloaded with it."""
         self.of_clients.discard(downloaded)
-        downloaded.unlink(missing_ok=True)
+        self.origins.delete(downloaded)
         if self._trust is not None:
-            signature_beside(downloaded).unlink(missing_ok=True)
+            self.origins.delete(signature_beside(downloaded))
 
     def has(self, name: str, trusted: bool = False) -> bool:
         """Return whether `open` would find an archive of that name."""
@@ -322,10 +326,10 @@ def store_of(server: ServerSettings) -> Store:
 
 def workflow_store_of(server: ServerSettings, models: Store) -> Store:
     """Create the store of workflows from the settings: the folder of `models` unless they name another."""
-    return _store_at(server.workflow_store or server.model_store, server, models.of_clients)
+    return _store_at(server.workflow_store or server.model_store, server, models)
 
 
-def _store_at(root: Path | None, server: ServerSettings, of_clients: set[Path] | None = None) -> Store:
+def _store_at(root: Path | None, server: ServerSettings, models: Store | None = None) -> Store:
     trust = TrustedKeys(server.trusted_signing_keys) if server.require_signed else None
     return Store(
         root,
@@ -334,7 +338,7 @@ def _store_at(root: Path | None, server: ServerSettings, of_clients: set[Path] |
         allowed_urls=server.allowed_urls,
         download_timeout_s=server.download_timeout_s,
         trust=trust,
-        of_clients=of_clients,
+        models=models,
     )
 
 

@@ -282,6 +282,25 @@ def test_a_copy_of_an_earlier_start_is_taken_for_a_url_that_still_needs_a_patter
         downloader(()).download(url, tmp_path, reuses=True)
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_of_two_urls_of_one_start_with_the_same_name_the_second_does_not_get_the_file_of_the_first(
+    at: str, tmp_path: Path, is_there: bool
+) -> None:
+    first, second = f"{at}/good/a.mar?signature=1", f"{at}/to/good/a.mar?signature=2"
+    if is_there:
+        (tmp_path / "a.mar").write_text("of an earlier start")
+    ours = downloader()
+    ours.download(first, tmp_path, by_operator=True)
+    with pytest.raises(ServingError) as caught:
+        ours.download(second, tmp_path, by_operator=True)
+    assert caught.value.message == "Model file already exists a.mar"
+    assert f"a.mar is the file from {at}/good/a.mar;" in caught.value.detail
+    again = ours.download(first.replace("=1", "=3"), tmp_path, by_operator=True)  # a new attempt
+    assert again == Download(tmp_path / "a.mar", is_new=False)
+    ours.origins.delete(tmp_path / "a.mar")
+    assert ours.download(second, tmp_path, by_operator=True).is_new
+
+
 def test_a_url_that_the_operator_names_needs_no_pattern(at: str, tmp_path: Path) -> None:
     url = f"{at}/good/a.mar?signature=a+b(c)"
     with pytest.raises(ModelNotFound):

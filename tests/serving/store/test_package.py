@@ -4,15 +4,16 @@ import json
 import resource
 import zipfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from torchere.serving.config.server_settings import Limits
+from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import InvalidArchive, ModelNotFound, ServingError
 from torchere.serving.store.fetch import Download
-from torchere.serving.store.package import Store
+from torchere.serving.store.package import Store, store_of, workflow_store_of
 
 
 def pack(path: Path, config: str | None = None, **model: object) -> None:
@@ -149,6 +150,24 @@ def test_a_url_is_copied_into_the_store_when_it_is_allowed(root: Path, tmp_path:
     store.remove(stored)
     assert not downloaded.path.exists()
     store.close()
+
+
+def test_the_store_of_workflows_does_not_take_the_archive_of_another_url_either(
+    root: Path, tmp_path: Path
+) -> None:
+    urls = []
+    for name in ("net", "flow"):
+        (tmp_path / name).mkdir()
+        pack(tmp_path / name / "m.mar")
+        urls.append(f"file://{tmp_path}/{name}/m.mar")
+    server = ServerSettings(model_store=root, temp_dir=tmp_path)
+    models = store_of(server)
+    with closing(models), closing(workflow_store_of(server, models)) as workflows:
+        models.download(urls[0], by_operator=True)
+        with pytest.raises(ServingError, match="Model file already exists"):
+            workflows.download(urls[1], by_operator=True)
+        models.delete(root / "m.mar")
+        assert workflows.download(urls[1], by_operator=True).is_new
 
 
 def test_s3_is_refused_unless_it_is_allowed(store: Store) -> None:
