@@ -305,7 +305,7 @@ def _isolation(archive: StoredArchive, settings: ModelSettings, handler: str, ma
         or settings.device_type == "xla"
         or _needs_own_lanes(settings)
         or _switches_engine(archive)
-        or _has_python(archive),
+        or archive.has_python,
     )
 
 
@@ -323,11 +323,6 @@ def _switches_engine(archive: StoredArchive) -> bool:
         return TorchScriptOptions.read(archive.config.raw).quantized_engine is not None
     except ValueError:  # the load reports it
         return False
-
-
-def _has_python(archive: StoredArchive) -> bool:
-    """Return whether the archive contains Python files: one may shadow a built-in handler."""
-    return next(archive.directory.rglob("*.py"), None) is not None
 
 
 def _is_stateful(settings: ModelSettings) -> bool:

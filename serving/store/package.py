@@ -85,6 +85,7 @@ class StoredArchive:
     tensors: Signature | None = None  # the model's inputs and outputs from the archive's signature.json
     signer: str = ""  # who signed the archive; "": signatures are not required
     fingerprint: str = ""  # equal for archives with the same entries: see `_fingerprint`
+    has_python: bool = False  # it contains Python files: one may shadow a built-in handler
     holds_gil: bool = False  # its model is a `.pt2` that holds the GIL on a CPU
 
 
@@ -272,6 +273,7 @@ class Store:
             tensors=archive_signature(directory),
             signer=opened.signer,
             fingerprint=_fingerprint(archive),
+            has_python=any(entry.name.endswith(".py") for entry in archive.entries),
         )
 
     def _extracted(self, archive: Archive) -> Path:

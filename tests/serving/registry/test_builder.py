@@ -3,10 +3,12 @@
 import asyncio
 import io
 import json
+import os
 import threading
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,6 +160,23 @@ def test_a_compiled_model_is_read_in_a_thread(tmp_path: Path, monkeypatch: pytes
     version_of(tmp_path, "minWorkers: 1", exported(), "base_handler")
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
+
+
+def test_the_folders_of_an_archive_are_not_searched_on_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop = []
+    real = os.scandir
+
+    def watched(path: str) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            on_loop.append(str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", watched)
+    version = version_of(tmp_path, "isolation: shared", COMPILED | {"a/b/c.txt": b""}, "base_handler")
+    assert version.origin.isolation == "shared"
+    assert on_loop == []
 
 
 def test_executors_are_numbered_from_initial_worker_port(tmp_path: Path) -> None:
