@@ -44,7 +44,8 @@ class Reconciler:
         """Reconcile the version after a change of its desired state."""
         version.settled.clear()
         if version in self._loads and not (version.wanted and version.target):
-            self._loads.pop(version).cancel()  # the running load is no longer wanted
+            # Running loads are no longer wanted; executors that are to end finish their requests in a drain.
+            self._loads.pop(version).cancel()
         if version not in self._tasks:
             self._tasks[version] = asyncio.ensure_future(self._run(version))
 
@@ -90,19 +91,18 @@ class Reconciler:
         """
         version.retry = False
         version.failure = None
-        # Starting executors may be cancelled; when scaling down, executors have requests to finish.
-        starts = version.target >= version.pool.size
         try:
-            await self._until_unwanted(version, version.pool.resize(version.target), starts)
+            await self._until_unwanted(version, version.pool.resize(version.target))
             if version.state is VersionState.LOADING:
                 version.enter(VersionState.WARMING)
-            await self._until_unwanted(version, version.pool.warm_up(), starts)
+            await self._until_unwanted(version, version.pool.warm_up())
         except LoadFailed as err:
             version.failure = err
         except asyncio.CancelledError:
             if version.wanted:
                 return False
-            version.failure = LoadFailed(f"Model {version.key.name} was unregistered.", "It was loading.")
+            doing = "being scaled" if version.state is VersionState.READY else "loading"
+            version.failure = LoadFailed(f"Model {version.key.name} was unregistered.", f"It was {doing}.")
         except Exception as err:  # a bug: it must be seen, and the version must not load for ever
             logger.exception("loading %s failed unexpectedly", version.key)
             key = version.key
@@ -113,10 +113,8 @@ class Reconciler:
             logger.log(level, "%s", text, extra={"model": version.key.name})
         return True
 
-    async def _until_unwanted(self, version: Version, work: Awaitable[None], may_end: bool) -> None:
-        task = asyncio.ensure_future(work)
-        if may_end:
-            self._loads[version] = task
+    async def _until_unwanted(self, version: Version, work: Awaitable[None]) -> None:
+        self._loads[version] = task = asyncio.ensure_future(work)
         try:
             await task
         finally:

@@ -111,7 +111,8 @@ class WorkerPool:
     async def resize(self, count: int) -> None:
         """Start or stop executors until there are `count`; new ones are loaded, but not in service yet.
 
-        A surplus executor finishes its batches first, and its unfinished requests (see `leaving_ids`).
+        A surplus executor finishes its batches first, and its unfinished requests (see `leaving_ids`). If
+        this is cancelled, it goes on with that until `close`.
 
         Raises:
             LoadFailed: an executor could not be loaded; running executors stay, and new ones that were loaded
@@ -125,7 +126,7 @@ class WorkerPool:
         surplus = [worker for worker in self._workers if worker not in staying]
         self._workers = staying
         self._leaving = dict.fromkeys(surplus, self._settings.now() + self._settings.response_timeout_s)
-        await asyncio.gather(*(worker.retire() for worker in surplus))
+        await asyncio.shield(asyncio.gather(*(worker.retire() for worker in surplus)))
         self._leaving.clear()
         places = self._new_places(count - len(self._workers))
         if self._spec.shares_weights:
@@ -215,6 +216,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Answer the runs inside with `ExecutorDied` and stop the workers."""
-        workers, self._workers = self._workers, []
+        workers, self._workers = [*self._workers, *self._leaving], []
+        self._leaving = {}
         self._count()
         await asyncio.gather(*(worker.close() for worker in workers))

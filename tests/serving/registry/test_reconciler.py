@@ -335,14 +335,40 @@ def test_executors_that_are_taken_away_finish_although_the_version_is_unregister
     async def main() -> None:
         stage = Stage(executors=2)
         await stage.settle()
+        running = AwaitedRequest("a", 0.0)
+        stage.version.batcher.submit(running)
         await stage.begin_to_resize(1)
         stage.version.wanted = False
         stage.reconciler.wake(stage.version)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert (stage.version.state, stage.pool.calls[-1]) == (VersionState.READY, "resize 1")
-        stage.pool.gate.set()
+        assert (stage.version.state, stage.pool.calls[-1]) == (VersionState.DRAINING, "resize 1")
+        stage.pool.run.done(BatchReport([InferResponse(b"whole")]))
+        assert await running.body() == b"whole"
         assert await stage.settle() is VersionState.GONE
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_executors_that_are_taken_away_have_the_time_of_a_drain_and_none_when_the_server_stops(
+    stops: bool,
+) -> None:
+    async def main() -> None:
+        stage = Stage(executors=2)
+        if not stops:
+            stage.reconciler = Reconciler(drain_timeout_s=0.01, on_gone=stage._gone)
+        await stage.settle()
+        running = AwaitedRequest("a", 0.0)
+        stage.version.batcher.submit(running)
+        await stage.begin_to_resize(1)
+        if stops:
+            stage.reconciler.hurry()
+        stage.version.wanted = False
+        stage.reconciler.wake(stage.version)
+        await asyncio.wait_for(stage.version.settled.wait(), 2)
+        assert isinstance(running.future.exception(), CutOff)
+        assert (stage.version.state, stage.pool.calls[-1]) == (VersionState.GONE, "close")
 
     asyncio.run(main())
 

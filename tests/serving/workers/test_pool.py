@@ -589,6 +589,44 @@ def test_scaling_down_lets_the_batch_inside_finish(
     asyncio.run(main())
 
 
+def test_a_worker_that_finishes_its_batch_while_the_pool_shrinks_ends_with_the_pool(
+    make_spec: Callable[..., LoadSpec], make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        spec = make_spec()
+        async with pool_in_service(spec) as pool:
+            waiting, pid = make_sink(), pool.statuses()[0].pid
+            waiting.submit(pool, [make_request("wait")])
+            shrinking = asyncio.ensure_future(pool.resize(0))
+            await asyncio.sleep(0)
+            shrinking.cancel()
+            await asyncio.wait({shrinking})
+            assert not waiting.report.done()
+            await asyncio.wait_for(pool.close(), 30)
+            assert isinstance(await waiting.outcome(), ExecutorDied)
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_crashes_after_the_shrinking_of_its_pool_was_cancelled_answers_its_batch(
+    make_spec: Callable[..., LoadSpec], make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_spec()) as pool:
+            waiting, pid = make_sink(), pool.statuses()[0].pid
+            waiting.submit(pool, [make_request("wait")])
+            await asyncio.sleep(0.2)  # it has begun
+            shrinking = asyncio.ensure_future(pool.resize(0))
+            await asyncio.sleep(0)
+            shrinking.cancel()
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(await waiting.outcome(), ExecutorDied)
+
+    asyncio.run(main())
+
+
 def test_what_a_handler_prints_is_logged_with_its_model(
     make_spec: Any, make_sink: Any, make_request: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
