@@ -193,6 +193,26 @@ def test_a_store_at_any_endpoint_is_taken_whose_port_is_open(
     assert {"name": "AWS_ENDPOINT_URL", "value": endpoint} in fetch["env"]
 
 
+def test_the_agents_that_give_workload_identities_are_reached_as_documented(
+    rendered: Callable[[Object], dict[str, Object]], root: Path
+) -> None:
+    text = (root / "docs/kubernetes.md").read_text().partition("\nA workload identity of AWS")[2]
+    values = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    objects = rendered({**values, "modelStore": {"type": "gcs", "gcs": {"uri": "gs://models/production"}}})
+
+    egress = objects["NetworkPolicy/rel-torchere"]["spec"]["egress"]
+    opened = {
+        (peer["ipBlock"]["cidr"], port["port"])
+        for rule in egress
+        for peer in rule.get("to", ())
+        for port in rule["ports"]
+        if "ipBlock" in peer
+    }
+    assert opened == {("169.254.169.252/32", 988), ("169.254.169.254/32", 80), ("169.254.170.23/32", 80)}
+    assert {"ports": [{"protocol": "TCP", "port": 443}]} in egress
+    assert "worker_sandbox=strict" in objects["ConfigMap/rel-torchere"]["data"]["config.properties"]
+
+
 def test_helm_test_gets_through_a_narrow_network_policy_and_is_no_server(
     rendered: Callable[[Object], dict[str, Object]],
 ) -> None:
