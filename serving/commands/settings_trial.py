@@ -73,9 +73,11 @@ def _problems(settings: ServerSettings) -> Iterator[_Problem]:
 
 
 def _folders(settings: ServerSettings) -> Iterator[_Problem]:
-    for key, folder in (("model_store", settings.model_store), ("workflow_store", settings.workflow_store)):
-        if folder is not None and not os.path.isdir(folder):
-            yield key, _level(folder), _absent(folder, "the start is refused; make the folder")
+    store, workflows = settings.model_store, settings.workflow_store
+    if store is not None and not os.path.isdir(store):
+        yield "model_store", _level(store), _absent(store, "the start is refused; make the folder")
+    if workflows is not None and not os.path.isdir(workflows):  # of the option alone the start looks for it
+        yield "workflow_store", "warning", _absent(workflows, "no workflow can be registered; make it")
     audit = settings.audit_log
     if audit is not None and not os.path.isdir(audit.absolute().parent):
         yield "audit_log", _level(audit.absolute().parent), _absent(audit.parent, "the start is refused")

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from torchere.serving.commands import cli
+from torchere.serving.commands.serve_options import LaunchRefused, plan_from
 
 USELESS = {
     "model_store": ("none", "error", "the start is refused; make the folder"),
-    "workflow_store": ("none", "error", "the start is refused; make the folder"),
+    "workflow_store": ("none", "warning", "no workflow can be registered; make it"),
     "audit_log": ("/no-such-folder/below/audit.log", "warning", "the start is refused"),
     "metrics_config": ("broken.yaml", "error", "not YAML"),
     "token_keys_file": ("broken.json", "error", "The file of token_keys_file can't be used."),
@@ -53,6 +54,22 @@ def test_a_value_that_can_not_work_is_named_with_what_happens(
     assert f"{level}: " in report
     assert text in report
     assert status == (1 if level == "error" else 0)
+
+
+@pytest.mark.parametrize("key", ["model_store", "workflow_store"])
+def test_a_store_that_is_missing_is_an_error_if_the_start_is_refused_and_else_a_warning(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"model_store": "store", "workflow_store": "store", key: "none"}
+    status, report = checked("".join(f"{each}={value}\n" for each, value in values.items()), capsys)
+    arguments = ["serve", "--ncs", "--ts-config", "c.properties"]
+    try:
+        plan_from(cli._parser(arguments).parse_args(arguments), {})
+    except LaunchRefused:
+        assert status == 1
+    else:
+        assert status == 0
+        assert "the start is refused" not in report
 
 
 @pytest.mark.parametrize(("limit", "warned"), [("200MiB", True), ("230MiB", False), ("0", False)])
