@@ -13,7 +13,7 @@ from torchere.serving.batching.request import Protocol, Request
 from torchere.serving.errors import ServingError
 from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.predictions import Operation
+from torchere.serving.telemetry.numbers import Operation
 
 CLIENT_GONE = 499  # a non-standard but common HTTP status; only telemetry sees it, it is never sent
 CANCELLED: dict[Protocol, str | int] = {"rest": CLIENT_GONE, "grpc": "CANCELLED"}

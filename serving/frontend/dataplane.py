@@ -24,7 +24,7 @@ from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.model_facts import ModelFacts, facts_of
 from torchere.serving.registry.version import Version, VersionState, condition
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.predictions import Operation
+from torchere.serving.telemetry.numbers import Operation
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, ModelKey, StreamedResponse
 
 if TYPE_CHECKING:

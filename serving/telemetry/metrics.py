@@ -25,12 +25,12 @@ from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, ex
 from torchere.serving.telemetry.numbers import (
     TOO_LARGE,
     Listener,
+    Predicted,
     ServerNumbers,
     VersionNumbers,
     VersionSnapshot,
     refusal_reason,
 )
-from torchere.serving.telemetry.predictions import Predicted
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S
 from torchere.serving.telemetry.scrape import ClientNumbers, Exposure, Extent, States

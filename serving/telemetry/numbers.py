@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,9 +36,6 @@ from torchere.serving.errors import (
 from torchere.serving.telemetry.distributions import Distributions, Histogram
 from torchere.serving.telemetry.saturation import BusyTime, LoadSample
 from torchere.serving.telemetry.stages import COLUMNS, MARKS, Marks, row_of, rows_of
-
-if TYPE_CHECKING:
-    from torchere.serving.telemetry.predictions import Predicted
 
 WAITING_STAGES = ("queue", "executor")  # the stage of a prediction that ended without a response
 UNREAD = "unread"  # a streamed response that was cancelled because its client read too slowly
@@ -84,6 +81,33 @@ class Dequeued(Protocol):
     """A request with the time at which it was dispatched to an executor."""
 
     dequeued_s: float  # 0: not dispatched
+
+
+class Operation(NamedTuple):
+    """The name of a request's span, and attributes of it, in OpenTelemetry's words for HTTP or RPC."""
+
+    name: str
+    attributes: Mapping[str, str | int]
+
+
+class Predicted(Marks, Protocol):
+    """The parts of a prediction that telemetry reads; `batching/request.py` implements it."""
+
+    request_id: str
+    meter: VersionNumbers | None  # None: no version was found
+    counted: bool  # whether its end has been counted
+    error: ServingError | None  # that its client was told
+
+    @property
+    def protocol(self) -> str:
+        """`rest` or `grpc`."""
+
+    @property
+    def open(self) -> bool:
+        """Whether its answer is incomplete; it may be in further batches then."""
+
+    def operation(self) -> Operation:
+        """Return the request as its protocol names it."""
 
 
 class Tally:

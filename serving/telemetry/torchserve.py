@@ -20,8 +20,7 @@ from torchere.serving.logs.files import AccessFormatter, RotatingFile
 from torchere.serving.telemetry.catalogue import Families, Family, help_text, updater
 from torchere.serving.telemetry.declared import DeclaredMetric
 from torchere.serving.telemetry.exposition import java_double
-from torchere.serving.telemetry.numbers import Listener, ServerNumbers, Tally, VersionNumbers
-from torchere.serving.telemetry.predictions import Predicted
+from torchere.serving.telemetry.numbers import Listener, Predicted, ServerNumbers, Tally, VersionNumbers
 
 DEFAULT_VERSION = "default"  # label value of requests without a version
 REQUESTS = "ts_inference_requests_total"

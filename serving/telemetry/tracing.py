@@ -23,7 +23,7 @@ from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, Statu
 from opentelemetry.trace.span import NonRecordingSpan, TraceState
 
 from torchere.serving.logs.trace_context import TraceContext
-from torchere.serving.telemetry.predictions import Predicted
+from torchere.serving.telemetry.numbers import Predicted
 from torchere.serving.telemetry.stages import STAGES, stages_of
 
 MAX_REMEMBERED = 10_000  # span contexts of requests whose batch has not been reported

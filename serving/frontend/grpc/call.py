@@ -31,7 +31,7 @@ from torchere.serving.frontend.http2.stream import Encoded, Stream
 from torchere.serving.logs.access_lines import access_log
 from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.predictions import Operation
+from torchere.serving.telemetry.numbers import Operation
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
 
 if TYPE_CHECKING:

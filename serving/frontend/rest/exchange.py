@@ -29,7 +29,7 @@ from torchere.serving.frontend.rest.wire import (
     missing,
 )
 from torchere.serving.logs.access_lines import access_log
-from torchere.serving.telemetry.predictions import Operation
+from torchere.serving.telemetry.numbers import Operation
 from torchere.serving.telemetry.stages import server_timing
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.server import open_tracing
 from torchere.serving.telemetry import tracing
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.predictions import Operation
+from torchere.serving.telemetry.numbers import Operation
 from torchere.serving.telemetry.stages import STAGES
 from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider
 
