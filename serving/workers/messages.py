@@ -5,7 +5,8 @@ against the types below, so any other message from a worker is detected at once.
 ends are of the same release, so the layout may change between releases.
 
 Values and answers of more than `LARGE_BYTES` follow their frame as raw bytes. As a part of the message each
-would be copied once more on either side.
+would be copied once more on either side. Smaller values follow it, too, if they would make a frame long: a
+lane writes its begin mark behind the frame, and before it takes memory for raw bytes.
 
 The control socket carries load steps and heartbeats, which no batch delays. Each lane has its own data
 socket, on which the server sends it batches. With one socket for all lanes, each batch would wake two lanes:
@@ -17,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -40,6 +42,8 @@ from torchere.serving.workers.frames import HEADER, MAX_FRAME_BYTES, Parts
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 32_768
+_INLINE_BYTES = 2**20  # of values in the frame of a run; further ones are raw
+_TINY_BYTES = 64  # never raw: the place of a raw value takes more memory
 # A worker's frames are decoded on the server's event loop, hostile ones in 0.1 us a byte. These bound that
 # time, and what the server has to hold.
 REPORT_BYTES = 2**22
@@ -244,20 +248,22 @@ def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> Parts:
     Raises:
         ValueError, MemoryError: the batch is too large to be sent.
     """
-    rows, large, parts = [], [], [bytearray()]
+    rows, large, parts, left = [], [], [bytearray()], _INLINE_BYTES
     for index, one in enumerate(requests):
         parameters = one.parameters
         for at, parameter in enumerate(parameters):
-            if len(parameter.value) > LARGE_BYTES:
-                large.append((index, at, len(parameter.value)))
+            size = len(parameter.value)
+            if size > LARGE_BYTES or left < size > _TINY_BYTES:
+                large.append((index, at, size))
                 parts.append(parameter.value)
-                parameters = [
-                    *parameters[:at],
-                    Parameter(parameter.name, b"", parameter.content_type),
-                    *parameters[at + 1 :],
-                ]
+                if parameters is one.parameters:
+                    parameters = list(parameters)
+                parameters[at] = Parameter(parameter.name, b"", parameter.content_type)
+            else:
+                left -= size
         rows.append((one.request_id, parameters, one.headers, one.deadline_s, one.priority))
-    _check_sum(large)
+    if large:
+        _check_sum(large)
     parts[0] = encode_frame((_RUN_TAG, run_id, place, rows, large))
     return parts
 
@@ -312,9 +318,7 @@ def most_report_bytes(spec: LoadSpec) -> int:
     A report has an answer of up to `LARGE_BYTES` for each request, headers, and metrics. A part of a streamed
     answer may be as long as what its client may leave unread.
     """
-    return min(
-        MAX_FRAME_BYTES, REPORT_BYTES + 4 * spec.batch_size * LARGE_BYTES + 2 * spec.max_response_bytes
-    )
+    return min(MAX_FRAME_BYTES, _most_done_bytes(spec.batch_size) + 2 * spec.max_response_bytes)
 
 
 def _check_sum(large: Sequence[tuple[int, ...]]) -> int:
@@ -324,21 +328,20 @@ def _check_sum(large: Sequence[tuple[int, ...]]) -> int:
             raise ValueError(f"{each} is no large value")
         total += each[-1]
     if total > MAX_FRAME_BYTES:
-        raise ValueError(
-            f"large values of {total} bytes are over the {MAX_FRAME_BYTES} bytes that may be sent"
-        )
+        raise ValueError(f"large values of {total} bytes, expected at most {MAX_FRAME_BYTES}")
     return total
 
 
 def run_with_raw(run: Run, raw: memoryview) -> Run:
     """Return a run with the raw values that followed its frame."""
     requests, start = list(run.requests), 0
-    for index, at, size in run.large:
+    for index, of_request in groupby(run.large, lambda each: each[0]):
         parameters = list(requests[index].parameters)
-        value: Any = raw[start : start + size]
-        parameters[at] = Parameter(parameters[at].name, value, parameters[at].content_type)
+        for _, at, size in of_request:
+            value: Any = raw[start : start + size]
+            parameters[at] = Parameter(parameters[at].name, value, parameters[at].content_type)
+            start += size
         requests[index] = msgspec.structs.replace(requests[index], parameters=tuple(parameters))
-        start += size
     return Run(run.run_id, run.place, tuple(requests))
 
 
@@ -492,7 +495,6 @@ def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
         return Cancelled()
     if outcome.code == ExecutorDied.code:
         return ExecutorDied(outcome.detail)
-    kind = _KINDS.get(outcome.code)
-    if kind is not None:
+    if (kind := _KINDS.get(outcome.code)) is not None:
         return kind(outcome.message, outcome.detail)
     return HandlerFailed(outcome.message, outcome.status, outcome.detail)

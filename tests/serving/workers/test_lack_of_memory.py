@@ -1,4 +1,7 @@
-"""Lack of memory, as torch and what it stands on tell it."""
+"""Lack of memory: as torch and what it stands on tell it, and for the values of a run."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -53,3 +56,34 @@ def test_torch_on_a_cpu_says_so_in_a_text(*, compiled: bool) -> None:
 )
 def test_other_errors_of_a_gpu_are_no_lack_of_memory(err: Exception) -> None:
     assert not lacks_memory(err)
+
+
+RECEIVES = """
+import os, resource, socket
+from torchere.serving.types import InferRequest, Parameter
+from torchere.serving.workers import frames, lanes, messages
+
+parameters = tuple(Parameter(str(number), bytes(32_000)) for number in range(6000))
+frames.room_for(1)
+server, worker = socket.socketpair()
+if os.fork() == 0:
+    worker.close()
+    frames.send_all(server, messages.encode_run(7, 0, [InferRequest("id", parameters)]))
+    os._exit(0)
+server.close()
+del parameters
+with open("/proc/self/status") as status:
+    used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * 2**20,) * 2)
+begun = []
+run = lanes.next_run(frames.FrameReader(worker), begun.append)
+print(len(begun), run.run_id, len(run.large) > 5000)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_many_small_values_without_room_have_their_run_begun_and_leave_the_worker() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", RECEIVES], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout.split() == ["1", "7", "True"]

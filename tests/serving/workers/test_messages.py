@@ -75,6 +75,15 @@ def test_large_values_of_a_batch_follow_its_frame() -> None:
     assert run_with_raw(run, memoryview(b"".join(raw))) == Run(7, 3, requests)
 
 
+def test_many_small_values_follow_the_frame_of_their_run_where_they_would_make_it_long() -> None:
+    tiny, small = Parameter("tiny", b"t"), Parameter("small", bytes(range(250)) * 100, "text/plain")
+    requests = tuple(InferRequest(name, (tiny, *[small] * 100, tiny)) for name in "ab")
+    frame, *raw = encode_run(7, 3, requests)
+    assert (len(raw), len(frame) < 2**20 + 10_000) == (200 - 2**20 // 25_000, True)
+    run = data_to_worker.decode(payload(frame))
+    assert run_with_raw(run, memoryview(b"".join(raw))) == Run(7, 3, requests)
+
+
 def done_of(message: bytes) -> Done:
     done = data_from_worker.decode(message)
     assert isinstance(done, Done)
