@@ -272,11 +272,11 @@ class Worker:
             raise
 
     def _drop(self, executor_ids: Sequence[int], process: WorkerProcess, err: BaseException) -> None:
-        """Remove lanes that failed to load; replace the process if they are still loading."""
+        """Remove lanes that did not load; replace the process if they took too long."""
         self._statuses = [status for status in self._statuses if status.executor_id not in executor_ids]
-        if isinstance(err, asyncio.TimeoutError | asyncio.CancelledError) and process is self._process:
-            self._replace_process(Loss(LossKind.TIMEOUT, "a lane did not load in time"))
-        if isinstance(err, asyncio.TimeoutError):
+        if isinstance(err, asyncio.TimeoutError):  # not if the load was cancelled: the version ends its runs
+            if process is self._process:
+                self._replace_process(Loss(LossKind.TIMEOUT, "a lane did not load in time"))
             spec, loss = self._settings.spec, loss_of_slow_load(self._settings.startup_timeout_s)
             raise LoadFailed.of(spec.model_name, spec.model_version, loss.cause, False) from None
 

@@ -22,6 +22,8 @@ HANDLER = """
         def initialize(self, context):
             if os.path.exists("refuse"):
                 raise RuntimeError("refused")
+            while os.path.exists("slow"):
+                time.sleep(0.005)
             self.folder = context.system_properties["model_dir"]
 
         def handle(self, data, context):
@@ -369,6 +371,31 @@ def test_lanes_that_do_not_load_leave_those_that_serve(
             after = make_sink()
             after.submit(pool, [make_request("hi")])
             assert (await after.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_lanes_whose_load_is_given_up_leave_those_that_serve(
+    lanes_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(lanes_spec()) as pool:
+            folder = Path(pool._spec.archive_dir)
+            busy, after = make_sink(), make_sink()
+            busy.submit(pool, [make_request("until gate")])
+            (folder / "slow").touch()
+            scaling = asyncio.ensure_future(pool.resize(2))
+            await until(lambda: pool.size == 2)
+            scaling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await scaling
+            assert (pool.size, pool.in_service) == (1, 1)
+            (folder / "slow").unlink()
+            (folder / "gate").touch()
+            assert (await busy.outcome()).body == b"until gate!"
+            after.submit(pool, [make_request("hi")])
+            assert (await after.outcome()).body == b"hi!"
+            assert pool.statuses()[0].losses == 0
 
     asyncio.run(main())
 
