@@ -383,7 +383,7 @@ class Worker:
 
     async def _supervise(self) -> None:
         """Restart the process after each loss, until the worker is closed or the restart rule gives up."""
-        while not self._retiring:
+        while not self._retiring and self.state is not ExecutorState.FAILED:
             # Shielded: cancelling this task must not cancel the shared future.
             loss = await asyncio.shield(self._over)
             if self._retiring:
@@ -394,8 +394,6 @@ class Worker:
                 self._change(state=ExecutorState.FAILED)
             self._restarting = False
             self._settings.on_free()  # also after giving up, so that waiting requests are answered
-            if self.state is ExecutorState.FAILED:
-                return
 
     async def _restart(self) -> bool:
         settings = self._settings
@@ -467,6 +465,8 @@ class Worker:
     async def retire(self) -> None:
         """Finish the runs inside, then stop."""
         self._retiring = True
+        if self._ending:  # they finish theirs, for one response time-out
+            await asyncio.wait(self._ending)
         while self._process.inside and not self._process.lost.done():
             self._emptied.clear()
             emptied = asyncio.ensure_future(self._emptied.wait())

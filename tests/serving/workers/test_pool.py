@@ -259,6 +259,42 @@ def test_a_coroutine_that_hangs_costs_its_process_only_if_it_does_not_end_when_c
     asyncio.run(main())
 
 
+def test_a_worker_that_is_to_end_lets_the_process_it_has_replaced_finish_its_runs(
+    make_spec: Any, make_sink: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+        import asyncio, os
+        from torchere.handlers import send_intermediate_predict_response
+        class Handler:
+            def initialize(self, context): pass
+            async def handle(self, data, context):
+                while not os.path.exists("go"):
+                    try:
+                        await asyncio.sleep(0.05 if bytes(data[0]["body"]) == b"stream" else 3600)
+                    except asyncio.CancelledError:
+                        continue
+                    send_intermediate_predict_response(["part"], context.request_ids, "", 200, context)
+                return ["end"]
+    """
+    monkeypatch.setattr(worker, "CANCEL_GRACE_S", 0.1)
+
+    async def main() -> None:
+        spec = make_spec(source, at_once=8)
+        async with pool_in_service(spec, count=2, response_timeout_s=2.0) as pool:
+            first, (stream, hung) = pool._workers[0], (make_sink(), make_sink())
+            for sink, word in ((stream, "stream"), (hung, "hang")):
+                sink.submit(pool, [make_request(word)], executor_id=first.first_id)
+            await until(lambda: first._ending)
+            scaling = asyncio.ensure_future(pool.resize(1))
+            await until(lambda: pool.size == 1)
+            Path(spec.archive_dir, "go").touch()
+            assert (await stream.outcome()).body == b"end"
+            await scaling
+            assert first not in pool._workers
+
+    asyncio.run(main())
+
+
 def test_coroutines_that_hang_are_answered_after_their_own_response_timeout(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
