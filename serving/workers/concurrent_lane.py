@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,12 +44,13 @@ class LaneOfProcess(Protocol):
 class _Running:
     """One run under way: its task, and the parts of its answer that wait for its client."""
 
-    __slots__ = ("has_begun", "is_cancelled", "place", "run_id", "task", "waiting")
+    __slots__ = ("has_begun", "is_cancelled", "place", "run_id", "sending", "task", "waiting")
 
     def __init__(self, message: Run) -> None:
         self.run_id, self.place = message.run_id, message.place
         self.task: asyncio.Task[None] | None = None
         self.waiting: deque[Parts] = deque()
+        self.sending = threading.Lock()  # handlers may send parts from their own threads
         self.has_begun = self.is_cancelled = False
 
 
@@ -145,8 +147,9 @@ class ConcurrentLane:
 
     def _send_waiting(self, running: _Running) -> None:
         """Send the parts that wait, unless the server holds them back."""
-        while running.waiting and not self._page.is_held(running.place):
-            self._lane.send(running.waiting.popleft())
+        with running.sending:  # over both steps, for parts go out in their order
+            while running.waiting and not self._page.is_held(running.place):
+                self._lane.send(running.waiting.popleft())
 
     def _look(self) -> None:
         """Cancel the runs whose client has left, and send the parts that were held back."""

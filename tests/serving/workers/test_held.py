@@ -1,6 +1,7 @@
 """Executors whose client has much to take: they wait with the next part, and their time does not run."""
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from pools import pool_in_service, until
 
 from torchere.serving.errors import Cancelled, ExecutorDied, HandlerFailed
-from torchere.serving.types import InferRequest, Parameter
+from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers import messages
 from torchere.serving.workers.concurrent_lane import ConcurrentLane
 from torchere.serving.workers.executor import BatchReport
@@ -174,6 +175,36 @@ def test_a_coroutine_that_fails_outside_of_its_handler_has_a_report():
         done = messages.data_from_worker.decode(sent[0][0][HEADER.size :])
         assert isinstance(done, messages.Done)
         assert isinstance(messages.report_from_done(done, 1).outcomes[0], HandlerFailed)
+
+    asyncio.run(main())
+
+
+def test_parts_that_were_held_back_and_those_of_a_handlers_thread_keep_their_order():
+    is_held, is_overtaken = threading.Event(), threading.Event()
+    sent: list[Any] = []
+
+    async def run_beside(request, send_part, is_unwanted):
+        is_held.set()
+        for number in b"01":
+            send_part(0, InferResponse(bytes([number])))
+        is_held.clear()
+        await asyncio.to_thread(send_part, 0, InferResponse(b"2"))
+        return BatchReport([InferResponse(b"3")])
+
+    def send(parts):
+        if not sent and threading.current_thread() is not threading.main_thread():
+            is_overtaken.wait(0.5)  # the loop looks meanwhile
+        sent.append(messages.data_from_worker.decode(parts[0][HEADER.size :]))
+        is_overtaken.set()
+
+    async def main():
+        concurrent: Any = concurrent_lane(run_beside, sent)
+        concurrent._lane.send = send
+        concurrent._page.is_held = lambda _: is_held.is_set()
+        concurrent._page.all_cancelled = lambda *_: False
+        concurrent._take()
+        await until(lambda: len(sent) == 4, 10)
+        assert [part.part.body for part in sent[:3]] == [b"0", b"1", b"2"]
 
     asyncio.run(main())
 
