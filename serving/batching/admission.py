@@ -205,10 +205,14 @@ class Admission(ABC):
         if self._pumping_soon:
             return
         if self._takes_company:
-            self._pumping_soon = True
-            self._loop.call_soon(self._pump_now)
+            self._pump_soon()
         else:
             self.pump()
+
+    def _pump_soon(self) -> None:
+        if not self._pumping_soon:
+            self._pumping_soon = True
+            self._loop.call_soon(self._pump_now)
 
     def _pump_now(self) -> None:
         self._pumping_soon = False

@@ -92,6 +92,8 @@ class Batcher(Admission):
     def _remove(self, request: Request) -> None:
         if request.running is None:
             self._queue.remove(request)
+            if request.suspect:  # those behind it need no process for themselves
+                self._pump_soon()  # not now: a request may leave in the midst of a dispatch
 
     def _waiting(self) -> list[Request]:
         return list(self._queue)

@@ -1046,6 +1046,19 @@ async def test_a_suspect_waits_until_nothing_else_is_in_its_process() -> None:
 
 
 @run
+async def test_requests_behind_a_suspect_run_when_it_leaves_the_queue() -> None:
+    stage = Stage(BatchSettings(), executors=2, lanes=True)
+    await suspected(stage, "poison")
+    stage.submit("neighbour")
+    suspect = stage.submit("suspect", content="poison")
+    stage.submit("behind")
+    assert (stage.pool.free, stage.running) == (1, [["neighbour"]])
+    stage.batcher.withdraw(suspect)
+    await asyncio.sleep(0)
+    assert stage.running == [["neighbour"], ["behind"]]
+
+
+@run
 async def test_a_suspect_that_is_given_back_waits_for_an_empty_process_again() -> None:
     stage = Stage(BatchSettings(), executors=2, lanes=True)
     await suspected(stage, "poison")
