@@ -183,7 +183,10 @@ class GroupHost:
         """
         now_s = time.monotonic()
         left_out = {at for at, request in enumerate(requests) if request.deadline_s <= now_s}.union(gone)
-        requests = [msgspec.structs.replace(request, deadline_s=NO_DEADLINE) for request in requests]
+        requests = [
+            request if at in left_out else msgspec.structs.replace(request, deadline_s=NO_DEADLINE)
+            for at, request in enumerate(requests)
+        ]
         together = [request for at, request in enumerate(requests) if at not in left_out]
         follows = bool(together) and self._spec.parallel_type != "pp"
         if follows:
@@ -193,7 +196,7 @@ class GroupHost:
             parts = encode_run(self._last_run_id, 0, together)
             for rank in self._ranks:
                 rank.send(parts)
-        report = self._host.run(requests, send_partial, sorted(left_out))
+        report = self._host.run(requests, send_partial, gone)
         self._runs = False
         if follows:
             failed = any(

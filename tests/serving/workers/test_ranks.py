@@ -166,13 +166,18 @@ def test_with_pp_only_rank_0_gets_the_requests(make_group, make_sink, make_reque
 
 def test_requests_that_are_late_or_cancelled_are_run_by_no_rank(make_group, make_sink, make_request) -> None:
     async def main() -> None:
-        async with pool_in_service(make_group(batch_size=3)) as pool:
+        spec = make_group(batch_size=3)
+        async with pool_in_service(spec) as pool:
             sink = make_sink()
+            await waiting_in(pool, make_sink(), spec, make_request("wait"))
             late = make_request("sum")
             late = type(late)(late.request_id, late.parameters, deadline_s=0.001)
-            sink.submit(pool, [late, make_request("sum")])
+            sink.submit(pool, [late, make_request("sum"), make_request("sum")])
+            sink.run.cancel(2)
+            Path(spec.archive_dir, "go").touch()
             report = await asyncio.wait_for(sink.report, 30)
-            assert report.outcomes[1].body == b"sum 6"  # of one request: 12 would be of two
+            assert report.outcomes[1].body == b"sum 6"  # of one request: 18 would be of three
+            assert [report.outcomes[at].code for at in (0, 2)] == ["deadline_exceeded", "cancelled"]
             last = make_sink()
             last.submit(pool, [make_request("sum")])
             assert (await last.outcome()).body == b"sum 6"
