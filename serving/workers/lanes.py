@@ -161,7 +161,10 @@ def next_run(batches: FrameReader, begin: Callable[[Run], None]) -> Run | None:
             return run if batches.drop(count) else None
     except OSError:  # reset
         return None
-    return None if raw is None else run_with_raw(run, raw)
+    try:
+        return None if raw is None else run_with_raw(run, raw)
+    except MemoryError:  # of many values each takes some more
+        return run
 
 
 def report_without_room(run: Run) -> BatchReport:

@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from torchere.serving.types import InferRequest, Parameter
+from torchere.serving.workers import lanes, messages
+from torchere.serving.workers.frames import HEADER
 from torchere.serving.workers.plain import lacks_memory
 
 GpuError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)  # torch has it from 2.8 on
@@ -87,3 +92,16 @@ def test_many_small_values_without_room_have_their_run_begun_and_leave_the_worke
         [sys.executable, "-c", RECEIVES], capture_output=True, text=True, timeout=60, check=True
     )
     assert ended.stdout.split() == ["1", "7", "True"]
+
+
+def test_values_that_are_received_and_cannot_be_handed_on_leave_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_room(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(lanes, "run_with_raw", without_room)
+    frame, raw = messages.encode_run(7, 0, [InferRequest("id", (Parameter("body", bytes(10**6)),))])
+    batches: Any = SimpleNamespace(next=lambda: frame[HEADER.size :], raw=lambda count: raw)
+    run = lanes.next_run(batches, lambda _: None)
+    assert run is not None and run.large
