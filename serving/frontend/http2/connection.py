@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter
 from typing import Any, cast
 
 from torchere.serving.access.identity import subjects_of
@@ -448,15 +447,21 @@ class Connection(asyncio.BufferedProtocol):
         if not self._reader.greeted:
             self.abort()
 
-    def _incomplete_progress(self) -> dict[int, tuple[int, int]]:
-        """Return the messages and bytes that arrived of each incomplete call."""
-        waiting = filter(attrgetter("waits_for_client"), self._streams.values())
-        return {stream.id: (stream.messages, stream.arrived_bytes) for stream in waiting}
+    def _incomplete_progress(self) -> dict[int, tuple[int, int, bool]]:
+        """Return messages and bytes that arrived of each call that may send more, and if it waits for them.
 
-    def _has_stalled(self, before: tuple[int, int], now: tuple[int, int]) -> bool:
+        A call that owes nothing counts, too: it may begin a message later, and nothing starts a check then.
+        """
+        open_calls = (stream for stream in self._streams.values() if stream.remote_open and not stream.ended)
+        return {
+            stream.id: (stream.messages, stream.arrived_bytes, stream.waits_for_client)
+            for stream in open_calls
+        }
+
+    def _has_stalled(self, before: tuple[int, int, bool], now: tuple[int, int, bool]) -> bool:
         """Tell whether a call has received no message, and too few bytes, since the last check."""
         least = max(1.0, self._listener.min_upload_rate * INCOMPLETE_TIMEOUT_S)
-        return now[0] == before[0] and now[1] - before[1] < least
+        return before[2] and now[2] and now[0] == before[0] and now[1] - before[1] < least
 
     def _end_incomplete(self, stalled: Collection[int]) -> None:
         """End incomplete calls that received too little since the last check."""

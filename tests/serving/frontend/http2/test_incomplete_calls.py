@@ -139,6 +139,18 @@ def test_a_client_may_be_silent_between_two_messages_of_a_stream(run, http2):
 
 
 @pytest.mark.usefixtures("impatient")
+def test_a_message_that_stops_coming_after_a_silence_is_not_waited_for(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            stream_id = peer.begin("/many", b"one", end=False)
+            await asyncio.sleep(2.5 * TIMEOUT_S)
+            peer.say(stream_id, b"\0\0\0\0\5abc")
+            return await asyncio.wait_for(peer.answered(stream_id), 20 * TIMEOUT_S)
+
+    assert run(main()).status == DEADLINE_EXCEEDED
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_client_that_waits_for_us_or_for_its_answer_owes_nothing(run, http2):
     async def main():
         async with http2.listener() as served, http2.peer(served) as peer:
