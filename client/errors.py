@@ -49,7 +49,7 @@ class AnswerError(ClientError):
     def __init__(
         self,
         message: str,
-        status: int,
+        status: int = 0,  # always given, except by pickle, which calls with the message and sets the rest
         *,
         kind: str = "",
         detail: str = "",

@@ -1,4 +1,6 @@
+import copy
 import json
+import pickle
 
 import pytest
 
@@ -103,3 +105,17 @@ def test_a_request_that_is_too_large_is_called_so_where_nothing_else_is_said() -
 def test_too_late_is_caught_as_a_deadline_too() -> None:
     with pytest.raises(e.DeadlineExceeded):
         raise refusal(answer(504, {"message": "late"}))
+
+
+def test_every_error_comes_whole_from_another_process() -> None:
+    errors: list[e.ClientError] = [e.ConnectionFailed("no connection", refused=True)]
+    for made in vars(e).values():
+        if isinstance(made, type) and issubclass(made, e.AnswerError):
+            errors.append(made("why", 500, kind="X", detail="y", request_id="abc", retry_after_s=7.0))
+        elif isinstance(made, type) and issubclass(made, e.ClientError):
+            errors.append(made("why"))
+    for error in errors:
+        for found in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert type(found) is type(error)
+            assert (str(found), vars(found)) == (str(error), vars(error))
+    assert len(errors) > 12
