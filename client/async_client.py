@@ -48,7 +48,9 @@ class AsyncClient:
             retries=retries or Retries(),
             headers=headers or {},
         )
-        self._transport = Awaiting(settings, httpx.AsyncClient(transport=transport, limits=LIMITS))
+        self._transport = Awaiting(
+            settings, httpx.AsyncClient(transport=transport, limits=LIMITS, mounts=settings.direct())
+        )
 
     async def __aenter__(self) -> AsyncClient:
         return self

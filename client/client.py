@@ -41,7 +41,8 @@ class Client:
         timeout_s: the default for calls without a `timeout_s`; None waits without limit.
         retries: the retry policy.
         headers: sent with every call; the headers of a single call take precedence.
-        transport: an httpx transport, for certificates, Unix sockets, proxies or tests; None is the default.
+        transport: an httpx transport, for certificates, Unix sockets, proxies or tests; None is the default,
+            which uses the proxy of the environment (`HTTP_PROXY`), except for a server here.
 
     Example:
         with Client(token=key) as client:
@@ -71,7 +72,9 @@ class Client:
             retries=retries or Retries(),
             headers=headers or {},
         )
-        self._transport = Blocking(settings, httpx.Client(transport=transport, limits=LIMITS))
+        self._transport = Blocking(
+            settings, httpx.Client(transport=transport, limits=LIMITS, mounts=settings.direct())
+        )
 
     def __enter__(self) -> Client:
         return self

@@ -38,7 +38,7 @@ def find_key(
     variable = VARIABLES[role]
     if environ.get(variable):
         return FoundKey(environ[variable], variable)
-    return read_key(KEY_FILE, role) if _is_loopback(address) and KEY_FILE.is_file() else None
+    return read_key(KEY_FILE, role) if is_loopback(address) and KEY_FILE.is_file() else None
 
 
 def read_key(path: Path, role: Role = "inference") -> FoundKey:
@@ -60,7 +60,8 @@ def read_key(path: Path, role: Role = "inference") -> FoundKey:
         ) from err
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether the host of a URL is this machine, by its address or as localhost."""
     host = address.rpartition("://")[2].partition("/")[0].rpartition("@")[2]
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:

@@ -15,7 +15,7 @@ import httpx
 
 from torchere.client.errors import ClientError, ConnectionFailed, DeadlineExceeded, Unavailable
 from torchere.client.exchange import Answer, Api, Operation, Request, Result, merged, refusal
-from torchere.client.key_file import Role, find_key
+from torchere.client.key_file import Role, find_key, is_loopback
 
 TIMEOUT_HEADER = "x-torchere-timeout-ms"
 LIMITS = httpx.Limits()  # one connection per running call; httpx's default limit is 100 connections
@@ -123,6 +123,15 @@ class Settings:
             if token is not None:
                 bearer(token)
         self.seconds(None)
+
+    def direct(self) -> dict[str, None]:
+        """Return httpx's mounts that call servers of this machine without the proxy of the environment.
+
+        The proxy must not get the key of a key file, and to it such an address means its own machine.
+        """
+        addresses = (self.address, self.management_address)
+        hosts = [httpx.URL(address).netloc.decode() for address in addresses if is_loopback(address)]
+        return {f"all://{host}": None for host in hosts}
 
     def url(self, request: Request) -> str:
         """Return the URL of a request."""

@@ -1,13 +1,15 @@
 """What only real sockets show: nobody listens, an answer breaks off, an answer drips."""
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 import pytest
 
-from torchere.client import Client, ConnectionFailed, DeadlineExceeded, Retries
+from torchere.client import AsyncClient, Client, ConnectionFailed, DeadlineExceeded, Retries
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n"
 
@@ -16,6 +18,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n"
 def peer(answer: bytes, wait: threading.Event | None = None) -> Iterator[str]:
     """A server of one connection that sends `answer`, waits, and closes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(10)
 
         def serve() -> None:
             connection, _ = listening.accept()
@@ -57,6 +60,57 @@ def test_parts_that_came_are_given_before_the_break_is_told() -> None:
         assert next(parts) == b"half"
         with pytest.raises(ConnectionFailed, match="broke"):
             next(parts)
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The proxy of the environment: a socket whose `accept` raises BlockingIOError if no client has come."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        listening.setblocking(False)
+        yield listening
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_a_server_of_this_machine_is_called_without_the_proxy(proxy: socket.socket, kind: str) -> None:
+    async def ask(address: str) -> bytes:
+        async with AsyncClient(address) as client:
+            return (await client.predict("net", timeout_s=5)).body
+
+    with peer(HEAD + b"0123456789") as address:
+        if kind == "asyncio":
+            assert asyncio.run(ask(address)) == b"0123456789"
+        else:
+            with Client(address) as client:
+                assert client.predict("net", timeout_s=5).body == b"0123456789"
+    with pytest.raises(BlockingIOError):
+        proxy.accept()
+
+
+def test_the_management_api_of_this_machine_is_called_without_the_proxy(proxy: socket.socket) -> None:
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]"
+    with peer(answer) as address, Client("http://example.invalid", management_address=address) as client:
+        assert client.describe("net", timeout_s=5) == []
+    with pytest.raises(BlockingIOError):
+        proxy.accept()
+
+
+def test_another_machine_is_called_through_the_proxy(proxy: socket.socket) -> None:
+    with Client("http://example.invalid", timeout_s=0.2) as client, pytest.raises(DeadlineExceeded):
+        client.predict("net")
+    proxy.accept()[0].close()
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:80", "http://localhost", "https://[::1]:8443", "http://u@127.8.0.1:9/base"]
+)
+def test_each_form_of_an_address_of_this_machine_is_direct(proxy: socket.socket, address: str) -> None:
+    with Client(address) as client:
+        http = client._transport._http
+        assert http._transport_for_url(httpx.URL(address + "/x")) is http._transport
 
 
 def test_a_server_that_says_nothing_is_given_up_at_the_deadline() -> None:
