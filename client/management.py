@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode
 
-from torchere.client.errors import UnreadableAnswer
-from torchere.client.exchange import JSON, Answer, Operation, Request, json_body, path, reading
+from torchere.client.errors import Unauthorized, UnreadableAnswer
+from torchere.client.exchange import JSON, Answer, Operation, Request, json_body, path, reading, refusal
 from torchere.client.inference import model_path
 
 
@@ -196,6 +196,8 @@ def _control(where: str, body: object) -> Request:
 
 
 def _is_ok(answer: Answer) -> bool:
+    if answer.status != 200 and isinstance(error := refusal(answer), Unauthorized):
+        raise error  # TorchServe's status of a wrong key is 400, which else means "not ready"
     return answer.status == 200
 
 

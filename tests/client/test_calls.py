@@ -20,6 +20,7 @@ from torchere.client import (
     ModelFailed,
     Part,
     Retries,
+    Unauthorized,
     Unavailable,
     UnreadableAnswer,
 )
@@ -314,6 +315,14 @@ def test_not_ready_is_an_answer(call: Caller, status: int, ready: bool) -> None:
     for ask in ("is_live", "is_ready"):
         assert call(Server(httpx.Response(status)), methodcaller(ask)) is ready
     assert call(Server(httpx.Response(status)), lambda client: client.is_model_ready("m", "1")) is ready
+
+
+@pytest.mark.parametrize("ask", ["is_live", "is_ready", "is_model_ready"])
+def test_a_wrong_key_is_not_taken_for_not_ready(call: Caller, ask: str) -> None:
+    body = {"code": 400, "type": "InvalidKeyException", "message": "Token Authorization failed."}
+    names = ("m",) if ask == "is_model_ready" else ()
+    with pytest.raises(Unauthorized, match="Token Authorization failed"):
+        call(Server(httpx.Response(400, json=body)), methodcaller(ask, *names))
 
 
 def test_ping_tells_unhealthy_from_healthy(call: Caller) -> None:
