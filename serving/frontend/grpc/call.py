@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError
 from torchere.serving.frontend.budgets import Lease, in_thread, outcome_of
-from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.errors import Table, failure
 from torchere.serving.frontend.grpc.fields import LONG_BYTES
@@ -58,7 +57,7 @@ class Method(NamedTuple):
 
 # Slots for the concrete subclasses of `Call`, which has none itself: Python can't combine two base classes
 # that both have slots. `Request` already has slots for `OWN_MARKS`.
-SLOTS = ("_message", "method", "stream")
+SLOTS = ("_has_line", "_message", "method", "stream")
 OWN_MARKS = ("deadline_s", "read_s", "started_s")
 
 
@@ -85,6 +84,7 @@ class Call:
         timeout_s = stream.timeout_s
         self.deadline_s = NO_DEADLINE if timeout_s is None else self.started_s + timeout_s
         self.read_s = 0.0
+        self._has_line = False  # in the access log; a call that is cancelled may have ended, or end later
         self._message: Received | Compressed | None = None
 
     @property
@@ -157,7 +157,8 @@ class Call:
         self.fail(error)
 
     def on_cancel(self) -> None:
-        """Do nothing: the call has no running work to cancel."""
+        """End the call as cancelled; subclasses stop the work that runs."""
+        self._ended(StatusCode.CANCELLED)
 
     def on_drain(self) -> None:
         """Do nothing: the call ends by itself."""
@@ -168,7 +169,8 @@ class Call:
 
     def _ended(self, code: StatusCode) -> None:
         self.stream.consumed_all()  # the client may take its time for the answer
-        if access_log.enabled:
+        if access_log.enabled and not self._has_line:
+            self._has_line = True
             line = f"gRPC {self.method.path} HTTP/2.0"
             access_log.add(self.stream.client, line, code, self.started_s, prediction=self.prediction)
 
@@ -373,7 +375,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
 
     def on_cancel(self) -> None:
         """Withdraw the prediction."""
-        self._context.metrics.prediction_ends(self, CANCELLED["grpc"])
+        super().on_cancel()
         self.withdraw()
         if self._joining is not None:
             self._joining.cancel()

@@ -148,10 +148,6 @@ class _Watch(UnaryCall):
         """End the call, because there are too many watches."""
         self._end_with(StatusCode.RESOURCE_EXHAUSTED, "There are too many watches: try again later")
 
-    def on_cancel(self) -> None:
-        """Stop sending states to the client."""
-        self._stop()
-
     def on_drain(self) -> None:
         """Send the last state and end the call: a watch would keep the connection open."""
         self._draining = True

@@ -32,6 +32,7 @@ from torchere.serving.frontend.grpc.streams import (
 from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import Received, StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, CallListener, Encoded, Stream
+from torchere.serving.logs.access_lines import access_log
 from torchere.serving.logs.audit import AuditedCall, Outcome, audit_log
 from torchere.serving.telemetry.metrics import Metrics
 
@@ -43,6 +44,7 @@ _UNMANAGED = (
 _CANCELLED = StatusCode.CANCELLED.name
 _NOT_POST, _NOT_GRPC = 405, 415
 _GRPC = "application/grpc"
+MAX_LOGGED_PATH = 200  # characters of the path of a refused call, which may name no method
 
 Opener = Callable[[Stream], CallListener]
 Openers = dict[str, Opener]
@@ -174,31 +176,42 @@ def dispatcher(
     def open_call(stream: Stream) -> CallListener:
         head = stream.head
         if head.method != "POST":
-            stream.refuse(StatusCode.INTERNAL, "expected POST", http_status=_NOT_POST)
+            _refuse(stream, StatusCode.INTERNAL, "expected POST", http_status=_NOT_POST)
         elif not _is_grpc(head.content_type):
-            stream.refuse(
+            _refuse(
+                stream,
                 StatusCode.INTERNAL,
                 f"content-type: found {head.content_type[:100]!r}, expected application/grpc",
                 http_status=_NOT_GRPC,
             )
         elif head.flaw:
-            stream.refuse(head.flaw_code, head.flaw)
+            _refuse(stream, head.flaw_code, head.flaw)
         elif (error := _refusal(stream, keys, role := roles.get(head.path, port), limits)) is not None:
             metrics.refused(error)
             audit(stream, "PERMISSION_DENIED")
-            stream.refuse(*failure(error, MANAGEMENT).trailers())
+            _refuse(stream, *failure(error, MANAGEMENT).trailers())
         elif head.path in changing and not may_change(stream):
             audit(stream, "PERMISSION_DENIED")
-            stream.refuse(StatusCode.PERMISSION_DENIED, _UNMANAGED)
+            _refuse(stream, StatusCode.PERMISSION_DENIED, _UNMANAGED)
         elif (opens := openers.get(head.path)) is not None:
             if role is None:
                 stream.restrict(KEY_FREE_MESSAGE_BYTES)
             return opens(stream)
         else:
-            stream.refuse(StatusCode.UNIMPLEMENTED, "Method not found!")
+            _refuse(stream, StatusCode.UNIMPLEMENTED, "Method not found!")
         return ENDED
 
     return open_call
+
+
+def _refuse(
+    stream: Stream, code: StatusCode, message: str, details: bytes = b"", *, http_status: int = 200
+) -> None:
+    """Refuse a call, and write its line to the access log; `Call` does so for those that are let in."""
+    stream.refuse(code, message, details, http_status=http_status)
+    if access_log.enabled:
+        line = f"gRPC {stream.head.path[1:MAX_LOGGED_PATH]} HTTP/2.0"
+        access_log.add(stream.client, line, code, time.monotonic())
 
 
 def _is_grpc(content_type: str) -> bool:

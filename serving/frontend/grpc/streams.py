@@ -60,6 +60,7 @@ class TaskCall(Call):
 
     def on_cancel(self) -> None:
         """Cancel the task."""
+        super().on_cancel()
         if self.task is not None:
             self.task.cancel()
 

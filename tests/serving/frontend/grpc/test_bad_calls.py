@@ -21,7 +21,7 @@ def answered(keys, *metadata):
     ended = []
     head, _ = request_head([*HEAD, *metadata])
     stream: Any = SimpleNamespace(head=head, client=("10.0.0.7", 4321), caller="", subjects=())
-    stream.refuse = lambda *how: ended.append(how)
+    stream.refuse = lambda *how, **_: ended.append(how)
     opened: Any = None
     dispatcher({PATH: lambda stream: opened}, keys, "inference", Metrics())(stream)
     return ended[0] if ended else None

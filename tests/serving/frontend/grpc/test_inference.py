@@ -10,6 +10,7 @@ from hpack import Decoder
 
 from torchere.serving.errors import ExecutorDied, HandlerFailed, OutOfResources, Unavailable
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
+from torchere.serving.frontend.grpc.service import MAX_LOGGED_PATH
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 INTERNAL_SERVER = "org.pytorch.serve.http.InternalServerException"
@@ -313,8 +314,11 @@ def test_a_client_that_cancels_withdraws_its_request_which_counts_as_cancelled(s
             call.cancel()
             await asyncio.wait_for(withdrawn.wait(), 20)
 
-    asyncio.run(main())
+    with caplog.at_level("INFO", "ACCESS_LOG"):
+        asyncio.run(main())
     assert planes.data.withdrawn == 1
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ACCESS_LOG"]
+    assert 'InferenceAPIsService/Predictions HTTP/2.0" 1 ' in line
     assert 'protocol="grpc",code="CANCELLED",} 1.0' in planes.metrics.exposition({"torchere_requests_total"})
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -344,6 +348,24 @@ def test_each_call_has_a_line_in_the_access_log(ask_grpc, refusal, caplog):
     assert lines[0].startswith("/127.0.0.1:")
     assert f'"gRPC {service}/Ping HTTP/2.0" 0 ' in lines[0]
     assert f'"gRPC {service}/Predictions HTTP/2.0" 13 ' in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "code"),
+    [("nothing", "inference", 12), ("p" * 5000, "inference", 12), ("some.Service/Predict", "wrong", 7)],
+    ids=["no method", "long path", "wrong key"],
+)
+def test_a_call_that_is_refused_has_a_line_in_the_access_log(serving, planes, caplog, *, path, key, code):
+    async def main():
+        async with serving("inference", keys=planes.keys) as served:
+            metadata = [("authorization", f"Bearer {key}")]
+            return await served.channel.unary_unary("/" + path)(b"", metadata=metadata, timeout=20).code()
+
+    with caplog.at_level("INFO", "ACCESS_LOG"):
+        assert asyncio.run(main()).value[0] == code
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ACCESS_LOG"]
+    assert line.startswith("/127.0.0.1:")
+    assert f'"gRPC {path[: MAX_LOGGED_PATH - 1]} HTTP/2.0" {code} ' in line
 
 
 def test_calls_with_different_deadlines_are_read_once_and_keep_their_own(serving, planes, monkeypatch):

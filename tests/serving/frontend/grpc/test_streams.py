@@ -10,6 +10,7 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -275,7 +276,7 @@ def test_a_method_that_is_not_there_is_unimplemented():
 
 
 @pytest.mark.parametrize("begin", [unary, streaming, both])
-def test_a_client_that_cancels_ends_the_task(begin):
+def test_a_client_that_cancels_ends_the_task_and_its_call_has_one_line(begin, caplog):
     name = {unary: "hang", streaming: "flow", both: "stuck"}[begin]
 
     async def main():
@@ -288,7 +289,10 @@ def test_a_client_that_cancels_ends_the_task(begin):
             (connection,) = served.listener.connections
             return len(served.tasks), len(connection._streams)
 
-    assert run(main()) == (0, 0)
+    with caplog.at_level("INFO", "ACCESS_LOG"):
+        assert run(main()) == (0, 0)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ACCESS_LOG"]
+    assert f'"gRPC test.Service/{name} HTTP/2.0" 1 ' in line
 
 
 @pytest.mark.parametrize("end", ["CANCELLED", "DEADLINE_EXCEEDED"])
@@ -380,7 +384,7 @@ def test_keepalives_of_a_client_are_answered():
 def test_a_call_given_up_before_its_task_began_leaves_no_timer():
     async def main():
         head = SimpleNamespace(metadata=())
-        stream: Any = SimpleNamespace(head=head, timeout_s=3600.0, resume=lambda: None, ended=False)
+        stream: Any = Mock(head=head, timeout_s=3600.0, ended=False, client=None)
         tasks: set[asyncio.Task[object]] = set()
         call: Any = opener(Service().stuck, method("stuck", tasks), streams_in=True, streams_out=True)(stream)
         call.on_cancel()
@@ -388,6 +392,18 @@ def test_a_call_given_up_before_its_task_began_leaves_no_timer():
         return call._expiry.cancelled(), tasks
 
     assert run(main()) == (True, set())
+
+
+def test_a_call_whose_answer_is_cancelled_keeps_its_one_line(caplog):
+    stream: Any = Mock(timeout_s=None, client=None)
+    call: Any = opener(lambda asked, call: asked, method("now", set()), streams_in=False, streams_out=False)(
+        stream
+    )
+    with caplog.at_level("INFO", "ACCESS_LOG"):
+        call.begin(BytesValue())
+        call.on_cancel()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ACCESS_LOG"]
+    assert line.startswith('/unix:0 "gRPC test.Service/now HTTP/2.0" 0 ')
 
 
 def test_whoever_streams_waits_for_a_slow_reader():
