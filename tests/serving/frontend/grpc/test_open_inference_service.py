@@ -209,6 +209,37 @@ def test_nan_and_infinity_pass(oip):
     assert np.array_equal(list(answer.outputs[0].contents.fp32_contents), [np.nan, np.inf], equal_nan=True)
 
 
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+@pytest.mark.parametrize(
+    ("datatype", "field", "bits"),
+    [("FP32", "fp32_contents", 0x7F800001), ("FP64", "fp64_contents", 0x7FF0000000000001)],
+)
+def test_typed_floats_are_the_bytes_of_the_answer(oip, planes, *, method, datatype, field, bits):
+    # A signalling NaN is changed where a float of Python is made of it, one element at a time.
+    raw = np.array([bits, 0], "<u4" if datatype == "FP32" else "<u8").tobytes() * 5000
+
+    async def behave(asked):
+        tensor = tensor_from_bytes(raw, DATATYPES[datatype], (10_000,))
+        output = Output("y", DATATYPES[datatype], (10_000,), tensor)
+        wish = read_wish(dict(asked.headers)[OPEN_INFERENCE])
+        identity = {"model_name": "echo", "model_version": "1.0"}
+        return InferResponse(encode_outputs(identity, [(output, True)], wish).body)
+
+    planes.data.behave = behave
+    made = typed(datatype, field, [1.0])
+    answer = oip.ask(method, made) if method == "ModelInfer" else oip.streams([made])[0].infer_response
+    assert len(getattr(answer.outputs[0].contents, field)) == 10_000
+    assert answer.outputs[0].contents.SerializeToString().endswith(raw)
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP64", "INT8"])
+def test_a_typed_tensor_without_elements_comes_back(oip, datatype):
+    made = request(datatype, (0,))
+    made.inputs[0].contents.SetInParent()
+    (output,) = oip.ask("ModelInfer", made).outputs
+    assert (list(output.shape), output.contents.ByteSize()) == ([0], 0)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
