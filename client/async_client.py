@@ -19,8 +19,8 @@ from torchere.client.transport import LIMITS, Awaiting, Retries, Settings
 class AsyncClient:
     """The asyncio counterpart of `Client`, with the same arguments, methods and errors.
 
-    Use it on one event loop; any number of calls may run at once. Cancelling a call closes its connection,
-    and the server drops the request.
+    Use it in one process, on one event loop; any number of calls may run at once. Cancelling a call closes
+    its connection, and the server drops the request.
 
     Example:
         async with AsyncClient() as client:

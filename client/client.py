@@ -12,7 +12,7 @@ from torchere.client import inference, management, predictions
 from torchere.client.inference import InferOptions, InferResult, Inputs
 from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
 from torchere.client.predictions import PartLike, Prediction
-from torchere.client.transport import LIMITS, Blocking, Retries, Settings
+from torchere.client.transport import Blocking, Retries, Settings
 
 INFERENCE_ADDRESS = "http://127.0.0.1:8080"
 MANAGEMENT_ADDRESS = "http://127.0.0.1:8081"
@@ -22,9 +22,10 @@ TIMEOUT_S = 60.0
 class Client:
     """Calls a server's REST APIs: predictions, the Open Inference Protocol (v2), management.
 
-    Thread-safe. Close it, or use it in a `with` statement, to close its connections. Every method raises a
-    `ClientError`: `AnswerError` with the server's error message, `DeadlineExceeded`, `ConnectionFailed` or
-    `UnreadableAnswer`.
+    Thread-safe. A forked process may use it, too, and opens connections of its own; with a `transport` only
+    if it was not used before. Close it, or use it in a `with` statement, to close its connections. Every
+    method raises a `ClientError`: `AnswerError` with the server's error message, `DeadlineExceeded`,
+    `ConnectionFailed` or `UnreadableAnswer`.
 
     Every method takes `timeout_s`, the deadline of the whole call in seconds, all attempts included. The
     client sends the remaining time to the inference API, so that the server can drop an expired request. A
@@ -72,9 +73,7 @@ class Client:
             retries=retries or Retries(),
             headers=headers or {},
         )
-        self._transport = Blocking(
-            settings, httpx.Client(transport=transport, limits=LIMITS, mounts=settings.direct())
-        )
+        self._transport = Blocking(settings, transport)
 
     def __enter__(self) -> Client:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
@@ -244,11 +245,36 @@ def _is_http(address: str) -> bool:
 
 
 class Blocking:
-    """Sends operations; thread-safe, because httpx's client is and there is no other mutable state."""
+    """Sends operations; thread-safe, because httpx's client is and there is no other state but for forks.
 
-    def __init__(self, settings: Settings, http: httpx.Client) -> None:
+    A process that was forked from one that has sent something gets an httpx client of its own: over the
+    sockets of the other, each could read the other's answers.
+    """
+
+    def __init__(self, settings: Settings, transport: httpx.BaseTransport | None) -> None:
         self._settings = settings
-        self._http = http
+        self._given = transport
+        self._http = self._made()
+        self._pid: int | None = None  # the process that has sent something with `_http`
+
+    def _made(self) -> httpx.Client:
+        return httpx.Client(transport=self._given, limits=LIMITS, mounts=self._settings.direct())
+
+    def _http_here(self) -> httpx.Client:
+        """Return the httpx client of this process; the other one is not closed: its sockets are in use there.
+
+        Raises:
+            ClientError: it has the caller's own transport, which can't be made again.
+        """
+        pid = os.getpid()
+        if self._pid is not None and self._pid != pid:
+            if self._given is not None:
+                raise ClientError(
+                    "the client's transport was used before a fork; make a client in each process"
+                )
+            self._http = self._made()
+        self._pid = pid  # last: another thread takes the client of this process, or makes one more
+        return self._http
 
     def close(self) -> None:
         """Close all connections."""
@@ -323,14 +349,15 @@ class Blocking:
         if len(request.body) > _PIECE_BYTES:
             headers["content-length"] = str(len(request.body))
             content = _pieces(request.body, deadline_s, allowed_s)
-        built = self._http.build_request(
+        http = self._http_here()
+        built = http.build_request(
             request.method,
             self._settings.url(request),
             headers=headers,
             content=content,
             extensions={"timeout": TimeLeft(lambda: deadline_s - time.monotonic())},
         )
-        return self._http.send(built, stream=True)
+        return http.send(built, stream=True)
 
 
 def _pieces(body: bytes, deadline_s: float, allowed_s: float) -> Iterator[bytes]:

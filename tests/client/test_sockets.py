@@ -5,11 +5,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
 
-from torchere.client import AsyncClient, Client, ConnectionFailed, DeadlineExceeded, Retries
+from torchere.client import AsyncClient, Client, ClientError, ConnectionFailed, DeadlineExceeded, Retries
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n"
 
@@ -111,6 +112,59 @@ def test_each_form_of_an_address_of_this_machine_is_direct(proxy: socket.socket,
     with Client(address) as client:
         http = client._transport._http
         assert http._transport_for_url(httpx.URL(address + "/x")) is http._transport
+
+
+@contextmanager
+def keeping_alive() -> Iterator[tuple[str, list[int]]]:
+    """A server that keeps its connections; its address, and the client's port of each request."""
+    ports: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            ports.append(self.client_address[1])
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", ports
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_forked_process_uses_connections_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with keeping_alive() as (address, ports), Client(address) as client:
+        client.predict("net", b"1")
+        client.predict("net", b"2")
+        forked_from = client._transport._http
+        monkeypatch.setattr("os.getpid", lambda: 0)
+        client.predict("net", b"3")
+        client.predict("net", b"4")
+        assert not forked_from.is_closed
+        forked_from.close()
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+
+
+def test_a_transport_of_the_callers_is_not_used_in_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> Client:
+        return Client(transport=httpx.MockTransport(lambda _: httpx.Response(200)))
+
+    with made() as used, made() as unused:
+        used.predict("net")
+        monkeypatch.setattr("os.getpid", lambda: 0)
+        assert unused.predict("net").body == b""
+        with pytest.raises(ClientError, match="make a client in each process"):
+            used.predict("net")
 
 
 def test_a_server_that_says_nothing_is_given_up_at_the_deadline() -> None:
