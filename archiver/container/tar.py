@@ -29,6 +29,7 @@ from torchere.archiver.errors import ArchiveError
 BLOCK_BYTES = 512
 MAX_EXTENDED_BYTES = 2**16  # a long name or a set of pax records
 MAX_EXTENDED_IN_A_ROW = 4
+MAX_PAX_RECORDS = 128  # of one header; writers make fewer than ten
 MAX_PADDING_BYTES = 2**20  # zeros behind the end; GNU tar pads to 10 KiB
 
 _PAX, _PAX_GLOBAL, _LONG_NAME = tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME
@@ -140,16 +141,22 @@ class TarStream:
     def _pax(self, info: tarfile.TarInfo) -> dict[str, str]:
         """Parse consecutive records `<length> <key>=<value>`, each with a line feed at its end."""
         data = self._extended(info)
-        records = {}
-        while data:
-            length_text, _, _ = data.partition(b" ")
+        records: dict[str, str] = {}
+        start = 0
+        for _ in range(MAX_PAX_RECORDS):
+            if start == len(data):
+                return records
+            length_text = data[start : start + 9].partition(b" ")[0]
             length = self._number(self._text(length_text[:8]))
-            record, data = data[:length], data[length:]
+            record = data[start : start + length]
+            start += length
             key, equals, value = record[len(length_text) + 1 : -1].partition(b"=")
             if len(record) != length or not key or not equals or record[-1:] != b"\n":
                 raise self._refuse("a pax record is damaged")
             if key in (b"path", b"size") or key.startswith(b"GNU.sparse"):
                 records[self._text(key)] = self._text(value)
+        if start < len(data):
+            raise self._refuse(f"a header of more than {MAX_PAX_RECORDS} pax records")
         return records
 
     def _refuse_global(self, records: dict[str, str]) -> None:

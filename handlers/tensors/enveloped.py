@@ -76,7 +76,7 @@ class _Output(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
-    parameters: dict[str, Any] | None = None
+    parameters: Any = None
     data: Any = None
 
 
@@ -127,7 +127,9 @@ def _written(output: _Output, field: str, bytes_as: BytesAs) -> Output:
     datatype = datatype_named(output.datatype, f"{field}.datatype")
     data = _as_texts(output.data, bytes_as) if datatype is BYTES else output.data
     array = array_from_json(data, datatype, output.shape, field)
-    return Output(output.name, datatype, tuple(output.shape), array, output.parameters)
+    # Of another kind they are ignored, and empty ones are none.
+    parameters = output.parameters if isinstance(output.parameters, dict) else None
+    return Output(output.name, datatype, tuple(output.shape), array, parameters or None)
 
 
 def _as_texts(data: Any, bytes_as: BytesAs) -> Any:

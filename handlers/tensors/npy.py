@@ -13,6 +13,8 @@ from torchere.handlers.tensors import Array, TensorError, shown
 MAGIC = b"\x93NUMPY"
 NPY_TYPE = "application/x-npy"
 MAX_HEADER_BYTES = 10_000  # numpy's own limit: the header is parsed as Python literals
+# Errors of numpy for a broken header; a MemoryError is of Python's parser, for deeply nested text.
+_BROKEN = (ValueError, TypeError, LookupError, SyntaxError, TokenError, RecursionError, EOFError, MemoryError)
 
 
 def is_npy(value: bytes | bytearray) -> bool:
@@ -29,7 +31,7 @@ def read_npy(value: bytes | bytearray, field: str) -> Array:
     file = io.BytesIO(value)
     try:
         shape, fortran_order, dtype = _header(file)
-    except (ValueError, TypeError, SyntaxError, TokenError, RecursionError, EOFError) as err:
+    except _BROKEN as err:
         raise TensorError(field, f"a broken .npy file ({err!s:.200})", "one of format 1.0 or 2.0") from err
     if dtype.kind not in "biuf":
         raise TensorError(field, f"a .npy file of {dtype!s:.80}", "numbers or truth values")

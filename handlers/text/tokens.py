@@ -277,15 +277,17 @@ class TransformerHandler(BaseHandler):
         return answers
 
 
+_FIELDS = ("text", "data", "body")
+
+
 def _fields(row: Any) -> tuple[Any, Any]:
     """Return a text or a list of them, and likewise the second texts of pairs, None without."""
+    while isinstance(row, dict) and (name := next(filter(row.__contains__, _FIELDS), None)) is not None:
+        if not isinstance(row[name], dict):
+            return _listed(row[name]), _listed(row.get("text_pair"))
+        row = row[name]
     if not isinstance(row, dict):
         return _listed(row), None
-    for name in ("text", "data", "body"):
-        if name in row:
-            if isinstance(row[name], dict):
-                return _fields(row[name])
-            return _listed(row[name]), _listed(row.get("text_pair"))
     raise _refused(fields_of(row, takes_text=True), '\'text\' (JSON: {"text": "..."}), or a text as the body')
 
 

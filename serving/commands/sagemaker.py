@@ -44,11 +44,12 @@ def run_sagemaker(_options: argparse.Namespace) -> int:
     folder = base / ("models" if several else "model")
     if not folder.is_dir():
         raise LaunchRefused(f"{folder} not found: expected the folder in which SageMaker puts models")
-    if not several:
-        _install_requirements(folder / "code" / "requirements.txt")
+    requirements, python = folder / "code" / "requirements.txt", sys.executable
+    if not several and requirements.is_file():
+        python = _install_requirements(requirements)
     properties = properties_of(environ, folder, several)
     arguments = ["--ts-config", written(properties), "--model-store", str(folder)]
-    become_server(arguments if several else [*arguments, "--models", f"{MODEL}={folder}"])
+    become_server(arguments if several else [*arguments, "--models", f"{MODEL}={folder}"], python)
 
 
 def properties_of(environ: Mapping[str, str], folder: Path, several: bool) -> str:
@@ -103,25 +104,23 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def _install_requirements(requirements: Path) -> None:
-    """Install the packages of a model folder into this environment, as SageMaker's containers do.
+def _install_requirements(requirements: Path) -> str:
+    """Install the packages of a model folder, as SageMaker's containers do; return the Python that has them.
 
-    Where this user may not write to it, as in the image, they go into a new one that is searched first.
+    It is this one, but where this user may not write to its environment, as in the image: then it is that of
+    a new environment, which has the packages of this one behind its own.
     """
-    if not requirements.is_file():
-        return
     logger.info("installing the packages of %s", requirements)
     may_write = os.access(sysconfig.get_path("purelib"), os.W_OK)
     python = sys.executable if may_write else _new_environment()
     if subprocess.run([python, "-m", "pip", "install", "-r", str(requirements)], check=False).returncode:
         raise LaunchRefused(f"{requirements}: pip could not install the packages; its messages are above")
+    return python
 
 
 def _new_environment() -> str:
-    """Return the Python of a new environment, which shows the packages of this one to pip."""
     place = Path(tempfile.mkdtemp(prefix="torchere-sagemaker-"))
     if subprocess.run(venv_command(place), check=False).returncode:
         raise LaunchRefused(f"{place}: no virtual environment could be made there; the messages are above")
-    search_path = [str(show_server_packages(place)), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+    show_server_packages(place)
     return str(place / "bin" / "python")

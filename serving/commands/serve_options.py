@@ -143,17 +143,17 @@ def written(properties: str) -> str:
     return f"/dev/fd/{descriptor}"
 
 
-def serve_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line of `torchere serve` with these arguments."""
+def serve_command(arguments: Sequence[str], python: str = sys.executable) -> list[str]:
+    """Return the command line of `torchere serve` with these arguments, run by a Python."""
     # -P removes the current directory from the import path: a torch.py there must not be imported.
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-    return [sys.executable, *safe_path, "-m", "torchere.serving", "serve", *arguments]
+    return [python, *safe_path, "-m", "torchere.serving", "serve", *arguments]
 
 
-def become_server(arguments: Sequence[str]) -> NoReturn:
+def become_server(arguments: Sequence[str], python: str = sys.executable) -> NoReturn:
     """Replace this process, which gets the signals of its container, by `torchere serve --ncs`."""
     sys.stdout.flush()
-    os.execv(sys.executable, serve_command(["--ncs", *arguments]))
+    os.execv(python, serve_command(["--ncs", *arguments], python))
 
 
 def refuse_packing_options(options: argparse.Namespace, reason: str, but: tuple[str, ...] = ()) -> None:

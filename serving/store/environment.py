@@ -176,16 +176,11 @@ def venv_command(place: Path) -> list[str]:
     return [sys.executable, "-m", "venv", *options, str(place)]
 
 
-def show_server_packages(venv: Path) -> Path:
-    """Add the server's packages (torch, the worker's code) to a virtual environment, after its own.
-
-    Returns:
-        The folder of its own packages.
-    """
+def show_server_packages(venv: Path) -> None:
+    """Add the server's packages (torch, the worker's code) to a virtual environment, after its own."""
     scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # "venv": since Python 3.11
     packages = Path(sysconfig.get_path("purelib", scheme, {"base": str(venv), "platbase": str(venv)}))
     folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     # Editable installations need addsitedir, which also processes the .pth files of a folder.
     lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
     (packages / "torchere_server.pth").write_text("".join(lines), encoding="utf-8")
-    return packages

@@ -113,8 +113,10 @@ class SpanMaker:
         opened = self._open.get(request)
         if opened is None:
             return self._ended.pop((request.request_id, model, version), None)
+        if request.open:  # a later batch completes it: each step of continuous batching would be a span
+            return None
         span, start_ns, _ = opened
-        self._open[request] = span, start_ns, not request.open
+        self._open[request] = span, start_ns, True
         return span.get_span_context() if span.is_recording() else None
 
     def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:

@@ -103,9 +103,15 @@ _WORDS = (
 )
 
 
+# Errors of Python's own functions, whose texts quote the client's input; torch and others raise RuntimeError.
+_QUOTING = (ValueError, LookupError, TypeError, ArithmeticError, AssertionError)
+
+
 def lacks_memory(err: BaseException) -> bool:
     """Whether an error is due to a lack of memory, so that more memory or less input may avoid it."""
     if isinstance(err, (MemoryError, torch.OutOfMemoryError)):
         return True
+    if isinstance(err, _QUOTING):
+        return False
     text = plain_text(err)
     return any(words in text for words in _WORDS)

@@ -218,17 +218,18 @@ def test_requirements_are_installed_where_the_environment_of_the_server_is_read_
     with zipfile.ZipFile(wheel, "w") as archive:
         metadata = "Metadata-Version: 2.1\nName: tiny-dependency\nVersion: 1.0\n"
         archive.writestr("tiny_dependency.py", "")
+        archive.writestr("pathlib.py", "raise ImportError('it is behind that of Python')")
         archive.writestr(f"{info}/METADATA", f"{metadata}Requires-Dist: numpy\n")  # of the server
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", f"tiny_dependency.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
+        listed = ("tiny_dependency.py", "pathlib.py", f"{info}/METADATA", f"{info}/WHEEL")
+        archive.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in listed))
     (code / "requirements.txt").write_text(f"--no-index\n{wheel}\n")
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # it is set anew, and restored
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     packages, access = sysconfig.get_path("purelib"), os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != packages and access(path, mode))
-    asks = "import numpy, tiny_dependency; print(tiny_dependency.__file__)"
+    asks = "import numpy, pathlib, tiny_dependency, torchere.serving; print(tiny_dependency.__file__)"
     found: list[str] = []
     monkeypatch.setattr(
         os, "execv", lambda python, _: found.append(subprocess.check_output([python, "-c", asks], text=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import operator
 from functools import partial
 from typing import Any
@@ -128,17 +129,16 @@ class _Changes(fx.Interpreter):
         versions = [tensor._version for tensor in given]
         result = super().run_node(n)
         pairs = zip(given, versions, strict=True)
-        if changed := {_memory(tensor) for tensor, version in pairs if tensor._version != version}:
+        if changed := [tensor for tensor, version in pairs if tensor._version != version]:
             self._follow(n, result, changed)
         return result
 
-    def _follow(self, change: fx.Node, result: Any, changed: set[int]) -> None:
-        kept = {_memory(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
-        if changed & kept:
+    def _follow(self, change: fx.Node, result: Any, changed: list[torch.Tensor]) -> None:
+        if _overlap(changed, [*self.module.parameters(), *self.module.buffers()]):
             self.lost = f"in place ({change.name}) a tensor that stays from call to call"
         for node, value in self.env.items():  # of the nodes that are read later, and of some others
             is_read = any(user > change for user in node.users)
-            if not is_read or changed.isdisjoint(map(_memory, _tensors(value))):
+            if not (is_read and _overlap(changed, _tensors(value))):
                 continue
             if value is result:
                 self.followed.append((node, change))
@@ -152,6 +152,18 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    place: int = tensor.untyped_storage()._cdata
-    return place
+def _overlap(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Return whether two tensors share an element; those of one memory but different types count as such."""
+    for one, other in itertools.product(some, others):
+        if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+            continue
+        places = [_places(tensor) for tensor in (one, other)]
+        if one.dtype != other.dtype or torch.isin(*places).any():
+            return True
+    return False
+
+
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the place of each element in the memory that the tensor may share."""
+    length = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return torch.arange(length).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

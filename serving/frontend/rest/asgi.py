@@ -159,7 +159,7 @@ class AppExchange(Exchange):
         """Return the next piece of the body, or the disconnect message; the app calls this."""
         if self._expects:
             self._expects = False
-            if self.status == 0:
+            if self.status == 0 and not self._is_gone:
                 self.connection.write(CONTINUE)
         while not (self._is_gone or self.complete):
             if self._body or (self._is_whole and not self._is_told):

@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from torchere.archiver.container.entries import ArchiveLimits
-from torchere.archiver.container.tar import MAX_EXTENDED_BYTES, MAX_EXTENDED_IN_A_ROW, MAX_PADDING_BYTES
+from torchere.archiver.container.tar import (
+    MAX_EXTENDED_BYTES,
+    MAX_EXTENDED_IN_A_ROW,
+    MAX_PADDING_BYTES,
+    MAX_PAX_RECORDS,
+)
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import open_archive
 
@@ -260,6 +265,7 @@ def test_an_entry_with_one_extended_name_twice_is_read(tgz_of_bytes: Callable[[b
         (b"19 GNU.sparse.a=1234", "damaged"),
         (b"21 GNU.sparse.a=1234\n", "sparse"),
         (b"10 path=\xff\n", "not UTF-8"),
+        (b"5 a=\n" * (MAX_PAX_RECORDS + 1), "more than 128 pax records"),
     ],
 )
 def test_damaged_pax_records_are_refused(
@@ -267,7 +273,7 @@ def test_damaged_pax_records_are_refused(
 ) -> None:
     header = member("x", tarfile.XHDTYPE, size=len(records)).tobuf(tarfile.USTAR_FORMAT)
     file = member("f").tobuf(tarfile.USTAR_FORMAT)
-    data = header + records.ljust(512, b"\0") + file + bytes(1024)
+    data = header + records + bytes(-len(records) % 512) + file + bytes(1024)
     assert said in refusal(tgz_of_bytes(data), tmp_path / "t")
 
 

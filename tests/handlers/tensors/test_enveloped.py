@@ -71,6 +71,13 @@ def test_over_grpc_the_names_of_outputs_that_a_client_asks_for_are_ignored() -> 
     assert (request.status_code, body[-2:]) == (200, b"\1\2")
 
 
+@pytest.mark.parametrize("parameters", [{}, [], None, "text"])
+def test_parameters_that_are_none_are_left_out(parameters: object) -> None:
+    output = {"name": "y", "datatype": "INT8", "data": [1, 2], "shape": [2], "parameters": parameters}
+    body, request = encoded({"outputs": [output]}, Wish(framed=True, json_bytes_as="text"))
+    assert (request.status_code, body[-2:]) == (200, b"\1\2")
+
+
 def elements(answer: bytes, bytes_as: BytesAs) -> list[bytes]:
     found: list[bytes] = read_answer(answer, bytes_as).outputs[0].tensor.tolist()
     return found

@@ -132,6 +132,13 @@ def test_a_request_that_is_wrong_does_not_touch_its_batch_mates(make: Any) -> No
     assert [answer.context.get_response_status(index)[0] for index in (0, 7, 8)] == [400, 400, 200]
 
 
+def test_a_text_in_any_depth_is_read(make: Any) -> None:
+    deep: Any = {"text": "dogs"}
+    for _ in range(5000):
+        deep = {"text": deep}
+    assert make()({"body": deep}) == [unit(6, 1)]
+
+
 def test_a_batch_of_refusals_runs_no_model(make: Any) -> None:
     (refused,) = make()({"body": 1.5})
     assert refused["message"] == (

@@ -427,6 +427,19 @@ def test_a_change_in_place_that_a_graph_loses_is_refused_with_what_to_do(
             made(Changing(change, reads_part).eval(), PICTURE)
 
 
+def test_a_change_of_one_half_of_a_value_stays_beside_the_other() -> None:
+    class Gated(Padded):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            left, right = super().forward(x).chunk(2, 1)
+            return torch.cat([left.sigmoid_(), right], 1)
+
+    module, pictures = Gated((0, 1, 0, 1)).eval(), torch.randn(2, 3, 9, 9)
+    folded = fold(module, (pictures,))
+    assert folded.paddings == 1
+    with torch.no_grad():
+        torch.testing.assert_close(folded.module(pictures), module(pictures), rtol=1e-4, atol=1e-4)
+
+
 def test_a_padding_of_a_value_that_changes_before_the_convolution_stays() -> None:
     class Between(Padded):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -296,6 +296,22 @@ def test_without_a_key_nobody_is_told_to_send_the_body(talk, planes, path):
     assert statuses(said)[0] in (b"400", b"404", 400, 404)
 
 
+def test_after_a_refusal_of_the_connection_the_app_sends_no_go_ahead(planes, caplog):
+    async def main():
+        async with planes.connected("management") as (_, reader, writer):
+            head = b"POST /models HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            writer.write(head + b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+            answer = await asyncio.wait_for(reader.read(), 20)
+            await asyncio.sleep(0.05)
+            writer.close()
+        return answer
+
+    answer = asyncio.run(main())
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"100 Continue" not in answer
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_client_can_send_a_body_after_a_bad_head_and_read_the_refusal(planes, monkeypatch):
     monkeypatch.setattr(connection, "UNREAD_LINGER_S", 5)
 
