@@ -7,6 +7,8 @@ not need `transformers`: a tokenizer is any object with `decode(token_ids, **opt
 from __future__ import annotations
 
 import queue
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -27,8 +29,9 @@ class TextIteratorStreamerBatch:
 
     A text ends at the end of a word, so that no character or word is cut; it may be "". One streamer can
     serve several batches in turn: `end` ends the iteration, and the next `put` begins a new one. One thread
-    puts, one thread iterates. If `generate` raises, the iterating thread is not notified: set `timeout`, or
-    call `end` in a `finally` of the generating thread.
+    puts and ends a batch, one thread iterates. A new iteration, begun before the end of the one before,
+    gives up that one's batch: its generation ends, because its next `put` raises. If `generate` raises, the
+    iterating thread is not notified: set `timeout`, or call `end` in a `finally` of the generating thread.
 
     Example:
         streamer = TextIteratorStreamerBatch(self.tokenizer, batch_size=len(data), skip_special_tokens=True)
@@ -58,33 +61,68 @@ class TextIteratorStreamerBatch:
     ) -> None:
         self.batch_size = batch_size
         self.timeout = timeout
-        self._rows = [_Row(tokenizer, decode_kwargs) for _ in range(batch_size)]
-        self._skip_prompt = self._skips_next = skip_prompt
-        self._texts: queue.Queue[list[dict[str, str]] | None] = queue.Queue()  # None: the end
+        self._tokenizer = tokenizer
+        self._options = decode_kwargs
+        self._skip_prompt = skip_prompt
+        self._generating = threading.local()  # its `batch` is the one that this thread puts
+        self._begun: queue.Queue[_Batch] = queue.Queue()  # not yet read
+        self._reading: _Batch | None = None
+        self._is_iterated = False  # an iteration has begun, and has not reached the end of its batch
 
     def put(self, value: Any) -> None:
         """Take the next tokens: a tensor `[batch]`, or `[batch, tokens]` as for the prompt.
 
         Raises:
             ValueError: the number of rows is not `batch_size`.
+            RuntimeError: the iteration of this batch was given up, and another one has begun.
         """
         rows = value.tolist()
         if not isinstance(rows, list) or len(rows) != self.batch_size:
             raise ValueError(f"tokens of shape {tuple(value.shape)} for a batch of {self.batch_size}")
-        if self._skips_next:
-            self._skips_next = False
+        batch = self._batch_of_thread()
+        if batch is None or batch.is_over:
+            batch = self._begin()
+        if batch.is_given_up:
+            batch.is_over = True  # the thread may serve another batch later
+            raise RuntimeError("the iteration of this batch was given up: no further tokens are taken")
+        if batch.skips_next:
+            batch.skips_next = False
             return
         tokens = [row if isinstance(row, list) else [row] for row in rows]
-        self._texts.put([{"text": row.feed(new)} for row, new in zip(self._rows, tokens, strict=True)])
+        batch.texts.put([{"text": row.feed(new)} for row, new in zip(batch.rows, tokens, strict=True)])
 
     def end(self) -> None:
         """End the batch: emit the text that was held back, and end the iteration."""
-        self._skips_next = self._skip_prompt
-        self._texts.put([{"text": row.rest()} for row in self._rows])
-        self._texts.put(None)
+        batch = self._batch_of_thread()
+        if batch is not None and batch.is_over:
+            # `end` in a `finally`, after that of `generate`: an empty batch would be the next one's answer.
+            self._generating.batch = None
+            return
+        batch = batch or self._begin()
+        batch.is_over = True
+        batch.texts.put([{"text": row.rest()} for row in batch.rows])
+        batch.texts.put(None)
+
+    def _batch_of_thread(self) -> _Batch | None:
+        return getattr(self._generating, "batch", None)
+
+    def _begin(self) -> _Batch:
+        rows = [_Row(self._tokenizer, self._options) for _ in range(self.batch_size)]
+        batch = self._generating.batch = _Batch(rows, self._skip_prompt)
+        self._begun.put(batch)
+        return batch
 
     def __iter__(self) -> Iterator[list[dict[str, str]]]:
-        return self
+        """Begin an iteration, and give up the batch of one that was left before its end.
+
+        A thread that both puts and iterates goes on with its batch.
+        """
+        batch = self._reading
+        if batch is not None and self._is_iterated and batch is not self._batch_of_thread():
+            batch.is_given_up = True
+            self._reading = None
+        self._is_iterated = True
+        return iter(self.__next__, None)  # not this object: `for` over an iterator must not begin a new one
 
     def __next__(self) -> list[dict[str, str]]:
         """Return the next text of each row.
@@ -92,10 +130,32 @@ class TextIteratorStreamerBatch:
         Raises:
             queue.Empty: no text arrived for `timeout` seconds.
         """
-        texts = self._texts.get(timeout=self.timeout)
+        timeout = self.timeout
+        if self._reading is None:
+            started = time.monotonic()
+            self._reading = self._begun.get(timeout=timeout)
+            if timeout is not None:
+                timeout = max(0.0, timeout - (time.monotonic() - started))
+        texts = self._reading.texts.get(timeout=timeout)
         if texts is None:
+            self._reading = None
+            self._is_iterated = False
             raise StopIteration
         return texts
+
+
+class _Batch:
+    """One batch: its rows, and the texts that have not been read.
+
+    Each batch has its own, so that the generation of a batch that was given up reaches no other answer.
+    """
+
+    def __init__(self, rows: list[_Row], skips_next: bool) -> None:
+        self.rows = rows
+        self.skips_next = skips_next
+        self.texts: queue.Queue[list[dict[str, str]] | None] = queue.Queue()  # None: the end
+        self.is_over = False  # takes no further tokens
+        self.is_given_up = False
 
 
 class _Row:
@@ -130,9 +190,7 @@ class _Row:
 
     def rest(self) -> str:
         """Return the text that was held back."""
-        new = self._decode(self._tokens)[self._sent :] if self._tokens else ""
-        self._tokens, self._sent = [], 0
-        return new
+        return self._decode(self._tokens)[self._sent :] if self._tokens else ""
 
     def _end_of_line(self) -> tuple[list[int], int]:
         """Return the last tokens that have text, as special ones may not, and the length of the text."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -29,6 +31,12 @@ def columns(*rows: str) -> list[torch.Tensor]:
     encoded = [row.encode() for row in rows]
     length = max(map(len, encoded))
     return list(torch.tensor([list(row.ljust(length, b"\0")) for row in encoded]).T)
+
+
+def generate(streamer: TextIteratorStreamerBatch, text: str) -> None:
+    for column in columns(text):
+        streamer.put(column)
+    streamer.end()
 
 
 def streamed(*rows: str, **options: Any) -> list[list[str]]:
@@ -125,13 +133,93 @@ def test_a_reader_waits_no_longer_than_it_said() -> None:
 
 def test_one_thread_may_read_while_another_one_writes() -> None:
     streamer = TextIteratorStreamerBatch(ByteTokenizer(), 1, timeout=20)
-
-    def generate() -> None:
-        for column in columns("a b c"):
-            streamer.put(column)
-        streamer.end()
-
-    writer = threading.Thread(target=generate)
+    writer = threading.Thread(target=generate, args=(streamer, "a b c"))
     writer.start()
     assert "".join(part for (part,) in texts_of(streamer)) == "a b c"
     writer.join()
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(timeout=30)
+
+
+def joined(texts: Iterable[list[dict[str, str]]]) -> str:
+    return "".join(part["text"] for (part,) in texts)
+
+
+def test_a_batch_that_is_left_reaches_no_other_one_and_its_generation_ends() -> None:
+    streamer = TextIteratorStreamerBatch(ByteTokenizer(), 1, timeout=20)
+    next_is_begun, refused = threading.Event(), threading.Event()
+
+    def generate_left() -> None:
+        streamer.put(torch.tensor([list(b"secret one")]))
+        next_is_begun.wait(30)
+        try:
+            with pytest.raises(RuntimeError, match="given up"):
+                streamer.put(torch.tensor([list(b" two")]))
+            refused.set()
+        finally:
+            streamer.end()  # a second `end`, or one after a refusal, must not end another iteration
+
+    left = threading.Thread(target=generate_left)
+    left.start()
+    for texts in streamer:
+        assert texts == [{"text": "secret "}]
+        break
+    own = iter(streamer)
+    next_is_begun.set()
+    left.join(timeout=30)
+    assert refused.is_set()
+    for text in ("of the next", "of the last"):
+        in_a_thread(lambda text=text: generate(streamer, text))  # type: ignore[misc]
+        assert joined(own) == text
+        own = iter(streamer)
+
+
+def test_an_end_after_the_end_is_no_batch_but_one_without_tokens_is() -> None:
+    streamer = TextIteratorStreamerBatch(ByteTokenizer(), 1, timeout=20)
+
+    def generate_and_end() -> None:
+        generate(streamer, "a b")
+        streamer.end()
+
+    in_a_thread(generate_and_end)
+    assert joined(streamer) == "a b"
+    in_a_thread(streamer.end)
+    assert joined(streamer) == ""
+    in_a_thread(lambda: generate(streamer, "c d"))
+    assert joined(streamer) == "c d"
+
+
+def test_a_loop_goes_on_after_texts_that_were_taken_singly() -> None:
+    streamer = TextIteratorStreamerBatch(ByteTokenizer(), 1, timeout=20)
+    for begin in (iter, lambda whole: whole):
+        in_a_thread(lambda: generate(streamer, "a b c"))
+        texts = begin(streamer)
+        assert joined([next(texts), next(texts)]) + joined(texts) == "a b c"
+
+
+def test_a_thread_that_puts_and_iterates_goes_on_with_its_batch() -> None:
+    streamer = TextIteratorStreamerBatch(ByteTokenizer(), 1, timeout=0.01)
+    read: list[list[dict[str, str]]] = []
+    for column in columns("a b"):
+        streamer.put(column)
+        with pytest.raises(queue.Empty):
+            for texts in streamer:
+                read.append(texts)  # `extend` would lose the texts before the error
+    streamer.end()
+    assert joined([*read, *streamer]) == "a b"
+
+
+def test_a_thread_may_serve_another_batch_after_one_that_was_left() -> None:
+    streamer = TextIteratorStreamerBatch(ByteTokenizer(), 1, timeout=20)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(streamer.put, torch.tensor([list(b"left one")])).result(30)
+        next(iter(streamer))
+        texts = iter(streamer)
+        with pytest.raises(RuntimeError, match="given up"):
+            pool.submit(streamer.put, torch.tensor([list(b" two")])).result(30)
+        pool.submit(generate, streamer, "a b").result(30)
+        assert joined(texts) == "a b"
