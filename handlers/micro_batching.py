@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 import time
@@ -78,7 +79,8 @@ class MicroBatching:
         """
         size = self.micro_batch_size
         parts = [data[start : start + size] for start in range(0, len(data), size)]
-        runs = [_PipelineRun(self, index, part) for index, part in enumerate(parts)]
+        batch_context = contextvars.copy_context()  # has the collector of `emit_metrics`
+        runs = [_PipelineRun(self, index, part, batch_context) for index, part in enumerate(parts)]
         for run in runs:
             run.start()
         results = [run.wait() for run in runs]
@@ -103,9 +105,11 @@ class MicroBatching:
         add_handler_time(context, started)
         return output
 
-    def submit(self, stage: str, index: int, value: Any) -> Future[Any]:
-        """Run one stage on one part, in a thread of that stage."""
-        return self._pools[stage].submit(self._run_stage, stage, index, value)
+    def submit(self, stage: str, index: int, value: Any, batch_context: contextvars.Context) -> Future[Any]:
+        """Run one stage on one part, in a thread of that stage and in a copy of the batch's context."""
+        # A copy for each stage: two threads can't enter one context at the same time.
+        run_in_context = batch_context.copy().run
+        return self._pools[stage].submit(run_in_context, self._run_stage, stage, index, value)
 
     def _run_stage(self, stage: str, index: int, value: Any) -> Any:
         self._part.index = index
@@ -118,10 +122,13 @@ class MicroBatching:
 class _PipelineRun:
     """The run of one part through the stages; each stage starts the next one from its own thread."""
 
-    def __init__(self, batching: MicroBatching, index: int, part: list[Any]) -> None:
+    def __init__(
+        self, batching: MicroBatching, index: int, part: list[Any], batch_context: contextvars.Context
+    ) -> None:
         self._batching = batching
         self._index = index
         self._part = part
+        self._batch_context = batch_context
         self._over: Future[Any] = Future()
 
     def start(self) -> None:
@@ -137,7 +144,7 @@ class _PipelineRun:
             self._over.set_result(value)
             return
         try:
-            future = self._batching.submit(STAGES[position], self._index, value)
+            future = self._batching.submit(STAGES[position], self._index, value, self._batch_context)
         except RuntimeError as err:  # the threads were stopped meanwhile
             self._over.set_exception(err)
             return

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from torchere.handlers.base import BaseHandler
-from torchere.handlers.micro_batching import MicroBatching
+from torchere.handlers.micro_batching import STAGES, MicroBatching
+from torchere.handlers.ts_compat.legacy import Metric, emit_metrics
 
 
 class Tracing(BaseHandler):
@@ -99,6 +100,23 @@ def test_a_stage_knows_its_part(handler: Tracing, batching: MicroBatching) -> No
     handler.postprocess = lambda data: [batching.get_micro_batch_idx()] * len(data)  # type: ignore[method-assign]
     assert batching.handle([0, 0, 0, 0, 0]) == [0, 0, 1, 1, 2]
     assert batching.get_micro_batch_idx() is None
+
+
+def test_values_that_a_stage_emits_belong_to_the_batch(
+    handler: Tracing, batching: MicroBatching, make_context: Any, begin: Any, tmp_path: Path
+) -> None:
+    for stage in STAGES:
+
+        def emitting(data: Any, stage: str = stage) -> Any:
+            emit_metrics([Metric(stage, len(data), "count", [])])
+            return data
+
+        setattr(handler, stage, emitting)
+    context = make_context(tmp_path)
+    begin(context, 3)
+    batching.handle([1, 2, 3])
+    values = [(sample.name, sample.value) for sample in context.metrics.drain()]
+    assert sorted(values) == sorted((stage, size) for stage in STAGES for size in (1, 2))
 
 
 def test_parallelism_is_checked_and_read_back(batching: MicroBatching) -> None:
