@@ -40,8 +40,10 @@ def read_config(file: Path) -> dict[str, Any]:
 
     try:
         return parse_model_config(file.read_text(encoding="utf-8")).raw
-    except (InvalidArchive, UnicodeDecodeError) as error:
+    except InvalidArchive as error:
         raise ModelRefused(f"{file}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ModelRefused(f"{file} is not UTF-8: {error}; save it as UTF-8") from error
 
 
 def prepare_with(handler: str, folder: Path | None, config: Any) -> Prepare:

@@ -106,7 +106,7 @@ class FakeStream:
     def restrict(self, limit_bytes: int) -> None:
         """Take the limit of messages without a key."""
 
-    def end(self, code: StatusCode, message: str, details: bytes = b"") -> None:
+    def refuse(self, code: StatusCode, message: str, details: bytes = b"", *, http_status: int = 200) -> None:
         self.answered = code, message, details
 
 
