@@ -136,6 +136,9 @@ class Reconciler:
             await self._unload(version)
             return
         if version.failure is not None and version.target == target:
+            if version.wanted and not version.pool.size:  # all had given up, and no new one loads either
+                await self._fail(version, version.failure)
+                return
             version.target = version.pool.size  # otherwise the next step would retry the same at once
         elif version.target == version.pool.size:
             version.failure = None  # another call has replaced the wish that failed, and its own is met

@@ -36,14 +36,14 @@ class VersionState(Enum):
     DRAINING = "draining"  # admits no requests, finishes the accepted ones
     UNLOADING = "unloading"
     GONE = "gone"
-    FAILED = "failed"  # could not be loaded; the cause is kept
+    FAILED = "failed"  # could not be loaded, or not again after all executors gave up; the cause is kept
 
 
 TRANSITIONS: dict[VersionState, frozenset[VersionState]] = {
     VersionState.NEW: frozenset({VersionState.LOADING, VersionState.GONE}),
     VersionState.LOADING: frozenset({VersionState.WARMING, VersionState.FAILED, VersionState.DRAINING}),
     VersionState.WARMING: frozenset({VersionState.READY, VersionState.FAILED, VersionState.DRAINING}),
-    VersionState.READY: frozenset({VersionState.DRAINING}),
+    VersionState.READY: frozenset({VersionState.DRAINING, VersionState.FAILED}),
     VersionState.DRAINING: frozenset({VersionState.UNLOADING}),
     VersionState.UNLOADING: frozenset({VersionState.NEW, VersionState.GONE}),
     VersionState.FAILED: frozenset({VersionState.LOADING, VersionState.GONE}),

@@ -197,6 +197,33 @@ def test_a_registration_that_has_loaded_is_not_undone_by_the_failure_of_another_
     assert asyncio.run(main()).progress is Progress.DONE
 
 
+def test_who_waits_for_executors_that_gave_up_and_do_not_load_again_is_told_why() -> None:
+    async def main() -> None:
+        registry = BeginningRegistry()
+        registry.pool.loaded.set()
+        registry.reconciler.wake(registry.version)
+        await registry.version.settled.wait()
+        failure = LoadFailed("Failed to start workers", "no memory")
+
+        async def resize(count: int) -> None:
+            raise failure
+
+        async def close() -> None:
+            """It is empty."""
+
+        registry.pool.size = registry.pool.in_service = 0  # those that gave up are dropped
+        vars(registry.pool).update(resize=resize, close=close)
+        batcher: Any = SimpleNamespace(pump=lambda: None, fail_queued=lambda error: None)
+        registry.version.batcher = batcher
+        registry.version.retry = True
+        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
+        with pytest.raises(LoadFailed) as caught:
+            await scale(plane)
+        assert caught.value is failure
+
+    asyncio.run(main())
+
+
 def register_and_leave(plane: ControlPlane) -> Any:
     return plane.register(Registration("slow.mar", synchronous=False))
 

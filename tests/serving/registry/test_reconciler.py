@@ -87,7 +87,8 @@ class Stage:
         self.pool.gate.clear()
         self.version.target = target
         self.reconciler.wake(self.version)
-        while f"resize {target}" not in self.pool.calls:
+        before = len(self.pool.calls)
+        while f"resize {target}" not in self.pool.calls[before:]:
             await asyncio.sleep(0)
 
     async def _gone(self, version: Version) -> None:
@@ -239,6 +240,28 @@ def test_a_resize_that_fails_is_not_tried_in_a_loop() -> None:
         assert await stage.settle() is VersionState.READY
         assert (stage.version.target, stage.version.failure_text) == (1, "out of memory")
         assert stage.pool.calls.count("resize 5") == 1
+
+    asyncio.run(main())
+
+
+def test_a_version_whose_executors_gave_up_and_do_not_load_again_has_failed_until_it_is_scaled() -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.settle()
+        stage.version.retry = True
+        stage.pool.failure = LoadFailed("Failed to start", "no memory")
+        await stage.begin_to_resize(1)
+        stage.pool.size = stage.pool.in_service = stage.pool.free = 0  # those that gave up are dropped
+        waiting = AwaitedRequest("a", 0.0)
+        stage.version.batcher.submit(waiting)
+        stage.pool.gate.set()
+        assert await stage.settle() is VersionState.FAILED
+        assert (stage.version.target, stage.version.failure_text) == (1, "no memory")
+        assert isinstance(waiting.future.exception(), Unavailable)
+        stage.pool.failure = None
+        stage.version.retry = True
+        assert await stage.settle() is VersionState.READY
+        assert (stage.pool.in_service, stage.version.failure) == (1, None)
 
     asyncio.run(main())
 
