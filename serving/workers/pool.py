@@ -118,6 +118,7 @@ class WorkerPool:
             LoadFailed: an executor could not be loaded; running executors stay, and new ones that were loaded
                 are in service beside them.
         """
+        has_loaded_before = bool(self._workers)
         await self._drop([worker for worker in self._workers if worker.state is ExecutorState.FAILED])
         if self._spec.shares_weights and count and self._workers:
             await self._resize_lanes(self._workers[0], count)
@@ -138,7 +139,7 @@ class WorkerPool:
         try:
             await self._bring_up(fresh, [worker.start() for worker in fresh])
         except LoadFailed:
-            if self.in_service:  # else the version fails, and its pool is closed
+            if has_loaded_before:  # else the version fails, and its pool is closed
                 with suppress(LoadFailed):  # the first failure is the cause
                     await self.warm_up()  # or they would keep their memory, and answer nothing
             raise

@@ -998,6 +998,31 @@ def test_workers_that_were_loaded_beside_one_that_was_not_serve(make_spec: Any) 
     asyncio.run(main())
 
 
+def test_a_worker_that_loads_beside_one_that_does_not_serves_also_when_all_had_given_up(
+    make_spec: Any, make_sink: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_spec(), count=2, max_retry_timeout_s=-1.0) as pool:
+            for _ in range(2):
+                make_sink().submit(pool, [make_request("exit")])
+            await until(lambda: all(status.state is ExecutorState.FAILED for status in pool.statuses()))
+            launcher, launches = pool._settings.launcher, itertools.count(1)
+            launch_first = launcher.launch
+
+            async def refuse_second(requests: int) -> launch.Launched:
+                if next(launches) == 2:
+                    raise OSError(12, "Cannot allocate memory")
+                return await launch_first(requests)
+
+            monkeypatch.setattr(launcher, "launch", refuse_second)
+            with pytest.raises(LoadFailed) as failure:
+                await pool.resize(2)
+            assert "Cannot allocate memory" in failure.value.detail
+            assert pool.in_service == pool.size == 1
+
+    asyncio.run(main())
+
+
 def test_scaling_down_keeps_the_worker_that_serves_rather_than_one_that_was_lost(
     make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
 ) -> None:
