@@ -200,12 +200,8 @@ class Workflows:
     def _delete_unclaimed(self, claim: Claim) -> None:
         """Give up a claim; delete its download unless another workflow takes that over."""
         self._claims.discard(claim)
-        if claim.copy is None or hand_over(claim.copy, (), self._claims):
-            return
-        try:
+        if claim.copy is not None and not hand_over(claim.copy, (), self._claims):
             self._store.delete(claim.copy)
-        except OSError as err:  # the steps and the name must be free all the same
-            logger.error("%s can't be deleted, and stays in the store: %s", claim.copy, err)
 
     async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:
         """Register the workflows of a snapshot in turn; log and skip one that fails."""

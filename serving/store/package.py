@@ -166,11 +166,20 @@ class Store:
         return download
 
     def delete(self, downloaded: Path) -> None:
-        """Delete an archive that was downloaded, and the signature that was downloaded with it."""
+        """Delete an archive that was downloaded, and the signature that was downloaded with it.
+
+        A file that can't be deleted is logged: callers go on to free other things, or to raise their error.
+        """
+        is_of_client = self.is_of_client(downloaded)
         self.of_clients.discard(downloaded)
-        self.origins.delete(downloaded)
-        if self._trust is not None:
-            self.origins.delete(signature_beside(downloaded))
+        try:
+            self.origins.delete(downloaded)
+            if self._trust is not None:
+                self.origins.delete(signature_beside(downloaded))
+        except OSError as err:
+            if is_of_client:
+                self.of_clients.add(downloaded)
+            logger.error("%s can't be deleted, and stays in the store: %s", downloaded, err)
 
     def has(self, name: str, trusted: bool = False) -> bool:
         """Return whether `open` would find an archive of that name."""

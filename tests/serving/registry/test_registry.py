@@ -30,6 +30,7 @@ from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version
+from torchere.serving.store.fetch import Origins
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive
 from torchere.serving.telemetry.metrics import Metrics
 
@@ -525,6 +526,24 @@ def test_a_download_stays_when_the_server_stops_unless_its_model_was_unregistere
             if is_unregistered:
                 await registry.unregister("a", None)
         assert (tmp_path / "store" / "fetched.mar").exists() is not is_unregistered
+
+    asyncio.run(main())
+
+
+def test_a_registration_whose_download_can_not_be_deleted_fails_with_its_own_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Origins, target: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    pack(tmp_path / "fetched.mar")
+    monkeypatch.setattr(Origins, "delete", refuse)
+
+    async def main() -> None:
+        async with registry_of(tmp_path, allowed_urls=("file://.*",)) as registry:
+            await registry.register(Wanted("m.mar", Asked()))
+            with pytest.raises(Conflict):
+                await registry.register(Wanted(f"file://{tmp_path}/fetched.mar", Asked()))
 
     asyncio.run(main())
 

@@ -26,7 +26,7 @@ from torchere.serving.errors import (
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.registry.workflows import Workflow, Workflows
-from torchere.serving.store.fetch import Download, Interrupt
+from torchere.serving.store.fetch import Download, Interrupt, Origins
 from torchere.serving.store.package import Store
 from torchere.serving.types import ModelKey
 
@@ -169,13 +169,13 @@ def test_the_download_of_a_workflow_leaves_the_store_while_its_last_requests_run
 
 
 def test_a_download_that_can_not_be_deleted_keeps_no_name(archive: Path, monkeypatch: pytest.MonkeyPatch):
-    def delete(self: Store, downloaded: Path) -> None:
+    def delete(self: Origins, target: Path) -> None:
         raise OSError("read-only")
 
     async def main() -> None:
         registry: Any = _Registry(archive.parent)
         workflows = Workflows(ServerSettings(), registry)
-        monkeypatch.setattr(Store, "delete", delete)
+        monkeypatch.setattr(Origins, "delete", delete)
         await workflows.register(SnapshotWorkflow("http://host/flow.war", "flow"))
         await workflows.unregister("flow")
         await workflows.register(SnapshotWorkflow("http://host/flow.war", "flow"))

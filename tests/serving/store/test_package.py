@@ -12,7 +12,7 @@ import pytest
 
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import InvalidArchive, ModelNotFound, ServingError
-from torchere.serving.store.fetch import Download
+from torchere.serving.store.fetch import Download, Origins
 from torchere.serving.store.package import Store, store_of, workflow_store_of
 
 
@@ -150,6 +150,24 @@ def test_a_url_is_copied_into_the_store_when_it_is_allowed(root: Path, tmp_path:
     store.remove(stored)
     assert not downloaded.path.exists()
     store.close()
+
+
+def test_a_download_that_can_not_be_deleted_is_logged_and_what_was_unpacked_goes(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Origins, target: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    pack(tmp_path / "m.mar")
+    store = Store(root, Limits(), tmp_path, allowed_urls=(f"file://{tmp_path}/.*",))
+    with closing(store):
+        downloaded = store.download(f"file://{tmp_path}/m.mar").path
+        stored = replace(store.unpack("m.mar", store.open("m.mar")), downloaded=downloaded)
+        monkeypatch.setattr(Origins, "delete", refuse)
+        store.remove(stored)
+        assert not stored.directory.exists()
+        assert f"{downloaded} can't be deleted, and stays in the store: [Errno 30]" in caplog.text
+        assert store.is_of_client(downloaded)
 
 
 def test_the_store_of_workflows_does_not_take_the_archive_of_another_url_either(
