@@ -118,8 +118,7 @@ class Worker:
 
     def _look_whether_in_service(self) -> None:
         # The state alone is late: a loss may be known only seconds after the connection ends.
-        in_service = self.state is ExecutorState.READY and self._process.reachable
-        lanes = self._lanes if in_service else 0
+        lanes = self._lanes if self.state is ExecutorState.READY and self._process.reachable else 0
         if lanes:
             self.outage = None
         elif self.in_service:
@@ -182,17 +181,20 @@ class Worker:
             try:
                 await self._process.warm_up(self._settings.startup_timeout_s)
             except LoadFailed:
-                lost = self._process.lost
-                if self._lanes and lost.done() and lost.result().kind is not LossKind.LOAD:
-                    break  # a lane in service ended the process: an ordinary loss, for the supervisor
-                if not await self._replaced_after_kill():
-                    raise
-                await self.start()
-            else:
-                break
+                if not self._ended_in_service():
+                    if not await self._replaced_after_kill():
+                        raise
+                    await self.start()
+                    continue
+            break
         self._heartbeat.start()
         if self._supervisor is None:
             self._supervisor = asyncio.ensure_future(self._supervise())
+
+    def _ended_in_service(self) -> bool:
+        """Return whether a lane in service ended the process: an ordinary loss, for the supervisor."""
+        lost = self._process.lost
+        return self._lanes > 0 and lost.done() and lost.result().kind is not LossKind.LOAD
 
     async def _replaced_after_kill(self) -> bool:
         """Replace a first process that was killed from outside while it loaded, a bounded number of times.
@@ -229,8 +231,7 @@ class Worker:
         if self._lanes >= len(self._statuses):  # scaled down meanwhile
             process.retire_lane()
             return
-        status = replace(self._statuses[self._lanes], state=ExecutorState.READY)
-        self._statuses[self._lanes] = status
+        status = self._statuses[self._lanes] = replace(self._statuses[self._lanes], state=ExecutorState.READY)
         self._lanes += 1
         if self._ready_s is None:
             self._ready_s = self._settings.now()
@@ -248,9 +249,8 @@ class Worker:
         # During a restart a lane may serve already, but a second step would take the answer of the first.
         serves = self.state in (ExecutorState.READY, ExecutorState.SUSPECT) and not self._restarting
         state = ExecutorState.STARTING if serves else ExecutorState.RESTARTING
-        started_at = datetime.now(timezone.utc)
         self._statuses += [
-            ExecutorStatus(executor_id, state, started_at, process.pid, gpu_id=gpu_id)
+            ExecutorStatus(executor_id, state, datetime.now(timezone.utc), process.pid, gpu_id=gpu_id)
             for executor_id, gpu_id in executors
         ]
         if not serves:
@@ -422,7 +422,7 @@ class Worker:
                     loss = None
             except asyncio.TimeoutError:
                 loss = loss_of_slow_load(settings.startup_timeout_s)
-            if loss is None:
+            if loss is None or self._ended_in_service():
                 logger.info("Auto recovery succeeded, reset recoveryStartTS")
                 return True
             self._process.kill(loss)  # it is alive if the server could not even ask it to load

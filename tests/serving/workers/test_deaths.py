@@ -168,3 +168,41 @@ def test_processes_that_a_lost_worker_has_started_are_ended(
             await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 20)
 
     asyncio.run(main())
+
+
+def test_a_crash_while_further_lanes_of_a_restarted_process_warm_up_is_a_crash(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    source = """
+        import os, signal, time
+        class Handler:
+            def initialize(self, context): pass
+            def warmup_data(self): return [{}]
+            def handle(self, data, context):
+                if data[0]:
+                    signal.raise_signal(signal.SIGSEGV)  # by this thread: it does not go on
+                if not hasattr(self, "number"):
+                    for self.number in range(9):
+                        try:
+                            os.close(os.open(str(self.number), os.O_CREAT | os.O_EXCL))
+                            break
+                        except FileExistsError:
+                            pass
+                while self.number == 3:  # the second lane of the second process
+                    time.sleep(0.01)
+                return ["warm"] * len(data)
+    """
+    lost: list[str] = []
+
+    async def main() -> None:
+        spec = make_spec(source, shares_weights=True)
+        async with pool_in_service(spec, count=2, on_lost=lost.append) as pool:
+            for losses in range(2):
+                await until(lambda losses=losses: len(lost) == losses and pool.free)  # type: ignore[misc]
+                sink = make_sink()
+                sink.submit(pool, [make_request("crash")])
+                outcome = await sink.outcome()
+                assert (outcome.detail, outcome.crashed) == ("killed by signal 11 (SIGSEGV)", True)
+
+    asyncio.run(main())
+    assert lost == ["signal", "signal"]
