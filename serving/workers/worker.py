@@ -259,7 +259,6 @@ class Worker:
             await process.add_lanes([gpu_id for _, gpu_id in executors], self._settings.startup_timeout_s)
         except BaseException as err:
             self._drop([executor_id for executor_id, _ in executors], process, err)
-            raise
 
     async def warm_up_added(self) -> None:
         """Warm up the added lanes and put them in service; raise `LoadFailed` if that fails."""
@@ -269,16 +268,17 @@ class Worker:
         except BaseException as err:
             serving = self.executor_ids[: self._lanes]
             self._drop([executor_id for executor_id in fresh if executor_id not in serving], process, err)
-            raise
 
     def _drop(self, executor_ids: Sequence[int], process: WorkerProcess, err: BaseException) -> None:
-        """Remove lanes that did not load; replace the process if they took too long."""
+        """Remove lanes that did not load, and raise the error; replace the process if they took too long."""
+        if process is not self._process and isinstance(err, (LoadFailed, asyncio.TimeoutError)):
+            return  # they are loaded with its next process
         self._statuses = [status for status in self._statuses if status.executor_id not in executor_ids]
-        if isinstance(err, asyncio.TimeoutError):  # not if the load was cancelled: the version ends its runs
-            if process is self._process:
-                self._replace_process(Loss(LossKind.TIMEOUT, "a lane did not load in time"))
-            spec, loss = self._settings.spec, loss_of_slow_load(self._settings.startup_timeout_s)
-            raise LoadFailed.of(spec.model_name, spec.model_version, loss.cause, False) from None
+        if not isinstance(err, asyncio.TimeoutError):  # if the load was cancelled, the version ends its runs
+            raise err
+        self._replace_process(Loss(LossKind.TIMEOUT, "a lane did not load in time"))
+        spec, loss = self._settings.spec, loss_of_slow_load(self._settings.startup_timeout_s)
+        raise LoadFailed.of(spec.model_name, spec.model_version, loss.cause, False) from None
 
     def remove(self, count: int) -> None:
         """End the last `count` lanes, each after the runs that were sent to it before."""

@@ -1023,6 +1023,64 @@ def test_a_worker_that_loads_beside_one_that_does_not_serves_also_when_all_had_g
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("step", ["load", "warm-up"])
+def test_lanes_that_were_being_added_when_their_process_was_replaced_are_lanes_of_the_next_one(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path, step: str
+) -> None:
+    source = """
+        import os, time
+        class Handler:
+            def initialize(self, context):
+                self.is_third("load")
+            def is_third(self, step):
+                for number in range(9):
+                    try:
+                        os.close(os.open(f"{step}{number}", os.O_CREAT | os.O_EXCL))
+                        break
+                    except FileExistsError:
+                        pass
+                if (step, number) == ("STEP", 2):  # the lane that is added to the first process
+                    self.wait_for("go")
+                    raise MemoryError("no memory for it")
+            def wait_for(self, name):
+                while not os.path.exists(name):
+                    time.sleep(0.005)
+            def warmup_data(self):
+                return [{}]
+            def handle(self, data, context):
+                if data[0]:
+                    open(bytes(data[0]["body"]).decode(), "w").close()
+                    self.wait_for("end")
+                elif not hasattr(self, "warm"):
+                    self.is_third("warm-up")
+                    self.warm = True
+                return ["whole"] * len(data)
+    """.replace("STEP", step)
+
+    async def main() -> None:
+        async with pool_in_service(make_spec(source, shares_weights=True), count=2) as pool:
+            hung, works = make_sink(), make_sink()
+            for sink, word in ((hung, "hung"), (works, "works")):
+                sink.submit(pool, [make_request(word)])
+            await until(lambda: (tmp_path / "hung").exists() and (tmp_path / "works").exists())
+
+            async def scale() -> None:
+                await pool.resize(3)
+                await pool.warm_up()
+
+            scaling = asyncio.ensure_future(scale())
+            await until((tmp_path / f"{step}2").exists)
+            pool._workers[0]._hung(pool._workers[0]._process, hung.run)
+            await until(lambda: pool.in_service == 3)
+            (tmp_path / "go").touch()
+            await scaling
+            assert [status.state for status in pool.statuses()] == [ExecutorState.READY] * 3
+            (tmp_path / "end").touch()
+            assert (await works.outcome()).body == b"whole"
+
+    asyncio.run(main())
+
+
 def test_scaling_down_keeps_the_worker_that_serves_rather_than_one_that_was_lost(
     make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
 ) -> None:
