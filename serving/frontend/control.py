@@ -34,7 +34,7 @@ from torchere.serving.frontend.call_scope import changed, manages
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.registry.desired import Wanted
-from torchere.serving.registry.version import Version, VersionState, condition
+from torchere.serving.registry.version import Version, VersionState, condition, load_failure
 from torchere.serving.registry.workflows import Workflows
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse
 from torchere.serving.workers.executor import ExecutorStatus
@@ -145,9 +145,9 @@ class ControlPlane:
             await begun()
             return Registered(version.key, executors, Progress.STARTED)
         await settled(version)
-        # Read now: a later failure belongs to another call. So does one of a version that has loaded, or was
-        # registered without executors: that call has scaled it up.
-        failure = version.failure if executors and version.state is VersionState.FAILED else None
+        # Read now: a later failure belongs to another call, as does one of a version without executors, which
+        # that call has scaled up.
+        failure = load_failure(version) if executors else None
         if failure is not None:
             self._registry.discard(version)
             changed(False)

@@ -209,6 +209,11 @@ class Version:
         return next((s.last_failure for s in self.pool.statuses() if s.last_failure), "")
 
 
+def load_failure(version: Version) -> LoadFailed | None:
+    """Return the cause why a version is not loaded; None if it is: its failure is of a later scaling then."""
+    return version.failure if version.state is VersionState.FAILED else None
+
+
 def condition(version: Version) -> str:
     """Return the state of a version; while a READY one has no executor in service, that of its executors.
 

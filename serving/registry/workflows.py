@@ -40,7 +40,7 @@ from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.fetching import Claim, Fetching, hand_over
 from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
-from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.registry.version import Version, load_failure
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive
 from torchere.serving.store.url_rules import shown_url
 
@@ -293,9 +293,8 @@ class Workflows:
             for step, outcome in zip(workflow.spec.steps, outcomes, strict=True):
                 if isinstance(outcome, Version):
                     await outcome.settled.wait()
-                    # With another state it has loaded, and another call has scaled it up in vain.
-                    if outcome.failure is not None and outcome.state is VersionState.FAILED:
-                        failures.append((outcome.failure.message, outcome.failure.detail))
+                    if (failure := load_failure(outcome)) is not None:
+                        failures.append((failure.message, failure.detail))
                 elif isinstance(outcome, Conflict) and at_startup:
                     # The operator had replaced the step; that version is in the snapshot as a model.
                     logger.info("workflow %s: step %s is a model of its own", workflow.name, step)

@@ -284,15 +284,22 @@ class HandlerHost:
     ) -> tuple[dict[str, Any], RequestProcessor] | ServingError:
         """Return the decoded values of a request with its id and headers; an error if it can't be decoded."""
         try:
-            read = self._as_json(request) if self._spec.envelope else request
-            row = row_of(read, self._decodes, lent)
-            return row if isinstance(row, InvalidRequest) else (row, processor_of(read))  # type: ignore[arg-type]
+            if self._spec.envelope:
+                request = self._as_json(request)
+            row = row_of(request, self._decodes, lent)
+            return row if isinstance(row, InvalidRequest) else (row, processor_of(request))
+        except TensorError as err:  # of the translation to JSON
+            return InvalidRequest(str(err))
         except Exception as err:
             failure = self._failure(err, [request])
             return NoRoom(failure.message, failure.detail) if isinstance(failure, OutOfResources) else failure
 
-    def _as_json(self, request: InferRequest) -> InferRequest | InvalidRequest:
-        """Return the request with its tensors as JSON, if the handler behind the envelope gets them so."""
+    def _as_json(self, request: InferRequest) -> InferRequest:
+        """Return the request with its tensors as JSON, if the handler behind the envelope gets them so.
+
+        Raises:
+            TensorError: no JSON can hold the tensors.
+        """
         given = request.parameters
         if given and not given[0].content_type.startswith(TENSOR_TYPE):
             return request
@@ -300,10 +307,7 @@ class HandlerHost:
         if wish.json_bytes_as is None:
             return request
         inputs = [(each.name, each.content_type, each.value) for each in given]
-        try:
-            text = request_json(self._spec.model_name, wish.id, inputs, wish.json_bytes_as)
-        except TensorError as err:
-            return InvalidRequest(str(err))
+        text = request_json(self._spec.model_name, wish.id, inputs, wish.json_bytes_as)
         body = Parameter("body", text, "application/json")
         return msgspec.structs.replace(request, parameters=(body,))
 
@@ -467,12 +471,8 @@ def _unless_over(outcome: Outcome, is_over: object) -> Outcome:
     return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
 
 
-def row_of(
-    request: InferRequest | InvalidRequest, decode: bool, lent: Lent
-) -> dict[str, Any] | InvalidRequest:
-    """Return the decoded values of a request by name, or an `InvalidRequest` if it is invalid."""
-    if isinstance(request, InvalidRequest):
-        return request
+def row_of(request: InferRequest, decode: bool, lent: Lent) -> dict[str, Any] | InvalidRequest:
+    """Return the decoded values of a request by name, or an `InvalidRequest` if a tensor is invalid."""
     row: dict[str, Any] = {}
     for parameter in request.parameters:
         try:

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from torchere.handlers.tensors import BYTES, Datatype, TensorError, check_shape, datatype_named, shown
 from torchere.handlers.tensors.answer import WantedOutput
 from torchere.handlers.tensors.codec import join_elements, split_elements
-from torchere.serving.errors import HandlerFailed, InvalidRequest
+from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.budgets import outcome_of
 from torchere.serving.frontend.grpc.fields import LONG_BYTES, Fields
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
@@ -37,6 +37,7 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
     TensorAnswer,
     check_accepted,
     frame_head,
+    no_tensors,
     read_framed_body,
 )
 from torchere.serving.frontend.open_inference.tensor_request import (
@@ -216,9 +217,7 @@ def _fill(contents: InferTensorContents, output: OutputTensor) -> None:
     try:
         field.extend(split_elements(output.raw, output.name))
     except TensorError as err:
-        raise HandlerFailed(
-            "The handler's answer is none of the Open Inference Protocol.", 500, str(err)
-        ) from err
+        raise no_tensors(str(err)) from err
 
 
 Raw = bytes | memoryview

@@ -112,7 +112,25 @@ def read_framed_body(body: bytes | memoryview) -> TensorAnswer:
     Raises:
         HandlerFailed: the body is not framed, because the handler sent bytes of its own.
     """
-    return _answer(body, FRAME.size, frame_head(body)[1])
+    text, end = frame_head(body)
+    try:
+        head = _decoder.decode(text)
+    except NO_JSON as err:
+        raise no_tensors(str(err)) from err
+    view, outputs = memoryview(body), []
+    for index, output in enumerate(head.outputs):
+        field = f"outputs[{index}]"
+        size = output.parameters.pop("binary_data_size", None)
+        try:
+            datatype = datatype_named(output.datatype, f"{field}.datatype")
+            if not isinstance(size, int):
+                raise TensorError(f"{field}.parameters.binary_data_size", shown(size), "a number of bytes")
+            raw, end = view[end : end + max(size, 0)], end + size
+            check_byte_count(len(raw), datatype, check_shape(output.shape, f"{field}.shape"), field)
+        except TensorError as err:
+            raise no_tensors(str(err)) from err
+        outputs.append(OutputTensor(output.name, datatype, tuple(output.shape), raw, output.parameters))
+    return TensorAnswer(head.model_name, head.model_version, head.id, tuple(outputs))
 
 
 def frame_head(body: bytes | memoryview) -> tuple[bytes, int]:
@@ -125,32 +143,6 @@ def frame_head(body: bytes | memoryview) -> tuple[bytes, int]:
         raise no_tensors("a body without a frame")
     start = FRAME.size + length
     return bytes(body[FRAME.size : start]), start
-
-
-def _answer(body: bytes | memoryview, start: int, end: int) -> TensorAnswer:
-    view = memoryview(body)
-    try:
-        head = _decoder.decode(view[start:end])
-    except NO_JSON as err:
-        raise no_tensors(str(err)) from err
-    outputs = []
-    for index, output in enumerate(head.outputs):
-        field = f"outputs[{index}]"
-        size = output.parameters.pop("binary_data_size", None)
-        try:
-            datatype = datatype_named(output.datatype, f"{field}.datatype")
-            if not isinstance(size, int):
-                raise TensorError(f"{field}.parameters.binary_data_size", shown(size), "a number of bytes")
-            raw, end = _binary(output, datatype, view[end : end + max(size, 0)], field), end + size
-        except TensorError as err:
-            raise no_tensors(str(err)) from err
-        outputs.append(OutputTensor(output.name, datatype, tuple(output.shape), raw, output.parameters))
-    return TensorAnswer(head.model_name, head.model_version, head.id, tuple(outputs))
-
-
-def _binary(output: _Output, datatype: Datatype, raw: memoryview, where: str) -> bytes | memoryview:
-    check_byte_count(len(raw), datatype, check_shape(output.shape, f"{where}.shape"), where)
-    return raw
 
 
 def no_tensors(cause: str) -> ServingError:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import errno
 import gc
-import os
 import re
 import subprocess
 import sys
@@ -284,19 +282,6 @@ def test_a_bad_temp_directory_is_refused(
     assert cli.torchserve_main(["--model-store", str(store)]) == 1
     expected = "Invalid temp directory: /none, please check TEMP environment variable.\n"
     assert capsys.readouterr().out == expected
-
-
-@pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes `/closed` a folder that this user may not look into."""
-    stat = os.stat
-
-    def refusing(path: str | Path, **options: bool) -> os.stat_result:
-        if str(path).startswith("/closed/"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "stat", refusing)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -92,21 +91,14 @@ def test_a_certificate_that_can_not_be_used_is_an_error(capsys: pytest.CaptureFi
     assert "warning: there is no /none/ca.pem" in report
 
 
+@pytest.mark.usefixtures("closed")
 def test_a_path_that_this_user_may_not_look_into_is_reported_with_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folders = ["model_store", "workflow_store", "audit_log"]
     tls = ["certificate_file", "private_key_file", "client_ca_file"]
     others = ["token_keys_file", "metrics_config", "default_service_handler", "system_metrics_cmd"]
     keys = [*folders, *tls, *others, "rendezvous_secret_file"]
-    stat = os.stat
-
-    def refusing(path: str | Path, **options: bool) -> os.stat_result:
-        if str(path).startswith("/closed/"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "stat", refusing)
     _, report = checked("".join(f"{key}=/closed/x/{key}\n" for key in keys), capsys)
     assert report.count("warning: there is no /closed/x") == len(keys), report
 
