@@ -263,10 +263,11 @@ def test_a_worker_that_is_to_end_lets_the_process_it_has_replaced_finish_its_run
     make_spec: Any, make_sink: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = """
-        import asyncio, os
+        import asyncio, os, time
         from torchere.handlers import send_intermediate_predict_response
         class Handler:
-            def initialize(self, context): pass
+            def initialize(self, context):
+                while os.path.exists("serving") and not os.path.exists("go"): time.sleep(0.05)
             async def handle(self, data, context):
                 while not os.path.exists("go"):
                     try:
@@ -281,6 +282,7 @@ def test_a_worker_that_is_to_end_lets_the_process_it_has_replaced_finish_its_run
     async def main() -> None:
         spec = make_spec(source, at_once=8)
         async with pool_in_service(spec, count=2, response_timeout_s=2.0) as pool:
+            Path(spec.archive_dir, "serving").touch()  # a process that loads from now on waits for "go"
             first, (stream, hung) = pool._workers[0], (make_sink(), make_sink())
             for sink, word in ((stream, "stream"), (hung, "hang")):
                 sink.submit(pool, [make_request(word)], executor_id=first.first_id)

@@ -69,7 +69,9 @@ def test_a_client_that_reads_nothing_loses_the_connection(run, http2):
     run(main())
 
 
-def test_refusals_wait_while_the_socket_takes_nothing_and_come_in_their_order(run, http2):
+def test_refusals_wait_while_the_socket_takes_nothing_and_come_in_their_order(run, http2, monkeypatch):
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 30.0)  # the socket takes nothing for as long as this test
+
     async def main():
         async with http2.greeted() as (served, wire):
             (connection,) = served.listener.connections
