@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 KEY_FILE = Path("key_file.json")
 Role = Literal["inference", "management"]
@@ -61,10 +62,9 @@ def read_key(path: Path, role: Role = "inference") -> FoundKey:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether the host of a URL is this machine, by its address or as localhost."""
-    host = address.rpartition("://")[2].partition("/")[0].rpartition("@")[2]
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    """Return whether the host of a URL, or of host:port, is this machine, by its address or as localhost."""
     try:
+        name = urlsplit(address if "://" in address else f"//{address}").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False

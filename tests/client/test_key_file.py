@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchere.client import AsyncClient, Client
-from torchere.client.key_file import find_key, read_key
+from torchere.client.key_file import find_key, is_loopback, read_key
 
 KEYS = {
     "management": {"key": "m1", "expiration time": "2030-01-01T00:00:00.0Z"},
@@ -42,6 +42,20 @@ def test_a_key_file_in_the_current_folder_is_for_servers_of_this_machine(folder:
 def test_no_other_server_gets_its_keys(folder: Path, address: str) -> None:
     (folder / "key_file.json").write_text(json.dumps(KEYS))
     assert find_key(address, environ={}) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "is_here"),
+    [
+        ("http://evil.example?@localhost", False),
+        ("http://evil.example#@localhost:8080", False),
+        ("http://localhost@evil.example", False),
+        ("http://[::1", False),
+        ("http://u:p@LOCALHOST:8080/base?x", True),
+    ],
+)
+def test_the_host_of_an_address_is_read_as_httpx_reads_it(address: str, is_here: bool) -> None:
+    assert is_loopback(address) is is_here
 
 
 def test_the_variable_of_the_role_counts_first(folder: Path) -> None:
