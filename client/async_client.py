@@ -39,7 +39,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        settings = Settings.found(
+        settings = Settings(
             address,
             management_address,
             token,

@@ -37,7 +37,8 @@ class Client:
         address: the URL of the inference API.
         management_address: the URL of the management API, which also serves the model repository.
         token: the inference key of a server with token authorisation. None: that of the environment variable
-            TORCHERE_TOKEN, or of `key_file.json` in the current folder for a server here; "": none.
+            TORCHERE_TOKEN, or of `key_file.json` in the current folder for a server here, looked up by
+            the first call; "": none.
         management_token: its management key; None: as above, by TORCHERE_MANAGEMENT_TOKEN.
         timeout_s: the default for calls without a `timeout_s`; None waits without limit.
         retries: the retry policy.
@@ -64,7 +65,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        settings = Settings.found(
+        settings = Settings(
             address,
             management_address,
             token,

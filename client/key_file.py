@@ -34,7 +34,8 @@ def find_key(
     machine: its key is sent to loopback addresses only.
 
     Raises:
-        ValueError: the file exists and holds no such key.
+        OSError: the file exists and can't be read.
+        ValueError: it holds no such key.
     """
     variable = VARIABLES[role]
     if environ.get(variable):

@@ -10,13 +10,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
 from torchere.client.errors import ClientError, ConnectionFailed, DeadlineExceeded, Unavailable
 from torchere.client.exchange import Answer, Api, Operation, Request, Result, merged, refusal
-from torchere.client.key_file import Role, find_key, is_loopback
+from torchere.client.key_file import find_key, is_loopback
 
 TIMEOUT_HEADER = "x-torchere-timeout-ms"
 LIMITS = httpx.Limits()  # one connection per running call; httpx's default limit is 100 connections
@@ -81,7 +80,7 @@ def _may_be_sent_again(error: ClientError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The constructor arguments of a client; see `Client`."""
+    """The constructor arguments of a client; see `Client`. `key` looks up a token that is None."""
 
     address: str
     management_address: str
@@ -90,29 +89,7 @@ class Settings:
     timeout_s: float | None
     retries: Retries
     headers: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def found(
-        cls,
-        address: str,
-        management_address: str,
-        token: str | None,
-        management_token: str | None,
-        **more: Any,
-    ) -> Settings:
-        """Return the settings with keys that are None looked up; see `find_key`. "" is no key.
-
-        Raises:
-            ValueError: an address, a key or the key file is malformed.
-        """
-        given: list[tuple[str | None, str, Role]] = [
-            (token, address, "inference"),
-            (management_token, management_address, "management"),
-        ]
-        for place, (key, at, role) in enumerate(given):
-            if key is None and (found := find_key(at, role)) is not None:
-                given[place] = (found.key, at, role)
-        return cls(address, management_address, given[0][0] or None, given[1][0] or None, **more)
+    _found: dict[Api, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for address in (self.address, self.management_address):
@@ -121,7 +98,7 @@ class Settings:
                     f"the address is {address!r}; expected http://host:port or https://host:port"
                 )
         for token in (self.token, self.management_token):
-            if token is not None:
+            if token:
                 bearer(token)
         self.seconds(None)
 
@@ -136,13 +113,12 @@ class Settings:
 
     def url(self, request: Request) -> str:
         """Return the URL of a request."""
-        base = self.address if request.api == "inference" else self.management_address
-        return base.rstrip("/") + request.path
+        return self._address(request.api).rstrip("/") + request.path
 
     def sent_headers(self, request: Request, remaining_s: float) -> dict[str, str]:
         """Return the headers of one attempt; the inference API gets the remaining time in milliseconds."""
-        token = self._token(request.api)
-        authorization = {} if token is None else {"authorization": bearer(token)}
+        token = self.key(request.api)
+        authorization = {"authorization": bearer(token)} if token else {}
         headers = merged({"user-agent": _AGENT}, authorization, self.headers, request.headers)
         headers = {name: value for name, value in headers.items() if name.lower() not in _FRAMING}
         if request.api == "inference" and remaining_s < math.inf:
@@ -159,8 +135,30 @@ class Settings:
             raise ValueError(f"found timeout_s={wanted}, expected seconds above 0")
         return wanted
 
-    def _token(self, api: Api) -> str | None:
-        return self.token if api == "inference" else self.management_token
+    def key(self, api: Api) -> str:
+        """Return the key to send to an API; "" is none.
+
+        A token that is None is looked up, once, when the first request of its API is sent: no call may fail
+        for the key of the other API, which it does not need.
+
+        Raises:
+            ClientError: the key file can't be read or has no such key, or the key is malformed.
+        """
+        token = self.token if api == "inference" else self.management_token
+        if token is not None:
+            return token
+        if api not in self._found:
+            try:
+                found = find_key(self._address(api), api)
+                if found is not None:
+                    bearer(found.key)
+            except (OSError, ValueError) as err:
+                raise ClientError(f"no key for the {api} API: {err}") from err
+            self._found[api] = found.key if found else ""
+        return self._found[api]
+
+    def _address(self, api: Api) -> str:
+        return self.address if api == "inference" else self.management_address
 
 
 class TimeLeft(Mapping[str, float | None]):

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from scripted_transport import Call, Caller, Server
 
-from torchere.client import AsyncClient, Client
+from torchere.client import AsyncClient, Client, ClientError
 from torchere.client.key_file import find_key, is_loopback, read_key
 
 KEYS = {
@@ -85,6 +88,48 @@ def test_a_file_without_a_key_is_named(folder: Path, text: str) -> None:
 def test_clients_find_both_keys_and_send_none_if_told(folder: Path, kind: type[Client]) -> None:
     (folder / "key_file.json").write_text(json.dumps(KEYS))
     settings = kind()._transport._settings
-    assert (settings.token, settings.management_token) == ("i1", "m1")
+    assert (settings.key("inference"), settings.key("management")) == ("i1", "m1")
     settings = kind("http://example.com", token="k", management_token="")._transport._settings
-    assert (settings.token, settings.management_token) == ("k", None)
+    assert (settings.key("inference"), settings.key("management")) == ("k", "")
+
+
+def sent(call: Caller, ask: Call, **options: Any) -> str | None:
+    """Return the header `authorization` of a call."""
+    server = Server(httpx.Response(200, json=[]))
+    call(server, ask, **options)
+    token: str | None = server.requests[0].headers.get("authorization")
+    return token
+
+
+@pytest.mark.parametrize("text", ['{"inference": {"key": "i1"}}', "i1"])
+def test_a_prediction_needs_no_key_of_the_management_api(folder: Path, call: Caller, text: str) -> None:
+    (folder / "key_file.json").write_text(text)
+    assert sent(call, lambda client: client.predict("net")) == "Bearer i1"
+
+
+@pytest.mark.parametrize("text", ['{"inference": {"key": "i1"}}', '{"management": {"key": "two words"}}'])
+def test_a_call_without_its_key_says_why(folder: Path, call: Caller, text: str) -> None:
+    (folder / "key_file.json").write_text(text)
+    with pytest.raises(ClientError, match=r"no key for the management API: .*expected"):
+        sent(call, lambda client: client.describe("net"))
+
+
+def test_a_key_file_of_another_user_is_read_only_for_a_call_that_needs_it(
+    call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", "key_file.json")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setenv("TORCHERE_TOKEN", "t")
+    assert sent(call, lambda client: client.predict("net")) == "Bearer t"
+    assert sent(call, lambda client: client.describe("net"), management_token="") is None
+    with pytest.raises(ClientError, match=r"no key for the management API: .*denied"):
+        sent(call, lambda client: client.describe("net"))
+
+
+def test_a_key_is_looked_up_once(folder: Path) -> None:
+    settings = Client()._transport._settings
+    assert settings.key("inference") == ""
+    (folder / "key_file.json").write_text(json.dumps(KEYS))
+    assert (settings.key("inference"), settings.key("management")) == ("", "m1")

@@ -1,12 +1,14 @@
-"""The body that the options of `torchere predict` and `torchere bench` give."""
+"""The request that the options of `torchere predict` and `torchere bench` give."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
 
+import httpx
 import pytest
 
+from torchere.serving.commands.cli import main
 from torchere.serving.commands.request_options import UsageError, body_of, parsed
 
 
@@ -35,3 +37,26 @@ def test_other_text_in_the_place_of_json_is_said_to_be_none(file: str, text: str
     with pytest.raises(UsageError, match=r"^--json is no JSON: "):
         parsed(text)
     assert parsed("[1]") == [1]
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, and a server at every address that answers with the key of the request."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("TORCHERE_TOKEN", "TORCHERE_MANAGEMENT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+    def answer(_transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, text=request.headers.get("authorization", "none"))
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", answer)
+
+
+@pytest.mark.parametrize("more", [(), ("--token-file", "key_file.json", "--address", "http://example.invalid")])
+@pytest.mark.parametrize("text", ['{"inference": {"key": "i1"}}', "i1"])
+def test_a_key_file_with_the_inference_key_alone_will_do(
+    echo: None, more: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("key_file.json").write_text(text)
+    assert main(["predict", "net", "--json", "1", *more]) == 0
+    assert capsys.readouterr().out == "Bearer i1\n"
