@@ -13,7 +13,7 @@ from torchere.client.client import INFERENCE_ADDRESS, MANAGEMENT_ADDRESS, TIMEOU
 from torchere.client.inference import InferOptions, InferResult, Inputs
 from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
 from torchere.client.predictions import PartLike, Prediction
-from torchere.client.transport import LIMITS, Awaiting, Retries, Settings
+from torchere.client.transport import Awaiting, Retries, Settings
 
 
 class AsyncClient:
@@ -48,9 +48,8 @@ class AsyncClient:
             retries=retries or Retries(),
             headers=headers or {},
         )
-        self._transport = Awaiting(
-            settings, httpx.AsyncClient(transport=transport, limits=LIMITS, mounts=settings.direct())
-        )
+        http = settings.http(httpx.AsyncClient, transport, httpx.AsyncHTTPTransport)
+        self._transport = Awaiting(settings, http)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import httpx
 
@@ -26,6 +27,8 @@ _AGENT = "torchere-client"
 _FRAMING = frozenset({"content-length", "transfer-encoding"})  # the transport sets them to match the body
 _MAX_PORT = 65_535
 _PIECE_BYTES = 1 << 18
+_PROXY_VARIABLES = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY"
+Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +105,27 @@ class Settings:
                 bearer(token)
         self.seconds(None)
 
-    def direct(self) -> dict[str, None]:
-        """Return httpx's mounts that call servers of this machine without the proxy of the environment.
+    def http(self, kind: Callable[..., Http], transport: object, direct: Callable[..., object]) -> Http:
+        """Return an httpx client that calls servers of this machine without the proxy of the environment.
 
         The proxy must not get the key of a key file, and to it such an address means its own machine.
+
+        Args:
+            kind: the class of the client.
+            transport: the caller's own, or None.
+            direct: the class of its transport without a proxy.
+
+        Raises:
+            ValueError: httpx can't use the variables of the proxy.
         """
         addresses = (self.address, self.management_address)
         hosts = [httpx.URL(address).netloc.decode() for address in addresses if is_loopback(address)]
-        return {f"all://{host}": None for host in hosts}
+        if transport is None and len(hosts) == len(addresses):
+            transport = direct(limits=LIMITS)  # then httpx does not read variables that it might refuse
+        try:
+            return kind(transport=transport, limits=LIMITS, mounts={f"all://{host}": None for host in hosts})
+        except (ImportError, ValueError, httpx.InvalidURL) as err:
+            raise ValueError(f"{_PROXY_VARIABLES}: found a value that httpx can't use: {err}") from err
 
     def url(self, request: Request) -> str:
         """Return the URL of a request."""
@@ -256,7 +272,7 @@ class Blocking:
         self._pid: int | None = None  # the process that has sent something with `_http`
 
     def _made(self) -> httpx.Client:
-        return httpx.Client(transport=self._given, limits=LIMITS, mounts=self._settings.direct())
+        return self._settings.http(httpx.Client, self._given, httpx.HTTPTransport)
 
     def _http_here(self) -> httpx.Client:
         """Return the httpx client of this process; the other one is not closed: its sockets are in use there.

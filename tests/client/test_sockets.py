@@ -1,7 +1,9 @@
 """What only real sockets show: nobody listens, an answer breaks off, an answer drips."""
 
 import asyncio
+import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,18 +77,23 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield listening
 
 
-@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
-def test_a_server_of_this_machine_is_called_without_the_proxy(proxy: socket.socket, kind: str) -> None:
-    async def ask(address: str) -> bytes:
+def ask(kind: str, address: str) -> bytes:
+    """Return the answer of a prediction, by the client of a kind."""
+
+    async def awaited() -> bytes:
         async with AsyncClient(address) as client:
             return (await client.predict("net", timeout_s=5)).body
 
+    if kind == "asyncio":
+        return asyncio.run(awaited())
+    with Client(address) as client:
+        return client.predict("net", timeout_s=5).body
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_a_server_of_this_machine_is_called_without_the_proxy(proxy: socket.socket, kind: str) -> None:
     with peer(HEAD + b"0123456789") as address:
-        if kind == "asyncio":
-            assert asyncio.run(ask(address)) == b"0123456789"
-        else:
-            with Client(address) as client:
-                assert client.predict("net", timeout_s=5).body == b"0123456789"
+        assert ask(kind, address) == b"0123456789"
     with pytest.raises(BlockingIOError):
         proxy.accept()
 
@@ -112,6 +119,35 @@ def test_each_form_of_an_address_of_this_machine_is_direct(proxy: socket.socket,
     with Client(address) as client:
         http = client._transport._http
         assert http._transport_for_url(httpx.URL(address + "/x")) is http._transport
+
+
+ODD_VARIABLES = [
+    {"ALL_PROXY": "socks5://127.0.0.1:1"},
+    {"all_proxy": "socks://127.0.0.1:1"},
+    {"NO_PROXY": "localhost,127.0.0.1,[::1]"},
+]
+
+
+@pytest.fixture(params=ODD_VARIABLES, ids=lambda odd: next(iter(odd)))
+def odd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of a proxy that other programs take, and httpx refuses, as without the package socksio."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name, value in request.param.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "socksio", None)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_variables_that_httpx_refuses_leave_servers_of_this_machine_alone(odd: None, kind: str) -> None:
+    with peer(HEAD + b"0123456789") as address:
+        assert ask(kind, address) == b"0123456789"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_variables_that_httpx_refuses_are_named(odd: None, kind: type[Client]) -> None:
+    with pytest.raises(ValueError, match="HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY: found a value that"):
+        kind("http://example.invalid")
 
 
 @contextmanager

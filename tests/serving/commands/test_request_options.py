@@ -52,7 +52,9 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx.HTTPTransport, "handle_request", answer)
 
 
-@pytest.mark.parametrize("more", [(), ("--token-file", "key_file.json", "--address", "http://example.invalid")])
+@pytest.mark.parametrize(
+    "more", [(), ("--token-file", "key_file.json", "--address", "http://example.invalid")]
+)
 @pytest.mark.parametrize("text", ['{"inference": {"key": "i1"}}', "i1"])
 def test_a_key_file_with_the_inference_key_alone_will_do(
     echo: None, more: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
@@ -60,3 +62,12 @@ def test_a_key_file_with_the_inference_key_alone_will_do(
     Path("key_file.json").write_text(text)
     assert main(["predict", "net", "--json", "1", *more]) == 0
     assert capsys.readouterr().out == "Bearer i1\n"
+
+
+def test_variables_of_a_proxy_that_httpx_refuses_are_named(
+    echo: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks://127.0.0.1:1")
+    assert main(["predict", "net", "--json", "1"]) == 0
+    assert main(["predict", "net", "--json", "1", "--address", "http://example.invalid"]) == 2
+    assert "torchere predict: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY: found" in capsys.readouterr().err
