@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from urllib.parse import quote
 
-from torchere.client.key_file import FoundKey
+from torchere.client.key_file import FoundKey, is_loopback
 
 _WAIT_S = 5.0
 _MOST_BYTES = 1 << 20
@@ -60,13 +60,22 @@ def _models(wanted: str, names: list[str]) -> str:
     return f"the server has {shown}{others}{meant}"
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Leaves a redirect as the answer: urllib takes the key along to any other server."""
+
+    def redirect_request(self, *_arguments: object) -> None:
+        """Return no request."""
+
+
 def _get(address: str, path: str, found: FoundKey | None) -> dict[str, object]:
     """Return the JSON object that the server answers at a path, a refusal included; {} for other answers."""
     headers = {"Authorization": f"Bearer {found.key}"} if found else {}
+    # The proxy of the environment must not get the key, and to it such an address means its own machine.
+    direct = [urllib.request.ProxyHandler({})] if is_loopback(address) else []
     try:
         request = urllib.request.Request(address.rstrip("/") + path, headers=headers)
         try:
-            answer = urllib.request.urlopen(request, timeout=_WAIT_S)
+            answer = urllib.request.build_opener(_NoRedirects, *direct).open(request, timeout=_WAIT_S)
         except urllib.error.HTTPError as refusal:
             answer = refusal
         with answer:

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from torchere.client import AnswerError, ConnectionFailed, DeadlineExceeded, Tensor, UnreadableAnswer
 from torchere.client.errors import ClientError
+from torchere.client.key_file import is_loopback
 from torchere.client.management import TensorMetadata
 from torchere.client.transport import bearer
 from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
@@ -102,6 +103,8 @@ class Connection:
 
 def _channel(address: str) -> grpc.Channel:
     options = [(f"grpc.max_{way}_message_length", _UNBOUNDED) for way in ("send", "receive")]
+    if is_loopback(address):  # as over REST: the proxy of the environment must not get the key
+        options.append(("grpc.enable_http_proxy", 0))
     scheme, separator, peer = address.rpartition("://")
     if not separator:
         return grpc.insecure_channel(address, options)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,3 +20,15 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> None:
         return stat(path, **options)
 
     monkeypatch.setattr(os, "stat", refusing)
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The proxy of the environment: a socket whose `accept` raises BlockingIOError if no client has come."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        for name in ("NO_PROXY", "no_proxy", "no_grpc_proxy", "grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        listening.setblocking(False)
+        yield listening

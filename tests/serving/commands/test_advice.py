@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +18,20 @@ NO_WORKER = 'Model "cat" has no worker to serve inference request. Please use sc
 
 
 @contextmanager
-def server(answers: dict[str, tuple[int, object]]) -> Iterator[str]:
+def server(answers: dict[str, tuple[int, object]], asked: list[str] | None = None) -> Iterator[str]:
+    paths = [] if asked is None else asked
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            paths.append(self.path)
             status, value = answers.get(self.path, (404, {}))
             if self.path.startswith("/v1") and self.headers["Authorization"] != "Bearer k":
                 status, value = 400, {"message": "Token Authorization failed"}
             body = json.dumps(value).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            if status == 302:
+                self.send_header("Location", str(value))
             self.end_headers()
             self.wfile.write(body)
 
@@ -56,6 +62,22 @@ def test_of_an_unknown_model_the_others_are_named(models: object, said: str) -> 
         assert ("and 2 others" in told) is (len(str(models)) > 100)
         assert advice("Model not found: cta", url, "cta", None) == ""  # no key, no names
     assert advice("Model not found: cta", url, "cta", FoundKey("k", "a file")) == ""
+
+
+def test_a_server_of_this_machine_is_asked_without_the_proxy(proxy: socket.socket) -> None:
+    with server({"/v1/models": (200, {"models": ["cat"]})}) as url:
+        assert advice("Model not found: cta", url, "cta", FoundKey("k", "a file")).endswith(
+            "did you mean cat?"
+        )
+    with pytest.raises(BlockingIOError):
+        proxy.accept()
+
+
+def test_no_other_server_gets_the_key_by_a_redirect() -> None:
+    asked: list[str] = []
+    with server({}, asked) as other, server({"/v1/models": (302, f"{other}/v1/elsewhere")}) as url:
+        assert advice("Model not found: cta", url, "cta", FoundKey("k", "a file")) == ""
+    assert asked == []
 
 
 def test_a_model_that_failed_is_told_from_one_without_workers() -> None:

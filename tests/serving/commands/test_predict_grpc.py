@@ -1,5 +1,6 @@
 """`torchere predict --grpc` over TLS, against grpcio's own server."""
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
@@ -70,6 +71,16 @@ def test_a_certificate_of_ones_own_is_trusted_when_it_is_named(
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with Connection(f"https://{server}", None, 20) as connection:
         assert connection.predict("net", None, b"") == b"net"
+
+
+def test_a_server_of_this_machine_is_called_without_the_proxy(
+    server: str, certificate: Path, monkeypatch: pytest.MonkeyPatch, proxy: socket.socket
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with Connection(f"https://{server}", None, 5) as connection:
+        assert connection.predict("net", None, b"") == b"net"
+    with pytest.raises(BlockingIOError):
+        proxy.accept()
 
 
 def test_a_certificate_that_nobody_signed_is_not_trusted(server: str) -> None:
