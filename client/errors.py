@@ -87,7 +87,10 @@ class Conflict(InvalidRequest):
 
 
 class Unavailable(AnswerError):
-    """429 or 503 from the server itself: it can't accept the request now; a retry may succeed."""
+    """429 or 503 from the server itself or a proxy: it can't accept the request now; a retry may succeed.
+
+    A proxy's 503, whose `kind` is "", may also mean that it lost a server that had begun with the request.
+    """
 
 
 class ModelFailed(AnswerError):

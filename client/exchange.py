@@ -123,7 +123,7 @@ def _as_list(value: object) -> object:
 
 
 _MOST_TEXT = 500  # characters of a body that is no JSON
-_NAMES_OF_REFUSALS = ("ServiceUnavailableException", "TooManyRequestsException")
+REFUSALS = ("ServiceUnavailableException", "TooManyRequestsException")  # the names that servers give them
 _BY_STATUS: dict[int, type[e.AnswerError]] = {
     401: e.Unauthorized,
     403: e.InvalidRequest,
@@ -140,7 +140,7 @@ def refusal(answer: Answer) -> e.AnswerError:
     body = _object(answer.body)
     kind = str(body.get("type", ""))
     # The server's own refusals have one of two names; the rest of what it sends with an id is the handler's.
-    by_handler = kind not in _NAMES_OF_REFUSALS and REQUEST_ID in answer.headers
+    by_handler = kind not in REFUSALS and REQUEST_ID in answer.headers
     # TorchServe's API says "message", the Open Inference Protocol "error".
     message = body.get("message") or body.get("error") or _text(answer)
     return _class(answer.status, kind, by_handler)(

@@ -15,7 +15,7 @@ from typing import TypeVar
 import httpx
 
 from torchere.client.errors import ClientError, ConnectionFailed, DeadlineExceeded, Unavailable
-from torchere.client.exchange import Answer, Api, Operation, Request, Result, merged, refusal
+from torchere.client.exchange import REFUSALS, Answer, Api, Operation, Request, Result, merged, refusal
 from torchere.client.key_file import find_key, is_loopback
 
 TIMEOUT_HEADER = "x-torchere-timeout-ms"
@@ -35,10 +35,10 @@ Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 class Retries:
     """The number of retries of a call and the pauses between them.
 
-    A request is sent again only if it can't have run: after a refused connection, or a 429 or 503 that does
-    not come from the model's handler. The pause before attempt n + 1 is the time in `Retry-After`, or else
-    doubles from `first_pause_s`; it is at most `longest_pause_s`, and jittered. If a pause would end after
-    the deadline of the call, the last error is raised instead.
+    A request is sent again only if it can't have run: after a refused connection, a 429 that does not come
+    from the model's handler, or a 503 with the name that servers give to a refusal. The pause before attempt
+    n + 1 is the time in `Retry-After`, or else doubles from `first_pause_s`; it is at most `longest_pause_s`,
+    and jittered. If a pause would end after the deadline of the call, the last error is raised instead.
 
     Args:
         most: attempts after the first; 0 disables retries.
@@ -78,7 +78,9 @@ class Retries:
 
 
 def _may_be_sent_again(error: ClientError) -> bool:
-    return isinstance(error, Unavailable) or (isinstance(error, ConnectionFailed) and error.refused)
+    if isinstance(error, Unavailable):  # a 503 without a name is a proxy's, perhaps for a request that ran
+        return error.status == 429 or error.kind in REFUSALS
+    return isinstance(error, ConnectionFailed) and error.refused
 
 
 @dataclass(frozen=True, slots=True)

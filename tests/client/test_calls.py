@@ -194,6 +194,8 @@ def test_no_attempt_begins_after_the_deadline(call: Caller, clock: Clock) -> Non
             ModelFailed,
         ),
         (httpx.Response(503, content=b"no", headers={"x-request-id": "1"}), ModelFailed),
+        (httpx.Response(503, content=b"reset reason: connection termination"), Unavailable),
+        (httpx.Response(503, json={"error": "no server"}, headers={"retry-after": "1"}), Unavailable),
         (httpx.Response(429, json={"error": "no"}, headers={"x-request-id": "1"}), ModelFailed),
         (httpx.ReadError("reset"), ConnectionFailed),
         (httpx.RemoteProtocolError("half an answer"), ConnectionFailed),

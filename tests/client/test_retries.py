@@ -8,7 +8,7 @@ REFUSED = ConnectionFailed("nobody listens", refused=True)
 
 
 def busy(retry_after_s: float | None = None) -> Unavailable:
-    return Unavailable("full", 503, retry_after_s=retry_after_s)
+    return Unavailable("full", 503, kind="ServiceUnavailableException", retry_after_s=retry_after_s)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,7 @@ def busy(retry_after_s: float | None = None) -> Unavailable:
     [
         AnswerError("bad", 400),
         ModelFailed("Prediction failed", 503),
+        Unavailable("upstream connect error or disconnect/reset before headers", 503, retry_after_s=1.0),
         ConnectionFailed("broke in the middle"),
         DeadlineExceeded("no answer within 1 s"),
     ],
