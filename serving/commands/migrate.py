@@ -1,10 +1,14 @@
-"""Checks whether a TorchServe deployment can be migrated: reads its files and archives, runs no code."""
+"""Checks whether a TorchServe deployment can be migrated: reads its files and archives, runs no code.
+
+Files are looked for by `os.path`, which raises no error where this user may not look into the folder.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
 import json
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,16 +108,16 @@ def check_migration(
         findings += _snapshot(snapshots, store, environ)
     if store is not None:
         findings += _store(store, settings)
-    if workflow_store is not None and not workflow_store.is_dir():
+    if workflow_store is not None and not os.path.isdir(workflow_store):
         raise ConfigurationError(f"{workflow_store}: expected the folder of the workflow store")
     workflows = workflow_store or settings.workflow_store  # its absence is a finding of the configuration
-    if workflows is not None and workflows != store:
+    if workflows is not None and workflows != store and os.path.isdir(workflows):
         findings += _workflows(workflows)
     return MigrationReport(tuple(findings))
 
 
 def _snapshot(folder: Path, store: Path | None, environ: Mapping[str, str]) -> Sequence[MigrationFinding]:
-    if not folder.is_dir():
+    if _listed(folder) is None:
         text = "there is no such folder, as with --ncs; without --ncs name the folder that has the snapshots"
         return [MigrationFinding(str(folder), "snapshots", "differs", text)]
     newest = newest_snapshot(folder)
@@ -123,18 +127,33 @@ def _snapshot(folder: Path, store: Path | None, environ: Mapping[str, str]) -> S
 
 
 def _store(store: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
-    if not store.is_dir():
+    entries = _listed(store)
+    if entries is None:
         raise ConfigurationError(f"{store}: expected the folder of the model store")
     yield from _workflows(store)
-    for path in sorted(store.iterdir()):
+    for path in entries:
         if path.suffix != ".war" and is_archive(path):
             yield from archive_findings(path, settings)
 
 
 def _workflows(store: Path) -> Iterator[MigrationFinding]:
-    for path in sorted(store.glob("*.war")):
-        if not path.name.startswith("."):
+    for path in _listed(store) or ():
+        if path.suffix == ".war" and not path.name.startswith("."):
             yield _workflow(path)
+
+
+def _listed(folder: Path) -> list[Path] | None:
+    """Return the sorted entries of a folder; None if there is no such folder.
+
+    Raises:
+        ConfigurationError: this user may not list it, or look for it.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as err:
+        raise ConfigurationError(f"{folder}: can't be read: {err.strerror}") from err
 
 
 def _workflow(path: Path) -> MigrationFinding:
@@ -234,7 +253,7 @@ def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> 
     never_served = tuple(model for model in settings.snapshot_models if not model.version)
     origin = "missing" if never_served else "load_models"  # a snapshot takes precedence over load_models
     for wanted in startup_models(replace(settings, snapshot_models=never_served), tuple):
-        if folder is None or is_remote(wanted.url) or (folder / wanted.url.rstrip("/")).exists():
+        if folder is None or is_remote(wanted.url) or os.path.exists(folder / wanted.url.rstrip("/")):
             continue
         text = f"is not in {folder}: the start goes on, as in TorchServe; /readyz says 503 until it is there"
         yield MigrationFinding(str(path), f"{origin} {wanted.url}", "differs", text)
@@ -242,7 +261,7 @@ def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> 
         if not model.version:
             continue
         item = f"{model.name} {model.version}"
-        if folder is not None and not (folder / location_of(model)).exists():
+        if folder is not None and not os.path.exists(folder / location_of(model)):
             text = f"{model.archive} is not in {folder}: the start would be refused, as by TorchServe"
             yield MigrationFinding(str(path), item, "unsupported", text)
         else:

@@ -214,7 +214,8 @@ def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path
     then `./config.properties`.
 
     Raises:
-        LaunchRefused: the file named by the environment or the option does not exist.
+        LaunchRefused: the file named by the environment or the option does not exist, or the folder of the
+            snapshots can't be listed.
     """
     named = environ.get("TS_CONFIG_FILE") or options.ts_config
     if named:
@@ -253,10 +254,18 @@ def log_format(environ: Mapping[str, str]) -> str:
 
 
 def newest_snapshot(directory: Path) -> Path | None:
-    """Return the snapshot with the latest time in its name, because copying may change file times."""
+    """Return the snapshot with the latest time in its name, because copying may change file times.
+
+    Raises:
+        LaunchRefused: the folder can't be listed. Without its models the server would write a newer snapshot.
+    """
     if not os.path.isdir(directory):
         return None
-    names = [path.name for path in directory.iterdir() if _SNAPSHOT_NAME.fullmatch(path.name)]
+    try:
+        names = [path.name for path in directory.iterdir() if _SNAPSHOT_NAME.fullmatch(path.name)]
+    except OSError as err:
+        text = f"{directory} can't be read: {err.strerror}. Make the folder readable, or start with --ncs."
+        raise LaunchRefused(text) from err
     return directory / max(names) if names else None
 
 

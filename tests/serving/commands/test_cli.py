@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gc
 import re
 import subprocess
@@ -547,6 +548,21 @@ def test_archive_and_inspect_are_the_archivers(capsys: pytest.CaptureFixture[str
     assert cli.main(packed) == 0
     assert cli.main(["inspect", "net.mar"]) == 0
     assert "net" in capsys.readouterr().out
+
+
+def test_snapshots_that_this_user_may_not_list_refuse_the_start(
+    store: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_folder: Path) -> list[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    folder = Path("logs/config").absolute()
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert cli.main(["serve", "--model-store", str(store)]) == 1
+    text = f"{folder} can't be read: Permission denied. Make the folder readable, or start with --ncs.\n"
+    assert capsys.readouterr().out == text
+    assert cli.main(["serve", "--ncs", "--model-store", str(store)]) == 0
 
 
 def test_the_newest_snapshot_of_no_directory_is_none(tmp_path: Path) -> None:

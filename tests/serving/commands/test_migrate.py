@@ -1,8 +1,10 @@
 """The migration check: one verdict for each thing a TorchServe deployment holds, and nothing of it is run."""
 
+import errno
 import importlib.metadata
 import json
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -395,6 +397,41 @@ def test_the_command_exits_with_1_for_what_is_not_supported(
 def test_what_cannot_be_read_is_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["migrate", "check", *arguments]) == 1
     assert capsys.readouterr().err
+
+
+def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_folder: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+
+
+@pytest.mark.parametrize("option", ["--model-store", "--snapshots", "--workflow-store"])
+def test_a_folder_that_this_user_may_not_list_is_said(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unlisted(monkeypatch)
+    assert cli.main(["migrate", "check", option, str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"{tmp_path}: can't be read: Permission denied\n"
+
+
+def test_a_folder_below_one_that_this_user_may_not_look_into_is_said(
+    closed: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unlisted(monkeypatch)
+    assert cli.main(["migrate", "check", "--snapshots", "/closed/x"]) == 1
+    assert cli.main(["migrate", "check", "--model-store", "/closed/x"]) == 1
+    assert capsys.readouterr().err == "/closed/x: can't be read: Permission denied\n" * 2
+    assert cli.main(["migrate", "check", "--workflow-store", "/closed/x"]) == 1
+    assert capsys.readouterr().err == "/closed/x: expected the folder of the workflow store\n"
+
+
+def test_an_archive_that_this_user_may_not_look_for_counts_as_not_there(closed: None, tmp_path: Path) -> None:
+    entry = json.loads(ENTRY % "net") | {"torchere": {"path": "/closed/net"}}
+    snapshot = json.dumps({"models": {"f": {"1.0": entry}}})
+    assert (
+        of_config(tmp_path, f"model_store={tmp_path}\nmodel_snapshot={snapshot}\n")["f 1.0"] == "unsupported"
+    )
 
 
 def test_nothing_at_all_is_no_check() -> None:
