@@ -165,6 +165,7 @@ def start_block(plan: Plan) -> Iterator[str]:
     left out, and the number of GPUs, which is not known yet.
     """
     from torchere.handlers.cgroup import available_cores  # noqa: PLC0415 - rarely needed
+    from torchere.serving.config.kinds import shown_url  # noqa: PLC0415 - likewise
 
     settings = plan.settings
     values: dict[str, object] = {
@@ -180,7 +181,7 @@ def start_block(plan: Plan) -> Iterator[str]:
         "Management address": settings.management_address,
         "Metrics address": settings.metrics_address,
         "Model Store": _whole(settings.model_store),
-        "Initial Models": ",".join(settings.load_models) or None,
+        "Initial Models": ",".join(map(shown_url, settings.load_models)) or None,
         "Log dir": _whole(plan.log_directory),
         "Metrics dir": _whole(settings.metrics_directory),
         "Default workers per model": settings.default_executors or None,

@@ -26,6 +26,7 @@ WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() also accepts underscores and no
 _NUMBER = re.compile(r"[0-9a-z+.-]+", re.IGNORECASE)  # likewise for float()
 _TCP = re.compile(r"(https?)://(\[[0-9a-f:.%]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 _UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
+_REMOTE = re.compile(r"(\s*(?:[^/=]*=)?[a-z0-9]+://)(?:[^/?]*@)?([^?]*)", re.IGNORECASE)  # maybe after name=
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,13 @@ class Kind:
 
     `read` parses text with surrounding whitespace removed, or raises ValueError; the exception's message, if
     any, replaces the generic one. `remark` returns a warning about a valid value that may not be intended, or
-    "".
+    "". `shown` returns the text for messages, without secrets.
     """
 
     expected: str
     read: Callable[[str], object]
     remark: Callable[[str], str] | None = None
+    shown: Callable[[str], str] = str
 
 
 def near(name: str, known: Collection[str], similarity: float = 0.6) -> str:
@@ -230,7 +232,22 @@ def _remark_models(text: str) -> str:
     return f"{', '.join(empty)} names no archive, and is passed over" if empty else ""
 
 
-MODELS = Kind("all, or a comma-separated list of [name=]archive", _read_models, _remark_models)
+def shown_url(url: str) -> str:
+    """Return a URL, or name=URL, for logs and descriptions: without a user, and a query that may sign it.
+
+    >>> shown_url("https://user:word@bucket/m.mar?X-Amz-Signature=0f"), shown_url("a?b.mar")
+    ('https://bucket/m.mar', 'a?b.mar')
+    """
+    found = _REMOTE.match(url)
+    return f"{found[1]}{found[2]}" if found else url
+
+
+MODELS = Kind(
+    "all, or a comma-separated list of [name=]archive",
+    _read_models,
+    _remark_models,
+    lambda text: ",".join(map(shown_url, text.split(","))),
+)
 
 
 def _read_pattern(text: str) -> str | None:

@@ -7,14 +7,14 @@ counts only if the file allows it (`enable_envvars_config=true`). All functions 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
 from torchere.serving.config.keys import KEYS, METRICS_API, NO_KEYSTORES, Key
-from torchere.serving.config.kinds import BOOLEAN, INVERTED_BOOLEAN, PATH, PATHS, near
+from torchere.serving.config.kinds import BOOLEAN, INVERTED_BOOLEAN, MODELS, PATH, PATHS, near
 from torchere.serving.config.properties import ConfigurationError, Entry, substitute
 from torchere.serving.config.server_settings import Address, ServerSettings, SnapshotModel, SnapshotWorkflow
 
@@ -78,7 +78,7 @@ class _Given:
     line: int = 0
 
     def finding(self, level: Level, message: str) -> Finding:
-        shown = _HIDDEN if self.key.secret else _shown(self.text)
+        shown = _HIDDEN if self.key.secret else _shown(self.key.kind.shown(self.text))
         return Finding(level, self.source, self.key.name, shown, _printable(message), self.line)
 
 
@@ -235,7 +235,9 @@ def _take(given: _Given, outcome: _Outcome) -> None:
         outcome.findings.append(given.finding("warning", remark))
     if key.setting:
         outcome.values[key.setting] = value
-        outcome.findings.append(given.finding("effect", f"{key.setting} = {_shown_value(value)}"))
+        outcome.findings.append(
+            given.finding("effect", f"{key.setting} = {_shown_value(value, key.kind.shown)}")
+        )
     elif key.advice and given.text.lower() != key.no_advice_for:
         outcome.findings.append(given.finding("warning", f"has no effect: {key.advice}"))
     else:
@@ -257,7 +259,8 @@ def _contradictions(values: Mapping[str, Any], beside: bool) -> Iterator[Finding
         message = "not used: model_snapshot is there, and lists the models to load"
         if beside:
             message = "loaded after the models of model_snapshot, unless it holds them (--ncs: these alone)"
-        yield Finding("warning", "configuration", "load_models", _shown_value(values["load_models"]), message)
+        models = _shown_value(values["load_models"], MODELS.shown)
+        yield Finding("warning", "configuration", "load_models", models, message)
     yield from _about_keys(values)
     yield from _about_signing(values)
     tls_files = [values.get("certificate_file"), values.get("private_key_file")]
@@ -428,10 +431,10 @@ def _printable(text: str) -> str:
     )
 
 
-def _shown_value(value: object) -> str:
+def _shown_value(value: object, shown: Callable[[str], str] = str) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return _shown(", ".join(str(getattr(item, "name", item)) for item in value))
-    return _shown(str(value))
+        value = ", ".join(str(getattr(item, "name", item)) for item in value)
+    return _shown(shown(str(value)))
 
 
 def report(path: Path, configuration: Configuration) -> str:

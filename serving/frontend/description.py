@@ -17,12 +17,12 @@ import psutil
 from torchere.handlers.encode import indented_json
 from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.batching.quarantine import ConvictedRequest
+from torchere.serving.config.kinds import shown_url
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.frontend.control import ModelPage, VersionDescription
 from torchere.serving.frontend.workflows import WorkflowPage
 from torchere.serving.registry.workflows import Workflow
-from torchere.serving.store.url_rules import shown_url
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 

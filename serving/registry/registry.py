@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from torchere.archiver.manifest import Manifest
 from torchere.handlers.archive_import import forget_archive
+from torchere.serving.config.kinds import shown_url
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import (
     Conflict,
@@ -45,7 +46,7 @@ from torchere.serving.registry.snapshot import SnapshotKeeper
 from torchere.serving.registry.version import Version, VersionState, scaled_target
 from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, store_of, workflow_store_of
-from torchere.serving.store.url_rules import is_remote, shown_url
+from torchere.serving.store.url_rules import is_remote
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.spawn import Spawned, worker_environment
 

@@ -21,6 +21,7 @@ from torchere.archiver.errors import ArchiveError
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.workflow import MANIFEST_NAME as WORKFLOW_MANIFEST
+from torchere.serving.config.kinds import shown_url
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import ServerSettings, SnapshotWorkflow
 from torchere.serving.config.workflow_spec import WorkflowSpec, check_functions, read_workflow_spec
@@ -42,7 +43,6 @@ from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, load_failure
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive
-from torchere.serving.store.url_rules import shown_url
 
 logger = logging.getLogger(__name__)
 

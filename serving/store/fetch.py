@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
+from torchere.serving.config.kinds import shown_url
 from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError, Unavailable
 from torchere.serving.store.scratch import lock, machine
-from torchere.serving.store.url_rules import Source, allow, is_public, shown_url
+from torchere.serving.store.url_rules import Source, allow, is_public
 
 MAX_REDIRECTS = 5
 SILENCE_TIMEOUT_S = 30.0  # limit of one network operation; the whole download has its own limit

@@ -25,6 +25,7 @@ from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.archiver.signature import Signature, archive_signature
 from torchere.archiver.split import SECTION, Split
+from torchere.serving.config.kinds import shown_url
 from torchere.serving.config.model_properties import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.config.model_settings import ModelConfig, config_of
 from torchere.serving.config.server_settings import Limits, ServerSettings
@@ -41,7 +42,7 @@ from torchere.serving.store.signing import (
     signature_url,
     verified_copy,
 )
-from torchere.serving.store.url_rules import allow, is_remote, shown_url
+from torchere.serving.store.url_rules import allow, is_remote
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from torchere.serving.config.kinds import shown_url
 from torchere.serving.errors import DownloadFailed, ModelNotFound
 
 logger = logging.getLogger(__name__)
@@ -63,15 +64,6 @@ class Source:
 def is_remote(url: str) -> bool:
     """Return whether `url` must be downloaded, rather than being a name in the model store."""
     return _REMOTE.match(url) is not None
-
-
-def shown_url(url: str) -> str:
-    """Return a URL for logs and descriptions: without its query, which may hold a signature.
-
-    >>> shown_url("https://bucket/m.mar?X-Amz-Signature=0f"), shown_url("a?b.mar")
-    ('https://bucket/m.mar', 'a?b.mar')
-    """
-    return url.partition("?")[0] if is_remote(url) else url
 
 
 def allow(url: str, patterns: Sequence[str]) -> Source:

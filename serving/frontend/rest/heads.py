@@ -11,6 +11,7 @@ from urllib.parse import quote, unquote, unquote_plus
 import httptools
 
 from torchere.serving.access.identity import Role, bearer_key
+from torchere.serving.config.kinds import shown_url
 from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, is_probe
 from torchere.serving.frontend.known_heads import Known
@@ -21,7 +22,6 @@ from torchere.serving.frontend.rest.page import wants_page
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
 from torchere.serving.frontend.rest.wire import Wire, read_wire
 from torchere.serving.logs.trace_context import TraceContext, trace_of_headers
-from torchere.serving.store.url_rules import shown_url
 
 RawHeaders = list[tuple[bytes, bytes]]
 

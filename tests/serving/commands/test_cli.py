@@ -471,6 +471,14 @@ def test_temp_becomes_the_temporary_directory(
     assert server.served[0].temp_dir == store
 
 
+def test_the_start_block_shows_no_user_and_no_signature_of_a_url(store: Path) -> None:
+    models = ["a.mar", "net=https://user:word@bucket/m.mar?X-Amz-Signature=0f"]
+    arguments = ["serve", "--model-store", str(store), "--models", *models]
+    plan = plan_from(cli._parser(arguments).parse_args(arguments), {})
+    assert plan.settings.load_models == tuple(models)
+    assert "Initial Models: a.mar,net=https://bucket/m.mar" in cli_serve.start_block(plan)
+
+
 def test_the_newest_snapshot_is_restored_unless_told_not_to(
     store: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,6 +36,19 @@ def test_the_report_tells_lines_in_order_with_value_and_effect() -> None:
     ]
 
 
+def test_no_user_and_no_signature_of_a_url_is_shown() -> None:
+    url = "https://user:word@bucket/m.mar?X-Amz-Signature=0f"
+    snapshot = 'model_snapshot={"models":{}}'
+    text = f"load_models=a=file://b?c.mar, net={url},{url}\nload_models=x?y.mar, {url}\n{snapshot}"
+    configuration = configure(parse_properties(text), {"TS_LOAD_MODELS": url})
+    shown = report(Path("c.properties"), configuration) + str(configuration.findings)
+    assert "word" not in shown and "0f" not in shown
+    assert "load_models=x?y.mar, https://bucket/m.mar" in shown
+    assert "load_models=a=file://b, net=https://bucket/m.mar,https://bucket/m.mar" in shown
+    made = configure(parse_properties(text.partition("\n")[2].partition("\n")[0])).settings
+    assert made.load_models == ("x?y.mar", url)
+
+
 def test_config_check_explains_each_line(capsys: pytest.CaptureFixture[str]) -> None:
     Path("config.properties").write_text("# mine\nvmargs=-X\njob_queue_size=5\n")
     assert cli.main(["config", "check"]) == 0
