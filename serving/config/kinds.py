@@ -24,7 +24,8 @@ MAX_EXPIRATION_MIN = 100 * 365 * 24 * 60
 
 WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() also accepts underscores and non-ASCII digits
 _NUMBER = re.compile(r"[0-9a-z+.-]+", re.IGNORECASE)  # likewise for float()
-_TCP = re.compile(r"(https?)://(\[[0-9a-f:.%]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
+_IPV6 = r"\[[0-9a-f:.]+(?:%[^\s/\[\]]+)?\]"  # maybe with a zone, which is the name of a network interface
+_TCP = re.compile(rf"(https?)://({_IPV6}|[^\s:/\[\]]+)(?::([0-9]{{1,5}}))?", re.IGNORECASE)
 _UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
 _REMOTE = re.compile(r"(\s*(?:[^/=]*=)?[a-z0-9]+://)(?:[^/?]*@)?([^?]*)", re.IGNORECASE)  # maybe after name=
 

@@ -138,10 +138,12 @@ def _bound_socket(address: Address) -> socket.socket:
         listening.bind(address.unix_path)
         return listening
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    # Unlike this, `bind` leaves the zone of an IPv6 address out.
+    (*_, place), *_ = socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM)
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((address.host, address.port))
+        listening.bind(place)
     except OSError:
         listening.close()
         raise

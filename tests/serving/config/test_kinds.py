@@ -37,6 +37,7 @@ def error(text: str) -> str:
         ("https://localhost:8443", Address("localhost", 8443, tls=True)),
         ("https://localhost", Address("localhost", 443, tls=True)),
         ("http://[::1]:8080", Address("::1", 8080)),
+        ("http://[fe80::1%eth0.1]:8080", Address("fe80::1%eth0.1", 8080)),
         ("http://h:0", Address("h", 0)),
         ("UNIX:/tmp/ts.sock", Address(unix_path="/tmp/ts.sock")),
     ],
@@ -78,6 +79,8 @@ def test_an_address_without_port_takes_the_default_of_its_listener(
         "unix:relative",
         "http://h:1/path",
         "http://h:",
+        "http://[fe80::1%]:8080",
+        "http://[fe80::1%a/b]:8080",
     ],
 )
 def test_any_other_address_stops_the_start(text: str) -> None:

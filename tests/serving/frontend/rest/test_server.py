@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import json
 import socket
 import struct
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -354,6 +356,30 @@ def test_a_unix_socket_serves_and_is_taken_away_at_the_end(planes, tmp_path):
 
     assert split(asyncio.run(main()))[2] == b"x"
     assert not path.exists()
+
+
+def link_local() -> Address:
+    """Return an address of this machine that counts with its zone alone."""
+    lines = Path("/proc/net/if_inet6")
+    for digits, *_, interface in map(str.split, lines.read_text().splitlines() if lines.exists() else ()):
+        if digits.startswith("fe80"):
+            return Address(f"{ipaddress.IPv6Address(bytes.fromhex(digits))}%{interface}", 0)
+    pytest.skip("no interface has an address of its link")
+
+
+def test_an_address_with_a_zone_is_listened_on(planes):
+    async def main():
+        app = listener_of(frozenset({"inference"}), planes.data, planes.control, planes.services())
+        server = RestServer(app, link_local())
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(request(b"x"))
+        answer = await reader.read()
+        writer.close()
+        await server.stop()
+        return answer
+
+    assert split(asyncio.run(main()))[2] == b"x"
 
 
 def test_a_port_that_is_taken_is_an_error_at_the_start(planes):
