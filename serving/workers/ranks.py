@@ -223,6 +223,11 @@ class GroupHost:
         self._pinged_s = time.monotonic()
         self._silent.update(rank.number for rank in self._ranks)
         self._tell(Ping())
+        if not self._ranks:  # no other machine came, so no reply does
+            self._answer_ping()
+
+    def _answer_ping(self) -> None:
+        self._send(pong_of(self._host.drain_metrics()))
 
     def set_log_level(self, message: LogLevel) -> None:
         """Change the level of a logger in the other ranks."""
@@ -327,7 +332,7 @@ class GroupHost:
         if isinstance(message, Pong):
             self._silent.discard(rank.number)
             if not self._silent:
-                self._send(pong_of(self._host.drain_metrics()))
+                self._answer_ping()
             return True
         if isinstance(message, RankDone):
             if message.failed and self._failed is None:

@@ -263,18 +263,20 @@ def further(store: Path, port: int, tmp_path_factory: pytest.TempPathFactory) ->
 def make_group(
     store: Path, port: int, make_spec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., LoadSpec]]:
-    """Makes the spec of a group with two ranks on each machine."""
+    """Makes the spec of a group, with two ranks on each machine where a test names no other number."""
     monkeypatch.setattr(restart, "BACKOFF_S", (0.0,))
     opened_store = store_of(ServerSettings(model_store=store))
     opened = opened_store.open("net.mar")
     stored = opened_store.unpack("net.mar", opened)
 
-    def make(least: int, most: int, **changes: Any) -> LoadSpec:
+    def make(least: int, most: int, ranks: int = 2, **changes: Any) -> LoadSpec:
         times = {"join_s": 20.0, "last_call_s": 5.0, **changes}
         rendezvous = Rendezvous(
             "127.0.0.1", port, least, most, archive="net.mar", fingerprint=stored.fingerprint, **times
         )
-        spec: LoadSpec = make_spec(HANDLER, ranks=2, devices=2, parallel_type="tp", rendezvous=rendezvous)
+        spec: LoadSpec = make_spec(
+            HANDLER, ranks=ranks, devices=ranks, parallel_type="tp", rendezvous=rendezvous
+        )
         return replace(spec, archive_dir=str(stored.directory))
 
     yield make
@@ -309,6 +311,18 @@ def test_a_group_is_as_large_as_the_machines_allow_at_its_start(
             os.kill(second, signal.SIGKILL)
             await until(lambda: pool.in_service and pool.statuses()[0].pid != second)
             assert await answer_of(pool, make_sink, make_request) == b"4 of 4"
+
+    asyncio.run(main())
+
+
+def test_a_group_of_one_rank_answers_pings(make_group) -> None:
+    quick = HeartbeatSettings(ask_every_s=0.1, suspect_after_s=0.5, dead_after_s=1.0)
+
+    async def main() -> None:
+        async with pool_in_service(make_group(1, 2, ranks=1, last_call_s=0.0), heartbeat=quick) as pool:
+            first = pool.statuses()[0].pid
+            await asyncio.sleep(2 * quick.dead_after_s)
+            assert (pool.in_service, pool.statuses()[0].pid, pool.statuses()[0].losses) == (1, first, 0)
 
     asyncio.run(main())
 
