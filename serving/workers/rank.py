@@ -6,17 +6,18 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Iterable
 
 import msgspec
 
 from torchere.handlers.loading.devices import sees_only_cpu
 from torchere.handlers.loading.weights import SharedModels
-from torchere.serving.errors import LoadFailed, ServingError
+from torchere.serving.errors import InvalidRequest, LoadFailed, ServingError
 from torchere.serving.logs.levels import set_level
 from torchere.serving.logs.worker_lines import name_rank
 from torchere.serving.process.allocator import settle_loaded
 from torchere.serving.process.signals import die_with_parent
-from torchere.serving.workers.executor import LoadSpec
+from torchere.serving.workers.executor import LoadSpec, Outcome
 from torchere.serving.workers.frames import FrameReader
 from torchere.serving.workers.host import HandlerHost
 from torchere.serving.workers.machines import interface_variables
@@ -95,8 +96,7 @@ class _RankMain:
         if raw is None:
             return
         report = self._host.run(run_with_raw(message, raw).requests, _drop)
-        failed = any(isinstance(outcome, ServingError) for outcome in report.outcomes)
-        self._send(RankDone(failed, self._host.end_cause))
+        self._send(RankDone(has_failed(report.outcomes), self._host.end_cause))
 
     def _step(self, message: Join | WarmUp) -> None:
         try:
@@ -137,6 +137,12 @@ def serve_rank(
     if os.getppid() == parent:  # else it has ended meanwhile
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):  # rank 0 is gone
             _RankMain(spec, local, connection, gpu_id).serve()
+
+
+def has_failed(outcomes: Iterable[Outcome]) -> bool:
+    """Whether a rank has failed in its batch; a request that is invalid to one rank is so to all of them."""
+    errors = (outcome for outcome in outcomes if isinstance(outcome, ServingError))
+    return any(not isinstance(error, InvalidRequest) for error in errors)
 
 
 def _drop(index: int, part: object) -> None:

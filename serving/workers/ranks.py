@@ -27,7 +27,7 @@ import msgspec
 
 from torchere.handlers.loading.devices import kind_of
 from torchere.handlers.loading.weights import SharedModels
-from torchere.serving.errors import LoadFailed, ServingError
+from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import name_rank
 from torchere.serving.process.signals import live
 from torchere.serving.types import NO_DEADLINE, InferRequest
@@ -60,7 +60,13 @@ from torchere.serving.workers.messages import (
     load_of,
     pong_of,
 )
-from torchere.serving.workers.rank import environment, prepare_to_fork, serve_rank, use_batch_policy
+from torchere.serving.workers.rank import (
+    environment,
+    has_failed,
+    prepare_to_fork,
+    serve_rank,
+    use_batch_policy,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -199,12 +205,8 @@ class GroupHost:
         report = self._host.run(requests, send_partial, gone)
         self._runs = False
         if follows:
-            failed = any(
-                isinstance(outcome, ServingError)
-                for at, outcome in enumerate(report.outcomes)
-                if at not in left_out
-            )
-            self._end_batch(failed)
+            ran = (outcome for at, outcome in enumerate(report.outcomes) if at not in left_out)
+            self._end_batch(has_failed(ran))
         return report
 
     def _end_batch(self, failed: bool) -> None:

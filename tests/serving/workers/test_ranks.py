@@ -15,7 +15,9 @@ import psutil
 import pytest
 from pools import fork_launcher, new_pool, pool_in_service, until
 
-from torchere.serving.errors import ExecutorDied, HandlerFailed, LoadFailed
+from torchere.handlers.tensors import TENSOR_TYPE
+from torchere.serving.errors import ExecutorDied, HandlerFailed, InvalidRequest, LoadFailed
+from torchere.serving.types import InferRequest, Parameter
 from torchere.serving.workers import loss as restart
 from torchere.serving.workers.messages import Ping, encode_frame
 
@@ -63,6 +65,21 @@ HANDLER = """
                 return None  # what other ranks return does not matter
             context.send_partial(0, b"part,") if word == "stream" else None
             return [f"{word} {total.item():g}"] * len(data)
+"""
+
+# Its ranks do not meet in a batch; the rank that the first request names takes longer than others may wait.
+SLOW = """
+    import os, time
+    from torchere.serving.workers import ranks
+
+    class Handler:
+        def initialize(self, context):
+            ranks.STEP_GRACE_S = 0.3
+
+        def handle(self, data, context):
+            if bytes(data[0]["body"]).decode() == os.environ["RANK"]:
+                time.sleep(1.5)
+            return ["good"] * len(data)
 """
 
 
@@ -196,6 +213,26 @@ def test_an_exception_of_all_ranks_is_the_answer_and_they_go_on(make_group, make
             assert "all ranks do" in outcome.detail
             good.submit(pool, [make_request("sum")])
             assert (await good.outcome()).body == b"sum 6"
+            assert ranks_of(pool) == pids
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("slow", ["0", "1"])
+def test_a_request_that_is_invalid_ends_neither_its_batch_nor_the_group(
+    make_group, make_sink, make_request, slow
+) -> None:
+    async def main() -> None:
+        tensor = Parameter("body", b"abc", f"{TENSOR_TYPE}; datatype=BYTES; shape=2")
+        async with pool_in_service(make_group(SLOW, ranks=2, devices=2, batch_size=2)) as pool:
+            pids = ranks_of(pool)
+            sink, again = make_sink(), make_sink()
+            sink.submit(pool, [make_request(slow), InferRequest("broken", (tensor,))])
+            report = await asyncio.wait_for(sink.report, 30)
+            assert isinstance(report.outcomes[1], InvalidRequest)
+            assert report.outcomes[0].body == b"good"
+            again.submit(pool, [make_request("none")])
+            assert (await again.outcome()).body == b"good"
             assert ranks_of(pool) == pids
 
     asyncio.run(main())
