@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, takewhile
 
 from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.fair_queue import FairQueue
@@ -52,13 +53,17 @@ class Sequence:
 class SequenceTable:
     """All sequences of a version; bounds their number and the waiting requests of each.
 
-    Bookkeeping only, without a clock. Not thread-safe.
+    Bookkeeping only, without a clock: the times that are passed in never decrease. Not thread-safe. No call
+    looks at all open sequences, unless an executor is gone.
     """
 
     def __init__(self, settings: SequenceSettings, refusal: str) -> None:
         self._settings = settings
         self._refusal = refusal
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: OrderedDict[str, Sequence] = OrderedDict()  # in order of their last activity
+        self._by_age: OrderedDict[str, Sequence] = OrderedDict()  # the same, in order of their beginning
+        self._lined_up: OrderedDict[str, Sequence] = OrderedDict()  # those with waiting requests
+        self._bound_to: set[int] = set()  # executors that sequences may be bound to
         # Executors of expired sequences, the latest last: a handler may hold the state of one that goes on.
         self._former: dict[str, int] = {}
 
@@ -68,7 +73,7 @@ class SequenceTable:
     @property
     def waiting(self) -> list[Request]:
         """Every waiting request, sequence by sequence."""
-        return [request for sequence in self._sequences.values() for request in sequence.waiting]
+        return [request for sequence in self._lined_up.values() for request in sequence.waiting]
 
     def add(self, name: str, request: Request, now_s: float) -> None:
         """Append a request to its sequence, or begin a new one. Call `expire` before.
@@ -80,35 +85,54 @@ class SequenceTable:
         if sequence is None:
             if len(self._sequences) >= self._settings.max_sequences:
                 raise QueueFull(self._refusal)
-            sequence = self._sequences[name] = Sequence(name, self._former.pop(name, None), now_s)
+            sequence = self._begin(name, now_s)
         if len(sequence.waiting) >= self._settings.max_queue_size:
             raise QueueFull(self._refusal)
         sequence.waiting.append(request)
+        self._lined_up[name] = sequence
+        self._touch(sequence, now_s)
+
+    def _begin(self, name: str, now_s: float) -> Sequence:
+        sequence = Sequence(name, self._former.pop(name, None), now_s)
+        self._sequences[name] = self._by_age[name] = sequence
+        if sequence.executor_id is not None:
+            self._bound_to.add(sequence.executor_id)
+        return sequence
+
+    def _touch(self, sequence: Sequence, now_s: float) -> None:
         sequence.touched_s = now_s
+        self._sequences.move_to_end(sequence.name)
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request; do nothing if it is not waiting."""
-        for sequence in self._sequences.values():
-            if request in sequence.waiting:
-                sequence.waiting.remove(request)
+        sequence = next((one for one in self._lined_up.values() if request in one.waiting), None)
+        if sequence is not None:
+            sequence.waiting.remove(request)
+            self._leave_line(sequence)
+
+    def _leave_line(self, sequence: Sequence) -> None:
+        if not sequence.waiting:
+            self._lined_up.pop(sequence.name, None)
 
     def heads(self, executor_id: int, limit: int) -> list[Sequence]:
         """Return at most `limit` sequences of the executor, or of none yet, whose next request may run."""
-        ready = (s for s in self._sequences.values() if s.waiting and not s.running)
+        ready = (s for s in self._lined_up.values() if not s.running)
         able = (s for s in ready if s.executor_id in (None, executor_id))
         return sorted(able, key=lambda sequence: sequence.waiting[0].enqueued_s)[:limit]
 
     def joining(self, going_on: Iterable[Request], limit: int) -> list[Sequence]:
         """Return at most `limit` sequences whose next request may run beside their own in `going_on`."""
         between_batches = set(going_on)
-        ready = (s for s in self._sequences.values() if s.waiting and s.running)
+        ready = (s for s in self._lined_up.values() if s.running)
         able = (s for s in ready if s.running <= between_batches)
         return sorted(able, key=lambda sequence: sequence.waiting[0].enqueued_s)[:limit]
 
     def take(self, sequence: Sequence, executor_id: int) -> Request:
         """Take the next request of a sequence and bind the sequence to the executor."""
         sequence.executor_id = executor_id
+        self._bound_to.add(executor_id)
         request = sequence.waiting.popleft()
+        self._leave_line(sequence)
         sequence.running.add(request)
         return request
 
@@ -118,22 +142,31 @@ class SequenceTable:
         if sequence is None:
             return False
         sequence.waiting.appendleft(request)
+        self._lined_up[name] = sequence
+        self._lined_up.move_to_end(name, last=False)
         return True
 
     def done(self, name: str, request: Request, now_s: float) -> None:
         """Note that a running request of the sequence is answered."""
         if (sequence := self._sequences.get(name)) is not None:
             sequence.running.discard(request)
-            sequence.touched_s = now_s
+            self._touch(sequence, now_s)
 
     def end(self, names: Iterable[str]) -> list[Request]:
         """End sequences by name; return their waiting requests."""
         ended = [self._sequences.pop(name) for name in names if name in self._sequences]
+        for sequence in ended:
+            del self._by_age[sequence.name]
+            self._lined_up.pop(sequence.name, None)
         return [request for sequence in ended for request in sequence.waiting]
 
     def expire(self, now_s: float) -> list[Request]:
         """End the expired sequences; return their waiting requests."""
-        over = [s for s in self._sequences.values() if s.expires_s(self._settings) <= now_s]
+        over = dict.fromkeys(
+            sequence
+            for order in self._orders()
+            for sequence in takewhile(lambda each: each.expires_s(self._settings) <= now_s, order)
+        )
         for sequence in over:
             if sequence.executor_id is not None:
                 self._former[sequence.name] = sequence.executor_id
@@ -143,14 +176,23 @@ class SequenceTable:
 
     def next_expiry_s(self) -> float:
         """Return when the next sequence expires; infinity if no sequence is open."""
-        return min((s.expires_s(self._settings) for s in self._sequences.values()), default=float("inf"))
+        first = (sequence for order in self._orders() for sequence in islice(order, 1))
+        return min((sequence.expires_s(self._settings) for sequence in first), default=float("inf"))
+
+    def _orders(self) -> tuple[Iterator[Sequence], Iterator[Sequence]]:
+        """Return the idle sequences in the order in which idleness ends them, and all in the order of age."""
+        idle = (s for s in self._sequences.values() if not (s.waiting or s.running))
+        return idle, iter(self._by_age.values())
 
     def keep_on(self, executor_ids: Iterable[int]) -> None:
         """Unbind the sequences of other executors: they continue on any executor, without their state."""
         there = set(executor_ids)
+        if self._bound_to <= there:
+            return
         for sequence in self._sequences.values():
             if sequence.executor_id not in there:
                 sequence.executor_id = None
+        self._bound_to &= there
 
 
 class StatefulBatcher(Admission):

@@ -1,6 +1,7 @@
 """The stateful batcher with executors that the test moves by hand, and its table with the time passed in."""
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from datetime import datetime, timezone
@@ -10,6 +11,7 @@ import pytest
 from fakes import AwaitedRequest
 
 from torchere.serving.access.client_limits import Account, Quota, Tally
+from torchere.serving.batching import stateful
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.batching.stateful import (
     SEQUENCE_END,
@@ -772,6 +774,63 @@ def test_sequences_of_a_lost_executor_go_on_elsewhere() -> None:
     assert sequences.heads(2, 1) == []
     sequences.keep_on([2])
     assert [s.name for s in sequences.heads(2, 1)] == ["s"]
+
+
+def test_a_request_costs_the_same_however_many_sequences_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+
+    class Watched(stateful.Sequence):
+        __slots__ = ()
+
+        def __getattribute__(self, field: str) -> Any:
+            seen.add(object.__getattribute__(self, "name"))
+            return object.__getattribute__(self, field)
+
+    monkeypatch.setattr(stateful, "Sequence", Watched)
+
+    async def main() -> None:
+        settings = SequenceSettings(max_idle_s=10.0, max_sequences=100, max_queue_size=4, timeout_s=60.0)
+        stage = Stage(1, 2, sequences=settings)
+        names = [f"s{number}" for number in range(100)]
+        for name in names:
+            stage.submit("first", name)
+            stage.pool.finish(1)
+        seen.clear()
+        stage.submit("second", "s50")
+        stage.pool.finish(1)
+        assert seen == {"s50", "s0"}  # and the one that ends first
+        waiting = [stage.submit(name, "s50") for name in ("third", "fourth")]
+        stage.batcher.withdraw(waiting[1])
+        assert seen == {"s50", "s0"}
+        stage.now_s = 115.0
+        assert stage.batcher._table is not None
+        assert stage.batcher._table.expire(115.0) == []
+        assert len(stage.batcher._table) == 1  # that runs
+        assert seen == set(names)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 25.0])
+def test_the_next_sequence_to_expire_is_the_first_of_all(timeout_s: float) -> None:
+    settings = SequenceSettings(max_idle_s=10.0, max_sequences=9, max_queue_size=9, timeout_s=timeout_s)
+    sequences, chance, ended = SequenceTable(settings, "no worker"), random.Random(1), 0
+    running: list[tuple[str, Request]] = []
+    for now_s in range(1000):
+        name = f"s{chance.randrange(9)}"
+        sequences.add(name, request_at("any", now_s), now_s)
+        if chance.random() < 0.3:
+            sequences.remove(chance.choice(sequences.waiting))  # its client left
+        running += [(head.name, sequences.take(head, 1)) for head in sequences.heads(1, chance.randrange(4))]
+        while running and chance.random() < 0.7:
+            sequences.done(*running.pop(chance.randrange(len(running))), now_s)
+        expiries_s = [sequence.expires_s(settings) for sequence in sequences._sequences.values()]
+        assert sequences.next_expiry_s() == min(expiries_s)
+        left = sum(expiry_s > now_s for expiry_s in expiries_s)
+        ended += len(expiries_s) - left
+        sequences.expire(now_s)
+        assert len(sequences) == left
+    assert ended > 100
 
 
 def test_an_expired_sequence_goes_on_where_its_state_may_be_and_an_ended_one_anywhere() -> None:
