@@ -4,6 +4,8 @@ Contract: with `sequenceBatching`, requests of one sequence run in order on one 
 `continuousBatching`, a request whose stopping criterion says "more" is in the next batch of the same executor
 again, with its id and without parameters, and new requests join it there. With both, the next request of a
 sequence joins the sequence's unfinished request, for example to stop it; so a batch may have twice its size.
+A batch for which there is no memory was not begun: what went on before goes on without its new requests, and
+these enter one by one, so that only the one that finds no memory gets the error.
 
 A sequence begins with its first request, stays on one executor, has at most one new request in a batch, and
 ends after an idle or total time-out, or when its handler ends it; `SequenceTable` keeps them.
@@ -22,7 +24,7 @@ from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import BatchSettings, SequenceHeaders, SequenceSettings
-from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
+from torchere.serving.errors import ExecutorDied, NoRoom, QueueFull, ServingError, Unavailable
 from torchere.serving.workers.executor import BatchReport, ExecutorState, ExecutorStatus, Outcome, Unfinished
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
@@ -219,6 +221,7 @@ class StatefulBatcher(Admission):
         self._end_headers = {SEQUENCE_END, sequences.headers.end} if sequences else set()
         self._queue = FairQueue(settings.max_batch_size)  # requests of no sequence
         self._going_on: dict[int, list[Request]] = {}  # unfinished requests, by the executor they live on
+        self._crowded: set[int | None] = set()  # executors without room for their last batch
         self._losses: dict[int, int] = {}  # of each executor, when unfinished requests were last looked at
         self._timer: asyncio.TimerHandle | None = None
 
@@ -312,6 +315,8 @@ class StatefulBatcher(Admission):
             if not (going_on or takes_new):
                 return math.inf
             room = self._settings.max_batch_size - len(going_on) if takes_new else 0
+            if executor_id in self._crowded:  # it takes one new request at a time
+                room = min(room, 1)
             heads = self._heads(executor_id, going_on, room)
             newcomers = self._queue_run(room - len(heads), alone=bool(going_on or heads))
             if not going_on:  # unfinished requests do not wait for the batch to fill
@@ -338,7 +343,8 @@ class StatefulBatcher(Admission):
         if self._table is None:
             return []
         size = self._settings.max_batch_size
-        heads = self._table.joining(going_on, 2 * size - len(going_on))
+        may_join = 1 if executor_id in self._crowded else 2 * size - len(going_on)
+        heads = self._table.joining(going_on, may_join)
         heads += self._table.heads(executor_id, max(0, room - len(heads)))
         queue = self._queue.first(1)
         if queue and queue[0].group:
@@ -371,21 +377,46 @@ class StatefulBatcher(Admission):
 
     def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
         """Answer the finished requests of a run, and queue the others for the next batch."""
+        newcomers = [request for request in run.requests if request.open and request.parts is None]
+        had_no_room = bool(newcomers) and all(isinstance(outcome, NoRoom) for outcome in report.outcomes)
+        if had_no_room and len(newcomers) > 1:
+            self._run_without_most(run)
+            return False
+        if not had_no_room:
+            self._crowded.discard(run.executor_id)
         stages_s = report.all_stages_s
         for request, outcome in zip(run.requests, report.outcomes, strict=True):
             request.running = None
             request.stages_s = stages_s
             if not request.answered_s:
                 request.dequeued_s = began_s
-            self._take_outcome(run, request, outcome)
+            if had_no_room and request.parts is not None:
+                self._go_on(run, request)
+            else:
+                self._take_outcome(run, request, outcome)
         return True
+
+    def _run_without_most(self, run: Run) -> None:
+        """Run what goes on again, with one of the new requests, after a batch for which there was no room."""
+        self._crowded.add(run.executor_id)
+        for request in run.requests:
+            if request.parts is None:
+                self._sequence_done(request)
+            else:
+                request.running = None
+                self._go_on(run, request)
+        self._put_back([request for request in run.requests if request.parts is None])
+
+    def _go_on(self, run: Run, request: Request) -> None:
+        assert run.executor_id is not None  # `_pump_one` has named it
+        self._going_on.setdefault(run.executor_id, []).append(request)
 
     def _take_outcome(self, run: Run, request: Request, outcome: Outcome) -> None:
         if isinstance(outcome, Unfinished):
             request.add_part(outcome.part, self.unread_parts)
-            if request.open and run.executor_id is not None:
+            if request.open:
                 request.parameters = ()
-                self._going_on.setdefault(run.executor_id, []).append(request)
+                self._go_on(run, request)
                 return
         else:
             self._finish(request, outcome)

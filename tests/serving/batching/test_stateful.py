@@ -25,6 +25,7 @@ from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
     ExecutorDied,
+    NoRoom,
     Quarantined,
     QueueFull,
     Unavailable,
@@ -271,6 +272,77 @@ async def test_an_unfinished_request_is_in_the_next_batch_again_without_paramete
     assert [chunk async for chunk in response.chunks] == [b"one ", b"two ", b"end"]
     assert await newcomer.body() == b"b"  # a first message that is the last one is an ordinary answer
     assert await stage.batcher.drain(0.0)
+
+
+NO_ROOM = NoRoom("Out of resources", "the worker has no memory")
+
+
+@run
+async def test_answers_go_on_where_a_new_request_finds_no_memory() -> None:
+    for sequences, names in ((None, ("", "", "")), (SEQUENCES, ("s", "t", "u"))):
+        stage = Stage(1, sequences=sequences)
+        goes_on = stage.submit("goes on", names[0])
+        stage.pool.finish(1, [Unfinished(InferResponse(b"one "))])
+        huge, small = stage.submit("huge", names[1]), stage.submit("small", names[2])
+        stage.pool.finish(1, [Unfinished(InferResponse(b"two "))])
+        assert stage.running(1) == ["goes on", "huge", "small"]
+        stage.pool.finish(1, [NO_ROOM] * 3)
+        assert stage.running(1) == ["goes on", "huge"]
+        stage.pool.finish(1, [NO_ROOM] * 2)
+        assert stage.running(1) == ["goes on", "small"]
+        stage.pool.finish(1, [InferResponse(b"end"), InferResponse(b"small")])
+        assert isinstance(huge.future.exception(), NoRoom)
+        assert await small.body() == b"small"
+        response = await goes_on.future
+        assert isinstance(response, StreamedResponse)
+        assert [chunk async for chunk in response.chunks] == [b"one ", b"two ", b"end"]
+        assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_an_executor_with_room_again_takes_a_whole_batch() -> None:
+    stage = Stage(size=4)
+    requests = [stage.submit(name) for name in ("a", "b", "c")]
+    stage.pool.ids = (1,)
+    stage.batcher.pump()
+    stage.batcher.withdraw(requests[1])
+    stage.pool.finish(1, [NO_ROOM] * 3)
+    assert stage.running(1) == ["a"]
+    requests += [stage.submit("d")]
+    stage.pool.finish(1)
+    assert stage.running(1) == ["c", "d"]
+    stage.pool.finish(1)
+    assert [await requests[at].body() for at in (0, 2, 3)] == [b"a", b"c", b"d"]
+
+
+@run
+async def test_an_answer_that_goes_on_alone_and_finds_no_memory_ends() -> None:
+    stage = Stage(1)
+    request = stage.submit("a")
+    stage.pool.finish(1, [Unfinished(InferResponse(b"one "))])
+    stage.pool.finish(1, [NO_ROOM])
+    response = await request.future
+    assert isinstance(response, StreamedResponse)
+    with pytest.raises(NoRoom):
+        [chunk async for chunk in response.chunks]
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_a_request_that_joins_its_sequence_leaves_it_where_it_finds_no_memory() -> None:
+    stage = Stage(1, sequences=SEQUENCES)
+    stage.submit("stream", "s")
+    stage.submit("other", "t")
+    stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
+    joins = stage.submit("joins", "s")
+    stage.pool.finish(1, [Unfinished(InferResponse(b"."))] * 2)
+    assert stage.running(1) == ["stream", "other", "joins"]
+    stage.pool.finish(1, [NO_ROOM] * 3)
+    assert isinstance(joins.future.exception(), NoRoom)
+    assert stage.running(1) == ["stream", "other"]
+    stage.submit("next", "s")
+    stage.pool.finish(1)
+    assert stage.running(1) == ["next"]
 
 
 @run
