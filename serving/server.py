@@ -269,21 +269,8 @@ def serve(settings: ServerSettings, fork_server: Spawned | None = None) -> int:
         return asyncio.run(run(settings, fork_server))
     import uvloop  # noqa: PLC0415 - not available on Windows
 
-    _allow_many_files()
     _show_threads_on_sigquit()
     return uvloop.run(run(settings, fork_server))
-
-
-def _allow_many_files() -> None:
-    """Raise the soft limit of open files to the hard limit, as Java does; the usual default is 1,024.
-
-    Each connection needs one file descriptor; a connection above the limit is closed without an error.
-    """
-    import resource  # noqa: PLC0415 - not available on Windows
-
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(OSError, ValueError):  # where "unlimited" exceeds the system's maximum
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _show_threads_on_sigquit() -> None:

@@ -114,10 +114,12 @@ def _planned_and_served(options: argparse.Namespace) -> int:
     plan = plan_from(options, os.environ)
     from torchere.handlers.cgroup import pin_to_limit  # noqa: PLC0415 - not needed for --help
     from torchere.serving.process.allocator import keep_freed_memory  # noqa: PLC0415 - likewise
+    from torchere.serving.process.open_files import allow_many_files  # noqa: PLC0415 - likewise
     from torchere.serving.process.signals import SignalsKept  # noqa: PLC0415 - likewise
     from torchere.serving.workers.spawn import fork_server_ahead  # noqa: PLC0415 - likewise
 
     keep_freed_memory(os.environ)  # before logging starts the first thread, for a thread keeps what it has
+    allow_many_files()
     cores = pin_to_limit() if plan.settings.pin_cores else []
     with SignalsKept() as kept, fork_server_ahead(plan.settings) as fork_server:
         _log_as_asked(plan, options)

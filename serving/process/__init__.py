@@ -1,1 +1,1 @@
-"""The process and its machine: signals, memory, cores."""
+"""The process and its machine: signals, memory, cores, open files."""

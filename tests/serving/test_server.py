@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -164,27 +163,6 @@ def test_while_the_start_waits_probes_are_answered_and_nothing_is_healthy(
     assert asyncio.run(main()) == {"/livez": 200, **of_models}
     said = "Model m waits for pip, which installs its requirements from r.txt; install_timeout_s=600"
     assert (said in caplog.messages) is (waits_for == "pip")
-
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from torchere.serving.server import serve
-from torchere.serving.config.server_settings import Address, ServerSettings
-
-most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
-status = serve(ServerSettings(inference_address=Address(port=int(sys.argv[1]))))
-print(status, resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most))
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no such limits")
-def test_a_server_takes_all_the_open_files_it_may_have() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as running:  # it ends at once
-        command = [sys.executable, "-c", LIMITED, str(running.getsockname()[1])]
-        ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert ended.stdout.split() == ["1", "True"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such limits")

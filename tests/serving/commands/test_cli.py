@@ -22,6 +22,7 @@ from torchere.serving.config.properties import ConfigurationError
 from torchere.serving.config.server_settings import ServerSettings, SnapshotSettings
 from torchere.serving.logs.files import Log4jFormatter, remove_log_files
 from torchere.serving.store import url_rules
+from torchere.serving.workers import spawn as spawning
 
 HEAVY = ("torch", "starlette", "grpc", "numpy", "prometheus_client")
 SNAPSHOT = (
@@ -540,6 +541,29 @@ def test_serve_logs_each_warning_once(
         "--log-config has no effect: log4j2 files are not read; PUT /log-level changes levels, and "
         "TORCHERE_LOG_FORMAT=json|text|torchserve the format",
     ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such limits")
+def test_workers_and_server_may_open_all_the_files_that_are_allowed(
+    store: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    inherited = []
+
+    def spawn(environment: object, modules: object) -> object:
+        inherited.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+        raise OSError
+
+    monkeypatch.setattr(spawning, "spawn", spawn)
+    server.observe = lambda: inherited.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        assert cli.main(["serve", "--model-store", str(store), "--models", "all"]) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert inherited == [(limits[1], limits[1])] * 2
 
 
 def test_a_failure_to_start_is_told_with_its_detail(
