@@ -11,6 +11,7 @@ number of intra-op threads that lanes use for the next run.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import mmap
 import os
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from torchere.serving.errors import NoRoom
+from torchere.serving.errors import LoadFailed, NoRoom
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.frames import FrameReader, FrameSocket
 from torchere.serving.workers.messages import Run, data_to_worker, most_report_bytes, raw_bytes, run_with_raw
@@ -134,6 +135,29 @@ class LanePage:
     def close(self) -> None:
         """Unmap the page."""
         self._memory.close()
+
+
+def receive_lanes(connection: socket.socket, count: int, spec: LoadSpec) -> list[socket.socket]:
+    """Receive the data sockets of `count` lanes from the server (in the worker).
+
+    Raises:
+        LoadFailed: the process may not open so many files.
+        ConnectionResetError: the server is gone.
+    """
+    descriptors: list[int] = []
+    for _ in range(0, count, LANES_A_MESSAGE):
+        message, more, _, _ = socket.recv_fds(connection, 1, LANES_A_MESSAGE)
+        if not message:
+            raise ConnectionResetError("the server is gone")
+        descriptors += more
+    data = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    if len(data) < count:  # the kernel has left out those that would exceed the limit
+        for each in data:
+            each.close()
+        raise LoadFailed.of(spec.model_name, spec.model_version, os.strerror(errno.EMFILE).lower())
+    for each in data:
+        each.set_inheritable(False)
+    return data
 
 
 def next_run(batches: FrameReader, begin: Callable[[Run], None]) -> Run | None:

@@ -42,10 +42,10 @@ from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
 from torchere.serving.workers.host import HandlerHost, metrics_of
 from torchere.serving.workers.lanes import (
-    LANES_A_MESSAGE,
     MAX_LANES,
     LanePage,
     next_run,
+    receive_lanes,
     report_without_room,
     requests_of,
 )
@@ -365,7 +365,7 @@ class WorkerMain:
     def _load(self, gpu_ids: Sequence[int | None]) -> None:
         """Load a lane for each GPU in turn: the first one loads the weights that the others share."""
         spec = self.loaded_spec()
-        sockets = self._receive_lanes(len(gpu_ids))
+        sockets = receive_lanes(self._lanes_socket, len(gpu_ids), spec)
         for gpu_id in gpu_ids:
             host = self._host_of(spec, gpu_id)
             self._own_process(host)
@@ -389,18 +389,6 @@ class WorkerMain:
             show_devices(spec, gpu_id, kind_of(spec.model_config))
             gpu_id = None if gpu_id is None else 0
         return HandlerHost(spec, gpu_id, self._models, alone=not spec.shares_weights)
-
-    def _receive_lanes(self, count: int) -> list[socket.socket]:
-        """Receive the data sockets of `count` lanes from the server."""
-        descriptors: list[int] = []
-        while len(descriptors) < count:
-            message, more, _, _ = socket.recv_fds(self._lanes_socket, 1, LANES_A_MESSAGE)
-            if not message:
-                raise ConnectionResetError("the server is gone")
-            descriptors += more
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        return [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
     def close_sockets(self) -> None:
         """Close all sockets in a forked child, so that the server sees the end of the worker itself."""

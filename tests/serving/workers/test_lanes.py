@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -469,6 +470,38 @@ def test_no_report_of_a_worker_that_dies_is_lost_and_no_run_is_answered_twice(
         assert answered > 0
 
     asyncio.run(main())
+
+
+def test_sockets_that_exceed_the_limit_of_open_files_fail_the_load_and_leave_nothing(make_spec: Any) -> None:
+    import resource
+
+    def sent(count: int) -> list[socket.socket]:
+        pairs = [socket.socketpair() for _ in range(count)]
+        socket.send_fds(server, [b"L"], [theirs.fileno() for _, theirs in pairs])
+        for _, theirs in pairs:
+            theirs.close()
+        return [ours for ours, _ in pairs]
+
+    limits, spec = resource.getrlimit(resource.RLIMIT_NOFILE), make_spec()
+    server, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with server, worker_end:
+        left = sent(lanes.LANES_A_MESSAGE) + sent(2)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, limits[1]))
+        try:
+            with pytest.raises(LoadFailed) as error:
+                lanes.receive_lanes(worker_end, len(left), spec)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert error.value.detail == "too many open files"
+        assert {ours.recv(1) for ours in left} == {b""}  # both ends are closed
+        left += sent(1)
+        (theirs,) = lanes.receive_lanes(worker_end, 1, spec)  # and no message of before is left
+        theirs.sendall(b"x")
+        assert left[-1].recv(1) == b"x"
+        for each in (theirs, *left):
+            each.close()
 
 
 def test_the_page_tells_which_requests_are_cancelled_and_what_lanes_have_begun() -> None:
