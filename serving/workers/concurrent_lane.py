@@ -40,6 +40,9 @@ class LaneOfProcess(Protocol):
     def send(self, parts: Parts) -> None:
         """Send a message to the server."""
 
+    def take_share(self) -> None:
+        """Use as many intra-op threads as the server allows."""
+
 
 class _Running:
     """One run under way: its task, and the parts of its answer that wait for its client."""
@@ -122,6 +125,7 @@ class ConcurrentLane:
             return
         running.has_begun = True
         self._begin(message)
+        self._lane.take_share()
         try:
             report = await self._report_of(message, send_part, running)
             with suppress(asyncio.CancelledError):  # the client has left: the run still needs its report

@@ -108,10 +108,7 @@ class Lane:
             return process.leaving or page.all_cancelled(place, count)
 
         self._begin(message)
-        threads = page.threads
-        if threads not in (0, self._threads) and torch.get_num_threads() == self._threads:
-            torch.set_num_threads(threads)  # a number that the handler has set is left alone
-            self._threads = threads
+        self.take_share()
 
         def send_part(index: int, part: InferResponse) -> None:
             while page.is_held(place) and not is_unwanted():
@@ -124,6 +121,13 @@ class Lane:
         else:
             report = self.host.run(message.requests, send_part, page.cancelled(place, count), is_unwanted)
         self.send(encode_report(message.run_id, report, self.host.end_cause))
+
+    def take_share(self) -> None:
+        """Use as many intra-op threads as the page says, unless the handler has set a number itself."""
+        threads = self._process.page.threads
+        if threads not in (0, self._threads) and torch.get_num_threads() == self._threads:
+            torch.set_num_threads(threads)
+            self._threads = threads
 
     def send(self, parts: Parts) -> None:
         """Send a message to the server; any thread may call it."""

@@ -140,7 +140,7 @@ def concurrent_lane(run_beside: Any, sent: list[Any]) -> ConcurrentLane:
     """A lane that gets one run, whose client has left, and puts what it sends into `sent`."""
     frame = messages.encode_frame(messages.Run(1, 0, (InferRequest("id", ()),)))
     batches = SimpleNamespace(has_more=False, next=lambda: frame[HEADER.size :])
-    lane: Any = SimpleNamespace(batches=batches, send=sent.append)
+    lane: Any = SimpleNamespace(batches=batches, send=sent.append, take_share=lambda: None)
     page: Any = SimpleNamespace(mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True)
     host: Any = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
     unused: Any = None

@@ -1204,27 +1204,42 @@ THREADS = """
 """
 
 
+async def threads_of(pool: Any, sink: Any, request: Any) -> bytes:
+    sink.submit(pool, [request])
+    return bytes((await sink.outcome()).body)
+
+
 @pytest.mark.parametrize("shares_weights", [False, True])
 def test_lanes_take_their_share_of_the_cores_before_each_run_without_a_restart(
     make_spec: Any, make_sink: Any, make_request: Any, shares_weights: bool
 ) -> None:
-    async def threads_of(pool: Any) -> bytes:
-        sink = make_sink()
-        sink.submit(pool, [make_request("x")])
-        return bytes((await sink.outcome()).body)
-
     async def main() -> None:
         cores = CoreShares(12)
         threads = cores.with_more(2)
         spec = make_spec(THREADS, intra_op_threads=threads, shares_weights=shares_weights)
         async with pool_in_service(spec, 2, cores=cores) as pool:
-            assert [await threads_of(pool) for _ in range(2)] == [b"6", b"6"]
+            assert [await threads_of(pool, make_sink(), make_request("x")) for _ in range(2)] == [b"6", b"6"]
             cores.take("another model", 2)
-            assert [await threads_of(pool) for _ in range(2)] == [b"3", b"3"]
+            assert [await threads_of(pool, make_sink(), make_request("x")) for _ in range(2)] == [b"3", b"3"]
             cores.take("another model", 0)
             await pool.resize(1)
-            assert await threads_of(pool) == b"12"
+            assert await threads_of(pool, make_sink(), make_request("x")) == b"12"
         assert cores.threads == 12
+
+    asyncio.run(main())
+
+
+def test_a_lane_that_runs_requests_side_by_side_takes_its_share_of_the_cores(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        cores = CoreShares(12)
+        source = THREADS.replace("def handle", "async def handle")
+        spec = make_spec(source, intra_op_threads=cores.with_more(1), at_once=4)
+        async with pool_in_service(spec, 1, cores=cores) as pool:
+            assert await threads_of(pool, make_sink(), make_request("x")) == b"12"
+            cores.take("another model", 3)
+            assert await threads_of(pool, make_sink(), make_request("x")) == b"3"
 
     asyncio.run(main())
 
