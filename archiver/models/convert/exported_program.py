@@ -17,6 +17,8 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.buffers import refuse_lost_state, unchanged_buffers
+from torchere.archiver.models.inputs.run import seeded
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
 from torchere.archiver.models.load.exported_program import unguarded_module
 from torchere.archiver.models.load.module import traceable_lengths
@@ -33,8 +35,14 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
         sizes: the dynamic dimensions and their ranges.
 
     Raises:
+        ModelRefused: the module keeps state that is no buffer.
         Exception: any error of torch.export.
     """
+    if not isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
+        with torch.no_grad(), unchanged_buffers(module):
+            seeded(module, example)  # a cache that the first run fills is no state
+            buffers = {name for name, _ in module.named_buffers()}
+            refuse_lost_state(module, example, "an exported program", keeps=buffers)
     for free in sizes:
         # Export treats a size of 1 as a constant, and likewise a size of one `multiple`.
         if free.size_in(example) == free.multiple and free.high > free.multiple:

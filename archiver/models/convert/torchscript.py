@@ -13,7 +13,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Encoder
-from torchere.archiver.models.inputs.buffers import assigned_state, is_same, unchanged_buffers
+from torchere.archiver.models.inputs.buffers import refuse_lost_state, unchanged_buffers
 from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded, shapes
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
 from torchere.archiver.models.load.module import traceable_lengths
@@ -194,7 +194,7 @@ def trace(
     with torch.no_grad():
         with unchanged_buffers(module):
             is_plain = _is_plain(module(*_copies(example)))
-            _refuse_lost_state(module, example)
+            refuse_lost_state(module, example, "a trace")
         with (
             unchanged_buffers(module),
             _plain_encoders(module),
@@ -213,19 +213,6 @@ def trace(
         )
     traced: torch.jit.ScriptModule = made
     return traced
-
-
-def _refuse_lost_state(module: torch.nn.Module, example: Tensors) -> None:
-    """Raise ModelRefused for a module that has run, and keeps state from run to run by assigning it anew."""
-    found: list[Named] = []
-    state = assigned_state(module, lambda: found.append(seeded(module, example)))
-    found.append(seeded(module, example))
-    if state and not all(is_same(one, other) for (_, one), (_, other) in zip(*found, strict=False)):
-        raise ModelRefused(
-            f"the model keeps state from one run to the next in {state[0]!r}, to which its code assigns, and "
-            "a trace keeps the value of packing; let it be a buffer, and change it in place "
-            f"(self.{state[0].rpartition('.')[2]}.copy_(...))"
-        )
 
 
 def tell_unused(module: torch.nn.Module, frozen: torch.jit.ScriptModule, example: Tensors, say: Say) -> None:

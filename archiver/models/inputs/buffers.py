@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.run import Named, seeded
+from torchere.archiver.models.inputs.sizes import Tensors
+
 _OF_MODULES = ("_parameters", "_buffers", "_modules", "training")  # attributes of torch.nn.Module itself
+_PLAIN = (int, float, type(None), tuple)
+_HOLDING = (torch.Tensor, list, tuple, dict)
 
 
 @contextmanager
@@ -17,8 +23,8 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
     """Restore the values of the module's buffers at block exit, in the tensors that they were in.
 
     A model may count its runs or keep a mean of its inputs in a buffer: runs of the packer are no requests.
-    Plain attributes that hold a tensor, a number or None are restored, too; other state, such as lists, is
-    not. Takes the memory of the buffers a second time.
+    Plain attributes that hold a tensor, a number, a tuple or None are restored, too; other state, such as
+    lists, is not. Takes the memory of the buffers a second time.
 
     Args:
         module: a torch.jit.ScriptModule is one, too.
@@ -29,7 +35,7 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
         for name, buffer in (*part.named_buffers(recurse=False), *_attributes(part, torch.Tensor))
         if _is_plain(buffer)
     ]
-    numbers = [(part, [*_attributes(part, (int, float, type(None)))]) for part in module.modules()]
+    plain = [(part, [*_attributes(part, _PLAIN)]) for part in module.modules()]
     try:
         yield
     finally:
@@ -39,23 +45,57 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(values)
                 if getattr(part, name) is not buffer:
                     setattr(part, name, buffer)
-        for part, values_by_name in numbers:
+        for part, values_by_name in plain:
             vars(part).update(values_by_name)
+
+
+def refuse_lost_state(
+    module: torch.nn.Module, example: Tensors, form: str, keeps: Collection[str] = ()
+) -> None:
+    """Raise ModelRefused for a module that has run, and keeps state from run to run by assigning it anew.
+
+    Args:
+        module: its state and its buffers change; see `unchanged_buffers`.
+        example: inputs to run it on.
+        form: the compiled form of it, which has the values of its making only.
+        keeps: the names of the state that this form keeps.
+    """
+    found: list[Named] = []
+    names = assigned_state(module, lambda: found.append(seeded(module, example)))
+    state = [name for name in names if name not in keeps]
+    if not state:
+        return
+    found.append(seeded(module, example))
+    if not all(is_same(one, other) for (_, one), (_, other) in zip(*found, strict=False)):
+        raise ModelRefused(
+            f"the model keeps state from one run to the next in {state[0]!r}, to which its code assigns, and "
+            f"{form} keeps the value of packing; let it be a buffer, and change it in place "
+            f"(self.{state[0].rpartition('.')[2]}.copy_(...))"
+        )
 
 
 def assigned_state(module: torch.nn.Module, run: Callable[[], object]) -> list[str]:
     """Return the names of the buffers and attributes that a run assigns anew, with other values than before.
 
-    Changes within a tensor do not count, nor does a cache that gets the value that it had.
+    Items of lists, tuples and dicts count as their attribute. Changes within a tensor do not count, nor does
+    a cache that gets the value that it had.
     """
     before = _state(module)
     run()
-    return [name for name, value in _state(module).items() if _is_other(before.get(name, value), value)]
+    after = _state(module)
+    changed = [name for name in {**before, **after} if _is_other(before.get(name), after.get(name))]
+    return list(dict.fromkeys(name.partition("[")[0] for name in changed))
 
 
 def _state(module: torch.nn.Module) -> dict[str, Any]:
-    kinds = (torch.Tensor, int, float, type(None))
-    return _by_name(module, lambda part: (*part.named_buffers(recurse=False), *_attributes(part, kinds)))
+    return _by_name(module, _held)
+
+
+def _held(part: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from part.named_buffers(recurse=False)
+    yield from _attributes(part, (int, float))
+    for name, value in _attributes(part, _HOLDING):
+        yield from _within(name, value)
 
 
 def _by_name(
@@ -136,17 +176,18 @@ def _outside_state(part: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _within(name, value)
 
 
-def _within(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+def _within(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the value, also those in lists of tuples; a list may hold itself."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, torch.nn.Module):
         for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
             yield f"{name}.{inner}", tensor
-    elif isinstance(value, (list, tuple, dict)):
+    elif depth and isinstance(value, (list, tuple, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            if isinstance(item, (torch.Tensor, torch.nn.Module)):
-                yield from _within(f"{name}[{key!r}]", item)
+            if isinstance(item, (torch.nn.Module, *_HOLDING)):
+                yield from _within(f"{name}[{key!r}]", item, depth - 1)
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

@@ -128,3 +128,45 @@ def test_an_example_of_one_step_keeps_its_multiples_free() -> None:
     rows = torch.rand(2, 3, 96, 64)
     with torch.no_grad():
         torch.testing.assert_close(found(rows), module(rows))
+
+
+class Remembering(nn.Module):
+    """Begins with the state that the last run left in an attribute: a tensor, or a tuple of them."""
+
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
+        super().__init__()
+        self.layer, self.hidden = kind(4, 6), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, self.hidden = self.layer(x, self.hidden)
+        return out
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_state_that_a_program_would_lose_is_refused(kind: type[nn.LSTM] | type[nn.GRU]) -> None:
+    module = Remembering(kind).eval()
+    with pytest.raises(ModelRefused, match=r"in 'hidden', .* an exported program keeps the value of packing"):
+        to_program(module, (torch.rand(1, 5, 4),), [])
+    assert module.hidden is None
+
+
+class Counting(nn.Module):
+    """Keeps state in a buffer, to which it assigns, and makes a table that each run makes alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: torch.Tensor
+        self.register_buffer("runs", torch.zeros(()))
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs = self.runs + 1
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.arange(4.0)
+        return x * self.runs + torch.arange(4.0)
+
+
+def test_state_in_a_buffer_is_kept() -> None:
+    found = to_program(Counting().eval(), (torch.ones(2, 4),), []).module()
+    answers = [found(torch.ones(2, 4))[0, 0].item() for _ in range(2)]
+    assert answers == [1, 2]

@@ -72,6 +72,27 @@ def test_branches_and_loops_that_depend_on_values_are_refused(
         to_torchscript(Net(forward).eval(), example)
 
 
+class Remembering(nn.Module):
+    """Begins with the state that the last run left, as a tuple or in a list of tuples."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.layer, self.hidden = nn.LSTM(4, 8), [None] if listed else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.hidden, list):
+            out, self.hidden[0] = self.layer(x, self.hidden[0])
+            return out
+        out, self.hidden = self.layer(x, self.hidden)
+        return out
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["a tuple", "a list of tuples"])
+def test_state_in_tuples_and_lists_is_refused(listed: bool) -> None:
+    with pytest.raises(ModelRefused, match="keeps state from one run to the next in 'hidden'"):
+        to_torchscript(Remembering(listed).eval(), (torch.rand(1, 5, 4),), only_trace=True)
+
+
 def test_a_branch_that_changes_nothing_is_told_with_its_place() -> None:
     said: list[str] = []
 

@@ -80,6 +80,14 @@ def test_plain_attributes_are_as_before() -> None:
     assert len(module.table) == 0
 
 
+def test_a_tuple_is_the_one_before() -> None:
+    module: Any = nn.Identity()
+    module.state = state = (torch.zeros(2), torch.zeros(2))
+    with unchanged_buffers(module):
+        module.state = (torch.ones(2), torch.ones(2))
+    assert module.state is state
+
+
 class Assigning(nn.Module):
     """Assigns the mean of its inputs to a buffer, so slowly that no comparison of answers shows it."""
 
