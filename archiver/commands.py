@@ -209,19 +209,11 @@ def _converted(
 def _request(namespace: argparse.Namespace, old: Archive, folder: Path) -> ArchiveRequest:
     manifest = old.manifest
     output: Path = namespace.output
-    handler = namespace.handler or manifest.handler or DEFAULT_HANDLER
-    is_own = any((folder / name).is_file() for name in handler_files(handler, manifest.runtime))
-    anew = {SIGNATURE_NAME, FALLBACK_NAME, manifest.serialized_file, manifest.config_file}
-    if not is_own:
-        anew.add(manifest.model_file)  # nothing else needs the class
-    about = f"{MANIFEST_NAME.rpartition('/')[0]}/"
-    kept = (entry.name for entry in old.entries if entry.name not in anew)
-    return ArchiveRequest(
+    request = ArchiveRequest(
         model_name=manifest.model_name or output.name.partition(".")[0],
         version=namespace.version or manifest.model_version,
-        handler=str(folder / handler) if is_own else handler,
+        handler=namespace.handler or manifest.handler or DEFAULT_HANDLER,
         requirements_file=_in(folder, manifest.requirements_file),
-        extra_files=tuple(folder / name for name in kept if not name.startswith(about)),
         unpacked=folder,
         runtime=manifest.runtime,
         export_path=output.parent,
@@ -230,6 +222,18 @@ def _request(namespace: argparse.Namespace, old: Archive, folder: Path) -> Archi
         force=namespace.force,
         epoch_s=namespace.epoch_s,
     )
+    anew = {SIGNATURE_NAME, FALLBACK_NAME, manifest.serialized_file, manifest.config_file}
+    given = request.handler_file() if namespace.handler else None
+    if given is not None and given.is_file():  # the user's, in place of the archive's file of that name
+        anew.add(given.name)
+    elif any((folder / name).is_file() for name in handler_files(request.handler, manifest.runtime)):
+        request = replace(request, handler=str(folder / request.handler))
+    if request.handler_file() is None:
+        anew.add(manifest.model_file)  # only a handler's own code needs the class
+    about = f"{MANIFEST_NAME.rpartition('/')[0]}/"
+    kept = (entry.name for entry in old.entries if entry.name not in anew)
+    files = tuple(folder / name for name in kept if not name.startswith(about))
+    return replace(request, extra_files=files)
 
 
 def _in(folder: Path, name: str | None) -> Path | None:

@@ -207,6 +207,34 @@ def test_convert_brings_an_archive_to_another_format_and_keeps_the_rest(
     assert parse(opened.read_text("signature.json")).batched
 
 
+@pytest.mark.parametrize("place", [".", "{here}"], ids=["relative", "absolute"])
+def test_convert_takes_the_users_handler_in_place_of_the_archives_of_that_name(
+    forms: Any,
+    archive_of: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    *,
+    place: str,
+) -> None:
+    handler, here = "def handle(data, context):\n    return data\n", tmp_path / "here"
+    here.mkdir()
+    (tmp_path / "service.py").write_text(handler)
+    (here / "service.py").write_text(f"# edited\n{handler}")
+    assert not archive_of(script_to_serve(forms, tmp_path), f"--handler={tmp_path}/service.py")
+    old, new = tmp_path / "net.mar", tmp_path / "new.mar"
+    arguments = ["convert", str(old), "--to=export", "-o", str(new), "--no-verify", "--force"]
+    arguments += [f"--example={forms.file('example.npy')}"]
+    monkeypatch.chdir(here)
+    named = f"--handler={place.format(here=here)}/service.py"
+    assert main([*arguments, named]) == 0, capsys.readouterr().err
+    assert open_archive(new).read_text("service.py").startswith("# edited")
+    assert open_archive(new).manifest.handler == "service.py"
+    (here / "service.py").unlink()
+    assert main([*arguments, "--handler=service.py"]) == 0, capsys.readouterr().err  # the archive's
+    assert open_archive(new).read_text("service.py") == handler
+
+
 def test_convert_keeps_a_handler_in_cpp(forms: Any, archive_of: Command, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "libh.so").write_bytes(b"\x7fELF")
     example = f"--example={forms.file('example.npy')}"
