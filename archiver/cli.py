@@ -29,6 +29,7 @@ from torchere.archiver.request import (
     KEEP,
     ArchiveRequest,
     check_inputs,
+    check_model_name,
     check_python,
 )
 from torchere.archiver.scan import weights as kinds
@@ -172,16 +173,19 @@ def run_inspect(namespace: argparse.Namespace) -> int:
 
 
 def check_weights(request: ArchiveRequest) -> None:
-    """Check that a built-in handler can load the serialized file as it is, by its bytes alone.
+    """Check that a built-in handler can load the model as it is, by the name and the bytes of its file.
 
     Files of a format that is not known here pass.
 
     Raises:
-        PackingError: it needs the class of its model, or another suffix.
+        PackingError: it needs the class of its model, or another suffix, or a class is in a file that no
+            server can import.
         OSError: it can't be read.
     """
     path = Path(request.serialized_file or "")
     is_built_in = request.handler in BUILT_IN_HANDLERS and request.runtime != "LSP"
+    if is_built_in and request.model_file:
+        check_model_name(Path(request.model_file))
     if not is_built_in or request.model_file or not path.is_file():
         return
     kind = kinds.classify_file(path).kind

@@ -12,7 +12,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torchere.archiver.errors import PackingError
+from torchere.archiver.errors import ModelRefused, PackingError
 from torchere.archiver.manifest import (
     DEFAULT_VERSION,
     EPOCH_S,
@@ -252,6 +252,20 @@ def _check_syntax(flag: str, file: Path) -> None:
         raise PackingError(
             f"{flag} {file}{line}: not valid Python {version}: {reason}; correct the file"
         ) from error
+
+
+def check_model_name(model_file: Path) -> None:
+    """Check that a server can import the model file, which it does by the file's name.
+
+    Raises:
+        ModelRefused: the name has a point before its suffix, which an import takes for a package's.
+    """
+    if "." in model_file.stem:
+        named = f"{model_file.stem.replace('.', '_')}{model_file.suffix}"
+        raise ModelRefused(
+            f"--model-file {model_file}: a server imports it by its name, in which a point separates a "
+            f"package from its module; rename it, to {named} for example"
+        )
 
 
 def check_examples(options: BuildOptions) -> None:

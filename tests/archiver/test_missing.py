@@ -99,6 +99,15 @@ def test_a_handler_of_ones_own_or_a_class_may_come_with_any_weights(
     check_weights(request_for(serialized_file=sources / "model.pt", handler="image_classifier"))
 
 
+def test_a_model_file_that_no_server_can_import_is_refused_for_a_handler_that_imports_it(
+    request_for: Any, sources: Path
+) -> None:
+    named = {"serialized_file": sources / "model.pt", "model_file": sources / "m.v2.py"}
+    with pytest.raises(PackingError, match=r"m\.v2\.py: a server imports it by its name, .* to m_v2\.py for"):
+        check_weights(request_for(**named, handler="base_handler"))
+    check_weights(request_for(**named))  # a handler of one's own may load it from its path
+
+
 def test_torchscript_under_a_suffix_that_no_server_loads_is_refused(request_for: Any, tmp_path: Path) -> None:
     request = {"model_file": None, "handler": "base_handler"}
     check_weights(request_for(serialized_file=weights_at(tmp_path / "net.pt", "constants.pkl"), **request))

@@ -26,6 +26,7 @@ import torch
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.checkpoint import HyperParameters
 from torchere.archiver.models.steps import refusing
+from torchere.archiver.request import check_model_name
 
 _MADE = "name a function without arguments that makes the model: --factory package.module:function"
 _MOST_NAMES = 20
@@ -283,7 +284,11 @@ def file_to_serve(model_file: Path, module: torch.nn.Module, work: Path, beside:
         module: the model, an instance of a class of that file.
         work: an empty folder for the file that is written otherwise.
         beside: where `model_file` is copied then: the file that is written imports it.
+
+    Raises:
+        ModelRefused: a server can't import it; see `check_model_name`.
     """
+    check_model_name(model_file)
     defined = _modules_in(model_file)
     chosen = next((kind for kind in type(module).__mro__ if kind in defined), None)
     if len(defined) == 1 or chosen is None:

@@ -172,6 +172,26 @@ def test_several_classes_that_no_other_names_or_none_are_refused(tmp_path: Path,
         read_source(None, model, None, False)
 
 
+@pytest.mark.parametrize("before", ["", block()], ids=["one class", "two"])
+def test_a_model_file_that_no_server_can_import_is_refused_unless_it_is_converted(
+    pack: Pack, tmp_path: Path, example: Path, before: str
+) -> None:
+    model = written(
+        tmp_path / "one.v2.py", before=before, layer="Block()" if before else "torch.nn.Identity()"
+    )
+    with pytest.raises(ModelRefused, match=r"one\.v2\.py: a server imports it by its name, .* to one_v2\.py"):
+        pack(model_file=model, example=example)
+    pack(model_file=model, example=example, model_format="torchscript")
+
+
+@pytest.mark.parametrize("name", ["class", "my-model", "2nd"])
+def test_a_model_file_whose_name_no_import_statement_takes_is_served(
+    pack: Pack, serve: Serve, tmp_path: Path, example: Path, name: str
+) -> None:
+    archive = pack(model_file=written(tmp_path / f"{name}.py"), example=example)
+    assert serve(archive, [{"body": [1.0, 2.0]}]) == [[2.0, 4.0]]
+
+
 def test_a_model_that_is_trained_for_int8_learns_nothing_from_runs_of_the_packer(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\nfrom torch.ao.quantization import FakeQuantize\n\n\n"
