@@ -35,11 +35,12 @@ from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.examples import inputs_of
 from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.samples import Samples, chosen_samples
-from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of, with_other_sizes
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.source import Source, read_source, source_with_example
 from torchere.archiver.models.measure.cost import batch_sizes, fewer_threads_when_busy
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
+from torchere.archiver.models.probe.free_sizes import with_other_sizes
 from torchere.archiver.models.probe.id_ranges import with_id_ranges
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 from torchere.archiver.models.quantize.methods import (
@@ -189,10 +190,10 @@ class _Job:
         """The samples; the example if there are none."""
         return self.samples.tensors or [self.model.example]
 
-    @property
+    @functools.cached_property
     def timed(self) -> list[Tensors]:
-        """The samples to time models with: `given`, and the first in another size if all have one size."""
-        return with_other_sizes(self.given, self.sizes)
+        """The samples to time models with; see `with_other_sizes`."""
+        return with_other_sizes(self.given, self.sizes, self.model.module)
 
 
 def _as_served(trial: Trial) -> Run:

@@ -160,21 +160,6 @@ def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:
     )
 
 
-def with_other_sizes(samples: Sequence[Tensors], sizes: Sequence[FreeSize]) -> list[Tensors]:
-    """Return the samples, and the first one in another size where sizes may vary and all samples have one.
-
-    Some layers are fast for the first size that they meet only, which times of one size do not show.
-    """
-    first = samples[0]
-    shapes = {tuple(tensor.shape[1:] for tensor in one) for one in samples}
-    other = first
-    for free in sizes:
-        if not free.is_batch(first):
-            other = resized(other, free, free.other_size(first))
-    is_new = len(shapes) == 1 and tuple(tensor.shape[1:] for tensor in other) not in shapes
-    return [*samples, other] if is_new else list(samples)
-
-
 def _checked(free: FreeSize, example: Tensors) -> FreeSize:
     sizes = []
     for index, dimension in free.places:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.run import Named
+from torchere.archiver.models.inputs.buffers import unchanged_buffers
+from torchere.archiver.models.inputs.run import Named, run_on
 from torchere.archiver.models.inputs.sizes import DECODER_TOKENS, TOKENS, FreeSize, Tensors, resized
 from torchere.archiver.models.probe.row_independence import Trial
 from torchere.archiver.models.steps import Say
@@ -101,6 +102,29 @@ def examples_of_size(example: Tensors, free: FreeSize, size: int) -> Iterator[Te
     yield given
     if not all(tensor.is_floating_point() for tensor in given):
         yield tuple(tensor if tensor.is_floating_point() else torch.zeros_like(tensor) for tensor in given)
+
+
+def with_other_sizes(
+    samples: Sequence[Tensors], sizes: Sequence[FreeSize], module: torch.nn.Module
+) -> list[Tensors]:
+    """Return the samples, and the first one in another size where sizes may vary and all samples have one.
+
+    Some layers are fast for the first size that they meet only, which times of one size do not show. A sample
+    that the module fails on is left out: the other size may need other integers.
+    """
+    first = other = samples[0]
+    shapes = {tuple(tensor.shape[1:] for tensor in one) for one in samples}
+    for free in sizes:
+        if not free.is_batch(first):
+            other = next(examples_of_size(other, free, free.other_size(first)))
+    if len(shapes) > 1 or tuple(tensor.shape[1:] for tensor in other) in shapes:
+        return list(samples)
+    try:
+        with unchanged_buffers(module):
+            run_on(module, other)
+    except ModelRefused:
+        return list(samples)
+    return [*samples, other]
 
 
 def _advice(trial: Trial, free: FreeSize, option: str) -> str:

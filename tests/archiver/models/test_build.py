@@ -390,6 +390,22 @@ def test_other_sizes_vary_together_when_told(pack: Pack, tmp_path: Path) -> None
     assert signature.outputs[0].shape == (-1, -1)
 
 
+def test_an_example_of_the_largest_size_with_indices_is_verified(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "last.py").write_text(
+        "import torch\n\n\nclass Last(torch.nn.Module):\n"
+        "    def forward(self, x, last):\n        return x[torch.arange(len(x)), last]\n"
+    )
+    torch.save((torch.rand(1, 9, 3), torch.tensor([8])), tmp_path / "x.pt")
+    archive = pack(
+        model_file=tmp_path / "last.py",
+        model_format="torchscript",
+        example=tmp_path / "x.pt",
+        dynamic_sizes=("x.1=2:9",),
+        verify=True,
+    )
+    assert signature_in(archive).inputs[0].shape == (-1, -1, 3)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

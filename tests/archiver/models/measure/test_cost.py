@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchere.archiver.models.inputs.sizes import FreeSize, with_other_sizes
 from torchere.archiver.models.measure import cost
 from torchere.archiver.models.measure.cost import (
     batch_sizes,
@@ -168,15 +167,6 @@ def test_times_are_the_mean_over_the_shapes_of_the_samples(processor: Processor)
 
     assert times_by_batch([model], samples, True, 0.1) == [pytest.approx({1: 4.0, 8: 32.0})]
     assert times_by_batch([model], samples, False, 0.1) == [pytest.approx({1: 4.0})]
-
-
-def test_where_sizes_may_vary_models_are_timed_in_a_second_one() -> None:
-    sizes = [FreeSize("batch", ((0, 0),), 1, 8), FreeSize("width", ((0, 1),), 1, 64)]
-    alike, differing = [(torch.zeros(2, 9),)] * 2, [(torch.zeros(2, 9),), (torch.zeros(2, 5),)]
-
-    assert [tuple(one[0].shape) for one in with_other_sizes(alike, sizes)] == [(2, 9), (2, 9), (2, 11)]
-    assert with_other_sizes(differing, sizes) == differing
-    assert with_other_sizes(alike, sizes[:1]) == alike
 
 
 @pytest.mark.parametrize(

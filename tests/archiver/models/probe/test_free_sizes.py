@@ -15,6 +15,7 @@ from torch import nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.sizes import TOKENS, FreeSize, parse_free_size, parse_range
 from torchere.archiver.models.probe.derive import signature_of
+from torchere.archiver.models.probe.free_sizes import with_other_sizes
 from torchere.archiver.signature import Limit, Signature, TensorSpec, parse
 
 Pack = Callable[..., Path]
@@ -241,3 +242,32 @@ def test_a_compiled_model_that_ends_its_process_on_a_wrong_number_is_not_given_o
     sizes = [parse_free_size(text, ["nodes", "edges"], example) for text in ("nodes.0=1:50", "edges.1=1:80")]
     made = signature_of(neighbours, example, ["nodes", "edges"], sizes, probe_batch=False)
     assert [spec.shape for spec in made.outputs] == [(-1, 3)]
+
+
+def test_where_sizes_may_vary_models_are_timed_in_a_second_one() -> None:
+    sizes = [FreeSize("batch", ((0, 0),), 1, 8), FreeSize("width", ((0, 1),), 1, 64)]
+    alike, differing = [(torch.zeros(2, 9),)] * 2, [(torch.zeros(2, 9),), (torch.zeros(2, 5),)]
+
+    found = with_other_sizes(alike, sizes, nn.Identity())
+
+    assert [tuple(one[0].shape) for one in found] == [(2, 9), (2, 9), (2, 11)]
+    assert with_other_sizes(differing, sizes, nn.Identity()) == differing
+    assert with_other_sizes(alike, sizes[:1], nn.Identity()) == alike
+
+
+class Edges(nn.Module):
+    """Takes rows of nodes, and edges between them."""
+
+    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return nodes[:, edges].sum(1)
+
+
+def test_a_second_size_has_indices_that_are_valid_for_it_or_is_left_out() -> None:
+    at_most = [FreeSize("nodes", ((0, 1),), 2, 9)]
+    sample = (torch.rand(1, 9), torch.tensor([0, 4, 8]))
+
+    _, (nodes, edges) = with_other_sizes([sample], at_most, Edges())
+
+    assert (nodes.shape, edges.tolist()) == ((1, 8), [0, 4, 7])
+    nines = (torch.rand(1, 9), torch.tensor([9.0]))  # no index: the model fails on it
+    assert with_other_sizes([nines], at_most, Edges()) == [nines]
