@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from torchere.archiver.arguments import Parser
 from torchere.archiver.commands import PrepareFor, convert_archive, pack_model, packed_line, prepared
-from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError, plainly
+from torchere.archiver.errors import ArchiveError, EndedBySignal, ModelRefused, PackingError, plainly
 from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.manifest import EPOCH_S
 from torchere.archiver.model_flags import add_archive_arguments, build_options, wants_model
@@ -249,4 +249,4 @@ def tidy_when_ended() -> Iterator[None]:
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
+    raise EndedBySignal(128 + number)

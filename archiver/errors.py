@@ -44,6 +44,10 @@ class ModelRefused(PackingError):
         super().__init__(one_line(" ".join(text.split())))
 
 
+class EndedBySignal(SystemExit):
+    """A signal ends this process, as told apart from a model's own code that calls `sys.exit`."""
+
+
 @contextmanager
 def naming_files_of(archive: Path, folder: Path, advice: str = "") -> Iterator[None]:
     """Name the archive instead of `folder`, where it is unpacked, in each PackingError from the block.

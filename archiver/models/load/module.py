@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.errors import ModelRefused
+from torchere.archiver.errors import EndedBySignal, ModelRefused
 from torchere.archiver.models.load.checkpoint import HyperParameters
 from torchere.archiver.models.steps import refusing
 from torchere.archiver.request import check_model_name
@@ -57,7 +57,7 @@ def module_from_file(path: Path, given: HyperParameters | None = None) -> tuple[
     """
     os.stat(path)
     with _importable(path.resolve().parent, first=True):
-        with refusing(f"{path}: importing the model file", _IMPORTED):
+        with _running(f"{path}: importing the model file", _IMPORTED):
             defined = _classes_in(path)
         names = [item.__name__ for item in defined]
         chosen = names if len(names) == 1 else _outermost(path.read_bytes(), names)
@@ -89,7 +89,7 @@ def module_from_factory(name: str, given: HyperParameters | None = None) -> torc
         meant = f"; did you mean {module_name}:{attribute}?" if is_path else ""
         raise ModelRefused(f"the factory is {name!r}; expected package.module:function{meant}")
     with _importable(Path.cwd(), first=False):
-        with refusing(f"importing the factory {name}", _IMPORTED):
+        with _running(f"importing the factory {name}", _IMPORTED):
             module = _module(module_name)
         factory = getattr(module, attribute, None)
         if not callable(factory):
@@ -136,8 +136,23 @@ def _about(module: ModuleType, attribute: str) -> str:
 def _made(maker: Any, doing: str, given: HyperParameters | None) -> Any:
     arguments = _arguments(maker, given) if given else {}
     told = f"with {', '.join(arguments)} of the checkpoint" if arguments else "without arguments"
-    with refusing(f"{doing} {told}", _MADE):
+    with _running(f"{doing} {told}", _MADE):
         return maker(**arguments)
+
+
+@contextmanager
+def _running(doing: str, advice: str) -> Iterator[None]:
+    """Run the user's code in the block as the step `doing`, see `refusing`; it may not end the process."""
+    try:
+        with refusing(doing, advice):
+            yield
+    except EndedBySignal:
+        raise
+    except SystemExit as end:
+        raise ModelRefused(
+            f"{doing} failed: it ends the process (sys.exit({end.code!r})), as argparse does on flags it "
+            "does not know; put that under if __name__ == '__main__'"
+        ) from end
 
 
 def _arguments(maker: Any, given: HyperParameters) -> dict[str, Any]:

@@ -83,6 +83,14 @@ def test_what_is_refused_exits_with_2_and_one_line(
     assert not (tmp_path / "net.mar").exists()
 
 
+def test_a_model_file_that_ends_the_process_exits_with_2_and_one_line(
+    archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "ending.py").write_text("import sys\n\nsys.exit(0)\n")
+    assert archive_of(f"--model-file={tmp_path}/ending.py", "--format=torchscript") == 2
+    assert "importing the model file failed: it ends the process" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_missing_file_and_an_existing_archive_exit_with_1(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:

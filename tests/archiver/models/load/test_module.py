@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchere.archiver import open_archive
+from torchere.archiver.cli import tidy_when_ended
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.source import read_source
 from torchere.archiver.signature import parse
@@ -190,6 +191,28 @@ def test_a_model_file_whose_name_no_import_statement_takes_is_served(
 ) -> None:
     archive = pack(model_file=written(tmp_path / f"{name}.py"), example=example)
     assert serve(archive, [{"body": [1.0, 2.0]}]) == [[2.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("before", "layer"),
+    [
+        ("import sys\n\nsys.exit(0)\n", "torch.nn.Identity()"),
+        ("import argparse\n\nargparse.ArgumentParser().parse_args(['--lr'])\n", "torch.nn.Identity()"),
+        ("import sys\n", "sys.exit(0)"),
+    ],
+    ids=["exit", "argparse", "when it is made"],
+)
+def test_a_model_that_ends_the_process_is_refused(tmp_path: Path, before: str, layer: str) -> None:
+    model = written(tmp_path / "ending.py", before=before, layer=layer)
+    with pytest.raises(ModelRefused, match=r"failed: it ends the process \(sys\.exit\([02]\)\), .* put that"):
+        read_source(None, model, None, False)
+
+
+def test_a_signal_ends_the_process_also_while_the_model_is_made(tmp_path: Path) -> None:
+    model = written(tmp_path / "slow.py", before="import os\n", layer="os.kill(os.getpid(), 15)")
+    with pytest.raises(SystemExit) as end, tidy_when_ended():
+        read_source(None, model, None, False)
+    assert end.value.code == 128 + 15
 
 
 def test_a_model_that_is_trained_for_int8_learns_nothing_from_runs_of_the_packer(tmp_path: Path) -> None:
