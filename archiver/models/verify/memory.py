@@ -59,7 +59,9 @@ def resident_bytes(
         for _, file, load in scripts:
             command += [str(file), json.dumps(asdict(load))]
         limit_s = _TIMEOUT_S * len(scripts)
-        done = subprocess.run(command, capture_output=True, timeout=limit_s, check=False)
+        # The current folder must not shadow modules of torchere or torch (Python 3.11 on).
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        done = subprocess.run(command, capture_output=True, timeout=limit_s, check=False, env=environment)
         found = json.loads(answer.read_text()) if done.returncode == 0 else [None] * len(scripts)
     for (place, _, _), size in zip(scripts, found, strict=True):
         sizes[place] = size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,17 @@ def test_without_torchscript_no_process_is_started(started: list[Any], tmp_path:
 
     assert resident_bytes([None, other], [PLAIN] * 2, EXAMPLE) == [None, None]
     assert started == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_python_files_in_the_current_folder_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.jit.script(nn.Linear(8, 4)).save("here.pt")
+    (tmp_path / "ctypes.py").write_text("open('ran', 'w').close()\nraise SystemExit(3)\n")
+
+    (found,) = resident_bytes([Path("here.pt")], [PLAIN], EXAMPLE)
+
+    assert found is not None
+    assert not (tmp_path / "ran").exists()
