@@ -165,8 +165,8 @@ def run_inspect(namespace: argparse.Namespace) -> int:
     """Verify the archive and print the report; print one line and return 1 when it can't be used."""
     try:
         report = inspect_archive(namespace.archive)
-    except ArchiveError as error:
-        print(f"torchere inspect: {error}", file=sys.stderr)
+    except (ArchiveError, OSError) as error:
+        print(f"torchere inspect: {plainly(error)}", file=sys.stderr)
         return 1
     print(report.as_json() if namespace.json else report.as_text())
     return 0

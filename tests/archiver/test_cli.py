@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +193,22 @@ def test_inspect_prints_a_report(arguments: list[str], tmp_path: Path, capsys: A
     assert "Digests: verified (sha256)" in capsys.readouterr().out
     assert inspected(f"{tmp_path}/out/mlp.mar", "--json") == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "zip"
+
+
+class FullDisk(io.BytesIO):
+    """A temporary file on a disk without room."""
+
+    def write(self, _data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_inspect_says_in_one_line_that_the_disk_is_full(
+    arguments: list[str], sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert main([*arguments, f"--serialized-file={sources}/model.pt"]) == 0
+    monkeypatch.setattr(tempfile, "TemporaryFile", FullDisk)
+    assert inspected(f"{tmp_path}/out/mlp.mar") == 1
+    assert capsys.readouterr().err.startswith("torchere inspect: No space left on device: free some on")
 
 
 def test_inspect_says_in_one_line_why_it_can_not(tmp_path: Path, capsys: Any) -> None:
