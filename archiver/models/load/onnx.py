@@ -18,7 +18,7 @@ from typing import Any
 
 from torchere.archiver.container.entries import problem_with
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.signature import ANY, Signature, TensorSpec, Values
+from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, Values
 
 _MAX_MODEL_BYTES = 2**31  # of one message of Protocol Buffers; larger models keep their weights beside it
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -105,8 +105,8 @@ def read_onnx(path: Path) -> OnnxForm:
     """Read the inputs and outputs of the graph, and which files beside the model hold its weights.
 
     Raises:
-        ModelRefused: it is damaged, takes or gives something other than tensors, or a file of weights is
-            missing or lies elsewhere.
+        ModelRefused: it is damaged, takes or gives something other than tensors, or has none of them or one
+            with a name that no signature may have; or a file of weights is missing or lies elsewhere.
     """
     _check_size(path)
     model = _model(path, path.read_bytes())
@@ -121,6 +121,10 @@ def read_onnx(path: Path) -> OnnxForm:
         tuple(_with_range(_spec(path, item), rows) for item in inputs),
         tuple(_spec(path, item) for item in outputs),
     )
+    try:
+        signature.check()
+    except SignatureError as error:
+        raise ModelRefused(f"{path}: no client could be told its inputs and outputs: {error}") from error
     first = {_first_name(item) for item in (*inputs, *outputs)}
     operators = [_text(node, 4) for node in nodes]
     return OnnxForm(

@@ -173,6 +173,23 @@ def test_damaged_ones_are_refused(tmp_path: Path, data: bytes) -> None:
         read_onnx(path)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (b"", r"inputs is \[\]; expected a list of at least one tensor"),
+        (part(11, tensor_info("a\tb", 1, 8)), r"inputs\[0\].name is 'a\\tb'; expected a text of printable"),
+    ],
+    ids=["no inputs", "a tab in the name"],
+)
+def test_inputs_that_no_signature_can_have_are_refused(
+    tmp_path: Path, pack: Callable[..., Path], inputs: bytes, said: str
+) -> None:
+    path = tmp_path / "net.onnx"
+    path.write_bytes(model(part(2, "net") + inputs + part(12, tensor_info("y", 1, 8))))
+    with pytest.raises(ModelRefused, match=said):
+        pack(serialized_file=path)
+
+
 def test_it_can_not_become_another_format(onnx_file: Path, pack: Callable[..., Path]) -> None:
     with pytest.raises(ModelRefused, match="ONNX is packed as it is and can't become torchscript; leave it"):
         pack(serialized_file=onnx_file, model_format="torchscript")
