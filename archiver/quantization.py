@@ -66,7 +66,7 @@ def limits_in_words() -> str:
     for name, method in METHODS.items():
         of_limit.setdefault(method.max_drift, []).append(name)
     named = [f"{limit} with --quantize {', '.join(names)}" for limit, names in of_limit.items()]
-    return "; ".join([*named, f"{SAME_DRIFT} without --quantize"])
+    return "; ".join([*named, f"{SAME_DRIFT} without --quantize, more for weights in 16 bits"])
 
 
 def max_drift_of(method: str | None) -> float:

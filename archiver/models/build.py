@@ -39,6 +39,7 @@ from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.source import Source, read_source, source_with_example
 from torchere.archiver.models.measure.cost import batch_sizes, fewer_threads_when_busy
+from torchere.archiver.models.measure.difference import drift_limit
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
 from torchere.archiver.models.probe.free_sizes import with_other_sizes
 from torchere.archiver.models.probe.id_ranges import with_id_ranges
@@ -334,25 +335,24 @@ class _Compilation:
             )
         # A trace is compared when it is made.
         if self.options.verify and not self.options.accept_drift and target != TORCHSCRIPT:
-            limit = self._limit(None if method == FP32 else method)
+            limit = self._limit(job, None if method == FP32 else method)
             with unchanged_buffers(job.model.module):
                 refuse_other_sizes(job.model.module, packed.run, job.model.example, job.sizes, limit)
         load = self._load(packed, job, signature, quantised, target)
         return Trial(method, packed, load, signature, quantised)
 
-    def _limit(self, method: str | None) -> float:
+    def _limit(self, job: _Job, method: str | None) -> float:
         """Return the largest drift that is allowed; `method` None is no quantisation."""
         limit = self.options.max_drift
-        return max_drift_of(method) if limit is None else limit
+        return drift_limit(max_drift_of(method), job.model.module) if limit is None else limit
 
     def _startable(self, example: Tensors | None) -> tuple[torch.nn.Module, Tensors]:
-        wanted = self.options.model_format
         if self.source.module is None:
             raise ModelRefused(_only_kept(self.source, self.options))
         if example is None:
             raise ModelRefused(
-                f"to make {wanted} of it, the model must be run: give --example with inputs (.json, .pt, "
-                ".npy or a picture), or --samples"
+                f"to make {self.options.model_format} of it, the model must be run: give --example with "
+                "inputs (.json, .pt, .npy or a picture), or --samples"
             )
         return self.source.module, example
 
@@ -374,7 +374,7 @@ class _Compilation:
                 job.samples.tensors,
                 target=str(self.options.model_format),
                 compiled=compiled,
-                max_drift=self._limit(method),
+                max_drift=self._limit(job, method),
                 timed=job.timed,
                 say=self.say,
             )
@@ -439,7 +439,7 @@ class _Compilation:
                 module,
                 _as_served(trial),
                 job.given,
-                max_drift=self._limit(trial.method if trial.quantised else None),
+                max_drift=self._limit(job, trial.method if trial.quantised else None),
                 batched=all(one.signature.batched for one in (trial, fp32) if one),
                 sizes=batch_sizes(trial.signature, fp32.signature if fp32 else None),
                 files=(source, trial.packed.file),

@@ -27,7 +27,7 @@ from torchere.archiver.models.convert.files import config_text, takes_sections, 
 from torchere.archiver.models.inputs.run import Named, run_on, shapes
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source
-from torchere.archiver.models.measure.difference import distances
+from torchere.archiver.models.measure.difference import at_least_rounding, distances
 from torchere.archiver.models.probe.isolation import end_with_parent, isolated
 from torchere.archiver.models.probe.precision import largest_magnitude
 from torchere.archiver.models.spread import spread
@@ -42,7 +42,6 @@ _SECTION = re.compile(rf"""^["']?{SECTION}["']?:(.*(?:\n[ \t]+.*)*)""", re.MULTI
 _IS_OURS = re.compile(r"""[{\s,"'](?:tensor|pipeline)["']?\s*:""")
 MOST_DIFFERENCE = 1e-4  # of the largest value, or of 1 if that is smaller
 _OTHER_PLAN = "name other layers, or take pipeline instead of tensor, or the other way round"
-_ULPS = 4  # machine epsilons, for dtypes coarser than MOST_DIFFERENCE: sums are rounded in another order
 
 
 def _refuse_ranks(config: Path | None) -> None:
@@ -174,14 +173,14 @@ def largest_difference(wanted: Named, found: Named) -> float:
         if not one.numel():
             continue
         apart = distances(one, other)
-        exact = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
+        limit = at_least_rounding(MOST_DIFFERENCE, one.dtype)
         # In proportion to the largest value, but for values that fill a mask (-1e9): each to its own.
         sizes = one.double().abs().nan_to_num(0.0, 0.0).clamp(min=max(1.0, largest_magnitude(one.double())))
         difference = float(apart.amax())
-        if bool((apart > max(MOST_DIFFERENCE, _ULPS * exact) * sizes).any()):
+        if bool((apart > limit * sizes).any()):
             raise ModelRefused(
                 f"the output {name!r} differs by {difference:.2g} between the ranks and one process, more "
-                f"than {MOST_DIFFERENCE:g}: the plan splits what the model needs whole; {_OTHER_PLAN}"
+                f"than {limit:.2g}: the plan splits what the model needs whole; {_OTHER_PLAN}"
             )
         largest = max(largest, difference)
     return largest

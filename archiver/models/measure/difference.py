@@ -94,6 +94,23 @@ def distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return apart.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
+_ULPS = 4  # machine epsilons by which sums differ that are rounded in another order
+
+
+def at_least_rounding(limit: float, dtype: torch.dtype) -> float:
+    """Return the limit of a relative difference; for a dtype that is coarser than it, one of its rounding."""
+    return max(limit, _ULPS * torch.finfo(dtype).eps) if dtype.is_floating_point else limit
+
+
+def drift_limit(limit: float, module: torch.nn.Module) -> float:
+    """Return the limit of drift for forms of a module whose weights may be coarser than `limit`.
+
+    Folding rounds them anew. Weights of 8 bits do not count: the module computes in another dtype.
+    """
+    halves = {one.dtype for one in module.parameters()} & {torch.float16, torch.bfloat16}
+    return max([limit, *(at_least_rounding(limit, dtype) for dtype in halves)])
+
+
 class _Tally:
     """Sums over the samples for one output."""
 

@@ -406,6 +406,20 @@ def test_an_example_of_the_largest_size_with_indices_is_verified(pack: Pack, tmp
     assert signature_in(archive).inputs[0].shape == (-1, -1, 3)
 
 
+def test_a_normalisation_in_bfloat16_is_folded_and_verified(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "normed.py").write_text(
+        "import torch\n\n\nclass Normed(torch.nn.Sequential):\n    def __init__(self):\n"
+        "        torch.manual_seed(0)\n"
+        "        super().__init__(torch.nn.Conv2d(3, 32, 3), torch.nn.BatchNorm2d(32))\n"
+        "        self[1].running_var.uniform_(0.5, 2)\n        self.bfloat16()\n"
+    )
+    torch.save(torch.rand(1, 3, 16, 16).bfloat16(), tmp_path / "x.pt")
+    given = {"model_file": tmp_path / "normed.py", "example": tmp_path / "x.pt"}
+    archive = open_archive(pack(**given, model_format="torchscript", verify=True))
+    report = json.loads(archive.read_text("MAR-INF/report.json"))
+    assert 0.001 < report["difference"]["drift"] < report["max_drift"] == 4 * 2**-7
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

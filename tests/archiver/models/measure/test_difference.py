@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.measure.difference import difference, drift_limit, flattened
 
 
 def test_equal_answers_have_no_drift() -> None:
@@ -94,3 +94,13 @@ def test_results_are_flattened_in_order_and_none_is_left_out() -> None:
 def test_a_result_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(ModelRefused, match="returns a str under 'output_1'"):
         flattened((torch.zeros(1), "label"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.float32, 0.001), (torch.bfloat16, 4 * 2**-7), (torch.float16, 4 * 2**-10), (torch.int8, 0.001)],
+)
+def test_forms_of_coarse_weights_may_drift_by_their_rounding(dtype: torch.dtype, limit: float) -> None:
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)])
+    assert drift_limit(0.001, module) == limit
+    assert drift_limit(0.25, module) == 0.25
