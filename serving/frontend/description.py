@@ -30,8 +30,15 @@ MAX_METADATA_BYTES = 2**20  # of a handler: decoding and formatting a mebibyte t
 
 
 def pretty(value: object) -> str:
-    """Format JSON as TorchServe does: two spaces a level, non-ASCII unescaped, no newline at the end."""
-    return indented_json(value, ascii_only=False).decode()
+    """Format JSON as TorchServe does: two spaces a level, non-ASCII unescaped, no newline at the end.
+
+    Half a surrogate has no form in UTF-8, and can be in a client's JSON and in a file name that is not UTF-8:
+    with one the text is ASCII, with an escape for it.
+    """
+    try:
+        return indented_json(value, ascii_only=False).decode()
+    except UnicodeEncodeError:
+        return indented_json(value).decode()
 
 
 def version_json(version: VersionDescription) -> dict[str, Any]:

@@ -134,3 +134,13 @@ def test_the_url_of_a_workflow_is_shown_without_the_signature_in_its_query():
     (workflow,) = json.loads(workflow_text(Workflow("w", url, spec)))
     (listed,) = json.loads(workflow_page_text(WorkflowPage((("w", url),), None)))["workflows"]
     assert workflow["workflowUrl"] == listed["workflowUrl"] == "https://bucket.s3.amazonaws.com/w.war"
+
+
+def test_a_file_name_that_is_not_utf_8_is_escaped_and_comes_back_as_it_is(planes):
+    name = os.fsdecode(b"mod\xe9le.mar")
+    listed = page_text(ModelPage((("a", name), ("b", "b.mar")), None))
+    text = versions_text([dataclasses.replace(planes.control.description, url=name)])
+    assert '"mod\\udce9le.mar"' in listed
+    assert listed.isascii()
+    assert [model["modelUrl"] for model in json.loads(listed)["models"]] == [name, "b.mar"]
+    assert json.loads(text)[0]["modelUrl"] == name

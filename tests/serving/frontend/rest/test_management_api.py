@@ -122,6 +122,12 @@ def test_what_registering_failed_of_is_told(ask, planes, error, status, type_nam
     assert answer.json == {"code": status, "type": type_name, "message": error.message}
 
 
+def test_half_a_surrogate_in_the_text_of_an_error_is_escaped(ask, planes):
+    planes.control.error = ModelNotFound("Model not found at: \ud800.mar")
+    answer = ask("management", "POST", "/models", b'{"url": "\\ud800.mar"}', content_type="application/json")
+    assert (answer.status, answer.json["message"]) == (404, "Model not found at: \ud800.mar")
+
+
 def test_operators_see_the_detail_of_a_failure(ask, planes):
     planes.control.error = LoadFailed("Failed to start workers", "RuntimeError: no such layer")
     answer = ask("management", "POST", "/models?url=echo.mar")
