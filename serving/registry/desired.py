@@ -201,6 +201,13 @@ class Missing:
         for one in [one for one in named if is_it(one)] or named:
             one.instead = key
 
+    def already_registered(self, wanted: Wanted, key: ModelKey) -> bool:
+        """Record that `wanted` turned out to be `key`, which is registered; return whether it was missing."""
+        found = [one for one in self._absent if one.wanted == wanted and one.instead is None]
+        for one in found:
+            one.instead = key
+        return bool(found)
+
     def is_replaced_by(self, key: ModelKey) -> bool:
         """Whether an operator registered `key` instead of a missing model."""
         return any(one.instead == key for one in self._absent)

@@ -145,7 +145,7 @@ class Registry:
             key = _key_of(wanted, location, archive.manifest)
             # A twin waits for the conflict here, instead of unpacking the whole archive first.
             async with self._registering.setdefault(key, asyncio.Lock()):
-                self._refuse_twin(key)
+                self._refuse_twin(wanted, key)
                 version = await self._built(key, wanted, archive)
                 if claim.copy is not None:
                     take_over(version, claim.copy)
@@ -226,8 +226,11 @@ class Registry:
         served = self._serving.get(version.key.name)
         return float(served is not None and served.default_version == version.key.version)
 
-    def _refuse_twin(self, key: ModelKey) -> None:
+    def _refuse_twin(self, wanted: Wanted, key: ModelKey) -> None:
         if key.name in self._serving and key.version in self._serving[key.name].versions:
+            # A model of the start may get its name from an archive that could not be fetched before.
+            if self._missing.already_registered(wanted, key):
+                self._snapshots.changed()
             raise Conflict(f"Model version {key.version} is already registered for model {key.name}")
 
     async def unregister(self, model: str, version: str | None) -> Version:

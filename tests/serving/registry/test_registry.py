@@ -693,6 +693,31 @@ def test_an_archive_of_the_start_that_nobody_misses_is_not_tried_again(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("has_snapshot", [False, True])
+def test_an_archive_of_the_start_whose_model_was_registered_meanwhile_is_missed_no_more(
+    tmp_path: Path, late: Path, has_snapshot: bool
+) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    models = (SnapshotModel("n", "1.0", "m.mar", True, HAD),) if has_snapshot else ()
+    settings = {"snapshots": snapshots, "snapshot_models": models, "load_models": (f"file://{late}",)}
+
+    async def main() -> None:
+        async with registry_of(tmp_path, **settings) as registry:
+            await registry.load_at_startup(await registry.wanted_at_startup())
+            await registry.opened()
+            assert registry.missing() == ("late",)
+            version = await registry.register(Wanted("m.mar", Asked()))
+            pack(late)  # its manifest names the model m
+            await until(lambda: not registry.missing())
+            await registry.written()
+            assert {model.archive for model in restored(snapshots.directory)} == {"m.mar"}
+            assert registry.of_the_start(version)
+            registry.discard(version)  # as if it had not loaded
+            assert registry.missing() == ("late",)
+
+    asyncio.run(main())
+
+
 def test_an_archive_that_nobody_misses_while_another_is_tried_is_not_tried_again(
     tmp_path: Path, late: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
