@@ -94,14 +94,14 @@ class Fetching:
 class Claim:
     """Of a registration under way, or a workflow: it may take over a file that was downloaded for another."""
 
-    file_name: str
+    path: Path  # of its archive, in the store of models or that of workflows
     copy: Path | None = None  # the download that it has taken over
 
 
 def hand_over(copy: Path, versions: Iterable[Version], claims: Iterable[Claim]) -> bool:
-    """Transfer a downloaded copy to another version, or registration, that uses the same file by its name.
+    """Transfer a downloaded copy to another version, or claim, that uses the same file by its name.
 
-    Return False when there is none.
+    Return False when there is none. `versions` are those whose store holds the copy.
     """
     for version in versions:
         archive = version.origin.archive
@@ -109,7 +109,7 @@ def hand_over(copy: Path, versions: Iterable[Version], claims: Iterable[Claim]) 
             take_over(version, copy)
             return True
     for claim in claims:
-        if claim.file_name == copy.name:
+        if claim.path == copy:
             claim.copy = copy
             return True
     return False

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -91,7 +92,8 @@ class Registry:
         )
         self.workflows: RegisteredWorkflows | None = None  # the workflows whose steps are registered here
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
-        self._claims: set[Claim] = set()  # of registrations under way
+        # Of registrations under way, and of workflows: both stores may have the same folder.
+        self.claims: set[Claim] = set()
         self._kept: list[Version] = []  # registered when the server stops
         self._sweeping: asyncio.Future[None] | None = None
         self._fetching_again: asyncio.Task[None] | None = None
@@ -134,10 +136,10 @@ class Registry:
             )
         archive = wanted.archive
         location = downloaded.path.name if downloaded else wanted.url
-        claim = Claim(location.rstrip("/").rpartition("/")[2])
+        claim = Claim(self._store.place_of(location))
         if downloaded and downloaded.is_new:
             claim.copy = downloaded.path
-        self._claims.add(claim)
+        self.claims.add(claim)
         try:
             if archive is None:
                 opening = functools.partial(self._store.open, location, wanted.by_operator)
@@ -151,13 +153,13 @@ class Registry:
                     take_over(version, claim.copy)
                 self._serving = routing.with_version(self._serving, version)
         except BaseException:  # cancelled, too
-            self._claims.discard(claim)
+            self.claims.discard(claim)
             if archive is not None and archive.copy is not None:
                 await asyncio.to_thread(archive.close)
-            if claim.copy is not None and not hand_over(claim.copy, self.versions(), self._claims):
+            if claim.copy is not None and not self.hand_over(claim.copy):
                 self._store.delete(claim.copy)
             raise
-        self._claims.discard(claim)
+        self.claims.discard(claim)
         if archive.signer:
             logger.info("registered %s from %s, signed by %s", key, shown_url(wanted.url), archive.signer)
         self._missing.registered(wanted, key)
@@ -286,6 +288,12 @@ class Registry:
         self._missing.has_other_default(model)
         self._snapshots.changed()
 
+    def hand_over(self, copy: Path) -> bool:
+        """Transfer a download, of a model or a workflow, to another version or claim; False: none uses it."""
+        is_of_model = copy == self._store.place_of(copy.name)  # the folder of workflows may be another
+        versions = (self._kept or self.versions()) if is_of_model else ()
+        return hand_over(copy, versions, self.claims)
+
     def workflow_store(self) -> Store:
         """Create the store of the workflows whose steps are registered here."""
         return workflow_store_of(self._server, self._store)
@@ -410,8 +418,8 @@ class Registry:
         self._observer.gone(version, was_last=version.key.name not in self._serving)
         forget_archive(str(version.origin.archive.directory))
         # When the server stops, downloads stay in the store: the next start restores them from there.
-        copy, others = version.origin.archive.downloaded, self._kept or self.versions()
-        keep = version in self._kept or (copy is not None and hand_over(copy, others, self._claims))
+        copy = version.origin.archive.downloaded
+        keep = version in self._kept or (copy is not None and self.hand_over(copy))
         await asyncio.to_thread(self._store.remove, version.origin.archive, keep_download=keep)
 
 

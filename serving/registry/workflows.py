@@ -38,7 +38,7 @@ from torchere.serving.errors import (
     WorkflowNotFound,
 )
 from torchere.serving.registry.desired import Wanted
-from torchere.serving.registry.fetching import Claim, Fetching, hand_over
+from torchere.serving.registry.fetching import Claim, Fetching
 from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, load_failure
@@ -89,7 +89,6 @@ class Workflows:
         self._workflows: dict[str, Workflow] = {}
         self._registering: set[str] = set()  # names of workflows that are being registered
         self._leaving: set[str] = set()  # removed, while their requests under way need their steps
-        self._claims: set[Claim] = set()  # of workflows that are registered, or being registered
         self._missing: list[SnapshotWorkflow] = []  # of the snapshot, and not registered
         self._removals: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -127,8 +126,8 @@ class Workflows:
         downloaded = await self._fetching.fetch(wanted.url, at_startup, signs=wanted.s3_sse_kms)
         location = downloaded.path.name if downloaded else wanted.url
         copy = downloaded.path if downloaded and downloaded.is_new else None
-        claim = Claim(location.rstrip("/").rpartition("/")[2], copy)
-        self._claims.add(claim)
+        claim = Claim(self._store.place_of(location), copy)
+        self._registry.claims.add(claim)
         archive: OpenedArchive | None = None
         stored: StoredArchive | None = None
         try:
@@ -198,9 +197,9 @@ class Workflows:
         await self._discard(workflow.versions)
 
     def _delete_unclaimed(self, claim: Claim) -> None:
-        """Give up a claim; delete its download unless another workflow takes that over."""
-        self._claims.discard(claim)
-        if claim.copy is not None and not hand_over(claim.copy, (), self._claims):
+        """Give up a claim; delete its download unless a model or another workflow takes that over."""
+        self._registry.claims.discard(claim)
+        if claim.copy is not None and not self._registry.hand_over(claim.copy):
             self._store.delete(claim.copy)
 
     async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:

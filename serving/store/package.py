@@ -182,6 +182,10 @@ class Store:
                 self.of_clients.add(downloaded)
             logger.error("%s can't be deleted, and stays in the store: %s", downloaded, err)
 
+    def place_of(self, name: str) -> Path:
+        """Return the path that an archive of that name has in the store, whether it is there or not."""
+        return (self._archives.path or Path()) / name.rstrip("/").rpartition("/")[2]
+
     def has(self, name: str, trusted: bool = False) -> bool:
         """Return whether `open` would find an archive of that name."""
         try:

@@ -5,6 +5,8 @@ import json
 import threading
 import time
 import zipfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from pools import until
 
+from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import Limits, ServerSettings, SnapshotWorkflow
 from torchere.serving.config.workflow_spec import read_workflow_spec
 from torchere.serving.errors import (
@@ -24,10 +27,15 @@ from torchere.serving.errors import (
     WorkflowFailed,
 )
 from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.fetching import Claim, hand_over
+from torchere.serving.registry.observation import RegistryMetrics
+from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.registry.workflows import Workflow, Workflows
+from torchere.serving.store import url_rules
 from torchere.serving.store.fetch import Download, Interrupt, Origins
 from torchere.serving.store.package import Store
+from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import ModelKey
 
 
@@ -38,12 +46,16 @@ class _Registry:
 
     def __init__(self, folder: Path | None = None, failing: str = "") -> None:
         self.folder = folder
+        self.claims: set[Claim] = set()
         self.failing = failing
         self.fails_in = VersionState.FAILED
         self.may_fail = asyncio.Event()
 
     def workflow_store(self) -> Store:
         return Store(self.folder, Limits(), self.folder)
+
+    def hand_over(self, copy: Path) -> bool:
+        return hand_over(copy, (), self.claims)
 
     async def register(self, wanted: Wanted) -> Version:
         version = object.__new__(Version)
@@ -164,6 +176,95 @@ def test_the_download_of_a_workflow_leaves_the_store_while_its_last_requests_run
             await workflows.unregister("flow")
         assert not archive.exists()
         await asyncio.to_thread(workflows.close)
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An archive that is that of a model, and that of a workflow whose steps are left out."""
+
+    async def no_steps(*_: object) -> tuple[Version, ...]:
+        return ()
+
+    monkeypatch.setattr(Workflows, "_loaded", no_steps)
+    monkeypatch.setattr(url_rules, "_matching", lambda url, patterns: list(patterns))  # in no process
+    path = tmp_path / "both.war"
+    model = {"modelName": "m", "modelVersion": "1.0", "handler": "h.py"}
+    workflow = {"workflowName": "flow", "specFile": "flow.yaml"}
+    with zipfile.ZipFile(path, "w") as war:
+        war.writestr("h.py", "def handle(data, context): return data\n")
+        war.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+        war.writestr("flow.yaml", "models: {m: {url: m.mar}}\ndag: {m: []}\n")
+        war.writestr("WAR-INF/MANIFEST.json", json.dumps({"workflow": workflow}))
+    return path
+
+
+@asynccontextmanager
+async def server_of(folder: Path, workflow_store: str) -> AsyncIterator[tuple[Registry, Workflows]]:
+    """A registry whose store is `models`, and its workflows."""
+    for name in ("models", "workflows"):
+        (folder / name).mkdir()
+    settings = ServerSettings(
+        model_store=folder / "models",
+        workflow_store=folder / workflow_store,
+        temp_dir=folder,
+        allowed_urls=("file://.*",),
+    )
+    registry = Registry(settings, RegistryMetrics(Metrics("host")))
+    workflows = Workflows(settings, registry)
+    yield registry, workflows
+    await asyncio.to_thread(workflows.close)
+    await registry.close()
+
+
+async def unregister_model(registry: Registry) -> None:
+    await (await registry.unregister("m", None)).settled.wait()
+
+
+@pytest.mark.parametrize("is_of_workflow", [True, False])
+def test_a_download_stays_while_a_model_or_a_workflow_of_the_same_folder_uses_it(
+    tmp_path: Path, both: Path, is_of_workflow: bool
+):
+    copy = tmp_path / "models" / both.name
+
+    async def main() -> None:
+        async with server_of(tmp_path, "models") as (registry, workflows):
+            if is_of_workflow:
+                await workflows.register(SnapshotWorkflow(f"file://{both}"))
+                await registry.register(Wanted(both.name, Asked()))
+                await workflows.unregister("flow")
+                assert copy.exists()
+                await unregister_model(registry)
+            else:
+                await registry.register(Wanted(f"file://{both}", Asked()))
+                await workflows.register(SnapshotWorkflow(both.name))
+                await unregister_model(registry)
+                assert copy.exists()
+                await workflows.unregister("flow")
+            assert not copy.exists()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_of_workflow", [True, False])
+def test_a_download_goes_though_the_other_folder_has_a_file_of_its_name(
+    tmp_path: Path, both: Path, is_of_workflow: bool
+):
+    model, workflow = (tmp_path / folder / both.name for folder in ("models", "workflows"))
+    url = f"file://{both}"
+
+    async def main() -> None:
+        async with server_of(tmp_path, "workflows") as (registry, workflows):
+            kept = model if is_of_workflow else workflow
+            kept.write_bytes(both.read_bytes())
+            await workflows.register(SnapshotWorkflow(url if is_of_workflow else both.name))
+            await registry.register(Wanted(both.name if is_of_workflow else url, Asked()))
+            assert (model.exists(), workflow.exists()) == (True, True)
+            await workflows.unregister("flow")
+            assert workflow.exists() is not is_of_workflow
+            await unregister_model(registry)
+            assert (model.exists(), workflow.exists()) == (is_of_workflow, not is_of_workflow)
 
     asyncio.run(main())
 
