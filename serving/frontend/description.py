@@ -46,7 +46,7 @@ def version_json(version: VersionDescription) -> dict[str, Any]:
     return {
         "modelName": version.key.name,
         "modelVersion": version.key.version,
-        "modelUrl": version.url,
+        "modelUrl": shown_url(version.url),
         "runtime": version.runtime,
         **_settings_json(version),
         "loadedAtStartup": version.loaded_at_startup,
@@ -107,7 +107,7 @@ def _convict_json(convict: ConvictedRequest) -> dict[str, Any]:
 def page_text(page: ModelPage) -> str:
     """Return one page of `list` as JSON."""
     token = {} if page.next_page_token is None else {"nextPageToken": page.next_page_token}
-    models = [{"modelName": name, "modelUrl": url} for name, url in page.models]
+    models = [{"modelName": name, "modelUrl": shown_url(url)} for name, url in page.models]
     return pretty({**token, "models": models})
 
 

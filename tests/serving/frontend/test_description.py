@@ -128,6 +128,14 @@ def test_a_page_has_its_token_first_and_only_when_there_is_one():
     assert page["models"] == [{"modelName": "a", "modelUrl": "a.mar"}]
 
 
+def test_the_url_of_a_model_is_shown_without_the_signature_in_its_query(planes):
+    url = "https://bucket.s3.amazonaws.com/m.mar?X-Amz-Signature=0f"
+    (listed,) = json.loads(page_text(ModelPage((("m", url),), None)))["models"]
+    shown = "https://bucket.s3.amazonaws.com/m.mar"
+    assert described(planes, url=url)["modelUrl"] == listed["modelUrl"] == shown
+    assert described(planes, url="a?b.mar")["modelUrl"] == "a?b.mar"  # a name in the store
+
+
 def test_the_url_of_a_workflow_is_shown_without_the_signature_in_its_query():
     url = "https://bucket.s3.amazonaws.com/w.war?X-Amz-Signature=0f"
     spec = read_workflow_spec("models:\n  a: {url: a.mar}\ndag:\n  a: []\n")
