@@ -166,7 +166,14 @@ class ControlPlane:
         """
         manages(model, version)
         self.check_model_api()
-        leaving = await self._registry.unregister(model, version)
+        missing = self._registry.missing()
+        try:
+            leaving = await self._registry.unregister(model, version)
+        except NotFound:
+            if self._registry.missing() != missing:  # it is expected no more
+                changed()
+                await self._registry.written()
+            raise
         changed()
         try:
             await asyncio.wait_for(leaving.settled.wait(), self._settings.unregister_timeout_s)

@@ -28,7 +28,7 @@ from torchere.serving.errors import (
     StepFailed,
     TooManyRequests,
     Unavailable,
-    UnregisterTimeout,
+    WorkflowNotFound,
 )
 from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ResultsBudget
 from torchere.serving.frontend.call_scope import changed, manages
@@ -108,7 +108,9 @@ class WorkflowPlane:
         self.check_model_api()
         try:
             await self._workflows.unregister(name)
-        except UnregisterTimeout:
+        except WorkflowNotFound:
+            raise
+        except BaseException:  # cut off, too: it is removed before the wait for its requests
             changed()
             raise
 

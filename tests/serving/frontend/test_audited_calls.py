@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from torchere.serving.access.keys import KeyFileUnwritable
-from torchere.serving.config.server_settings import Address
+from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import LoadFailed, ModelNotFound, UnregisterTimeout
 from torchere.serving.frontend.call_scope import changed, manages
+from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.grpc.protos import management_pb2, open_inference_pb2
 from torchere.serving.frontend.grpc.server import inference_server, management_server
 from torchere.serving.frontend.rest.server import RestServer, listener_of
@@ -226,6 +227,21 @@ def test_a_change_in_effect_is_done_though_its_client_cancels_the_call(
     assert audited() == [("", "127.0.0.1", "grpc", "unregister", "echo", "", outcome, "CANCELLED")]
 
 
+async def cut_off(planes, asked, begun):
+    """What a server answers that stops once this call has begun."""
+    listener = listener_of(frozenset({"management"}), planes.data, planes.control, planes.services())
+    server = RestServer(listener, Address("127.0.0.1", 0))
+    server.drain_timeout_s = 0.05
+    bound = await server.start()
+    reader, writer = await asyncio.open_connection(bound.host, bound.port)
+    writer.write(asked + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n")
+    await begun.wait()
+    await server.stop()
+    answer = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    return answer
+
+
 @pytest.mark.parametrize(("takes_effect", "outcome"), [(True, "done"), (False, "failed")])
 def test_a_change_over_rest_that_the_stop_of_the_server_cuts_off_is_answered_and_audited(
     planes, audited, monkeypatch, takes_effect, outcome
@@ -239,21 +255,8 @@ def test_a_change_over_rest_that_the_stop_of_the_server_cuts_off_is_answered_and
         begun.set()
         await asyncio.Event().wait()
 
-    async def main():
-        listener = listener_of(frozenset({"management"}), planes.data, planes.control, planes.services())
-        server = RestServer(listener, Address("127.0.0.1", 0))
-        server.drain_timeout_s = 0.05
-        bound = await server.start()
-        reader, writer = await asyncio.open_connection(bound.host, bound.port)
-        writer.write(b"POST /models?url=echo.mar HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n")
-        await begun.wait()
-        await server.stop()
-        answer = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        return answer
-
     monkeypatch.setattr(planes.control, "register", register)
-    answer = asyncio.run(main())
+    answer = asyncio.run(cut_off(planes, b"POST /models?url=echo.mar", begun))
     assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
     assert b'"InternalServerException"' in answer  # it may have run: no client may send it again by itself
     assert audited() == [("", "127.0.0.1", "rest", "register", "echo", "1.0", outcome, 503)]
@@ -277,6 +280,42 @@ def test_a_workflow_whose_requests_still_run_is_unregistered(ask, planes, audite
     monkeypatch.setattr(planes.control.workflows, "_workflows", SimpleNamespace(unregister=unregister))
     assert ask("management", "DELETE", "/workflows/graph").status == 408
     assert [call[6:] for call in audited()] == [("done", 408)]
+
+
+def test_a_workflow_is_unregistered_though_the_stop_of_the_server_cuts_off_its_removal(
+    planes, audited, monkeypatch
+):
+    begun = asyncio.Event()
+
+    async def unregister(name):
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(planes.control.workflows, "_workflows", SimpleNamespace(unregister=unregister))
+    answer = asyncio.run(cut_off(planes, b"DELETE /workflows/graph", begun))
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert [call[6:] for call in audited()] == [("done", 503)]
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_model_of_the_start_that_is_missing_is_unregistered_though_it_is_not_found(
+    ask, planes, audited, monkeypatch, is_missing
+):
+    missing = ["graph", *["echo"] * is_missing]
+
+    async def unregister(model, version):
+        if model in missing:
+            missing.remove(model)
+        raise ModelNotFound.named(model)
+
+    async def written():
+        pass
+
+    registry: Any = SimpleNamespace(missing=lambda: tuple(missing), unregister=unregister, written=written)
+    control = ControlPlane(registry, planes.data, ServerSettings(model_api_enabled=True))
+    monkeypatch.setattr(planes.control, "unregister", control.unregister)
+    assert ask("management", "DELETE", "/models/echo").status == 404
+    assert [call[6:] for call in audited()] == [("done" if is_missing else "failed", 404)]
 
 
 def test_a_key_that_can_not_be_written_is_a_failure(ask, planes, audited, monkeypatch):

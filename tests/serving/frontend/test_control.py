@@ -48,6 +48,9 @@ class LoadingRegistry:
     async def unregister(self, model: str, version: str | None) -> Any:
         return self.version
 
+    def missing(self) -> tuple[str, ...]:
+        return ()
+
     def set_default(self, model: str, version: str) -> None:
         """It is."""
 
