@@ -311,6 +311,15 @@ class DataPlane:
         versions = tuple(self._registry.served()[model].versions)
         return facts_of(found, versions, found.observer.meter)
 
+    def facts_of_versions(self, model: str, version: str | None) -> list[ModelFacts]:
+        """Return the facts of a version (None: of every version), in the order of their registration.
+
+        Raises:
+            ModelNotFound, VersionNotFound: it is not registered.
+        """
+        found = self.facts(model, version)
+        return [self.facts(model, each) for each in found.versions] if version is None else [found]
+
     def registered(self) -> list[ModelKey]:
         """Return the key of every registered version."""
         return [version.key for version in self._registry.versions()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 from google.protobuf.json_format import ParseDict
@@ -85,8 +86,9 @@ class ModelCalls:
 
     def model_statistics(self, request: pb.ModelStatisticsRequest, call: Call) -> pb.ModelStatisticsResponse:
         """Return statistics of one version, of all versions of a model, or, without a name, of all models."""
-        found = [facts for name in self._names(request) for facts in self._versions(name, request.version)]
-        return _filled(pb.ModelStatisticsResponse(), metadata.model_statistics(found))
+        version = request.version or None
+        found = [self._dataplane.facts_of_versions(name, version) for name in self._names(request)]
+        return _filled(pb.ModelStatisticsResponse(), metadata.model_statistics([*chain(*found)]))
 
     def repository_index(self, request: pb.RepositoryIndexRequest, call: Call) -> pb.RepositoryIndexResponse:
         """List every version with its state."""
@@ -119,11 +121,6 @@ class ModelCalls:
         if request.name:
             return [request.name]
         return [name for name, _ in self._controlplane.list_models(2**31, 0).models]
-
-    def _versions(self, name: str, version: str) -> list[ModelFacts]:
-        if version:
-            return [self._dataplane.facts(name, version)]
-        return [self._dataplane.facts(name, one) for one in self._dataplane.facts(name, None).versions]
 
 
 def _filled(message: Filled, members: dict[str, Any]) -> Filled:

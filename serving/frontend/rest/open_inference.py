@@ -65,6 +65,14 @@ def model_routes(dataplane: DataPlane) -> list[Route]:
         facts = [dataplane.facts(*key) for key in dataplane.registered()]
         return json_answer(pretty(metadata.model_statistics(facts)))
 
+    async def statistics(request: Request) -> Response:
+        model, version = request.path_params["model"], request.path_params.get("version")
+        try:
+            facts = dataplane.facts_of_versions(model, version)
+        except ServingError as error:
+            return _refused(error)
+        return json_answer(pretty(metadata.model_statistics(facts)))
+
     found = [
         route("/v1/models", names, READ),
         route("/v1/models/{model}", readiness, READ),
@@ -73,7 +81,7 @@ def model_routes(dataplane: DataPlane) -> list[Route]:
     for path, endpoint in (
         ("", _reader(dataplane, metadata.model_metadata)),
         ("/config", _reader(dataplane, metadata.model_config)),
-        ("/stats", _reader(dataplane, lambda facts: metadata.model_statistics([facts]))),
+        ("/stats", statistics),
         ("/ready", readiness),
     ):
         found.append(route(f"/v2/models/{{model}}{path}", endpoint, READ))

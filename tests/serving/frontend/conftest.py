@@ -29,7 +29,7 @@ from torchere.serving.errors import (
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.control import ModelPage, Progress, Registered, VersionDescription
-from torchere.serving.frontend.dataplane import STARTING, Readiness
+from torchere.serving.frontend.dataplane import STARTING, DataPlane, Readiness
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
@@ -150,6 +150,8 @@ class FakeDataPlane:
     def facts(self, model: str, version: str | None) -> ModelFacts:
         self.check_exists(model, version)
         return self.known
+
+    facts_of_versions = DataPlane.facts_of_versions
 
     def refuse_unknown(self, error: NotFound) -> ServingError:
         self.unknown.append(error)

@@ -85,6 +85,18 @@ def test_statistics_of_all_models_are_one_list(ask_v2):
     assert [told["version"] for told in ask_v2("/v2/models/stats").json["model_stats"]] == ["1.0"]
 
 
+def test_statistics_without_a_version_are_those_of_every_version(ask_v2, planes):
+    known = replace(planes.data.known, versions=("1.0", "2.0"))
+
+    def facts(model, version):
+        return replace(known, key=ModelKey(model, version or "1.0"))
+
+    planes.data.facts = facts
+    for path, versions in (("", ["1.0", "2.0"]), ("/versions/2.0", ["2.0"])):
+        told = ask_v2(f"/v2/models/echo{path}/stats").json["model_stats"]
+        assert [each["version"] for each in told] == versions
+
+
 @pytest.mark.parametrize(
     ("path", "text"),
     [
