@@ -425,4 +425,4 @@ class Registry:
 
 def _key_of(wanted: Wanted, location: str, manifest: Manifest) -> ModelKey:
     name = wanted.name or manifest.model_name or default_model_name(location)
-    return ModelKey(check_model_name(name), check_version_name(wanted.url, manifest))
+    return ModelKey(check_model_name(name), check_version_name(shown_url(wanted.url), manifest))

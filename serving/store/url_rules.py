@@ -75,7 +75,7 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
         DownloadFailed: a pattern matches it, and its port is no number.
     """
     if any(".." in text for text in _decodings(url)):
-        raise ModelNotFound(f"Relative path is not allowed in url: {url}")
+        raise ModelNotFound(f"Relative path is not allowed in url: {shown_url(url)}")
     if not is_remote(url):
         raise _refused(url, "it is neither http, https, s3 nor file")
     has_nul = any("\0" in text for text in _decodings(url))  # as no name of a file has
@@ -193,4 +193,5 @@ def _source(url: str, matching: Sequence[str]) -> Source:
 
 
 def _refused(url: str, reason: str) -> ModelNotFound:
-    return ModelNotFound(f"Given URL {url[:MAX_URL_CHARACTERS]} does not match any allowed URL(s)", reason)
+    shown = shown_url(url)[:MAX_URL_CHARACTERS]
+    return ModelNotFound(f"Given URL {shown} does not match any allowed URL(s)", reason)

@@ -598,16 +598,20 @@ def test_models_of_the_command_line_join_those_of_a_snapshot_which_keep_their_se
     ]
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/n.mar", "http://host/../n.mar", "file://{}/odd.mar"])
 def test_a_url_that_fails_at_the_start_is_logged_without_its_query(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
+    pack(tmp_path / "odd.mar", version="a/b")
+    url = url.format(tmp_path)
+
     async def main() -> None:
-        items = ("n=http://127.0.0.1:1/n.mar?signature=secret",)
+        items = (f"n={url}?signature=secret",)
         async with registry_of(tmp_path, load_models=items) as registry:
             await registry.load_at_startup(await registry.wanted_at_startup())
 
     asyncio.run(main())
-    assert "Failed to load model: http://127.0.0.1:1/n.mar: " in caplog.text
+    assert f"Failed to load model: {url}: " in caplog.text
     assert "secret" not in caplog.text
 
 

@@ -91,6 +91,14 @@ def test_a_url_that_could_deceive_a_pattern_is_refused_though_one_matches(url: s
     assert caught.value.message.startswith("Given URL ")
 
 
+def test_a_refused_url_is_named_without_its_query_which_may_hold_a_signature() -> None:
+    for url in ("https://models.example.com/a.mar", "https://models.example.com/../a.mar"):
+        with pytest.raises(ModelNotFound) as caught:
+            allow(f"{url}?signature=secret", ())
+        assert url in caught.value.message
+        assert "secret" not in caught.value.full_text
+
+
 @pytest.mark.parametrize("dots", ["..", "%2e%2e", ".%2E", "%252e%252e"])
 def test_dots_are_refused_however_they_are_encoded(dots: str) -> None:
     with pytest.raises(ModelNotFound, match="Relative path is not allowed in url: "):
