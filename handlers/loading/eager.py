@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.safetensors import read_safetensors
@@ -41,10 +43,10 @@ def load_eager(archive: ArchiveModules, model_file: str, model_pt_path: str | No
     model: torch.nn.Module = eager_class(archive, model_file)()
     if model_pt_path:
         state = read_state_dict(model_pt_path)
-        if type(model).load_state_dict is torch.nn.Module.load_state_dict:
-            model.load_state_dict(state, assign=_may_replace(model, state))
+        if _may_replace(model, state):
+            _replace(model, state)
         else:
-            model.load_state_dict(state)  # the class's own, to rename keys; it may not take `assign`
+            model.load_state_dict(state)
     return model
 
 
@@ -69,10 +71,60 @@ def eager_class(archive: ArchiveModules, model_file: str) -> Any:
     return (modules or classes)[0]
 
 
+def _replace(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Give the model's tensors the memory of the file's.
+
+    The tensors stay the same objects: the class may hold them by more names than `state_dict` knows.
+    """
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.data = state[name]
+
+
 def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
-    """Return whether the file's tensors can replace the model's; otherwise they are copied and converted."""
-    own = model.state_dict()
-    return own.keys() == state.keys() and all(_is_alike(own[name], state[name]) for name in own)
+    """Return whether the model can take the memory of the file's tensors.
+
+    Otherwise they are copied and converted: where they differ, where code of the class takes part in loading,
+    as to rename keys, and where a second tensor shares memory that would be replaced.
+    """
+    if not all(map(_loads_plainly, model.modules())):
+        return False
+    own = model.state_dict(keep_vars=True)
+    if own.keys() != state.keys() or not all(_is_alike(own[name], state[name]) for name in own):
+        return False
+    try:
+        held = {id(tensor): tensor for tensor in _tensors_of(model)}
+    except RecursionError:  # a list that holds itself
+        return False
+    if any(id(tensor) not in held for tensor in own.values()):  # the class made it for the state dict
+        return False
+    replaced = [
+        _memory_of(held.pop(key)) for key in {id(tensor) for tensor in own.values() if tensor.numel()}
+    ]
+    return len(replaced) == len({*replaced}) and {*replaced}.isdisjoint(map(_memory_of, held.values()))
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _loads_plainly(module: torch.nn.Module) -> bool:
+    """Return whether loading does no more to the module than to copy its tensors."""
+    # torch's own overrides add keys that old files lack.
+    return (
+        type(module).load_state_dict is torch.nn.Module.load_state_dict
+        and type(module).state_dict is torch.nn.Module.state_dict  # another may not take `keep_vars`
+        and module._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        and not module._load_state_dict_pre_hooks
+        and not module._load_state_dict_post_hooks
+    )
+
+
+def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that the model's modules hold, in lists and dicts, too."""
+    for module in model.modules():
+        for value in pytree.tree_leaves(vars(module)):
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
+                yield value
 
 
 def _is_alike(one: object, other: object) -> bool:

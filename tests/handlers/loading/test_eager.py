@@ -6,6 +6,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +137,75 @@ def test_large_weights_are_mapped_where_they_lie(wide_archive: ArchiveModules, t
     model = load_eager(wide_archive, "model.py", str(path))
     assert all(is_mapped(tensor, path) for tensor in model.state_dict().values())
     assert torch.equal(model.get_parameter("weight"), weights["weight"])
+
+
+HOLDERS = """
+import torch
+from functools import partial
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.names = nn.Embedding(600, 600)
+        self.tied = nn.Linear(600, 600, bias=False)
+        self.tied.weight = self.names.weight
+        self.head = partial(nn.functional.linear, weight=self.names.weight)
+        self.gate, self.bias = nn.Parameter(torch.rand(4, 600)), nn.Parameter(torch.rand(4))
+        self.gates = {"open": (self.gate, self.bias)}
+        self.norm = nn.BatchNorm1d(4)
+        self.rows = [self.norm.running_mean]
+
+    def forward(self, ids):
+        found = self.tied(self.names(ids)) + self.head(self.names(ids))
+        (weight, bias), = self.gates.values()
+        return self.norm(nn.functional.linear(found, weight, bias)) + self.rows[0]
+"""
+VIEWING = """
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(600, 600)
+        self.views = {"first": [self.weight.detach()[:4]]}
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.views["first"][0])
+"""
+HOOKED = """
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(600, 600)
+        self.register_load_state_dict_pre_hook(self.turned)
+
+    def turned(self, module, state, prefix, *rest):
+        state["weight"] = state["weight"].t()
+"""
+
+
+@pytest.mark.parametrize(("source", "mapped"), [(HOLDERS, True), (VIEWING, False), (HOOKED, False)])
+def test_each_reference_to_a_weight_sees_the_file(
+    write_archive: Callable[..., Path], tmp_path: Path, source: str, mapped: bool
+) -> None:
+    definition: dict[str, Any] = {"__name__": "packing"}
+    exec(source, definition)
+    trained = definition["Net"]().eval()
+    for name, tensor in trained.state_dict().items():
+        if name.startswith("norm.running"):
+            tensor.uniform_(1, 2)
+    path = tmp_path / "w.pth"
+    torch.save(trained.state_dict(), path)
+    copied = definition["Net"]().eval()
+    copied.load_state_dict(torch.load(path))
+    directory = str(write_archive({"model.py": source}))
+    model = load_eager(open_archive("holders", "1.0", directory), "model.py", str(path)).eval()
+    forget_archive(directory)
+    given = torch.arange(4) if mapped else torch.rand(4, 600)
+    assert torch.equal(model(given), copied(given))
+    assert len(list(model.parameters())) == len(list(trained.parameters()))
+    assert all(is_mapped(tensor, path) for tensor in model.state_dict().values()) == mapped
 
 
 def test_large_weights_of_another_type_are_converted(wide_archive: ArchiveModules, tmp_path: Path) -> None:
