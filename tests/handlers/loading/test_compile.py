@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchere.handlers.base import BaseHandler
 from torchere.handlers.loading import compile as loading
 from torchere.handlers.loading.compile import (
     autocasting,
@@ -53,6 +54,23 @@ def test_a_block_of_the_wrong_type_is_refused(pt2: object) -> None:
 def test_an_unknown_backend_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert not check_valid_pt2_backend("abacus")
     assert "abacus is not a supported backend" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model", "pt2"),
+    [
+        (SimpleNamespace(run=print), "inductor"),  # as onnxruntime's session, it can't be called
+        (torch.nn.Linear(2, 2), {"options": ["max_autotune"]}),
+        (torch.nn.Linear(2, 2), {"options": "max_autotune"}),
+    ],
+)
+def test_a_model_that_can_not_be_compiled_is_served_as_it_is(
+    model: Any, pt2: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = BaseHandler()
+    handler.model_yaml_config = {"pt2": pt2}
+    assert handler._compile(model) is model
+    assert "proceeding without compilation" in caplog.text
 
 
 @pytest.fixture
