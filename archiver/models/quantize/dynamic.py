@@ -72,6 +72,12 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
     quantised: nn.Module = quantize_dynamic(  # type: ignore[no-untyped-call]
         nn.Sequential(copy.deepcopy(module)).eval(), plan, dtype=torch.qint8
     )[0]
+    # torch converts a layer with several names for the first of them only, or for some anew.
+    first = {id(layer): name for name, layer in layers.items() if f"0.{name}" in plan}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if first.get(id(layer), name) != name:
+            parent, _, own = name.rpartition(".")
+            setattr(quantised.get_submodule(parent), own, quantised.get_submodule(first[id(layer)]))
     made: Any
     for made in quantised.modules():
         if isinstance(made, int8_layers.Linear):

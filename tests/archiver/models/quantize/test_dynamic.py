@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +183,42 @@ def test_recurrent_layers_that_torch_has_in_int8_are_int8(kind: str) -> None:
     assert layers == 1 + is_quantised
     with torch.inference_mode():
         torch.testing.assert_close(to_torchscript(made, (x,))(x), model(x), rtol=0.05, atol=0.05)
+
+
+class Shared(nn.Module):
+    """Has one linear layer and one embedding under several names, in one module and in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names, layer = nn.Embedding(200, 64), nn.Linear(64, 64)
+        self.layers = nn.ModuleList([layer] * 3)
+        self.sides: Any = nn.ModuleList(nn.ModuleDict({"names": names, "layer": layer}) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first, second = (side["layer"](side["names"](ids)) for side in self.sides)
+        x: torch.Tensor = first + second
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+def test_a_layer_with_several_names_is_one_int8_layer_under_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantise_dynamic, "_LARGE", 100)
+    torch.manual_seed(0)
+    model, ids = Shared().eval(), torch.randint(0, 200, (2, 5))
+    made: Any
+
+    with quiet():
+        made, layers = dynamic(model)
+
+    assert layers == 2
+    assert not list(made.parameters())
+    assert len({id(side[name]) for side in made.sides for name in side}) == 2
+    assert {id(layer) for layer in made.layers} == {id(made.sides[0]["layer"])}
+    assert len(saved(to_torchscript(made, (ids,)))) < 2 * (200 * 64 + 64 * 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(made(ids), model(ids), rtol=0.1, atol=0.05)
 
 
 ROOTS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
