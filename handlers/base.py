@@ -253,10 +253,10 @@ class BaseHandler:
         """
         started = time.perf_counter()
         self.context = context
-        if os.environ.get("ENABLE_TORCH_PROFILER"):
-            output, _ = self._infer_with_profiler(data)
-        elif self._is_describe():
+        if self._is_describe():  # its row is empty
             output = [self.describe_handle()]
+        elif os.environ.get("ENABLE_TORCH_PROFILER"):
+            output, _ = self._infer_with_profiler(data)
         else:
             output = self._run(data)
         add_handler_time(context, started)

@@ -94,10 +94,10 @@ class MicroBatching:
         started = time.perf_counter()
         handler = self.handler
         handler.context = context
-        if os.environ.get("ENABLE_TORCH_PROFILER"):
-            output, _ = handler._infer_with_profiler(data=data)
-        elif handler._is_describe():
+        if handler._is_describe():
             output = [handler.describe_handle()]
+        elif os.environ.get("ENABLE_TORCH_PROFILER"):
+            output, _ = handler._infer_with_profiler(data=data)
         elif handler._is_explain():
             output = handler.explain_handle(handler.preprocess(data), data)
         else:

@@ -140,11 +140,13 @@ def test_each_kind_of_dense_tensor_is_read(value: torch.Tensor) -> None:
 
 class Context:
     model_yaml_config = None
+    manifest = None
+    model_name = "m"
     metrics = None
     stages_s = (0.0, 0.0, 0.0)
 
-    def __init__(self, count: int) -> None:
-        self.requests = [RequestProcessor({}, str(number)) for number in range(count)]
+    def __init__(self, count: int, **headers: str) -> None:
+        self.requests = [RequestProcessor(headers, str(number)) for number in range(count)]
 
     def get_request_header(self, index: int, name: str) -> Any:
         return self.requests[index].get_request_property(name)
@@ -156,9 +158,15 @@ class Context:
         self.requests[idx].add_response_property("content-type", value)
 
 
-def test_each_request_of_a_batch_gets_its_row_whatever_the_others_are() -> None:
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_each_request_of_a_batch_gets_its_row_whatever_the_others_are(
+    is_profiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_profiled:
+        monkeypatch.setenv("ENABLE_TORCH_PROFILER", "true")
     handler = built_in_class("densenet_handler")()
     assert isinstance(handler, DenseNetHandler)
+    handler.profiler_args = {"on_trace_ready": lambda profiler: None}
     handler.model, handler.device = (lambda rows: rows * 2), torch.device("cpu")
     context = Context(4)
     rows = [{"body": [1.0]}, {"body": "no"}, {"body": [[3.0, 4.0]]}, {"body": [2.0]}]
@@ -179,3 +187,12 @@ def test_the_handlers_of_the_cpp_backend_answer_files_of_rows(name: str) -> None
     assert torch.equal(torch.load(io.BytesIO(answers[0])), torch.full((3,), 2.0))
     assert len(answers[0]) == len(saved(torch.ones(3)))  # its row alone, not the batch that it is a view of
     assert answers[1]["code"] == 400
+
+
+@pytest.mark.parametrize("name", ["TorchScriptHandler", "densenet_handler"])
+def test_an_explanation_is_refused(name: str) -> None:
+    handler = built_in_class(name)()
+    handler.model, handler.device = (lambda rows: rows * 2), torch.device("cpu")
+    with pytest.raises(PredictionException, match="gives no explanations") as refused:
+        handler.handle([{"body": [1.0]}], Context(1, explain="True"))
+    assert refused.value.error_code == 400

@@ -4,6 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.handlers.base import BaseHandler
+from torchere.handlers.micro_batching import MicroBatching
 
 # In a process of its own, for two profilers at once end the process.
 THREADS = """
@@ -31,3 +37,16 @@ def test_batches_of_several_threads_are_profiled_in_turn(tmp_path: Path) -> None
     )
     assert done.stdout.split()[-1] == "16"
     assert len(list((tmp_path / "pytorch_profiler" / "m").glob("*.json"))) == 16
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_describe_runs_no_stage(
+    make_context: Any, begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_parts: bool
+) -> None:
+    monkeypatch.setenv("ENABLE_TORCH_PROFILER", "true")
+    handler = BaseHandler()
+    handler.describe_handle = lambda: {"inputs": 3}  # type: ignore[method-assign]
+    handle = MicroBatching(handler) if in_parts else handler.handle
+    context = make_context(tmp_path)
+    begin(context, 1, describe="True")
+    assert handle([{}], context) == [{"inputs": 3}]
