@@ -142,6 +142,7 @@ class Context:
         self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
         self._send_partial: SendPartial | None = None
         self.is_unwanted: Callable[[], bool] | None = None  # set by the executor for each batch
+        self.rows_are_requests = True  # False while an envelope's rows are run
 
     # TorchServe's private names for two of these, which handlers use as well.
     @property
@@ -179,6 +180,7 @@ class Context:
         self.request_ids = dict(enumerate([request.request_id for request in requests]))
         self.stopping_criteria = None
         self.stages_s = (0.0, 0.0, 0.0)
+        self.rows_are_requests = True
         self._send_partial = send_partial
         if self.metrics is not None:
             self.metrics.begin_batch(self.request_ids)

@@ -32,6 +32,7 @@ class BaseEnvelope(ABC):
     """
 
     context: Any = None
+    keeps_rows = False  # the handler gets one row for each request
 
     def __init__(self, handle_fn: Callable[[Any, Any], Any]) -> None:
         self._handle_fn = handle_fn
@@ -43,6 +44,7 @@ class BaseEnvelope(ABC):
             return self._handle_fn(data, context)
         if data:
             data = self.parse_input(data)
+            context.rows_are_requests = self.keeps_rows
         results = self._handle_fn(data, context)
         if isawaitable(results):
             return self._formatted_later(results)
@@ -63,6 +65,8 @@ class BaseEnvelope(ABC):
 
 class BodyEnvelope(BaseEnvelope):
     """An envelope whose handler gets the bodies themselves instead of dicts."""
+
+    keeps_rows = True
 
     def parse_input(self, data: Any) -> Any:
         """Take `data` or `body` out of each row."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torchere.handlers.metrics import add_handler_time
+from torchere.handlers.rows import first_row
 
 STAGES = ("preprocess", "inference", "postprocess")
 
@@ -113,6 +114,7 @@ class MicroBatching:
 
     def _run_stage(self, stage: str, index: int, value: Any) -> Any:
         self._part.index = index
+        first_row.set(index * self.micro_batch_size)  # in the stage's own copy of the context
         try:
             return getattr(self.handler, stage)(value)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,6 +13,8 @@ from torchere.handlers.errors import PredictionException
 from torchere.handlers.tensors import shown
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
 
+first_row: ContextVar[int] = ContextVar("first_row", default=0)
+"""The place in the batch of the first row that the calling stage works on; not 0 in a part of a batch."""
 _MAX_FIELDS_SHOWN = 20
 _AS_FORM = (
     "{} of a form: {} that came as application/x-www-form-urlencoded, which is what curl -d says of it; "
@@ -97,17 +100,33 @@ def read_each(rows: Sequence[Any], read: Callable[[Any], T]) -> list[T | Predict
     return results
 
 
-def refusal(context: Context, index: int, err: PredictionException) -> dict[str, object]:
-    """Set the status of request `index`, and return its answer in the form of the server's own errors."""
+def request_of(context: Context, row: int) -> int | None:
+    """Return the index of the request that a row of the calling stage is; None behind an envelope.
+
+    An envelope may make several rows of one request.
+    """
+    return first_row.get() + row if getattr(context, "rows_are_requests", True) else None
+
+
+def refusal(context: Context, row: int, err: PredictionException) -> dict[str, object]:
+    """Set the status of a row's request, and return its answer in the form of the server's own errors.
+
+    Raises:
+        PredictionException: `err`, behind an envelope: one row does not answer its request.
+    """
+    index = request_of(context, row)
+    if index is None:
+        raise err
     context.set_response_status(err.error_code, idx=index)
     context.set_response_content_type(index, "application/json")  # clients read an error's text by it
     kind = _TYPES.get(err.error_code, "PredictionException")
     return {"code": err.error_code, "type": kind, "message": err.message}
 
 
-def came_as_tensors(context: Context, index: int) -> bool:
+def came_as_tensors(context: Context, row: int) -> bool:
     """Return whether the client uses the Open Inference Protocol, and so expects arrays."""
-    return context.get_request_header(index, OPEN_INFERENCE) is not None
+    index = request_of(context, row)
+    return index is not None and context.get_request_header(index, OPEN_INFERENCE) is not None
 
 
 def settings_of(config: dict[str, Any], name: str, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from torchere.handlers.loading.compile import Autocast
 from torchere.handlers.loading.devices import CPU, to_device, without_gradients
 from torchere.handlers.loading.torchscript import changes_itself
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import refusal
+from torchere.handlers.rows import came_as_tensors, first_row, refusal
 from torchere.handlers.tensors import DATATYPES, TensorError, torch_dtype
-from torchere.handlers.tensors.answer import OPEN_INFERENCE
 from torchere.handlers.tensors.npy import NPY_TYPE, write_npy
 from torchere.handlers.tensors.request import (
     Example,
@@ -298,19 +297,19 @@ class TensorHandler(BaseHandler):
             return refusal(self.context, place, PredictionException(text, 400))
         result = results[0][part]
         result = array_of(result.float() if result.dtype is torch.bfloat16 else result)
-        self.context.set_response_content_type(place, NPY_TYPE)
+        self.context.set_response_content_type(first_row.get() + place, NPY_TYPE)
         return write_npy(result[0] if example.single else result)
 
-    def _content_type(self, index: int, name: str) -> str:
+    def _content_type(self, row: int, name: str) -> str:
         """Return the content type of one value of a request; "" if the client named none."""
-        described = self.context.get_request_header(index, name)
+        described = self.context.get_request_header(first_row.get() + row, name)
         return str(described.get("content-type", "")) if isinstance(described, dict) else ""
 
-    def _form(self, index: int) -> str:
+    def _form(self, row: int) -> str:
         """Return the answer format that a request asks for: "tensors", "npy" or "lists"."""
-        if self.context.get_request_header(index, OPEN_INFERENCE) is not None:
+        if came_as_tensors(self.context, row):
             return "tensors"
-        headers = self.context.get_all_request_header(index)
+        headers = self.context.get_all_request_header(first_row.get() + row)
         accepts = [
             value for name, value in headers.items() if len(name) == len(_ACCEPT) and name.lower() == _ACCEPT
         ]

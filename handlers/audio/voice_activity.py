@@ -19,7 +19,15 @@ from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.devices import to_device, without_gradients
 from torchere.handlers.loading.torchscript import load_torchscript
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of
+from torchere.handlers.rows import (
+    came_as_tensors,
+    fields_of,
+    first_row,
+    read_each,
+    refusal,
+    request_of,
+    settings_of,
+)
 
 # Find speech segments from the probability of speech over time. Pure; no clock, no model.
 #
@@ -253,21 +261,23 @@ class VoiceActivity(BaseHandler):
             starts_s, ends_s = (bounds / sound.rate_hz).T
             return {"start_s": starts_s, "end_s": ends_s, "duration_s": np.array([duration_s], np.float32)}
         if is_streamed:
-            self.context.set_response_content_type(place, STREAM_TYPE)
+            self.context.set_response_content_type(first_row.get() + place, STREAM_TYPE)
             return _line({"duration_s": duration_s})
         return {"segments": [_as_json(one, sound.rate_hz) for one in segments], "duration_s": duration_s}
 
     def _send(self, place: int, text: str) -> None:
-        self.context.set_response_content_type(place, STREAM_TYPE)
-        self.context.send_partial(place, self.context.encode_part(place, text))
+        index = first_row.get() + place
+        self.context.set_response_content_type(index, STREAM_TYPE)
+        self.context.send_partial(index, self.context.encode_part(index, text))
 
     def _is_streamed(self, place: int, row: Any) -> bool:
-        if came_as_tensors(self.context, place):
+        index = request_of(self.context, place)
+        if index is None or came_as_tensors(self.context, place):
             return False
         value = row.get("stream") if isinstance(row, dict) else None
         if value in (b"true", "true", True):
             return True
-        headers = self.context.get_all_request_header(place)
+        headers = self.context.get_all_request_header(index)
         return any(name.lower() == "accept" and STREAM_TYPE in str(value) for name, value in headers.items())
 
 

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.base import BaseHandler
+from torchere.handlers.context import RequestProcessor
 from torchere.handlers.micro_batching import STAGES, MicroBatching
+from torchere.handlers.tensor_handler import TensorHandler
+from torchere.handlers.tensors.answer import OPEN_INFERENCE
+from torchere.handlers.tensors.npy import NPY_TYPE, read_npy
 from torchere.handlers.ts_compat.legacy import Metric, emit_metrics
 
 
@@ -164,3 +169,26 @@ def test_tensors_pass_through_the_stages_of_a_loaded_model(
     assert batching([[1.0], [2.0], [3.0]], context) == [[2.0], [4.0], [6.0]]
     assert torch.is_inference_mode_enabled() is False
     batching.shutdown()
+
+
+def test_status_and_format_are_those_of_the_request_in_its_part(make_context: Any, tmp_path: Path) -> None:
+    x, y = TensorSpec("x", "FP32", (-1, 2)), TensorSpec("y", "FP32", (-1, 2))
+    (tmp_path / "signature.json").write_text(Signature((x,), (y,)).to_json())
+    doubler = torch.jit.trace(lambda x: x * 2, torch.ones(1, 2))
+    torch.jit.save(doubler, str(tmp_path / "doubler.pt"))
+    context = make_context(tmp_path, model={"serializedFile": "doubler.pt"})
+    handler = TensorHandler()
+    handler.initialize(context)
+    as_npy = {"Accept": NPY_TYPE}
+    requests = [RequestProcessor(one, "") for one in ({}, {}, {OPEN_INFERENCE: "{}"}, as_npy, {})]
+    context.begin_batch(requests, None)
+    batching = MicroBatching(handler, 2)
+    answers = batching([{"body": [1.0, 2.0]} for _ in range(4)] + [{"body": "no"}], context)
+    batching.shutdown()
+    assert answers[:2] == [[2.0, 4.0]] * 2
+    assert answers[2]["y"].tolist() == [[2.0, 4.0]]
+    assert read_npy(answers[3], "y").tolist() == [2.0, 4.0]
+    assert answers[4]["code"] == 400
+    assert [one.status_code for one in requests] == [200, 200, 200, 200, 400]
+    types = [one.response_headers.get("content-type") for one in requests]
+    assert types == [None, None, None, NPY_TYPE, "application/json"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import importlib.resources
 import importlib.util
 import io
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from torchere.handlers.context import RequestProcessor
+from torchere.handlers.envelopes import JSONEnvelope
+from torchere.handlers.micro_batching import MicroBatching
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
 
@@ -133,6 +136,30 @@ def test_the_open_inference_protocol_gets_arrays(make: Any) -> None:
     assert found["start_s"].tolist() == pytest.approx([one["start_s"] for one in SEGMENTS])
     assert found["end_s"].tolist() == pytest.approx([one["end_s"] for one in SEGMENTS])
     assert found["duration_s"].tolist() == pytest.approx([3.072])
+
+
+def test_sounds_of_one_request_are_answered_together(make: Any) -> None:
+    answer = make()
+    sound = base64.b64encode(wav((0.512, 0.5))).decode()
+    rows = [{"body": {"instances": [{"audio": {"b64": sound}, "stream": True}] * 2}}]
+    answer.context.begin_batch([RequestProcessor({"accept": "application/x-ndjson"}, "")], None)
+    (found,) = JSONEnvelope(answer.entry_point).handle(rows, answer.context)
+    segments = [{"start_s": 0.0, "end_s": 0.512}]
+    assert json.loads(found) == {"predictions": [{"segments": segments, "duration_s": 0.512}] * 2}
+
+
+def test_segments_of_a_part_reach_the_client_that_asked_for_them(make: Any) -> None:
+    answer = make()
+    batching = MicroBatching(answer.entry_point.instance, 1)
+    parts: list[tuple[int, bytes]] = []
+    requests = [RequestProcessor(one, "") for one in ({}, {"Accept": "application/x-ndjson"})]
+    answer.context.begin_batch(requests, lambda index, chunk: parts.append((index, chunk)))
+    first, last = batching([{"body": wav(*TWICE)}] * 2, answer.context)
+    batching.shutdown()
+    assert first["segments"] == SEGMENTS
+    assert json.loads(last) == {"duration_s": 3.072}
+    assert [index for index, _ in parts] == [1, 1]
+    assert [one.response_headers for one in requests] == [{}, {"content-type": "application/x-ndjson"}]
 
 
 def test_every_executor_has_a_model_of_its_own_because_it_remembers(make: Any) -> None:

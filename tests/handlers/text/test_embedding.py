@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from torchere.archiver.signature import Signature, TensorSpec
+from torchere.handlers.context import RequestProcessor
+from torchere.handlers.envelopes import BodyEnvelope, JSONEnvelope, KServeEnvelope
+from torchere.handlers.errors import PredictionException
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
 
 tokenizers = pytest.importorskip("tokenizers", reason="install torchere[tokenizers]")
@@ -183,6 +186,32 @@ def test_the_open_inference_protocol_gets_an_array(make: Any) -> None:
     (found,) = make()(row, headers={OPEN_INFERENCE: "{}"})
     assert list(found) == ["embedding"]
     assert found["embedding"].tolist() == [unit(2, 1), unit(5, 1)]
+
+
+def behind(envelope: Any, answer: Any, *bodies: Any) -> Any:
+    answer.context.begin_batch([RequestProcessor({}, f"r{index}") for index in range(len(bodies))], None)
+    return envelope(answer.entry_point).handle([{"body": body} for body in bodies], answer.context)
+
+
+def test_an_envelope_may_make_several_rows_of_a_request(make: Any) -> None:
+    answer = make(normalize=False)
+    (found,) = behind(KServeEnvelope, answer, {"instances": ["cats", {"text": ["dogs", "sleep"]}]})
+    assert found == {"predictions": [[2.0, 1.0], [[6.0, 1.0], [4.0, 1.0]]]}
+    first, second = behind(JSONEnvelope, answer, {"instances": []}, {"instances": ["cats", "dogs"]})
+    assert (json.loads(first), json.loads(second)) == (
+        {"predictions": []},
+        {"predictions": [[2.0, 1.0], [6.0, 1.0]]},
+    )
+
+
+def test_a_wrong_row_behind_an_envelope_refuses_its_request(make: Any) -> None:
+    answer = make()
+    for bodies in ([{"instances": ["cats", 3]}], [{"instances": ["cats"]}, {"instances": [3]}]):
+        with pytest.raises(PredictionException, match="a int; expected a text") as refused:
+            behind(JSONEnvelope, answer, *bodies)
+        assert refused.value.error_code == 400
+    (refusal,) = behind(BodyEnvelope, answer, {"text": 3})
+    assert refusal["code"] == 400
 
 
 def test_a_result_that_is_no_embedding_is_an_error(make: Any) -> None:
