@@ -38,7 +38,7 @@ from torchere.handlers.loading.eager import in_eval_mode, load_eager
 from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
 from torchere.handlers.loading.weights import WeightsKind, wants_aot_compile, weights_kind
 from torchere.handlers.metrics import add_handler_time, timed
-from torchere.handlers.rows import value_of
+from torchere.handlers.rows import refusal, value_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -304,7 +304,10 @@ class BaseHandler:
         return run_profiled(stages, packed_as or self.context.model_name, self.profiler_args)
 
     def explain_handle(self, data_preprocess: Any, raw_data: Any) -> Any:
-        """Explain the answer to the first request with `get_insights(model input, raw input, target)`.
+        """Explain the answers with `get_insights(model input, raw input, target)`.
+
+        Requests with one target are explained together; the raw input is the first one's. Else each is
+        explained by itself.
 
         Raises:
             PredictionException: 400, this kind of handler can't explain.
@@ -316,12 +319,16 @@ class BaseHandler:
                 "get_insights(data, inputs, target)",
                 400,
             )
-        row = raw_data[0]
-        inputs, target = None, 0
-        if isinstance(row, dict):
-            inputs = value_of(row)
-            target = row.get("target") or 0
-        return get_insights(data_preprocess, inputs, target)
+        targets = [_target_of(row) for row in raw_data]
+        if _are_one(targets):
+            return get_insights(data_preprocess, _input_of(raw_data[0]), targets[0])
+        answers: list[Any] = []
+        for place, (row, target) in enumerate(zip(raw_data, targets, strict=True)):
+            try:
+                answers.extend(get_insights(self.preprocess([row]), _input_of(row), target))
+            except PredictionException as err:
+                answers.append(refusal(self.context, place, err))
+        return answers
 
     def _header_is_true(self, name: str) -> bool:
         context = self.context
@@ -347,6 +354,23 @@ class BaseHandler:
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Return example rows for the first runs, in the form of `handle`'s `data`; None for no such runs."""
         return None
+
+
+def _input_of(row: Any) -> Any:
+    return value_of(row) if isinstance(row, dict) else None
+
+
+def _target_of(row: Any) -> Any:
+    """Return the target of an explanation; that of a tensor as a number or a list."""
+    target = row.get("target") if isinstance(row, dict) else None
+    return (target.tolist() if isinstance(target, (np.ndarray, np.generic, torch.Tensor)) else target) or 0
+
+
+def _are_one(targets: list[Any]) -> bool:
+    """Whether one call can explain them: a list would be taken for the targets of several requests."""
+    first = targets[0]
+    alike = all(type(target) is type(first) and target == first for target in targets)
+    return len(targets) == 1 or (alike and not isinstance(first, (list, tuple)))
 
 
 # Convert nested lists of numbers to a tensor like `torch.as_tensor`, six times as fast.

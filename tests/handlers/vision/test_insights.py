@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchere.handlers.errors import PredictionException
+from torchere.handlers.micro_batching import MicroBatching
 from torchere.handlers.vision import integrated_gradients
 from torchere.handlers.vision.tasks import ImageClassifier
 
@@ -36,6 +37,43 @@ def test_a_target_that_is_no_class_is_refused(handler: ImageClassifier, target: 
         handler.get_insights(torch.rand(1, 3, 224, 224), None, target)
     assert caught.value.error_code == 400
     assert len(caught.value.message) < 300
+
+
+def explained(handle: Any, context: Any, begin: Any, *targets: Any) -> Any:
+    begin(context, len(targets), explain="True")
+    picture = torch.arange(48.0).reshape(3, 4, 4).tolist()
+    return handle([{"data": picture, "target": target} for target in targets], context)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_each_request_of_a_batch_is_explained_for_its_own_target(
+    handler: ImageClassifier, begin: Any, in_parts: bool
+) -> None:
+    handle = MicroBatching(handler) if in_parts else handler.handle
+    context = handler.context
+    (first,), (second,) = (explained(handle, context, begin, target) for target in (b"1", 2))
+    assert first != second
+    assert explained(handle, context, begin, b"1", 2, b"1") == [first, second, first]
+    assert explained(handle, context, begin, [1], [2]) == [first, second]
+    assert explained(handle, context, begin, b"1", b"1") == [first, first]
+
+
+def test_a_wrong_target_refuses_its_own_request(handler: ImageClassifier, begin: Any) -> None:
+    (good,) = explained(handler.handle, handler.context, begin, 1)
+    targets = (1, 99, np.array([1, 2]), torch.tensor([1]), True)
+    first, *refused = explained(handler.handle, handler.context, begin, *targets)
+    assert [first, refused.pop(2)] == [good, good]
+    assert [one["code"] for one in refused] == [400] * 3
+    statuses = [handler.context.get_response_status(place)[0] for place in range(5)]
+    assert statuses == [200, 400, 400, 200, 400]
+    with pytest.raises(PredictionException, match=r"The target is \[1, 2\]; expected the number") as caught:
+        explained(handler.handle, handler.context, begin, np.array([1, 2]))
+    assert caught.value.error_code == 400
+
+
+def test_a_list_is_no_target_for_each_request_of_a_batch(handler: ImageClassifier, begin: Any) -> None:
+    refused = explained(handler.handle, handler.context, begin, [0, 1], [0, 1])
+    assert [one["code"] for one in refused] == [400, 400]
 
 
 def test_a_curved_score_is_integrated_exactly() -> None:
