@@ -64,6 +64,9 @@ _OF_HANDLERS = {
     ),
 }
 
+READ_TENSORS = frozenset({"tensor", *_OF_HANDLERS})
+"""Names of handlers that read tensors from every protocol themselves, past an envelope."""
+
 
 def request_signature(handler: str, of_model: Signature | None) -> Signature | None:
     """Return the tensors of the Open Inference Protocol for an archive; None when they are unknown.

@@ -22,6 +22,7 @@ from torchere.handlers.encode import one_line_json, parse_json
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.rows import fields_of
 from torchere.handlers.tensors import Array, datatype_of_array, shown
+from torchere.handlers.tensors.answer import OPEN_INFERENCE
 from torchere.handlers.tensors.codec import begins_with_text
 
 
@@ -38,9 +39,12 @@ class BaseEnvelope(ABC):
         self._handle_fn = handle_fn
 
     def handle(self, data: Any, context: Any) -> Any:
-        """Answer one batch: unwrap, run the handler, wrap. A `describe` request bypasses the envelope."""
+        """Answer one batch: unwrap, run the handler, wrap.
+
+        A `describe` request bypasses the envelope, and so do tensors that the handler reads itself.
+        """
         self.context = context
-        if data and context.get_request_header(0, "describe") == "True":
+        if data and (context.get_request_header(0, "describe") == "True" or self._are_tensors()):
             return self._handle_fn(data, context)
         if data:
             data = self.parse_input(data)
@@ -49,6 +53,14 @@ class BaseEnvelope(ABC):
         if isawaitable(results):
             return self._formatted_later(results)
         return self.format_output(results) if results else results
+
+    def _are_tensors(self) -> bool:
+        """Return whether the requests came as tensors; raise if only some did, so that each runs alone."""
+        requests = getattr(self.context, "request_processor", None) or ()
+        came = {request.get_request_property(OPEN_INFERENCE) is not None for request in requests}
+        if len(came) > 1:
+            raise PredictionException("The batch has tensors beside what an envelope unwraps", 500)
+        return came == {True}
 
     async def _formatted_later(self, results: Awaitable[Any]) -> Any:
         found = await results

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchere.archiver.signature import Signature
-from torchere.handlers.built_in import request_signature
+from torchere.handlers.built_in import READ_TENSORS, request_signature
 from torchere.serving.registry.version import Version
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import ModelKey
@@ -32,7 +32,7 @@ class ModelFacts:
     @property
     def reads_tensors(self) -> bool:
         """Whether the handler reads tensors from every protocol itself, so that no envelope precedes it."""
-        return self.handler == TENSOR_HANDLER and self.signature is not None
+        return self.handler in READ_TENSORS and self.signature is not None
 
     @property
     def platform(self) -> str:

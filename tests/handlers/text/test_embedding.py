@@ -11,7 +11,7 @@ import torch
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.context import RequestProcessor
-from torchere.handlers.envelopes import BodyEnvelope, JSONEnvelope, KServeEnvelope
+from torchere.handlers.envelopes import BodyEnvelope, JSONEnvelope, KServeEnvelope, KServev2Envelope
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
 
@@ -212,6 +212,19 @@ def test_a_wrong_row_behind_an_envelope_refuses_its_request(make: Any) -> None:
         assert refused.value.error_code == 400
     (refusal,) = behind(BodyEnvelope, answer, {"text": 3})
     assert refusal["code"] == 400
+
+
+@pytest.mark.parametrize("envelope", [JSONEnvelope, KServeEnvelope, KServev2Envelope])
+def test_tensors_reach_the_handler_past_an_envelope(make: Any, envelope: Any) -> None:
+    answer, row = make(), {"text": np.array([b"cats", b"dogs sleep"], dtype=object)}
+    tensors, plain = RequestProcessor({OPEN_INFERENCE: "{}"}), RequestProcessor({})
+    enveloped = envelope(answer.entry_point)
+    answer.context.begin_batch([tensors], None)
+    (found,) = enveloped.handle([row], answer.context)
+    assert found["embedding"].tolist() == [unit(2, 1), unit(5, 1)]
+    answer.context.begin_batch([tensors, plain], None)
+    with pytest.raises(PredictionException, match="tensors beside"):  # each then runs alone
+        enveloped.handle([row, {"body": {"instances": ["cats"]}}], answer.context)
 
 
 def test_a_result_that_is_no_embedding_is_an_error(make: Any) -> None:

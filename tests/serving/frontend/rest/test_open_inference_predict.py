@@ -289,8 +289,9 @@ def test_behind_an_envelope_the_worker_translates_binary_tensors(post, planes, b
     assert (wish.id, wish.outputs, wish.json_bytes_as) == ("7", (WantedOutput("y", binary),), "text")
 
 
-def test_the_tensor_handler_needs_no_envelope_taken_off(post, planes):
-    planes.data.known = replace(planes.data.known, handler="tensor")
+@pytest.mark.parametrize("handler", ["tensor", "text_embedding", "sequence_classifier", "voice_activity"])
+def test_a_handler_that_reads_tensors_needs_no_envelope_taken_off(post, planes, handler):
+    planes.data.known = replace(planes.data.known, handler=handler)
     assert post(request(), settings={"service_envelope": "kserve"}).status == 200
     assert planes.data.asked[0][2].parameters[0].name == "x"
 
