@@ -299,6 +299,9 @@ class BaseHandler:
             with record_function("postprocess"):
                 return self.postprocess(output)
 
+        return self._profiled(stages)
+
+    def _profiled(self, stages: Callable[[], Any]) -> tuple[Any, Any]:
         # As in TorchServe, the folder has the name the archive was packed with, not the registered name.
         packed_as = (self.context.manifest or {}).get("model", {}).get("modelName")
         return run_profiled(stages, packed_as or self.context.model_name, self.profiler_args)

@@ -13,7 +13,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from torchere.archiver.scan.pickles import imported_names
 from torchere.handlers.base import BaseHandler, tensor_of
 from torchere.handlers.encode import encode_answer
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.loading.devices import to_device, without_gradients
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import fields_of, read_each, refusal, value_of
 from torchere.handlers.tensors import TensorError
@@ -52,13 +51,6 @@ _DAMAGED = (
 )
 
 
-class Batch(NamedTuple):
-    """A batch between two stages: `read[i]` is the tensor of request i, or its error."""
-
-    read: list[torch.Tensor | PredictionException]
-    results: list[tuple[list[int], Any]]  # the places of the requests that ran together, and their result
-
-
 class DenseNetHandler(BaseHandler):
     """Runs the model on the requests' tensors, stacked to a batch where their shapes are equal.
 
@@ -70,31 +62,26 @@ class DenseNetHandler(BaseHandler):
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """Read the tensor of each request."""
-        return Batch(read_each(data, tensor_of_row), [])
+        """Return the requests' tensors as one; only explanations, which are of one shape, begin with it."""
+        return torch.stack([tensor_of_row(row) for row in data])
 
-    @timed
-    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on the tensors of each shape together."""
-        results = []
-        with without_gradients(self.device):
-            for group in _groups(data.read):
-                self._give_up_if_unwanted()
-                rows = to_device(torch.stack(list(group.values())), self.device)
-                results.append((list(group), self.model(rows, *args, **kwargs)))
-        return data._replace(results=results)
-
-    @timed
-    def postprocess(self, data: Any) -> Any:
-        """Return for each request its row of the result, or its refusal."""
-        answers: list[Any] = [None] * len(data.read)
-        for places, output in data.results:
-            for row, place in enumerate(places):
-                answers[place] = output if len(places) == 1 else output[row : row + 1]
-        for place, tensor in enumerate(data.read):
+    def _run(self, data: Any) -> Any:
+        if self._is_explain():
+            return self.explain_handle(self.preprocess(data), data)
+        read = read_each(data, tensor_of_row)
+        answers: list[Any] = [None] * len(read)
+        for group in _groups(read):
+            self._give_up_if_unwanted()
+            output = self.inference(torch.stack(list(group.values())))
+            for row, place in enumerate(group):
+                answers[place] = output if len(group) == 1 else output[row : row + 1]
+        for place, tensor in enumerate(read):
             if isinstance(tensor, PredictionException):
                 answers[place] = refusal(self.context, place, tensor)
         return answers
+
+    def _infer_with_profiler(self, data: Any) -> tuple[Any, Any]:
+        return self._profiled(lambda: self._run(data))
 
 
 class TorchScriptHandler(DenseNetHandler):
@@ -104,11 +91,10 @@ class TorchScriptHandler(DenseNetHandler):
     writes it. The model is the TorchScript of the archive.
     """
 
-    def postprocess(self, data: Any) -> Any:
-        """Return the file of each request's row, or its refusal."""
+    def _run(self, data: Any) -> Any:
         return [
             encode_answer(answer[0]) if isinstance(answer, torch.Tensor) else answer
-            for answer in super().postprocess(data)
+            for answer in super()._run(data)
         ]
 
 

@@ -158,6 +158,22 @@ class Context:
         self.requests[idx].add_response_property("content-type", value)
 
 
+def test_a_subclass_changes_the_inference_on_tensors_and_explains_them() -> None:
+    class Own(DenseNetHandler):
+        def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().inference(data + 1)
+
+        def get_insights(self, tensor_data: Any, inputs: Any, target: Any) -> Any:
+            return [row.tolist() for row in tensor_data * target]
+
+    handler = Own()
+    handler.model, handler.device = (lambda rows: rows * 2), torch.device("cpu")
+    (answer,) = handler.handle([{"body": [1.0]}], Context(1))
+    assert answer.tolist() == [[4.0]]
+    rows = [{"body": [1.0], "target": 3}, {"body": [2.0], "target": 4}]
+    assert handler.handle(rows, Context(2, explain="True")) == [[3.0], [8.0]]
+
+
 @pytest.mark.parametrize("is_profiled", [False, True])
 def test_each_request_of_a_batch_gets_its_row_whatever_the_others_are(
     is_profiled: bool, monkeypatch: pytest.MonkeyPatch
