@@ -129,6 +129,7 @@ class Context:
         self.shared_models = shared_models
         self.request_ids: dict[int, str] | None = None
         self.request_processor: Sequence[RequestProcessor] | None = None
+        # By the index in a batch. As in TorchServe they stay until the handler sets others.
         self.stopping_criteria: Sequence[StoppingCriterion] | Mapping[int, StoppingCriterion] | None = None
         # Seconds of preprocess, inference, postprocess, for the metrics; set by handlers that measure them.
         self.stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -178,7 +179,6 @@ class Context:
         """
         self.request_processor = requests
         self.request_ids = dict(enumerate([request.request_id for request in requests]))
-        self.stopping_criteria = None
         self.stages_s = (0.0, 0.0, 0.0)
         self.rows_are_requests = True
         self._send_partial = send_partial

@@ -52,6 +52,7 @@ from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Un
 from torchere.serving.workers.loss import RAISED
 from torchere.serving.workers.messages import most_report_bytes
 from torchere.serving.workers.plain import (
+    goes_on,
     lacks_memory,
     line_of,
     plain_text,
@@ -367,11 +368,10 @@ class HandlerHost:
             detail = f"the handler returned {len(answers)} answers for a batch of {len(processors)}"
             return self._all_failed("number of batch response mismatched", detail, len(processors))
         outcomes = list(map(self._outcome, answers, processors))
-        criteria = self._context.stopping_criteria
-        if not criteria or len(criteria) != len(answers):
+        if not self._context.stopping_criteria:
             return outcomes
-        is_over = [criteria[place](answer) for place, answer in enumerate(answers)]  # by index, as TorchServe
-        return list(map(_unless_over, outcomes, is_over))
+        go_on = [goes_on(self._context, place, answer) for place, answer in enumerate(answers)]
+        return list(map(_part_if, go_on, outcomes))
 
     def _outcome(self, answer: object, processor: RequestProcessor) -> Outcome:
         try:
@@ -465,10 +465,8 @@ def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> Non
     logger.handle(record)
 
 
-def _unless_over(outcome: Outcome, is_over: object) -> Outcome:
-    """Return the outcome, as `Unfinished` if its stopping criterion gave a false value other than None."""
-    goes_on = is_over is not None and not is_over
-    return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
+def _part_if(is_part: bool, outcome: Outcome) -> Outcome:
+    return Unfinished(outcome) if is_part and isinstance(outcome, InferResponse) else outcome
 
 
 def row_of(request: InferRequest, decode: bool, lent: Lent) -> dict[str, Any] | InvalidRequest:

@@ -7,6 +7,8 @@ that has to send it, and fail its requests.
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
 import traceback
 from typing import Any
@@ -17,6 +19,8 @@ from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.errors import PredictionException
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.types import MAX_RESPONSE_HEADER_BYTES, MAX_RESPONSE_HEADERS, InferResponse
+
+logger = logging.getLogger(__name__)
 
 
 def plain_text(value: object) -> str:
@@ -71,6 +75,30 @@ def stages_of(context: Context) -> tuple[float, float, float]:
     except Exception:  # of the handler's values, which may raise any
         return 0.0, 0.0, 0.0
     return preprocess_s, inference_s, postprocess_s
+
+
+def goes_on(context: Context, place: int, answer: object) -> bool:
+    """Return whether the stopping criterion at this index gives the answer a false value other than None.
+
+    An answer without a criterion is finished. In TorchServe it ends the worker, and all answers of the batch.
+    """
+    assert context.stopping_criteria is not None
+    try:
+        criterion = context.stopping_criteria[place]
+    except LookupError:
+        _warn_of_missing_criteria(context.model_name)
+        return False
+    is_over = criterion(answer)
+    return is_over is not None and not is_over
+
+
+@functools.cache  # once for each model, not with each batch
+def _warn_of_missing_criteria(model_name: str) -> None:
+    logger.warning(
+        "model %s: context.stopping_criteria has fewer criteria than its batch has requests; the answers "
+        "without one are taken as finished",
+        model_name,
+    )
 
 
 def line_of(err: BaseException) -> str:

@@ -56,12 +56,31 @@ class Countdown(BaseHandler):
         context.stopping_criteria = [lambda answer, name=name: self.left[name] <= 0 for name in ids]
         return [f"{self.left[name]} " for name in ids]
 """
+CRITERIA_SET_ONCE = """
+from ts.torch_handler.base_handler import BaseHandler
+
+class Countdown(BaseHandler):
+    def initialize(self, context):
+        self.left = {}
+        context.stopping_criteria = [lambda answer: answer == "0 "] * 8  # more than a batch has
+        self.initialized = True
+
+    def handle(self, data, context):
+        ids = [context.get_request_id(i) for i in range(len(data))]
+        for name, row in zip(ids, data):
+            self.left[name] = (int(row["body"]) if row else self.left[name]) - 1
+        return [f"{self.left[name]} " for name in ids]
+"""
 COUNTDOWN_CONFIG = "minWorkers: 1\nmaxWorkers: 1\nbatchSize: 4\nmaxBatchDelay: 5\ncontinuousBatching: true\n"
 
 
 @pytest.fixture(scope="module")
 def server(pack: Any, open_server: Any) -> Any:
-    for name, source, config in (("sums", SUMS, SUMS_CONFIG), ("countdown", COUNTDOWN, COUNTDOWN_CONFIG)):
+    for name, source, config in (
+        ("sums", SUMS, SUMS_CONFIG),
+        ("countdown", COUNTDOWN, COUNTDOWN_CONFIG),
+        ("once", CRITERIA_SET_ONCE, COUNTDOWN_CONFIG),
+    ):
         archive = pack(name, {"h.py": source, "c.yaml": config}, handler="h.py", configFile="c.yaml")
         assert open_server.register(archive).status == 200
     return open_server
@@ -97,11 +116,12 @@ def test_a_request_without_a_sequence_begins_one_that_can_be_continued(server: A
     assert add(server, 6, name).json() == {"sum": 11}
 
 
-def test_continuous_batching_streams_until_the_handler_is_done(server: Any) -> None:
+@pytest.mark.parametrize("model", ["countdown", "once"])
+def test_continuous_batching_streams_until_the_handler_is_done(server: Any, model: str) -> None:
     answers: dict[int, Any] = {}
 
     def run(number: int) -> None:
-        answers[number] = server.call("POST", "/predictions/countdown", str(number).encode())
+        answers[number] = server.call("POST", f"/predictions/{model}", str(number).encode())
 
     threads = [threading.Thread(target=run, args=(number,)) for number in (1, 3, 6)]
     for thread in threads:

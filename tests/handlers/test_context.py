@@ -81,12 +81,14 @@ def test_setting_a_status_outside_a_batch_does_nothing(make_context: Any, tmp_pa
         context.get_response_status(0)
 
 
-def test_a_new_batch_forgets_the_stopping_criteria(make_context: Any, begin: Any, tmp_path: Path) -> None:
+def test_stopping_criteria_stay_until_a_handler_sets_others(
+    make_context: Any, begin: Any, tmp_path: Path
+) -> None:
     context = make_context(tmp_path)
+    criteria = context.stopping_criteria = [lambda result: True]
     begin(context, 1)
-    context.stopping_criteria = [lambda result: True]
     begin(context, 1)
-    assert context.stopping_criteria is None
+    assert context.stopping_criteria is criteria
 
 
 def test_the_name_of_the_sequence_header_comes_from_the_environment(

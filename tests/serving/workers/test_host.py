@@ -467,3 +467,33 @@ def test_an_answer_that_cannot_be_sent_fails_its_request_alone(make_spec: Any) -
     assert (first, last) == tuple(Unfinished(InferResponse(body)) for body in (b"one ", b"two "))
     assert isinstance(failed, HandlerFailed)
     assert failed.message == "Unsupported model output data type."
+
+
+CRITERIA_SET_ONCE = """
+    class Handler:
+        def initialize(self, context):
+            context.stopping_criteria = [lambda answer: answer == "last"] * 2
+        def handle(self, data, context):
+            return [row["body"].decode() for row in data]
+"""
+
+
+def test_criteria_of_initialize_are_for_each_batch_by_the_index_of_its_requests(
+    make_spec: Callable[..., LoadSpec], caplog: pytest.LogCaptureFixture
+) -> None:
+    host = HandlerHost(
+        dataclasses.replace(make_spec(CRITERIA_SET_ONCE), model_name="once"), None, SharedModels()
+    )
+    host.load()
+
+    def kinds(*bodies: bytes) -> list[type]:
+        requests = [InferRequest("id", (Parameter("body", body),)) for body in bodies]
+        return [type(outcome) for outcome in host.run(requests, None).outcomes]
+
+    assert kinds(b"first", b"last") == [Unfinished, InferResponse]
+    assert kinds(b"first") == [Unfinished]
+    assert not caplog.records
+    for _ in range(2):
+        assert kinds(b"last", b"first", b"first") == [InferResponse, Unfinished, InferResponse]
+    (warning,) = caplog.records
+    assert "model once: context.stopping_criteria has fewer criteria" in warning.message
