@@ -108,7 +108,8 @@ def read_workflow_spec(text: str) -> WorkflowSpec:
     lacking = [name for name, step in own.items() if step.url is None]
     if lacking:
         raise InvalidWorkflow(f"The model {lacking[0]!r} has no url; expected the name of its archive.")
-    function = replace(defaults, url=None, min_workers=1, max_workers=1)
+    # As in TorchServe: workers and batches of the defaults are for models alone.
+    function = replace(defaults, min_workers=1, max_workers=1, batch_size=1, max_batch_delay_ms=0)
     steps = {name: own.get(name, function) for name in order}
     return WorkflowSpec(defaults, steps, children, parents, tuple(sorted(own.keys() - steps.keys())))
 

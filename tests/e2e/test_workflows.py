@@ -425,6 +425,13 @@ def test_many_requests_at_once_each_get_their_own_answer(server, add):
         assert all(pool.map(ask, range(400)))
 
 
+def test_batches_are_for_models_and_functions_get_one_request_at_a_time(server, add):
+    batched = MODELS.replace("models:\n", "models:\n  batch-size: 8\n  max-batch-delay: 2\n")
+    add("parted", "  start: [echo]\n", batched)
+    described = [managed(server, "GET", f"/models/parted__{step}").json()[0] for step in ("start", "echo")]
+    assert [(each["batchSize"], each["maxBatchDelay"]) for each in described] == [(1, 0), (8, 2)]
+
+
 def test_workers_may_be_killed_while_a_workflow_runs(server, add):
     add(
         "killed",

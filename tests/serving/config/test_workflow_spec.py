@@ -17,7 +17,7 @@ def test_a_model_inherits_the_settings_above_it_and_overrides_them():
         "dag:\n  before: [m]\n"
     )
     assert spec.steps["m"] == StepSettings("m.mar", 2, 3, 9, 5, 6, 7)
-    assert spec.steps["before"] == StepSettings(None, 1, 1, 4, 5, 6, 7)  # a function has one worker
+    assert spec.steps["before"] == StepSettings(None, 1, 1, 1, 0, 6, 7)  # a function: one worker, one request
     assert spec.functions == ("before",)
 
 
