@@ -12,7 +12,7 @@ import binascii
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
-from itertools import accumulate
+from itertools import accumulate, chain, count
 from operator import mul
 from typing import Any
 
@@ -201,13 +201,10 @@ _LISTS_OF_NOTHING = 65_536
 class KServev2Envelope(BaseEnvelope):
     """`{"inputs": [...]}` in, `{"outputs": [...]}` out; the handler gets the tensors as a list of dicts.
 
-    Only the first request of a batch is read, so the model needs batchSize 1.
+    Only the first request of a batch is read, so the model needs batchSize 1. While the handler runs, the
+    context has `input_names`, which it may replace by those of its outputs, and the client's id, if there is
+    one, as `input_request_id`.
     """
-
-    def __init__(self, handle_fn: Any) -> None:
-        super().__init__(handle_fn)
-        self._request_id: str | None = None
-        self._names: list[str] = []
 
     def parse_input(self, data: Any) -> Any:
         """Return the inputs of the first request: numbers nested by their shape, `BYTES` as its first item.
@@ -215,29 +212,38 @@ class KServev2Envelope(BaseEnvelope):
         Raises:
             PredictionException: 400, it has no list of inputs, or data that does not fit its shape.
         """
+        self._forget()  # of a request that failed
         body = json_body(data[0])
         inputs = body.get("inputs")
         if not isinstance(inputs, list) or not all(isinstance(item, dict) for item in inputs):
             raise PredictionException('The request has no list of tensors: expected {"inputs": [...]}', 400)
+        rows = [{**item, "data": _shaped(item)} for item in inputs]
         request_id = body.get("id")
-        self._request_id = request_id if isinstance(request_id, str) and request_id.strip() else None
-        self._names = [str(item.get("name", "")) for item in inputs]
-        return [{**item, "data": _shaped(item)} for item in inputs]
+        if isinstance(request_id, str) and request_id.strip():
+            self.context.input_request_id = request_id
+        self.context.input_names = [str(item.get("name", "")) for item in inputs]
+        return rows
 
     def format_output(self, data: Any) -> Any:
-        """Return one answer with all outputs; output i has the name of input i."""
+        """Return one answer with all outputs; output i has the name at i of `context.input_names`."""
         model = (self.context.manifest or {}).get("model") or {}
+        request_id = getattr(self.context, "input_request_id", None) or self.context.get_request_id(0)
+        names = list(map(str, getattr(self.context, "input_names", None) or ()))
+        further = (f"output-{index}" for index in count(len(names)))
+        self._forget()
         return [
             {
-                "id": self._request_id or self.context.get_request_id(0),
+                "id": request_id,
                 "model_name": model.get("modelName") or self.context.model_name,
                 "model_version": model.get("modelVersion"),
-                "outputs": [_output(self._name(index), item) for index, item in enumerate(data)],
+                "outputs": [_output(*named) for named in zip(chain(names, further), data, strict=False)],
             }
         ]
 
-    def _name(self, index: int) -> str:
-        return self._names[index] if index < len(self._names) else f"output-{index}"
+    def _forget(self) -> None:
+        for name in ("input_names", "input_request_id"):
+            if hasattr(self.context, name):
+                delattr(self.context, name)
 
 
 def _shaped(tensor: dict[str, Any]) -> Any:

@@ -47,6 +47,48 @@ def test_numbers_are_reshaped_and_answers_flattened(context: Any) -> None:
     assert list(answer[0]["outputs"][0]) == ["name", "datatype", "data", "shape"]
 
 
+def test_the_context_has_the_names_and_the_id_while_the_handler_runs(context: Any) -> None:
+    inputs = [{"name": name, "shape": [1], "datatype": "INT64", "data": [1]} for name in ("x", "mask")]
+    seen = []
+
+    def handle(data: Any, given: Any) -> Any:
+        seen.append((given.input_names, getattr(given, "input_request_id", None)))
+        return [[1]]
+
+    envelope = KServev2Envelope(handle)
+    for body in ({"id": "abc", "inputs": inputs}, {"inputs": inputs[:1]}):
+        envelope.handle([{"body": body}], context)
+        assert not {"input_names", "input_request_id"} & vars(context).keys()
+    assert seen == [(["x", "mask"], "abc"), (["x"], None)]
+
+
+def test_a_handler_may_name_its_outputs(context: Any) -> None:
+    def handle(data: Any, given: Any) -> Any:
+        given.input_names = ("scores", 7)
+        return [[1.5], [2], [3]]
+
+    inputs = [{"name": "x", "shape": [1], "datatype": "INT64", "data": [1]}]
+    (answer,) = KServev2Envelope(handle).handle([{"body": {"inputs": inputs}}], context)
+    assert [output["name"] for output in answer["outputs"]] == ["scores", "7", "output-2"]
+
+
+def test_names_and_id_of_a_request_that_failed_are_not_those_of_the_next(context: Any) -> None:
+    def handle(data: Any, given: Any) -> Any:
+        if given.input_names == ["bad"]:
+            raise ValueError("not today")
+        return [[1], [2]]
+
+    def inputs(*names: str) -> list[Any]:
+        return [{"name": name, "shape": [1], "datatype": "INT64", "data": [1]} for name in names]
+
+    envelope = KServev2Envelope(handle)
+    with pytest.raises(ValueError, match="not today"):
+        envelope.handle([{"body": {"id": "first", "inputs": inputs("bad")}}], context)
+    (answer,) = envelope.handle([{"body": {"inputs": inputs("good")}}], context)
+    assert answer["id"] == "request-0"
+    assert [output["name"] for output in answer["outputs"]] == ["good", "output-1"]
+
+
 def test_whole_numbers_among_floats_are_floats(context: Any) -> None:
     inputs = [{"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1.5, 2, True, 4]}]
     seen: list[Any] = []
