@@ -80,23 +80,25 @@ class MetricSample(NamedTuple):
 class CachingMetric:
     """A declared metric: a name and type with the names of its dimensions.
 
-    Constructed by `MetricsCache` only.
+    `MetricsCache` makes one for each of its metrics. One that a handler makes reports to the batch that runs
+    in the calling thread, and outside of a batch its values are dropped.
     """
 
     def __init__(
         self,
-        cache: MetricsCache,
         metric_name: str,
         unit: str,
-        dimension_names: Sequence[str],
-        metric_type: MetricTypes,
+        dimension_names: Sequence[str] | None = None,
+        metric_type: MetricTypes = MetricTypes.COUNTER,
+        *,
+        record: Callable[[MetricSample], None] | None = None,
     ) -> None:
         self.metric_name = str(metric_name)  # handlers also pass names that are not str
         self.unit = str(Units.units.get(unit, unit))
-        self.dimension_names = tuple(map(str, dimension_names))
+        self.dimension_names = tuple(map(str, dimension_names or ()))
         self.metric_type = metric_type
         self._kind = metric_type.value
-        self._cache = cache
+        self._record = record or record_in_batch
 
     def add_or_update(
         self,
@@ -134,9 +136,7 @@ class CachingMetric:
             value = number
         if not all(request_ids):
             request_ids = _filled(request_ids)
-        self._cache.record(
-            MetricSample(self.metric_name, value, self.unit, self._kind, dimensions, request_ids)
-        )
+        self._record(MetricSample(self.metric_name, value, self.unit, self._kind, dimensions, request_ids))
 
     def _drop(self, problem: str) -> None:
         logger.error("metric %s: %s; the value is dropped", self.metric_name, problem)
@@ -180,9 +180,11 @@ logger = logging.getLogger(__name__)
 _current: contextvars.ContextVar[MetricsCache | None] = contextvars.ContextVar("metrics", default=None)
 
 
-def current_metrics() -> MetricsCache | None:
-    """Return the collector of the batch running in this thread, for old calls that are not given one."""
-    return _current.get()
+def record_in_batch(sample: MetricSample) -> None:
+    """Keep a value, of a call without a collector, for the batch that runs in this thread; else drop it."""
+    collector = _current.get()
+    if collector is not None:
+        collector.record(sample)
 
 
 class _Plain(NamedTuple):
@@ -278,7 +280,7 @@ class MetricsCache:
         key = (metric_name, metric_type)
         if key in self.cache:
             logger.warning("metric %s (%s) is declared again and replaced", metric_name, metric_type.value)
-        self.cache[key] = CachingMetric(self, metric_name, unit, names, metric_type)
+        self.cache[key] = CachingMetric(metric_name, unit, names, metric_type, record=self.record)
         self._plain.clear()
         return self.cache[key]
 
@@ -414,7 +416,7 @@ class MetricsCache:
     ) -> CachingMetric:
         metric = self.cache.get((name, metric_type))
         if metric is None or metric.dimension_names != dimension_names:
-            metric = CachingMetric(self, name, unit, dimension_names, metric_type)
+            metric = CachingMetric(name, unit, dimension_names, metric_type, record=self.record)
             self.cache[name, metric_type] = metric
             self._plain.clear()
         return metric

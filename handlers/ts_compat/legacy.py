@@ -26,7 +26,7 @@ from torchere.handlers.metrics import (
     MetricsCache,
     MetricTypes,
     Units,
-    current_metrics,
+    record_in_batch,
 )
 
 PREDICTION_METRIC = "PredictionTime"
@@ -93,13 +93,10 @@ class MetricsStore(MetricsCache):
         return self.drain()
 
 
-def emit_metrics(metrics: Iterable[Metric | MetricSample]) -> None:
+def emit_metrics(metrics: Iterable[Metric | MetricSample] | None) -> None:
     """Report the values with the batch that runs in this thread; outside a batch they are dropped."""
-    collector = current_metrics()
-    if collector is None:
-        return
-    for metric in metrics:
-        collector.record(metric.sample() if isinstance(metric, Metric) else metric)
+    for metric in metrics or ():
+        record_in_batch(metric.sample() if isinstance(metric, Metric) else metric)
 
 
 class MetricsCacheYamlImpl(MetricsCache):

@@ -9,7 +9,14 @@ import torch
 
 from torchere.handlers import metrics as metrics_module
 from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
-from torchere.handlers.metrics import Dimension, MetricDeclaration, MetricSample, MetricsCache, MetricTypes
+from torchere.handlers.metrics import (
+    CachingMetric,
+    Dimension,
+    MetricDeclaration,
+    MetricSample,
+    MetricsCache,
+    MetricTypes,
+)
 
 _MODEL = (("ModelName", "m"), ("Level", "Model"))
 
@@ -24,6 +31,15 @@ def metrics() -> MetricsCache:
 def test_a_counter_belongs_to_every_request_of_the_batch(metrics: MetricsCache) -> None:
     metrics.add_counter("Cats", 2)
     assert metrics.drain() == [MetricSample("Cats", 2.0, "Count", "counter", _MODEL, ("a", "b"))]
+
+
+def test_a_metric_that_a_handler_makes_reports_to_the_batch_of_its_thread(metrics: MetricsCache) -> None:
+    CachingMetric("Cats", "count", ["Level"]).add_or_update(2, ["Model"], request_id="a")
+    CachingMetric("Speed", "ms", metric_type=MetricTypes.GAUGE).add_or_update(3)
+    assert metrics.drain() == [
+        MetricSample("Cats", 2.0, "Count", "counter", (("Level", "Model"),), ("a",)),
+        MetricSample("Speed", 3.0, "Milliseconds", "gauge", (), ()),
+    ]
 
 
 def test_an_index_picks_one_request(metrics: MetricsCache) -> None:
