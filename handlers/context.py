@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchere.handlers.encode import encode_answer
@@ -24,6 +25,11 @@ class Unwanted(BaseException):
     """
 
 
+def _alias(name: str) -> Any:
+    """Return a property that is another name of an attribute."""
+    return property(attrgetter(name), lambda self, value: setattr(self, name, value))
+
+
 class RequestProcessor:
     """One request of a batch as the handler sees it, with the status and headers of its response.
 
@@ -36,20 +42,25 @@ class RequestProcessor:
 
     __slots__ = ("_request_header", "reason_phrase", "request_id", "response_headers", "status_code")
 
-    def __init__(self, request_header: Mapping[str, Any], request_id: str = "") -> None:
+    def __init__(self, request_header: dict[str, Any], request_id: str = "") -> None:
         self.request_id = request_id
         self.status_code = 200
         self.reason_phrase: str | None = None
         self.response_headers: dict[str, str] = {}
         self._request_header = request_header  # TorchServe's name, which handlers access directly
 
+    # TorchServe's private names for these, which handlers use as well.
+    _status_code = _alias("status_code")
+    _reason_phrase = _alias("reason_phrase")
+    _response_header = _alias("response_headers")
+
     def get_request_property(self, key: str) -> str | None:
         """Return the request header of exactly that name, or None."""
         return self._request_header.get(key)
 
     def get_request_properties(self) -> dict[str, str]:
-        """Return all request headers; the caller may keep and change the dict."""
-        return dict(self._request_header)
+        """Return all request headers; an entry that the caller adds is found as if it were one of them."""
+        return self._request_header
 
     def report_status(self, code: int, reason_phrase: str | None = None) -> None:
         """Set the HTTP status of the response."""
@@ -146,17 +157,8 @@ class Context:
         self.rows_are_requests = True  # False while an envelope's rows are run
 
     # TorchServe's private names for two of these, which handlers use as well.
-    @property
-    def _system_properties(self) -> dict[str, Any]:
-        return self.system_properties
-
-    @property
-    def _request_processor(self) -> Sequence[RequestProcessor] | None:
-        return self.request_processor
-
-    @_request_processor.setter
-    def _request_processor(self, requests: Sequence[RequestProcessor] | None) -> None:
-        self.request_processor = requests
+    _system_properties = _alias("system_properties")
+    _request_processor = _alias("request_processor")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
         """Return a copy for a nested handler, which may change the model's facts in its copy.

@@ -40,6 +40,10 @@ class Dimension(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name}:{self.value}"
 
+    def to_dict(self) -> dict[str, str]:
+        """Return TorchServe's dict of it."""
+        return {"Name": self.name, "Value": self.value}
+
 
 class Units:
     """Full names of the accepted abbreviations of units; other units stay as they are."""
@@ -211,7 +215,7 @@ class MetricsCache:
     def __init__(self, model_name: str, declared: Iterable[MetricDeclaration] = ()) -> None:
         self.model_name = model_name
         self.request_ids: Mapping[int, str] = {}
-        self.cache: dict[tuple[str, MetricTypes], CachingMetric] = {}
+        self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
         # Metrics that `_report` found before, by the metric's name and whether it counts errors.
         self._plain: dict[tuple[str, bool], _Plain] = {}
         self._samples: list[MetricSample] = []
@@ -226,6 +230,16 @@ class MetricsCache:
         """Attach all values reported from now on to these requests."""
         self.request_ids = request_ids
         _current.set(self)
+
+    def set_request_ids(self, request_ids: Mapping[int, str] | str) -> None:
+        """Attach the values reported from now on to these requests: by index, or separated by commas."""
+        if isinstance(request_ids, str):
+            request_ids = dict(enumerate(request_ids.split(",")))
+        self.request_ids = request_ids
+
+    def cache_keys(self) -> list[str]:
+        """Return the declared metrics, and those reported so far, as `type:name`."""
+        return [f"{metric_type.value}:{name}" for metric_type, named in self.cache.items() for name in named]
 
     def record(self, sample: MetricSample) -> None:
         """Keep one value for the next `drain`; drop it if there are `MAX_SAMPLES`."""
@@ -277,12 +291,9 @@ class MetricsCache:
             raise MetricsCacheTypeError(
                 f"metric_type of {metric_name} must be a MetricTypes: {metric_type!r}"
             )
-        key = (metric_name, metric_type)
-        if key in self.cache:
+        if metric_name in self.cache.get(metric_type, {}):
             logger.warning("metric %s (%s) is declared again and replaced", metric_name, metric_type.value)
-        self.cache[key] = CachingMetric(metric_name, unit, names, metric_type, record=self.record)
-        self._plain.clear()
-        return self.cache[key]
+        return self._keep(metric_name, unit, names, metric_type)
 
     def get_metric(self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER) -> CachingMetric:
         """Return the metric declared under that name and type.
@@ -295,7 +306,7 @@ class MetricsCache:
             raise MetricsCacheTypeError(
                 f"expected a str and a MetricTypes, found {metric_name!r}, {metric_type!r}"
             )
-        metric = self.cache.get((metric_name, metric_type))
+        metric = self.cache.get(metric_type, {}).get(metric_name)
         if metric is None:
             raise MetricsCacheKeyError(
                 f"no metric {metric_name!r} of type {metric_type.value}; declare it with add_metric_to_cache"
@@ -414,11 +425,17 @@ class MetricsCache:
     def _metric_with(
         self, name: str, unit: str, dimension_names: tuple[str, ...], metric_type: MetricTypes
     ) -> CachingMetric:
-        metric = self.cache.get((name, metric_type))
+        metric = self.cache.get(metric_type, {}).get(name)
         if metric is None or metric.dimension_names != dimension_names:
-            metric = CachingMetric(name, unit, dimension_names, metric_type, record=self.record)
-            self.cache[name, metric_type] = metric
-            self._plain.clear()
+            metric = self._keep(name, unit, dimension_names, metric_type)
+        return metric
+
+    def _keep(
+        self, name: str, unit: str, dimension_names: Sequence[str], metric_type: MetricTypes
+    ) -> CachingMetric:
+        metric = CachingMetric(name, unit, dimension_names, metric_type, record=self.record)
+        self.cache.setdefault(metric_type, {})[name] = metric
+        self._plain.clear()
         return metric
 
 

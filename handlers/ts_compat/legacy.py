@@ -64,6 +64,21 @@ class Metric:
         """Replace the value, or add to it when the metric is a counter."""
         self.value = self.value + float(value) if self.metric_method == "counter" else float(value)
 
+    def reset(self) -> None:
+        """Set the value to 0."""
+        self.value = 0.0
+
+    @property
+    def metric_type(self) -> MetricTypes:
+        """How the values are aggregated."""
+        return MetricTypes.COUNTER if self.metric_method == "counter" else MetricTypes.GAUGE
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return TorchServe's dict of the current value, with its `Dimension` objects."""
+        members = {"MetricName": self.name, "Value": self.value, "Unit": self.unit}
+        members |= {"Dimensions": self.dimensions, "Timestamp": int(time.time())}
+        return {**members, "HostName": socket.gethostname(), "RequestId": self.request_id}
+
     def __str__(self) -> str:
         """Return TorchServe's line of the value, which scripts for `system_metrics_cmd` print."""
         labels = ",".join(f"{item.name}:{item.value}" for item in self.dimensions)
@@ -73,10 +88,9 @@ class Metric:
 
     def sample(self) -> MetricSample:
         """Return the record of the current value."""
-        kind = MetricTypes.COUNTER if self.metric_method == "counter" else MetricTypes.GAUGE
         ids = (self.request_id,) if self.request_id else ()
         labels = tuple((item.name, str(item.value)) for item in self.dimensions)
-        return MetricSample(self.name, self.value, self.unit, kind.value, labels, ids)
+        return MetricSample(self.name, self.value, self.unit, self.metric_type.value, labels, ids)
 
 
 class MetricsStore(MetricsCache):
@@ -144,26 +158,15 @@ class MetricsCacheYamlImpl(MetricsCache):
             except KeyError as err:
                 raise MetricsCacheKeyError(f"Key not found in cache spec: {err}") from err
 
-    def cache_keys(self) -> list[str]:
-        """Return the declared metrics as `type:name`."""
-        return [f"{metric_type.value}:{name}" for name, metric_type in self.cache]
-
-    def set_request_ids(self, request_ids: str) -> None:
-        """Attach the values reported from now on to these requests, separated by commas."""
-        self.request_ids = dict(enumerate(request_ids.split(",")))
-
 
 class MetricEncoder(json.JSONEncoder):
     """Writes metrics, dimensions and units as JSON."""
 
     def default(self, o: Any) -> Any:
-        """Return a metric or dimension as a dict."""
-        if isinstance(o, Dimension):
-            return {"Name": o.name, "Value": o.value}
+        """Return a metric as a dict."""
         if not isinstance(o, Metric):
             return super().default(o)
-        members = {"MetricName": o.name, "Value": o.value, "Unit": o.unit, "Dimensions": o.dimensions}
-        return {**members, "Timestamp": int(time.time()), "RequestId": o.request_id}
+        return {**o.to_dict(), "Dimensions": [each.to_dict() for each in o.dimensions]}
 
 
 class MockContext:

@@ -1,4 +1,4 @@
-"""Every module of TorchServe 0.12.0 and its archivers, and the public names in it, outside a server.
+"""Every module of TorchServe 0.12.0 and its archivers, its public names and their methods, outside a server.
 
 A superset of what TorchServe's examples, documentation and tests import. Each name resolves where
 `torchere-ts` is installed, or stands below with the reason why it makes no sense there.
@@ -34,6 +34,7 @@ WITHOUT_MODULES = {
     "workflow_archiver.manifest_components.workflow": ARCHIVER,
 }
 WITHOUT_NAMES = {
+    "ts.arg_parser": {"ArgParser.model_service_worker_args": WORKER},
     "ts.handler_utils.distributed.deepspeed": {"create_checkpoints_json": PART},
     "ts.handler_utils.distributed.pt_pippy": {"pippy_installed": "PiPPy is archived"},
     "ts.handler_utils.micro_batching": dict.fromkeys(
@@ -43,6 +44,8 @@ WITHOUT_NAMES = {
     "ts.llm_launcher": dict.fromkeys(
         ("create_mar_file", "create_tensorrt_llm_engine"), "it packs the handler of an engine"
     ),
+    "ts.metrics.caching_metric": {"CachingMetric.emit_metrics": PART},
+    "ts.metrics.metric_cache_abstract": {"MetricCacheAbstract.initialize_cache": "an abstract method"},
     "ts.metrics.metric": {"MetricUnit": "an instance of `Units`"},
     "ts.metrics.metric_abstract": {"MetricUnit": "an instance of `Units`"},
     "ts.model_server": dict.fromkeys(("TS_NAMESPACE", "load_properties"), "they start the JVM"),
@@ -61,6 +64,7 @@ WITHOUT_NAMES = {
         WORKER,
     ),
     "ts.torch_handler.base_handler": {"setup_ort_session": PART},
+    "ts.torch_handler.text_classifier": {"TextClassifier.get_insights": "see `docs/differences.md`"},
     "ts.torch_handler.text_handler": {"CONTRACTIONS_PATTERN": PART},
     "ts.version": {"version_path": PART},
     "model_archiver": {"version": PART},
@@ -68,6 +72,11 @@ WITHOUT_NAMES = {
         (
             *("MANIFEST_FILE_NAME", "MAR_INF", "MODEL_ARCHIVE_VERSION", "MODEL_SERVER_VERSION"),
             *("archiving_options", "model_handlers"),
+            *(f"ModelExportUtils.{name}" for name in ("get_archive_export_path", "check_mar_already_exists")),
+            *(f"ModelExportUtils.{name}" for name in ("find_unique", "clean_temp_files", "make_dir")),
+            *(f"ModelExportUtils.{name}" for name in ("copy_artifacts", "archive", "archive_dir")),
+            *(f"ModelExportUtils.{name}" for name in ("directory_filter", "file_filter")),
+            *(f"ModelExportUtils.{name}" for name in ("check_model_name_regex_or_exit", "validate_inputs")),
         ),
         ARCHIVER,
     ),
@@ -175,8 +184,56 @@ workflow_archiver.workflow_archiver_error: WorkflowArchiverError
 workflow_archiver.workflow_packaging: generate_workflow_archive package_workflow
 workflow_archiver.workflow_packaging_utils: MANIFEST_FILE_NAME WAR_INF WorkflowExportUtils
 """
+METHODS = """
+model_archiver.arg_parser.ArgParser: export_model_args_parser
+model_archiver.model_archiver.ModelArchiver: generate_model_archive
+model_archiver.model_archiver_config.ModelArchiverConfig: from_args
+model_archiver.model_packaging_utils.ModelExportUtils: get_archive_export_path check_mar_already_exists
+  find_unique generate_model generate_manifest_json clean_temp_files make_dir copy_artifacts archive
+  archive_dir directory_filter file_filter check_model_name_regex_or_exit validate_inputs
+ts.arg_parser.ArgParser: ts_parser model_service_worker_args extract_args
+ts.context.Context: get_request_id get_request_header get_all_request_header set_response_content_type
+  get_response_content_type get_response_status set_response_status set_all_response_status
+  get_response_headers set_response_header get_sequence_id
+ts.context.RequestProcessor: get_request_property report_status get_response_status_code
+  get_response_status_phrase add_response_property get_response_headers get_response_header
+  get_request_properties
+ts.handler_utils.hf_batch_streamer.TextIteratorStreamerBatch: put end
+ts.handler_utils.micro_batching.MicroBatching: shutdown handle get_micro_batch_idx
+ts.metrics.caching_metric.CachingMetric: emit_metrics add_or_update update
+ts.metrics.dimension.Dimension: to_dict
+ts.metrics.metric.Metric: update reset to_dict
+ts.metrics.metric_abstract.MetricAbstract: add_or_update
+ts.metrics.metric_cache_abstract.MetricCacheAbstract: set_request_ids add_metric add_counter add_time
+  add_size add_percent add_error initialize_cache get_metric add_metric_to_cache
+ts.metrics.metric_cache_yaml_impl.MetricsCacheYamlImpl: initialize_cache add_metric_to_cache get_metric
+  cache_keys
+ts.metrics.metric_encoder.MetricEncoder: default
+ts.metrics.metrics_store.MetricsStore: add_counter add_time add_size add_percent add_error add_metric
+ts.model_loader.ModelLoaderFactory: get_model_loader
+ts.model_loader.ModelLoader: load
+ts.model_loader.TsModelLoader: load
+ts.torch_handler.base_handler.BaseHandler: initialize preprocess inference postprocess handle
+  explain_handle describe_handle get_device
+ts.torch_handler.densenet_handler.DenseNetHandler: initialize inference handle
+ts.torch_handler.distributed.base_deepspeed_handler.BaseDeepSpeedHandler: initialize
+ts.torch_handler.distributed.base_pippy_handler.BasePippyHandler: initialize
+ts.torch_handler.image_classifier.ImageClassifier: set_max_result_classes get_max_result_classes
+  postprocess
+ts.torch_handler.image_segmenter.ImageSegmenter: postprocess
+ts.torch_handler.object_detector.ObjectDetector: initialize postprocess
+ts.torch_handler.request_envelope.base.BaseEnvelope: handle parse_input format_output
+ts.torch_handler.request_envelope.body.BodyEnvelope: parse_input format_output
+ts.torch_handler.request_envelope.json.JSONEnvelope: parse_input format_output
+ts.torch_handler.request_envelope.kserve.KServeEnvelope: parse_input format_output
+ts.torch_handler.request_envelope.kservev2.KServev2Envelope: parse_input format_output
+ts.torch_handler.text_classifier.TextClassifier: preprocess inference postprocess get_insights
+ts.torch_handler.text_handler.TextHandler: initialize get_source_vocab_path get_word_token
+  summarize_attributions
+ts.torch_handler.vision_handler.VisionHandler: initialize preprocess get_insights
+"""
 ASKING = """
-import importlib, json, sys
+import importlib, json, operator, sys
 import torchere_ts
 torchere_ts.install()
 missing = {}
@@ -186,15 +243,25 @@ for module, names in json.load(sys.stdin).items():
     except ImportError:
         missing[module] = None
         continue
-    if lacking := [name for name in names if not hasattr(found, name)]:
-        missing[module] = lacking
+    for name in names:
+        try:
+            operator.attrgetter(name)(found)
+        except AttributeError:
+            missing.setdefault(module, []).append(name)
 print(json.dumps(missing))
 """
 
 
+def _table(text: str) -> list[tuple[str, list[str]]]:
+    lines = [line.partition(":") for line in text.replace("\n  ", " ").strip().splitlines()]
+    return [(name, found.split()) for name, _, found in lines]
+
+
 def test_each_name_resolves_or_has_a_reason(tmp_path: Path) -> None:
-    lines = NAMES.replace("\n  ", " ").strip().splitlines()
-    names = {module: found.split() for module, _, found in (line.partition(":") for line in lines)}
+    names = dict(_table(NAMES))
+    for name, methods in _table(METHODS):
+        module, _, its_class = name.rpartition(".")
+        names[module] += [f"{its_class}.{method}" for method in methods]
     environment = {**os.environ, "PYTHONPATH": str(COMPAT)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ASKING],

@@ -38,13 +38,15 @@ def test_ids_and_headers_are_those_of_the_current_batch(
     assert context.request_ids == {0: "request-0"}
 
 
-def test_a_handler_cannot_change_the_headers_of_a_request(
+def test_a_handler_may_leave_a_note_among_the_headers_of_a_request(
     make_context: Any, begin: Any, tmp_path: Path
 ) -> None:
     context = make_context(tmp_path)
     begin(context, 1, a="1")
-    context.get_all_request_header(0)["a"] = "2"
-    assert context.get_request_header(0, "a") == "1"
+    context.get_all_request_header(0)["note"] = "of preprocess"
+    assert context.get_request_header(0, "note") == "of preprocess"
+    begin(context, 1, a="1")
+    assert context.get_request_header(0, "note") is None
 
 
 def test_status_and_headers_of_responses_are_kept_per_request(
@@ -106,7 +108,12 @@ def test_torchserves_private_names_lead_to_the_same(make_context: Any, begin: An
     begin(context, 1, **{"X-Test": "yes"})
     assert context._system_properties is context.system_properties
     assert context._request_processor is context.request_processor
-    assert context._request_processor[0]._request_header == {"X-Test": "yes"}
+    request = context._request_processor[0]
+    assert request._request_header == {"X-Test": "yes"}
+    request._status_code, request._reason_phrase = 418, "teapot"
+    request._response_header["x-answer"] = "42"
+    assert context.get_response_status(0) == (418, "teapot")
+    assert context.get_response_headers(0) == {"x-answer": "42"}
 
 
 def test_a_deep_copy_has_facts_of_its_own_and_reports_to_the_same(make_context: Any, tmp_path: Path) -> None:

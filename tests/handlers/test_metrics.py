@@ -42,6 +42,17 @@ def test_a_metric_that_a_handler_makes_reports_to_the_batch_of_its_thread(metric
     ]
 
 
+def test_the_cache_is_torchserves_and_the_requests_can_be_set(metrics: MetricsCache) -> None:
+    declared = metrics.add_metric_to_cache("Cats", "count", ["Level"])
+    metrics.set_request_ids("c,d")
+    metrics.add_time("Walk", 1)
+    assert metrics.cache[MetricTypes.COUNTER] == {"Cats": declared}
+    assert metrics.cache_keys() == ["counter:Cats", "gauge:Walk"]
+    metrics.set_request_ids({0: "e"})
+    metrics.add_time("Walk", 1)
+    assert [sample.request_ids for sample in metrics.drain()] == [("c", "d"), ("e",)]
+
+
 def test_an_index_picks_one_request(metrics: MetricsCache) -> None:
     metrics.add_counter("Cats", 1, idx=1)
     assert metrics.drain()[0].request_ids == ("b",)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import uuid
 
-from torchere.handlers.metrics import Dimension, MetricsCache
-from torchere.handlers.ts_compat.legacy import Metric, MetricsStore, emit_metrics
+from torchere.handlers.metrics import Dimension, MetricsCache, MetricTypes
+from torchere.handlers.ts_compat.legacy import Metric, MetricEncoder, MetricsStore, emit_metrics
 
 
 def test_emitted_metrics_reach_the_batch_of_this_thread() -> None:
@@ -27,6 +29,24 @@ def test_a_counter_adds_up() -> None:
     metric = Metric("N", 1, "count", [], metric_method="counter")
     metric.update(2)
     assert (metric.value, metric.sample().metric_type, metric.sample().request_ids) == (3.0, "counter", ())
+
+
+def test_a_metric_is_a_dict_and_json_as_in_torchserve() -> None:
+    metric = Metric("N", 1, "ms", [Dimension("Level", "Host")], request_id="a")
+    found = metric.to_dict()
+    assert (found["MetricName"], found["Dimensions"], found["RequestId"]) == ("N", metric.dimensions, "a")
+    written = json.loads(json.dumps(metric, cls=MetricEncoder))
+    assert written.pop("Timestamp") > 0
+    assert written == {
+        "MetricName": "N",
+        "Value": 1.0,
+        "Unit": "Milliseconds",
+        "Dimensions": [{"Name": "Level", "Value": "Host"}],
+        "HostName": socket.gethostname(),
+        "RequestId": "a",
+    }
+    metric.reset()
+    assert (metric.value, metric.metric_type) == (0.0, MetricTypes.GAUGE)
 
 
 def test_outside_a_batch_nobody_collects() -> None:
