@@ -215,6 +215,7 @@ class MetricsCache:
     def __init__(self, model_name: str, declared: Iterable[MetricDeclaration] = ()) -> None:
         self.model_name = model_name
         self.request_ids: Mapping[int, str] = {}
+        self.store: list[Any] = []  # empty as in TorchServe, whose handlers print it; see `MetricsStore`
         self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
         # Metrics that `_report` found before, by the metric's name and whether it counts errors.
         self._plain: dict[tuple[str, bool], _Plain] = {}
@@ -253,11 +254,6 @@ class MetricsCache:
                 "more than %d values of metrics were reported before a batch ended; further ones are dropped",
                 MAX_SAMPLES,
             )
-
-    @property
-    def store(self) -> list[MetricSample]:
-        """An empty list, as in TorchServe: its handlers print this property, and need no content in it."""
-        return []
 
     def drain(self) -> list[MetricSample]:
         """Return all values reported since the last call, in order."""

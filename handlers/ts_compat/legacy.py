@@ -21,6 +21,7 @@ from torchere.handlers.errors import (
     MetricsCacheValueError,
 )
 from torchere.handlers.metrics import (
+    MAX_SAMPLES,
     Dimension,
     MetricSample,
     MetricsCache,
@@ -71,7 +72,7 @@ class Metric:
     @property
     def metric_type(self) -> MetricTypes:
         """How the values are aggregated."""
-        return MetricTypes.COUNTER if self.metric_method == "counter" else MetricTypes.GAUGE
+        return next((kind for kind in MetricTypes if kind.value == self.metric_method), MetricTypes.GAUGE)
 
     def to_dict(self) -> dict[str, Any]:
         """Return TorchServe's dict of the current value, with its `Dimension` objects."""
@@ -84,33 +85,52 @@ class Metric:
         labels = ",".join(f"{item.name}:{item.value}" for item in self.dimensions)
         request = f",{self.request_id}" if self.request_id else ""
         host = f"#hostname:{socket.gethostname()},{int(time.time())}{request}"
-        return f"{self.name}.{self.unit}:{self.value}|#{labels}|{host}"
+        value = str(self.value).removesuffix(".0")  # TorchServe writes whole numbers as the handler does
+        return f"{self.name}.{self.unit}:{value}|#{labels}|{host}"
+
+    @classmethod
+    def of(cls, sample: MetricSample) -> Metric:
+        """Return the metric of a record; its requests are separated by commas, as in TorchServe."""
+        labels = [Dimension(*label) for label in sample.dimensions]
+        ids = ",".join(sample.request_ids) or None
+        return cls(sample.name, sample.value, sample.unit, labels, ids, sample.metric_type)
 
     def sample(self) -> MetricSample:
         """Return the record of the current value."""
-        ids = (self.request_id,) if self.request_id else ()
+        ids = tuple(str(self.request_id).split(",")) if self.request_id else ()
         labels = tuple((item.name, str(item.value)) for item in self.dimensions)
         return MetricSample(self.name, self.value, self.unit, self.metric_type.value, labels, ids)
 
 
 class MetricsStore(MetricsCache):
-    """The collector of the older API: `MetricsCache` with the constructor that handlers called."""
+    """The collector of the older API: it keeps its values in the list `store`, for `emit_metrics`.
+
+    The constructor is the one that handlers called.
+    """
 
     def __init__(self, request_ids: Mapping[int, str] | object, model_name: str) -> None:
         super().__init__(model_name)
         # Handlers that construct it pass any object, mostly a uuid, which identifies no request.
         self.request_ids = request_ids if isinstance(request_ids, Mapping) else {}
+        self._by_labels: dict[MetricSample, Metric] = {}
 
-    @property
-    def store(self) -> list[MetricSample]:
-        """The values reported to this store since it was last read; reading removes them."""
-        return self.drain()
+    def record(self, sample: MetricSample) -> None:
+        """Add one value to `store`, or update the one there with the same name, labels and requests."""
+        labels = sample._replace(value=0.0)
+        with self._lock:
+            if not self.store:  # it is new, or the handler has emptied it
+                self._by_labels.clear()
+            if labels in self._by_labels and sample.metric_type != MetricTypes.HISTOGRAM:
+                self._by_labels[labels].update(sample.value)
+            elif len(self.store) < MAX_SAMPLES:
+                self._by_labels[labels] = Metric.of(sample)
+                self.store.append(self._by_labels[labels])
 
 
-def emit_metrics(metrics: Iterable[Metric | MetricSample] | None) -> None:
+def emit_metrics(metrics: Iterable[Metric] | None) -> None:
     """Report the values with the batch that runs in this thread; outside a batch they are dropped."""
     for metric in metrics or ():
-        record_in_batch(metric.sample() if isinstance(metric, Metric) else metric)
+        record_in_batch(metric.sample())
 
 
 class MetricsCacheYamlImpl(MetricsCache):

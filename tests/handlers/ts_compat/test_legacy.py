@@ -64,15 +64,50 @@ def test_outside_a_batch_nobody_collects() -> None:
 
 def test_a_store_of_ones_own_can_be_emitted() -> None:
     cache = MetricsCache("m")
-    cache.begin_batch({0: "a"})
-    store = MetricsStore({0: "a"}, "m")
+    cache.begin_batch({0: "a", 1: "b"})
+    store = MetricsStore({0: "a", 1: "b"}, "m")
     store.add_counter("N", 1)
+    store.add_counter("N", 2)
+    store.add_time("T", 3, 1)
+    store.add_time("T", 4, 1)
+    store.add_time("T", 5, 0)
     emit_metrics(store.store)
-    assert [sample.name for sample in cache.drain()] == ["N"]
+    found = [(sample.name, sample.value, sample.metric_type, sample.request_ids) for sample in cache.drain()]
+    assert found == [
+        ("N", 3.0, "counter", ("a", "b")),
+        ("T", 4.0, "gauge", ("b",)),
+        ("T", 5.0, "gauge", ("a",)),
+    ]
+
+
+def test_a_store_is_a_list_of_metrics_which_reading_does_not_change() -> None:
+    store = MetricsStore({0: "a", 1: "b"}, "m")
+    store.add_counter("Cats", 2)
+    store.add_time("Walk", 2.5, 0)
+    host = f"|#ModelName:m,Level:Model|#hostname:{socket.gethostname()},"
+    for _ in range(2):
+        lines = [str(metric).split(host) for metric in store.store]
+        assert [(line[0], line[1].split(",")[1:]) for line in lines] == [
+            ("Cats.Count:2", ["a", "b"]),
+            ("Walk.Milliseconds:2.5", ["a"]),
+        ]
+    store.store.clear()
+    store.add_counter("Cats", 1)
+    assert [metric.value for metric in store.store] == [1.0]
+
+
+def test_each_observation_of_a_histogram_is_kept() -> None:
+    store = MetricsStore({}, "m")
+    for value in (1, 2):
+        store.add_metric("H", value, "ms", metric_type=MetricTypes.HISTOGRAM)
+    assert [(metric.value, metric.metric_type) for metric in store.store] == [
+        (1.0, MetricTypes.HISTOGRAM),
+        (2.0, MetricTypes.HISTOGRAM),
+    ]
 
 
 def test_a_store_made_by_hand_belongs_to_no_request() -> None:
     store = MetricsStore(uuid.uuid4(), "m")
     store.add_counter("Cats", 1)
     store.add_time("Walk", 2.5, 0)
-    assert [(sample.name, sample.request_ids) for sample in store.store] == [("Cats", ()), ("Walk", ())]
+    assert [(metric.name, metric.request_id) for metric in store.store] == [("Cats", None), ("Walk", None)]
