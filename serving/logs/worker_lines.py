@@ -4,6 +4,9 @@ A worker can send log records only through its output stream, to which its handl
 record is written as one line of JSON after a mark, so that a traceback stays in one piece and an error keeps
 its level. The mark contains a token that only the server and the worker's formatter know: handlers print text
 from clients, and a client must not be able to forge a log record.
+
+A line or a message that TorchServe reads as a metric's value is one here, too. It needs no token, which child
+processes of a handler do not have; so clients can forge values where a handler prints their text as lines.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ import asyncio
 import io
 import json
 import logging
+import re
 import secrets
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeAlias
 
+from torchere.handlers.metrics import MetricSample
 from torchere.serving.io.loop_time import TURN_S, LoopShare
 from torchere.serving.logs.lines import OWN_FIELDS, extras_of, trace_of
 
@@ -33,6 +39,14 @@ SERVER_LOGGERS = frozenset({"ACCESS_LOG", "AUDIT_LOG", "MODEL_METRICS", "TS_METR
 MAX_LOGGERS = 1000  # of all workers
 MAX_LOGGER_CHARACTERS = 200
 MAX_LOGGER_DOTS = 16
+_METRIC_MARKS = ("[METRICS]", "INFO > [METRICS]")
+# TorchServe's pattern of a metric's value, which scripts for `system_metrics_cmd` print as well.
+_METRIC = re.compile(
+    r"\s*(?P<name>\w[\w\s]*)\.(?P<unit>[\w\s]+):(?P<value>[0-9\-+,.e]+)\|#(?P<labels>[^|]*)"
+    r"(\|#type:(?P<kind>[^|,]+))?\|#hostname:[^,]+,[^,]+(,(?P<ids>.*))?"
+)
+
+Report: TypeAlias = Callable[[Sequence[MetricSample]], None]
 
 
 def new_token() -> str:
@@ -97,8 +111,12 @@ async def relay_all(
     origin: Mapping[str, object] | Callable[[], Mapping[str, object]],
     plain: logging.Logger,
     has_ended: Callable[[], bool] = bool,
+    *,
+    report: Report | None = None,
 ) -> None:
     """Call `relay` for each line of a worker's output, until the output ends.
+
+    Values of metrics among the lines are given to `report`; without it they are lines like others.
 
     For a process that several models share, `origin` is a function: it returns the fields that apply to every
     line, and each record contains the other fields. Once the process `has_ended`, its last lines, which are
@@ -110,8 +128,8 @@ async def relay_all(
         while len(rest) > MAX_LINE_BYTES:
             lines.append(rest[:MAX_LINE_BYTES])
             rest = rest[MAX_LINE_BYTES:]
-        await _relay_each(lines, token, origin, plain, has_ended)
-    await _relay_each([rest] if rest else [], token, origin, plain, has_ended)
+        await _relay_each(lines, token, origin, plain, has_ended, report=report)
+    await _relay_each([rest] if rest else [], token, origin, plain, has_ended, report=report)
 
 
 share = LoopShare()  # of all workers' lines, which take some 30 us each; handlers wait in their `print`
@@ -123,6 +141,8 @@ async def _relay_each(
     origin: Mapping[str, object] | Callable[[], Mapping[str, object]],
     plain: logging.Logger,
     has_ended: Callable[[], bool],
+    *,
+    report: Report | None,
 ) -> None:
     is_shared = callable(origin)
     waiting = deque(lines)
@@ -134,7 +154,8 @@ async def _relay_each(
         while waiting and time.monotonic() - began_s < TURN_S:
             line = waiting.popleft()
             try:
-                relay(line.decode(errors="replace"), token, known, plain, is_shared=is_shared)
+                text = line.decode(errors="replace")
+                relay(text, token, known, plain, is_shared=is_shared, report=report)
             except Exception:  # keep reading after any error: a worker whose pipe is full hangs
                 with suppress(Exception):
                     plain.exception("a line of worker %s could not be logged", known.get("executor"))
@@ -144,7 +165,13 @@ async def _relay_each(
 
 
 def relay(
-    line: str, token: str, origin: Mapping[str, object], plain: logging.Logger, *, is_shared: bool = False
+    line: str,
+    token: str,
+    origin: Mapping[str, object],
+    plain: logging.Logger,
+    *,
+    is_shared: bool = False,
+    report: Report | None = None,
 ) -> None:
     """Log one line of a worker's output: a record with its own logger and level, other text at INFO.
 
@@ -155,14 +182,18 @@ def relay(
         plain: the logger for text that is not a record.
         is_shared: several models share the process. The worker knows which model a record belongs to, so its
             fields take precedence over `origin`.
+        report: gets the value if the line, or the record's message, is one of a metric, which is not logged.
     """
     printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # after a progress bar
     record = _record(fields, origin, is_shared) if mark else None
     if record is None:
-        _print(line, origin, plain)
+        if not _is_reported(line, report):
+            _print(line, origin, plain)
         return
     if printed:
         _print(printed, origin, plain)
+    if _is_reported(record.getMessage(), report):
+        return
     if record.name.partition(".")[0] in SERVER_LOGGERS:
         record.name = plain.name
     logger = _logger_of(record.name)
@@ -171,6 +202,35 @@ def relay(
     level = logger.getEffectiveLevel()
     if (record.levelno >= level or level <= logging.INFO) and not _repeats(record):
         logger.handle(record)
+
+
+def _is_reported(text: str, report: Report | None) -> bool:
+    """Report the value if the text is one of a metric; return whether it is."""
+    if not text.startswith(_METRIC_MARKS) or report is None:
+        return False
+    sample = metric_of(text.partition("]")[2])
+    if sample is not None:
+        report([sample])
+    return sample is not None
+
+
+def metric_of(text: str) -> MetricSample | None:
+    """Return the value of `Name.Unit:value|#label:text,...|#type:KIND|#hostname:host,seconds,ids`, or None.
+
+    Without `#type`, which not all of TorchServe's lines have, the sample has the type "".
+    """
+    match = _METRIC.fullmatch(text)
+    try:
+        value = float(match["value"]) if match else None
+    except ValueError:  # such as "1,5"
+        return None
+    if match is None or value is None:
+        return None
+    labels = [label.partition(":") for label in match["labels"].split(",") if label]
+    dimensions = tuple((name, label) for name, _, label in labels)
+    ids = tuple(filter(None, (match["ids"] or "").split(",")))
+    kind = (match["kind"] or "").lower()
+    return MetricSample(match["name"].strip(), value, match["unit"].strip(), kind, dimensions, ids)
 
 
 def _print(line: str, origin: Mapping[str, object], plain: logging.Logger) -> None:

@@ -8,7 +8,6 @@ import gc
 import importlib.metadata
 import logging
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import psutil
 from prometheus_client import Metric, ProcessCollector
 
 from torchere.handlers.cgroup import sample_cgroup
+from torchere.serving.logs.worker_lines import metric_of
 from torchere.serving.telemetry import catalogue as names
 from torchere.serving.telemetry.distributions import Distributions, add_histogram
 from torchere.serving.telemetry.torchserve import ServerMetrics
@@ -114,13 +114,6 @@ def _ask(command: list[str], timeout_s: float, errors: int | None = subprocess.D
     return (output, process.returncode) if is_wanted else ("", 0)
 
 
-# TorchServe's pattern of a line that a script for `system_metrics_cmd` prints.
-_METRIC_LINE = re.compile(
-    r"\s*(?P<name>[\w\s]+)\.[\w\s]+:(?P<value>[0-9\-,.e]+)\|#(?P<labels>[^|]*)(\|#type:[^|,]+)?"
-    r"\|#hostname:[^,]+,[^,]+(,.*)?"
-)
-
-
 class HostSample(NamedTuple):
     """A value that a script printed, with its label values."""
 
@@ -150,13 +143,11 @@ def parse_samples(text: str) -> Iterator[HostSample]:
     for line in text.splitlines():
         if not line:
             return
-        match = _METRIC_LINE.fullmatch(line)
-        value = _number(match["value"]) if match else None
-        if match is None or value is None:
+        sample = metric_of(line)
+        if sample is None:
             logger.warning("Parse metrics failed: %.500s", line)
             continue
-        labels = (label.partition(":")[2] for label in match["labels"].split(",") if label)
-        yield HostSample(match["name"].strip(), tuple(labels), value)
+        yield HostSample(sample.name, tuple(label for _, label in sample.dimensions), sample.value)
 
 
 def parse_gpus(text: str) -> Iterator[GpuSample]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from torchere.handlers.metrics import MetricSample
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, Outage, age_s
 from torchere.serving.workers.heartbeat import Heartbeat
@@ -81,7 +80,8 @@ class Worker:
             events=ProcessEvents(
                 serving=lambda: self._one_more_serves(process),
                 threads=self._settings.threads,
-                pong=self._on_pong,
+                pong=self._heartbeat.answered,
+                metrics=self._settings.on_metrics,
                 done=lambda message: self._on_done(process, message),
                 hung=lambda run: self._hung(process, run),
                 gone=self._look_whether_in_service,
@@ -296,11 +296,6 @@ class Worker:
         self._process.submit(run)
         if not self._process.inside:  # it could not be sent
             self._exclusive = None
-
-    def _on_pong(self, samples: Sequence[MetricSample]) -> None:
-        self._heartbeat.answered()
-        if samples:
-            self._settings.on_metrics(samples)
 
     def _on_done(self, process: WorkerProcess, message: Done) -> None:
         if process is not self._process:

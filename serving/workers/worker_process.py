@@ -39,7 +39,8 @@ class ProcessEvents:
 
     Attributes:
         serving: one more lane is in service.
-        pong: the process answered a ping; gets the metrics that its handlers reported outside of a batch.
+        pong: the process answered a ping.
+        metrics: its handlers reported values outside of a batch, or printed them as TorchServe's do.
         done: the process sent a report.
         hung: a lane has been silent for the response time-out; gets its run, which is not answered yet.
         threads: returns the intra-op threads of each lane for its next run; 0: those of the load.
@@ -47,7 +48,8 @@ class ProcessEvents:
     """
 
     serving: Callable[[], None]
-    pong: MetricsCallback
+    pong: Callable[[], None]
+    metrics: MetricsCallback
     done: Callable[[messages.Done], None]
     hung: Callable[[Run], None]
     gone: Callable[[], None]
@@ -127,8 +129,9 @@ class WorkerProcess:
         launched.exit_code.add_done_callback(lambda _: self._on_end(""))
         spec = self._spec
         origin = {"model": spec.model_name, "version": spec.model_version, "executor": self._executor_id}
+        has_ended, report = launched.exit_code.done, self._events.metrics
         self._output = asyncio.ensure_future(
-            relay_all(launched.output, self._log_token, origin, logger, launched.exit_code.done)
+            relay_all(launched.output, self._log_token, origin, logger, has_ended, report=report)
         )
 
     async def load(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
@@ -311,7 +314,8 @@ class WorkerProcess:
                 self._control.fail(f"sent a frame that is not a message: {err}")
             return
         if isinstance(message, messages.Pong):
-            self._events.pong(message.metrics)
+            self._events.pong()
+            self._events.metrics(message.metrics)
         elif isinstance(message, messages.RankLost | messages.RankPids):
             self._group.hear(message, self.kill)
         elif isinstance(message, messages.Serving):

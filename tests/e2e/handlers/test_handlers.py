@@ -110,6 +110,22 @@ def test_metrics_of_handlers_are_shown_as_the_configuration_declares_them(client
     client.server.follow("'NobodyDeclared' of a handler is dropped")
 
 
+def test_values_that_a_handler_or_its_child_writes_as_torchserves_lines_count(client: Any) -> None:
+    def values() -> list[float]:
+        lines = [client.exposed(f'{name}{{kind="old",}}') for name in ("Logged", "OfAChild", "Printed")]
+        return [float(line.rpartition(" ")[2]) for (line,) in lines]
+
+    def post(body: bytes) -> None:
+        assert client.post("custom_metrics", body) == {"found": True}
+        client.server.follow(f"after the values of {body!r}")
+
+    post(b"first")
+    logged, of_a_child, printed = values()
+    post(b"second")
+    assert values() == [logged + 1, of_a_child + 2, printed] == [logged + 1, of_a_child + 2, 5]
+    assert "[METRICS]" not in client.server.log()
+
+
 def test_the_configuration_renames_labels_and_leaves_metrics_out(client: Any, archives: Any) -> None:
     client.send_json("function_form", {})
     assert re.fullmatch(

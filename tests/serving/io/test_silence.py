@@ -122,6 +122,7 @@ class SilentWorker:
         events = ProcessEvents(
             serving=self.unexpected,
             pong=self.unexpected,
+            metrics=self.unexpected,
             done=self.unexpected,
             hung=self._hangs,
             gone=self.unexpected,

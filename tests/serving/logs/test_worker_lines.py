@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchere.handlers.metrics import MetricSample
+from torchere.handlers.ts_compat.legacy import Metric
 from torchere.serving.io import loop_time
 from torchere.serving.logs import worker_lines
 from torchere.serving.logs.access_lines import ACCESS_LOGGER
@@ -20,6 +22,7 @@ from torchere.serving.logs.worker_lines import (
     SEPARATOR,
     SERVER_LOGGERS,
     WorkerFormatter,
+    metric_of,
     name_rank,
     print_whole_lines,
     relay,
@@ -191,6 +194,43 @@ def test_a_handler_forges_no_line_of_the_logs_that_the_server_keeps(caplog, name
     record = relayed(caplog, line_of(name=name, msg="unregister of net by admin: done", args=()))
     assert record.name == PLAIN.name
     assert record.levelno == logging.ERROR
+
+
+CATS = "[METRICS]Cats.Count:2.5|#ModelName:net,Time:12:30|#type:COUNTER|#hostname:h,1700000000,r-1,r-2"
+
+
+@pytest.mark.parametrize("line", [CATS, f"INFO > {CATS}", line_of(args=(CATS,))])
+def test_the_line_of_a_metric_is_reported_and_not_logged(caplog, line):
+    reported: list[MetricSample] = []
+    with caplog.at_level(logging.DEBUG):
+        relay(line, TOKEN, ORIGIN, PLAIN, report=reported.extend)
+    labels = (("ModelName", "net"), ("Time", "12:30"))
+    assert reported == [MetricSample("Cats", 2.5, "Count", "counter", labels, ("r-1", "r-2"))]
+    assert not caplog.records
+
+
+def test_the_line_of_a_metric_needs_no_type_no_labels_and_no_request(caplog):
+    line = str(Metric("Walk", 3, "ms", []))
+    assert metric_of(line) == MetricSample("Walk", 3.0, "Milliseconds", "", (), ())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"a client says {CATS}",
+        CATS.replace("2.5", "1,5"),
+        CATS.replace("2.5", "nan"),
+        CATS.replace("|#hostname:h,1700000000", ""),
+        "[METRICS]Failed to update metric with name:Cats",
+        f"[METRICS]{' ' * 8000}",
+    ],
+)
+def test_a_line_that_is_only_like_that_of_a_metric_is_text(caplog, line):
+    reported: list[MetricSample] = []
+    with caplog.at_level(logging.DEBUG):
+        relay(line, TOKEN, ORIGIN, PLAIN, report=reported.extend)
+    assert not reported
+    assert [record.getMessage() for record in caplog.records] == [line]
 
 
 def test_a_handler_makes_no_loggers_without_end(caplog, monkeypatch):

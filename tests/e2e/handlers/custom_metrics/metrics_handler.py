@@ -1,9 +1,15 @@
 """Every call of the metrics API, and the older one beside it."""
 
+import logging
+import subprocess
+import sys
+
 from ts.metrics.dimension import Dimension
 from ts.metrics.metric import Metric
 from ts.metrics.metric_type_enum import MetricTypes
 from ts.service import emit_metrics
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsHandler:
@@ -27,5 +33,10 @@ class MetricsHandler:
         metrics.add_error("Failures", 2)
         metrics.add_counter("NobodyDeclared", 1)
         emit_metrics([Metric("Old", 7, "ms", [Dimension("ModelName", "custom_metrics")])])
+        logger.info("[METRICS]%s", str(Metric("Logged", 1, "count", [Dimension("kind", "old")])))
+        print(f"[METRICS]{Metric('Printed', 5, 'ms', [Dimension('kind', 'old')])}")
+        child = Metric("OfAChild", 2, "count", [Dimension("kind", "old")])
+        subprocess.run([sys.executable, "-c", f"print('[METRICS]{child}')"], check=True)
+        print("after the values of", bytes(data[0]["body"]))
         found = metrics.get_metric("words_total", MetricTypes.COUNTER) is self.words
         return [{"found": found}] * len(data)
