@@ -250,7 +250,7 @@ class Context:
 
     def get_response_content_type(self, idx: int) -> str | None:
         """Return the `content-type` set so far for response `idx`, or None."""
-        return self._request(idx).get_response_header("content-type")
+        return self.get_response_headers(idx).get("content-type")
 
     def set_response_header(self, idx: int, key: str, value: str) -> None:
         """Set a header of response `idx`; the value must be a `str`."""
@@ -263,17 +263,17 @@ class Context:
     def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
         """Set status code and reason phrase of response `idx`; no effect outside a batch."""
         if self.request_processor is not None:
-            self.request_processor[idx].report_status(code, phrase)
+            self.request_processor[idx].report_status(code, reason_phrase=phrase)
 
     def set_all_response_status(self, code: int = 200, phrase: str = "") -> None:
         """Set status code and reason phrase of every response of the batch."""
         for request in self.request_processor or ():
-            request.report_status(code, phrase)
+            request.report_status(code, reason_phrase=phrase)
 
     def get_response_status(self, idx: int) -> tuple[int, str | None]:
         """Return status code and reason phrase of response `idx` so far."""
         request = self._request(idx)
-        return request.status_code, request.reason_phrase
+        return request.get_response_status_code(), request.get_response_status_phrase()
 
     def get_sequence_id(self, idx: int) -> str | None:
         """Return the id of the sequence that request `idx` belongs to, or None."""

@@ -3,9 +3,11 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from torchere.handlers.context import RequestProcessor
 from torchere.handlers.loading.weights import SharedModels
 
 
@@ -67,6 +69,22 @@ def test_status_and_headers_of_responses_are_kept_per_request(
     assert processor.response_headers["x-answer"] == processor.get_response_header("x-answer") == "42"
     context.set_all_response_status(503, "later")
     assert [context.get_response_status(i) for i in (0, 1)] == [(503, "later")] * 2
+
+
+def test_responses_are_set_and_read_by_the_methods_that_tests_of_handlers_replace(
+    make_context: Any, tmp_path: Path
+) -> None:
+    context, request = make_context(tmp_path), Mock(spec=RequestProcessor)
+    context.request_processor = [request]
+    context.set_response_status(418, "teapot")
+    request.report_status.assert_called_once_with(418, reason_phrase="teapot")
+    context.set_all_response_status(503, "later")
+    request.report_status.assert_called_with(503, reason_phrase="later")
+    request.get_response_status_code.return_value = 201
+    request.get_response_status_phrase.return_value = "made"
+    assert context.get_response_status(0) == (201, "made")
+    request.get_response_headers.return_value = {"content-type": "text/x"}
+    assert context.get_response_content_type(0) == "text/x"
 
 
 def test_a_header_value_that_is_not_text_is_refused(make_context: Any, begin: Any, tmp_path: Path) -> None:
