@@ -26,6 +26,10 @@ class BasePippyHandler(BaseHandler):
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         initialize_rpc_workers(self.local_rank, self.world_size)
 
+    def initialize(self, context: Context) -> None:
+        """Set the device only; a subclass loads the model, as in TorchServe."""
+        self._configure(context)
+
 
 class BaseDeepSpeedHandler(BaseHandler):
     """A handler whose device is its rank's; a subclass loads the model, as in TorchServe."""

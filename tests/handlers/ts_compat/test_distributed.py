@@ -27,10 +27,16 @@ def test_a_handler_of_pippy_knows_its_rank_and_is_told_what_replaces_it(tmp_path
     from ts.handler_utils.distributed.pt_pippy import get_pipeline_driver
     from ts.torch_handler.distributed.base_pippy_handler import BasePippyHandler
 
-    handler = BasePippyHandler()
+    class Handler(BasePippyHandler):
+        def initialize(self, context: Any) -> None:
+            super().initialize(context)
+            self.model = get_pipeline_driver(None, self.world_size, context)
+
+    handler = Handler()
     assert (handler.local_rank, handler.world_size) == (0, 1)
     with pytest.raises(RuntimeError, match=r"PiPPy has become torch\.distributed\.pipelining"):
-        get_pipeline_driver(None, 1, context(tmp_path))
+        handler.initialize(context(tmp_path))
+    assert str(handler.device) == "cpu"
 
 
 def test_a_handler_of_deepspeed_has_the_device_of_its_rank(tmp_path: Any) -> None:
