@@ -54,11 +54,15 @@ def get_pipeline_driver(model: Any, world_size: int, ctx: Context) -> NoReturn:
 def get_ds_engine(model: Any, ctx: Context) -> Any:
     """Return DeepSpeed's engine for a model, by the section `deepspeed` of `model-config.yaml`.
 
+    DeepSpeed finds the weights in `handler.model_path`. Where the archive has no file of the name
+    `deepspeed.checkpoint`, it gets the list of the weight files in that folder.
+
     Raises:
-        ValueError: the section, or a file that it names, is missing.
+        ValueError: the section, a file that it names, or each weight file is missing.
         ImportError: DeepSpeed is not installed.
     """
-    section = (ctx.model_yaml_config or {}).get("deepspeed")
+    settings = ctx.model_yaml_config or {}
+    section = settings.get("deepspeed")
     if not section:
         raise ValueError(f"{ctx.model_name}: model-config.yaml has no section deepspeed")
     try:
@@ -69,12 +73,28 @@ def get_ds_engine(model: Any, ctx: Context) -> Any:
         )
         raise ImportError(text) from err
     folder = Path(ctx.system_properties["model_dir"])
-    files = {}
+    path = (settings.get("handler") or {}).get("model_path")
+    weights = folder / path if path else None
+    given: dict[str, Any] = {} if weights is None else {"base_dir": str(weights)}
     for key in ("config", "checkpoint"):
-        if section.get(key):
-            files[key] = str(folder / section[key])
-            if not Path(files[key]).exists():
-                raise ValueError(
-                    f"{ctx.model_name}: deepspeed.{key} names {section[key]}, which is not there"
-                )
-    return deepspeed.init_inference(model, **files)
+        if not section.get(key):
+            continue
+        if (folder / section[key]).exists():
+            given[key] = str(folder / section[key])
+        elif key == "checkpoint" and weights is not None:
+            given[key] = _checkpoint(weights, f"{ctx.model_name}: handler.model_path")
+        else:
+            raise ValueError(f"{ctx.model_name}: deepspeed.{key} names {section[key]}, which is not there")
+    return deepspeed.init_inference(model, **given)
+
+
+def _checkpoint(weights: Path, setting: str) -> dict[str, Any]:
+    """Return DeepSpeed's list of the weight files below a folder.
+
+    TorchServe writes it to a file; as a value it needs no folder that can be written, and no rank reads a
+    file that another one is writing.
+    """
+    files = sorted(str(file) for file in weights.rglob("*.[bp][it][n]") if file.is_file())
+    if not files:
+        raise ValueError(f"{setting} names {weights}, which holds no .bin file; download the model to it")
+    return {"type": "ds_model", "checkpoints": files, "version": 1.0}
