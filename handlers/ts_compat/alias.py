@@ -100,7 +100,22 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.metrics.unit": ("metrics:Units",),
     "ts.metrics.metric_type_enum": ("metrics:MetricTypes",),
     "ts.metrics.metric": ("ts_compat.legacy:Metric",),
-    "ts.metrics.system_metrics": ("ts_compat.system_metrics",),
+    # Each function here but `collect_all` is a sampler: scripts call all that they find.
+    "ts.metrics.system_metrics": (
+        "ts_compat.system_metrics:collect_all",
+        "ts_compat.system_metrics:dimension",
+        "ts_compat.system_metrics:system_metrics",
+        "ts_compat.system_metrics:cpu_utilization",
+        "ts_compat.system_metrics:gpu_utilization",
+        "ts_compat.system_metrics:memory_available",
+        "ts_compat.system_metrics:memory_used",
+        "ts_compat.system_metrics:memory_utilization",
+        "ts_compat.system_metrics:disk_available",
+        "ts_compat.system_metrics:disk_used",
+        "ts_compat.system_metrics:disk_utilization",
+        "metrics:Dimension",
+        "ts_compat.legacy:Metric",
+    ),
     "ts.metrics.process_memory_metric": (
         "ts_compat.system_metrics:check_process_mem_usage",
         "ts_compat.system_metrics:get_cpu_usage",
@@ -165,6 +180,9 @@ class _AliasLoader(Loader):
                 setattr(module, alias or name, getattr(ours, name))
             else:
                 vars(module).update({k: v for k, v in vars(ours).items() if not k.startswith("_")})
+        if module.__name__ == "ts.metrics.process_memory_metric":
+            # Scripts look it up in `sys.modules`, where TorchServe's `ts.metrics` has put it.
+            importlib.import_module("ts.metrics.system_metrics")
 
 
 def _module_below(package: str, name: str) -> ModuleType:

@@ -178,6 +178,37 @@ def test_the_collector_of_samples_prints_what_the_server_reads(tmp_path: Path) -
     assert {"CPUUtilization", "MemoryUsed", "DiskUsage"} <= names
 
 
+# As TorchServe's example for Intel's GPUs does it: each function of the module is called, and one replaced.
+COLLECTOR = """
+import logging, sys, types
+from ts.metrics.process_memory_metric import check_process_mem_usage
+from intel_gpu import busy
+from ts.metrics.dimension import Dimension
+from ts.metrics.metric import Metric
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
+samples = sys.modules["ts.metrics.system_metrics"]
+for each in map(samples.__dict__.get, dir(samples)):
+    if isinstance(each, types.FunctionType) and each.__name__ not in ("collect_all", "gpu_utilization"):
+        each()
+host = [Dimension("Level", "Host"), Dimension("device_id", 0)]
+for metric in (*samples.system_metrics, Metric("GPUUtilization", busy(0), "percent", host)):
+    logging.info(str(metric))
+logging.info("")
+check_process_mem_usage(sys.stdin)
+"""
+
+
+def test_a_collector_for_other_gpus_adds_its_samples_to_those_of_the_host(tmp_path: Path) -> None:
+    from torchere.serving.telemetry.sampling import parse_samples
+
+    (tmp_path / "intel_gpu.py").write_text("def busy(index):\n    return 40.0\n")
+    found = run(f"import io, sys; sys.stdin = io.StringIO('\\n')\n{COLLECTOR}", tmp_path)
+    values = {sample.name: sample.value for sample in parse_samples(found)}
+    assert values["GPUUtilization"] == 40.0
+    assert {"CPUUtilization", "MemoryUsed", "MemoryAvailable", "DiskUsage", "DiskAvailable"} <= set(values)
+
+
 def test_an_archive_is_packed_from_python(tmp_path: Path) -> None:
     (tmp_path / "h.py").write_text("def handle(data, context): return data\n")
     (tmp_path / "more.txt").write_text("more")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -81,9 +82,9 @@ def test_handlers_sample_the_host() -> None:
 def test_gpus_are_sampled_by_nvidias_program(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = importlib.import_module("ts.metrics.system_metrics")
     samples.system_metrics.clear()
-    monkeypatch.setattr(samples.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     listed = "0, 40, 1000, 4000\n1, [N/A], 10, 100\n"
-    monkeypatch.setattr(samples.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
     samples.gpu_utilization(2)
     assert [(metric.name, metric.value, metric.dimensions[1].value) for metric in samples.system_metrics] == [
         ("GPUMemoryUtilization", 25.0, "0"),
