@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import has_magic
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -114,7 +114,8 @@ class ArchiveRequest:
     files are packed under their relative names; each replaces an extra file of that name.
     `epoch_s` (seconds since 1970, UTC) becomes `createdOn`; the same request with the same files always gives
     the same bytes, on the same release of Python and zlib. `output`, a path in `export_path`, is for an
-    archive that is not named after its model.
+    archive that is not named after its model. `manifest_members` are written into the manifest beside those
+    that are made from the other fields.
     """
 
     model_name: str
@@ -133,6 +134,7 @@ class ArchiveRequest:
     archive_format: ArchiveFormat = "default"
     force: bool = False
     epoch_s: int = EPOCH_S
+    manifest_members: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def target(self) -> Path:
@@ -188,6 +190,7 @@ class ArchiveRequest:
             created_on=created_on(self.epoch_s),
             archiver_version=FORMAT_VERSION,
             digests=None if self.archive_format == "no-archive" else digests,
+            unknown=self.manifest_members,
         )
 
 

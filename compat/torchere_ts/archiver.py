@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from torchere.archiver import ArchiveRequest, write_archive
 from torchere.archiver.errors import PackingError
@@ -159,15 +161,20 @@ class ModelArchiver:
 def package_model(config: ModelArchiverConfig | argparse.Namespace, manifest: str) -> None:
     """Write the archive of `config`, as the exporters of OpenMMLab's projects do.
 
+    The archive's manifest has the members that `manifest` has beside TorchServe's; date and digests are made
+    anew.
+
     Raises:
-        ModelArchiverError: it can't be packed, or `manifest` says something else of the model than `config`:
-            the archive's manifest is made from `config`.
+        ModelArchiverError: it can't be packed, or `manifest` says something else than `config`.
         FileNotFoundError: a file does not exist.
     """
-    model = json.loads(manifest)["model"]
-    if model != ModelExportUtils.generate_model(config).model_dict:
-        raise ModelArchiverError(f"the manifest differs from the arguments, which count: {model}")
-    generate_model_archive(ModelArchiverConfig.from_args(config))
+    config = ModelArchiverConfig.from_args(config)
+    given, made = json.loads(manifest), json.loads(ModelExportUtils.generate_manifest_json(config))
+    compared = {name: given.get(name) for name in ("model", *given) if name in made and name != "createdOn"}
+    if differing := {name: value for name, value in compared.items() if value != made[name]}:
+        raise ModelArchiverError(f"the manifest differs from the arguments, which count: {differing}")
+    added = {name: value for name, value in given.items() if name not in made and name != "torchere"}
+    _write(config, added)
 
 
 def generate_model_archive(config: ModelArchiverConfig | None = None) -> None:
@@ -179,6 +186,10 @@ def generate_model_archive(config: ModelArchiverConfig | None = None) -> None:
     """
     if config is None:
         config = ModelArchiverConfig.from_args(ArgParser.export_model_args_parser().parse_args(sys.argv[1:]))
+    _write(config, {})
+
+
+def _write(config: ModelArchiverConfig, manifest_members: Mapping[str, Any]) -> None:
     extra = config.extra_files.split(",") if config.extra_files else []
 
     def path(text: str | None) -> Path | None:
@@ -198,5 +209,6 @@ def generate_model_archive(config: ModelArchiverConfig | None = None) -> None:
             export_path=Path(config.export_path or os.curdir),
             archive_format=config.archive_format,
             force=config.force,
+            manifest_members=manifest_members,
         )
     )

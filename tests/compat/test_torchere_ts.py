@@ -279,6 +279,7 @@ def test_the_wheel_brings_the_line_that_python_runs_at_each_start(tmp_path: Path
 
 # As the exporters of OpenMMLab's projects do it, which name no `config_file`.
 EXPORTER = """
+import json
 from argparse import Namespace
 from model_archiver.model_packaging import package_model
 from model_archiver.model_packaging_utils import ModelExportUtils
@@ -288,21 +289,26 @@ args = Namespace(
     export_path=".", force=True, requirements_file=None, runtime="python", archive_format="default",
 )
 manifest = ModelExportUtils.generate_manifest_json(args)
-package_model(args, manifest)
-try:
-    package_model(args, manifest.replace("h.py", "other.py"))
-except Exception as err:
-    print(type(err).__name__)
+told = json.loads(manifest) | {"createdOn": "today", "team": {"name": "cats"}, "torchere": {"digests": {}}}
+package_model(args, json.dumps(told))
+for word, other in (("h.py", "other.py"), ('"python"', '"python3"')):
+    try:
+        package_model(args, manifest.replace(word, other))
+    except Exception as err:
+        print(type(err).__name__)
 """
 
 
 def test_exporters_pack_by_the_parts_of_the_archiver(tmp_path: Path) -> None:
     (tmp_path / "h.py").write_text("def handle(data, context):\n    return data\n")
     (tmp_path / "w.pth").write_bytes(b"weights")
-    assert run(EXPORTER, tmp_path).split() == ["PackingError"]
+    assert run(EXPORTER, tmp_path).split() == ["PackingError"] * 2
     with zipfile.ZipFile(tmp_path / "m.mar") as archive:
-        model = json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"]
-    assert model == {"modelName": "m", "serializedFile": "w.pth", "handler": "h.py", "modelVersion": "1.0"}
+        manifest = json.loads(archive.read("MAR-INF/MANIFEST.json"))
+    model = {"modelName": "m", "serializedFile": "w.pth", "handler": "h.py", "modelVersion": "1.0"}
+    assert manifest["model"] == model
+    assert manifest["team"] == {"name": "cats"}
+    assert set(manifest["torchere"]["digests"]) == {"h.py", "w.pth"}
 
 
 def test_a_script_packs_a_workflow(tmp_path: Path) -> None:
