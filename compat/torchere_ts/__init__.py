@@ -19,11 +19,11 @@ OUTSIDE: dict[str, str] = {
     "ts.launcher": "torchere_ts.launcher",
     "ts.llm_launcher": "torchere_ts.llm_launcher",
     "ts.model_loader": "torchere_ts.loader",
-    "ts.model_server": "torchere_ts.launcher",
+    "ts.model_server": "torchere_ts.model_server",
     "ts.service": "torchere_ts.loader",
     "ts.metrics.metric_collector": "torchere.handlers.ts_compat.system_metrics",  # for `python -m`
     "ts.utils.hf_utils": "torchere_ts.llm_launcher",
-    "ts.arg_parser": "torchere_ts.launcher",
+    "ts.arg_parser": "torchere_ts.model_server",
     "model_archiver": "torchere_ts.archiver",
     "model_archiver.model_archiver": "torchere_ts.archiver",
     "model_archiver.model_archiver_config": "torchere_ts.archiver",

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
-import sys
 import threading
-from collections.abc import Sequence
 from queue import Full, Queue
 from typing import IO, Any
 
-from torchere.serving.commands.cli import torchserve_parser
-
-__all__ = ["ArgParser", "main", "register_model", "register_model_with_params", "start", "stop"]
+__all__ = ["register_model", "register_model_with_params", "start", "stop"]
 
 STARTED = "Model server started"
 _HELD_LINES = 1000  # of output that no caller reads; later lines are dropped, as by TorchServe
-
-
-class ArgParser:
-    """The parser of `torchserve`."""
-
-    @staticmethod
-    def ts_parser() -> argparse.ArgumentParser:
-        """Return the parser."""
-        return torchserve_parser()
-
-    @staticmethod
-    def extract_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-        """Return the parsed arguments; those that are unknown are passed over."""
-        return torchserve_parser().parse_known_args(args)[0]
 
 
 def stop(wait: bool = True) -> None:
@@ -92,11 +73,6 @@ def _follow(output: IO[str], lines: Queue[str | None]) -> None:
     if lines.full():
         lines.get_nowait()
     lines.put(None)
-
-
-def main() -> None:
-    """Run `torchserve` with the arguments of this process: `python -m ts.model_server`."""
-    sys.exit(subprocess.run(["torchserve", *sys.argv[1:]], check=False).returncode)
 
 
 def register_model_with_params(params: Any) -> Any:

@@ -262,6 +262,22 @@ def test_a_server_is_started_and_stopped_from_python(tmp_path: Path) -> None:
     assert found.splitlines()[-1] == "ended"
 
 
+def test_the_server_is_run_with_the_arguments_of_the_process(tmp_path: Path) -> None:
+    program = tmp_path / "torchserve"
+    program.write_text('#!/bin/sh\necho "torchserve $*"\ntest "$1" = --version\n')
+    program.chmod(0o755)
+    code = (
+        f"import os, sys; os.environ['PATH'] = {str(tmp_path)!r} + os.pathsep + os.environ['PATH']\n"
+        "from ts.model_server import ArgParser, start\n"
+        "sys.argv[1:] = ['--version']; start()\n"
+        "print('returned', ArgParser.ts_parser().parse_args().version, flush=True)\n"
+        "sys.argv[1:] = ['--stop', '--foreground']\n"
+        "try:\n    start()\nexcept SystemExit as err:\n    print('failed', err.code)"
+    )
+    expected = ["torchserve --version", "returned True", "torchserve --stop --foreground", "failed 1"]
+    assert run(code, tmp_path).splitlines() == expected
+
+
 def test_the_wheel_brings_the_line_that_python_runs_at_each_start(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
