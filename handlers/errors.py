@@ -22,8 +22,8 @@ class PredictionException(Exception):
         return f"{self.message} : {self.error_code}"
 
 
-class HandlerLoadError(Exception):
-    """The handler that an archive names can't be loaded.
+class HandlerLoadError(ValueError):
+    """The handler that an archive names can't be loaded; a ValueError, as TorchServe's loader raises.
 
     The text names the file, the cause and the remedy; `__cause__` is the exception of the archive's own code.
     """

@@ -364,8 +364,8 @@ def _installed(module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ImportError as err:
         raise HandlerLoadError(
-            f"the default handler's module {module_name!r} can't be imported: {err}; install its package in "
-            "the server's environment, or correct default_service_handler"
+            f"the handler's module {module_name!r} can't be imported: {err}; install its package in this "
+            "environment, or correct the handler's name (of a server: default_service_handler)"
         ) from err
 
 

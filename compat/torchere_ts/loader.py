@@ -52,7 +52,7 @@ class Service:
         metrics_cache: Any = None,
     ) -> None:
         config = ((manifest or {}).get("model") or {}).get("configFile")
-        self.context = Context(
+        self._context = Context(
             model_name,
             model_dir,
             manifest,
@@ -64,6 +64,15 @@ class Service:
             get_yaml_config(str(Path(model_dir, config))) if config else {},
         )
         self._entry_point: Any = entry_point
+
+    @property
+    def context(self) -> Context:
+        """The context of the handler."""
+        return self._context
+
+    def set_cl_socket(self, cl_socket: Any) -> None:
+        """Keep a socket, which the handler finds in its context; answers are not written to it."""
+        self.context.cl_socket = self.cl_socket = cl_socket
 
     @staticmethod
     def retrieve_data_for_inference(
@@ -109,7 +118,7 @@ class ModelLoader:
         limit_max_image_pixels: bool = True,
         metrics_cache: Any = None,
     ) -> Service:
-        """Load the handler of an unpacked archive.
+        """Load the handler of an unpacked archive, or one that this process can import.
 
         Raises:
             HandlerLoadError: there is no such handler, or its code can't be imported.
@@ -120,11 +129,13 @@ class ModelLoader:
         service = Service(
             model_name, model_dir, manifest, None, gpu_id, batch_size, limit_max_image_pixels, metrics_cache
         )
+        runtime = str((manifest or {}).get("runtime") or "python")
         service._entry_point = load_entry_point(
             handler,
             service.context,
             envelope=envelope,
-            runtime=str((manifest or {}).get("runtime") or "python"),
+            installed=runtime != "LSP",  # the name is the caller's; a handler in C++ is a file of the archive
+            runtime=runtime,
         )
         return service
 

@@ -135,6 +135,24 @@ def test_a_script_loads_the_handler_of_an_archive_and_calls_it(tmp_path: Path) -
     ]
 
 
+def test_a_script_loads_a_handler_beside_itself_and_is_refused_one_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "beside.py").write_text("def handle(data, context): return data and [context.cl_socket]\n")
+    (tmp_path / "two.py").write_text("class One: pass\nclass Two: pass\n")
+    found = run(
+        "from ts.model_loader import ModelLoaderFactory\n"
+        "loader = ModelLoaderFactory.get_model_loader()\n"
+        "service = loader.load('m', 'empty', 'beside.py', batch_size=1)\n"
+        "service.set_cl_socket('socket')\n"
+        "print(service.predict([{'requestId': b'1', 'parameters': [{'name': 'data', 'value': 'x'}]}]))\n"
+        "print(service._context is service.context)\n"
+        "try:\n    loader.load('m', 'empty', 'two.py')\n"
+        "except ValueError as err:\n    print(str(err)[:23])",
+        tmp_path,
+    )
+    assert found.splitlines() == ["['socket']", "True", "Expected only one class"]
+
+
 def test_a_script_constructs_contexts_and_collectors_as_with_torchserve(tmp_path: Path) -> None:
     (tmp_path / "metrics.yaml").write_text(
         "model_metrics:\n  counter:\n    - {name: Cats, unit: count, dimensions: [Level]}\n"
