@@ -218,7 +218,11 @@ def _misspelt_variables(environ: Mapping[str, str], entries: Sequence[Entry]) ->
         if not name.startswith("TS_") or name in variables:
             continue
         key = name.removeprefix("TS_").lower()
-        message = "counts in the file only" if key in KEYS else near(name, variables, _SIMILAR_VARIABLE)
+        if key not in KEYS:
+            message = near(name, variables, _SIMILAR_VARIABLE)
+        else:
+            variable = KEYS[key].variable
+            message = f"did you mean {variable}?" if variable else "counts in the file only"
         if message and not any(f"$${name}$$" in entry.value for entry in entries):
             yield Finding("warning", f"environment variable {name}", key, _HIDDEN, f"not used; {message}")
 

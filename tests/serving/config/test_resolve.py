@@ -157,6 +157,8 @@ def test_a_variable_that_looks_misspelt_is_a_warning_and_one_of_kubernetes_is_no
         "environment variable TS_DRAIN_TIMEOUTS: drain_timeouts: not used; did you mean TS_DRAIN_TIMEOUT_S?"
     )
     assert second.endswith(": enable_envvars_config: not used; counts in the file only")
+    (third,) = warnings(gate, {"TS_TOKEN_EXPIRATION_MIN": "5"})
+    assert third.endswith(": not used; did you mean TS_TOKEN_EXPIRATION_TIME_MIN?")
     service = ("TS_SERVICE_HOST", "TS_SERVICE_PORT_METRICS", "TS_PORT_8080_TCP_ADDR", "TS_METRICS_PORT")
     assert warnings(gate, dict.fromkeys((*service, "TS_CONFIG_FILE"), "1")) == []
     assert warnings(f"{gate}\nmodel_store=$$TS_MODELSTORE$$", {"TS_MODELSTORE": "/models"}) == []
