@@ -103,7 +103,7 @@ def _files(settings: ServerSettings) -> Iterator[_Problem]:
     if settings.metrics_config is not None:
         lost = "only metrics that begin with torchere_ are kept"
         yield from _file("metrics_config", settings.metrics_config, read_metrics_config, lost)
-    if settings.require_signed:
+    if settings.require_signed and settings.trusted_signing_keys:  # without them it is an error already
         try:
             TrustedKeys(settings.trusted_signing_keys)
         except ServingError as err:

@@ -91,6 +91,13 @@ def test_a_certificate_that_can_not_be_used_is_an_error(capsys: pytest.CaptureFi
     assert "warning: there is no /none/ca.pem" in report
 
 
+def test_signatures_without_a_trusted_signer_are_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = checked("require_signed=true\n", capsys)
+    assert status == 1
+    assert report.count("error: ") == 1
+    assert "error: no signer is trusted; set trusted_signing_keys" in report
+
+
 @pytest.mark.usefixtures("closed")
 def test_a_path_that_this_user_may_not_look_into_is_reported_with_the_others(
     capsys: pytest.CaptureFixture[str],
