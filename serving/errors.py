@@ -298,14 +298,14 @@ class ExecutorDied(ServingError):
 
 
 class Quarantined(InvalidRequest):
-    """The request was running in two executor crashes and will not run again; `detail` names them."""
+    """The request was running in two executor crashes and is not run; `detail` names them."""
 
     code = "quarantined"
 
     def __init__(self, detail: str = "") -> None:
         super().__init__(
-            "This request was running at two crashes of the model's executors. It is quarantined: it will "
-            "not be run again. Change the request, or ask the operator of the server.",
+            "This request was running at two crashes of the model's executors. It is quarantined: it is "
+            "not run again until its quarantine ends. Change the request, or ask the operator of the server.",
             detail,
         )
 

@@ -290,7 +290,7 @@ class QuarantineFiles:
     def __call__(self, conviction: Conviction) -> None:
         """Log a conviction, and save the request if saving is configured."""
         logger.error(
-            "request %s is quarantined: it was running at two crashes of %s, and will not run again: %s",
+            "request %s is quarantined, and not run until that ends: it was running at two crashes of %s: %s",
             conviction.request.request_id,
             self._key,
             "; then ".join(conviction.causes),

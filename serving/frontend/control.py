@@ -98,7 +98,7 @@ class VersionDescription:
     queue_length: int
     uses_venv: bool = False  # its workers run in a virtual environment of their own
     signer: str = ""  # of the archive; "" when signatures are not required
-    quarantined: int = 0  # requests that will not be run again, because they crash executors
+    quarantined: int = 0  # requests that are not run for now, because they crash executors
 
 
 @dataclass(frozen=True, slots=True)

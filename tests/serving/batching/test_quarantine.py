@@ -288,7 +288,8 @@ def test_a_conviction_expires() -> None:
     court = Court()
     court.quarantine = Quarantine(now=lambda: court.now_s, expiry_s=3600.0)
     court.run("bad")
-    court.run("bad")
+    (second,) = court.run("bad")
+    assert "is not run again until its quarantine ends" in str(second)
     court.now_s += 3599.0
     assert court.verdict("bad") is Verdict.CONVICTED
     court.now_s += 1.0
