@@ -14,7 +14,14 @@ from torchere.archiver.errors import ArchiveError, one_line
 from torchere.archiver.manifest import EPOCH_S, created_on
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS, handler_files
-from torchere.archiver.scan.weights import HEAD_BYTES, SUFFIXES, Weights, bytes_to_see, classify
+from torchere.archiver.scan.weights import (
+    HEAD_BYTES,
+    SHARED_LIBRARY,
+    SUFFIXES,
+    Weights,
+    bytes_to_see,
+    classify,
+)
 from torchere.archiver.workflow import MANIFEST_NAME as WORKFLOW_MANIFEST
 
 _NO_TIME = "  The time is fixed: equal inputs give equal bytes. SOURCE_DATE_EPOCH sets another."
@@ -87,7 +94,7 @@ def inspect_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Re
     weights = []
     for entry, chunks in archive.chunks():
         found = _look_at(archive, entry, chunks)
-        if found is not None:
+        if found is not None and not _is_handler(archive, found):
             weights.append(found)
     config = archive.manifest.config_file
     has_config = config is not None and any(entry.name == config for entry in archive.entries)
@@ -129,6 +136,13 @@ def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
             if is_weights and copy.tell() < bytes_to_see(head):
                 copy.write(chunk)
         return classify(entry.name, copy) if is_weights else None
+
+
+def _is_handler(archive: Archive, found: Weights) -> bool:
+    """Return whether a file is the library of a handler in C++, which has a sentence of its own."""
+    manifest = archive.manifest
+    is_library = manifest.runtime == "LSP" and found.kind == SHARED_LIBRARY
+    return is_library and found.name in handler_files(manifest.handler, manifest.runtime)
 
 
 def _code(archive: Archive, about: dict[str, Any], weights: list[Weights]) -> list[str]:

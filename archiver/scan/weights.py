@@ -25,9 +25,10 @@ SUFFIXES = frozenset(
 )
 TORCHSCRIPT, TORCH_SAVE, PICKLE = "TorchScript", "torch.save", "pickle"
 EXPORTED_PROGRAM, AOTINDUCTOR = "ExportedProgram", "AOTInductor"
-ONNX, SAFETENSORS = "ONNX", "safetensors"
+ONNX, SAFETENSORS, SHARED_LIBRARY = "ONNX", "safetensors", "shared library"
 _COMPILED_FOLDER = "data/aotinductor/"  # of one model or several, each in a folder of its own
 _MAX_LISTED = 100_000
+_NATIVE = "runs as native code in a worker process"
 _PICKLE_RISK = "its pickle can run any Python code unless read with weights_only"
 _MAX_HEADER_BYTES = 100_000_000  # of safetensors: its own limit
 # ModelProto begins with field 1, ir_version; the next field is one of its others (onnx.proto).
@@ -74,7 +75,7 @@ def _known_by_head(name: str, head: bytes) -> Weights | None:
     if head.startswith(b"PK") or _begins_as_pickle(head):
         return None
     if head.startswith(b"\x7fELF"):
-        return Weights(name, "shared library", False, "runs as native code in the server")
+        return Weights(name, SHARED_LIBRARY, False, _NATIVE)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES:
         return Weights(name, SAFETENSORS, False, "runs nothing")
     if len(head) > 2 and head[0] == 0x08 and 0 < head[1] < 0x80 and head[2] in _ONNX_SECOND_FIELDS:
@@ -144,8 +145,8 @@ def _package(name: str, records: dict[str, int], file: BinaryIO) -> Weights:
 def _native(records: Iterable[str]) -> str:
     """Describe how compiled code runs. A package without a library holds C++, which torch compiles."""
     if any(record.endswith(".so") for record in records):
-        return "runs as native code in the server"
-    return "is compiled from C++ and runs as native code in the server"
+        return _NATIVE
+    return f"is compiled from C++ and {_NATIVE}"
 
 
 def _pickle(name: str, kind: str, file: BinaryIO) -> Weights:

@@ -143,6 +143,19 @@ def test_a_built_in_handler_is_told_as_such(tmp_path: Path) -> None:
     assert inspect_archive(path).code == ("handler: image_classifier (built into the server)",)
 
 
+def test_the_library_of_a_handler_in_cpp_is_no_weights_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.mar"
+    manifest = {"runtime": "LSP", "model": {"handler": "libscores.so:Scores"}}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+        for name in ("libscores.so", "other.so"):
+            archive.writestr(name, b"\x7fELF" + bytes(12))
+    assert inspect_archive(path).code == (
+        "handler: libscores.so:Scores (machine code in libscores.so)",
+        "weights: other.so (shared library, no pickle) runs as native code in a worker process",
+    )
+
+
 def test_files_that_are_named_but_missing_are_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "m" / "MAR-INF").mkdir(parents=True)
     model = {"handler": "gone.py", "modelFile": "gone2.py", "configFile": "gone.yaml"}

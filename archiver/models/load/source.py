@@ -38,7 +38,14 @@ from torchere.archiver.models.steps import Say, refusing
 from torchere.archiver.request import BuildOptions
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.archiver.scan.torchscript import UnsafeScript
-from torchere.archiver.scan.weights import AOTINDUCTOR, EXPORTED_PROGRAM, ONNX, TORCHSCRIPT, classify_file
+from torchere.archiver.scan.weights import (
+    AOTINDUCTOR,
+    EXPORTED_PROGRAM,
+    ONNX,
+    SHARED_LIBRARY,
+    TORCHSCRIPT,
+    classify_file,
+)
 from torchere.archiver.signature import Signature, TensorSpec
 
 EAGER = "eager"
@@ -203,7 +210,7 @@ def _whole(path: Path, allow_pickle: bool) -> Source:
             f"{path}: Python code, expected a model's file or folder; with the model's class it is "
             f"--model-file beside the weights, and a handler is packed by torchere archive --handler {path}"
         )
-    if kind in ("unknown", "zip", "damaged zip", "shared library"):
+    if kind in ("unknown", "zip", "damaged zip", SHARED_LIBRARY):
         found = "not a model of a kind known here" if kind == "unknown" else kind
         raise ModelRefused(
             f"{path}: {found}; expected TorchScript, a .pt2, ONNX, or weights (torch.save, safetensors) with "

@@ -127,7 +127,7 @@ def test_native_code_beside_a_program_makes_it_a_compiled_package(program: Path)
     path = changed(program, more={"data/aotinductor/other/a.wrapper.cpp": b"int main;"})
     found = classify_file(path)
     assert found.kind == AOTINDUCTOR
-    assert "is compiled from C++ and runs as native code" in found.risk
+    assert "is compiled from C++ and runs as native code in a worker process" in found.risk
     assert read_source(path, None, None, False).module is None  # looked at, not loaded
 
 
