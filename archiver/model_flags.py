@@ -73,7 +73,7 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
         "--runtime",
         choices=RUNTIMES,
         default="python",
-        help="runtime of the handler (default: python); LSP: the C++ backend",
+        help="runtime of the handler (default: python); LSP: a handler in C++",
     )
     add(
         "--export-path",
@@ -188,7 +188,7 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
     how.add_argument(
         "--trace",
         action="store_true",
-        help="TorchScript by tracing the model on the example only (default: --script if tracing fails)",
+        help="TorchScript by tracing on the example only (default: trace, then --script if that fails)",
     )
     how.add_argument(
         "--script",

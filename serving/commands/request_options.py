@@ -58,7 +58,8 @@ def add_body_arguments(
     given.add_argument("--json", metavar="TEXT", help=f"JSON to send{by_inputs}")
     given.add_argument("--text", metavar="TEXT", help="a text to send")
     given.add_argument("--image", type=Path, metavar="FILE", help="a picture to send")
-    given.add_argument("--file", type=Path, metavar="FILE", help="a file to send as it is")
+    none = "" if required else "; without any of these the body is empty"
+    given.add_argument("--file", type=Path, metavar="FILE", help=f"a file to send as it is{none}")
     return given
 
 

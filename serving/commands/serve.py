@@ -70,7 +70,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="file or folder of one model to serve: a .mar as it is; a .pt, .pt2, .onnx, .safetensors or "
         "Hugging Face folder is packed into a cache first",
     )
-    add_serve_options(parser)
+    add_serve_options(parser, "required here or in the configuration file, unless MODEL is given")
     parser.add_argument(
         "--log-level",
         default="INFO",

@@ -50,8 +50,13 @@ class Plan:
     log_directory: Path  # of log files and snapshots; may not exist yet
 
 
-def add_serve_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a server start to `parser`; `serve_arguments` converts them back to flags."""
+def add_serve_options(
+    parser: argparse.ArgumentParser, store: str = "required here or in the configuration file"
+) -> None:
+    """Add the options of a server start to `parser`; `serve_arguments` converts them back to flags.
+
+    `store`: where the model store comes from without its option.
+    """
     add = parser.add_argument
     add(
         "--ts-config",
@@ -61,7 +66,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--model-store",
         metavar="DIR",
-        help="directory of the archives; required here or in the configuration file",
+        help=f"directory of the archives; {store}",
     )
     add(
         "--workflow-store",

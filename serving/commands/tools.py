@@ -209,7 +209,7 @@ def add_kserve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-dir", "--model_dir", default="/mnt/models", metavar="DIR", help="default: /mnt/models"
     )
-    add_serve_options(parser)
+    add_serve_options(parser, "default: that of the archives in --model-dir")
     parser.set_defaults(run=run_kserve)
 
 

@@ -132,6 +132,24 @@ def test_files_that_are_not_read_have_to_exist_says_the_help(capsys: pytest.Capt
     assert said.count("ignored (for TorchServe compatibility), but has to exist:") == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("serve", "required here or in the configuration file, unless MODEL is given"),
+        ("kserve", "directory of the archives; default: that of the archives in --model-dir"),
+        ("bench", "without any of these the body is empty"),
+        ("archive", "LSP: a handler in C++"),
+        ("archive", "(default: trace, then --script if that fails)"),
+    ],
+)
+def test_help_says_what_happens_without_an_option(
+    command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert told in " ".join(capsys.readouterr().out.split())
+
+
 def test_every_command_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
