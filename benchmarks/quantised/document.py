@@ -26,7 +26,8 @@ Written by `python benchmarks/quantization.py --write-docs`; do not edit, but it
 | --- | --- | --- |
 | `int8-dynamic` | linear, LSTM, GRU layers, large embeddings: weights in 8 bits | the eager model |
 | `int8-static` | convolutions, linear layers: weights, activations in 8 bits | a traceable model; samples |
-| `int8` | both of these; the faster one that agrees | samples, or only the first is tried |
+| `int8` | both of these, the faster one that agrees; with `--format export` and `aoti` `int8-static` alone \
+| samples; without them `int8-dynamic` alone, with `torchscript` only |
 | `int8-trained` | takes a model as it is, and chooses the engine | QAT, or int8 TorchScript |
 | `int8-weight` | linear layers, embeddings: weights in 8 bits, products in bfloat16 | the eager model |
 | `int4-weight` | the same in 4 bits | the eager model; `--format export` or `aoti` |
@@ -35,9 +36,9 @@ Written by `python benchmarks/quantization.py --write-docs`; do not edit, but it
 
 Dynamic int8 scales activations at each call. Static int8 takes their ranges from samples: some tens of
 inputs like real requests (`--max-samples`, 100 files of a folder by default); a model whose forward branches
-on values can't be traced. Pictures among the samples go through the handler's own decoding, cropping and
-normalising, as those of `--example` and of `torchere compare --data` do
-([formats](formats.md#examples-and-sizes)). QAT is a model from
+on values can't be traced, nor one that keeps state in a buffer or has hooks of its own. Pictures among the
+samples go through the handler's own decoding, cropping and normalising, as those of `--example` and of
+`torchere compare --data` do ([formats](formats.md#examples-and-sizes)). QAT is a model from
 `prepare_qat_fx` and training, or `convert_fx`. TorchScript of fp32 can't be quantised any more.
 
 With `--format torchscript` (the default) int8 is by PyTorch's FX graph mode. Padding (`ZeroPad2d`,
@@ -50,10 +51,12 @@ int8. With dynamic int8 a linear layer does the ReLU that follows it. What joins
 PyTorch has several int8 engines, and its default can be many times slower than fp32: each one is timed on
 the samples with the very bytes that go into the archive, and the fastest that agrees is written to
 `model-config.yaml` (`torchscript: quantized_engine`), from where the server sets it while it loads the
-model. With `--format export` or `aoti` int8 is by torchao's PT2E (`pip install 'torchere[quantize]'`) for
-oneDNN; an exported program that is not compiled gets no faster by it. Some compiled transformers are a
-tenth faster by static int8, which `--quantize int8` is there, than by dynamic int8, where activations allow
-it; `auto` measures both ([decision 40](decisions/0040-static-int8-for-compiled-transformers.md)).
+model. If torch's default engine agrees and takes at most 5 % longer, it is written instead, so that packing
+again chooses the same. With `--format export` or `aoti` int8 is by torchao's PT2E
+(`pip install 'torchere[quantize]'`) for oneDNN; an exported program that is not compiled gets no faster by
+it. Some compiled transformers are a tenth faster by static int8, which `--quantize int8` is there, than by
+dynamic int8, where activations allow it; `auto` measures both
+([decision 40](decisions/0040-static-int8-for-compiled-transformers.md)).
 
 Activations have 8 bits and weights 7 (8 in depthwise convolutions): processors without VNNI add pairs of
 products in 16 bits, which 8 bits times 8 overflow, and archives are often packed on another processor than
@@ -96,8 +99,8 @@ mean squared difference over the root of the mean square of the original's value
 means unrelated. Nothing is packed, and the
 exit status is 2, if
 
-* the drift is above `--max-drift` (0.001 for a format alone, 0.05 for bf16 and `int8-weight`, 0.25 for other
-  int8 and int4);
+* the drift is above `--max-drift` (0.001 for a format alone, or four roundings of weights in 16 bits: 0.03
+  for bfloat16, 0.004 for float16; 0.05 for bf16 and `int8-weight`, 0.25 for other int8 and int4);
 * a channel of an output varies in the original and has a single value in the packed model. One figure over
   a whole output does not show that: scores beside boxes that are 640 times as large may all be zero;
 * the worst channel drifts by more than 1.6 times `--max-drift`. It is reported with its own drift, measured
@@ -139,14 +142,15 @@ an exported program computes in fp32 until it is compiled; small layers gain not
 
 _LIMITS = """## What stays in fp32
 
-Dynamic int8 changes linear and recurrent layers and large embeddings only: those of a million weights,
-without `max_norm`, and bags that sum, without `padding_idx`. With `--format export` and `aoti` it
-changes linear layers only. Scores and mixing of attention, GELU and normalisations stay in fp32. So do
-the projections of `nn.MultiheadAttention` with `add_bias_kv`, `add_zero_attn` or hooks, of its
-subclasses, and of any model that answers its example otherwise once its attention is plain layers, or
-whose own code reads the weights of torch's. Convolutions stay in fp32 by `int8-dynamic`, transposed ones
-always, and so do `nn.PReLU` and convolutions whose weights are computed (blur pooling) by `int8-static`.
-A layer that was given back is named in the report.
+Dynamic int8 changes linear and recurrent layers and large embeddings only: LSTM and GRU layers with biases
+and without `proj_size`; embeddings of a million weights, without `max_norm`, and bags that sum, without
+`padding_idx`. With `--format export` and `aoti` it changes linear layers only. Scores and mixing of
+attention, GELU and normalisations stay in fp32. So do the projections of `nn.MultiheadAttention` with
+`add_bias_kv`, `add_zero_attn` or hooks, of its subclasses, and of any model that answers its example
+otherwise once its attention is plain layers, or whose own code reads the weights of torch's. Convolutions
+stay in fp32 by `int8-dynamic`, transposed ones always. By `int8-static` so do `nn.PReLU`, convolutions
+whose weights are computed (blur pooling) and, in TorchScript, sums and products with a number that would
+lose a bit or more (`x * 255`). A layer that was given back is named in the report.
 
 Dynamic int8 has one scale for all numbers that go into a layer, the rows of other requests among them: one
 with numbers far larger than usual moves the answers of its batch. The packer says so where it can be.

@@ -2,10 +2,20 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
-from quantised.document import agreement, fastest_table, fastest_verdict, goals, table, verdict
+from quantised.document import (
+    _HEAD,
+    _LIMITS,
+    agreement,
+    fastest_table,
+    fastest_verdict,
+    goals,
+    table,
+    verdict,
+)
 from quantised.fastest import Form
 from quantised.measure import Row, geometric_mean
 from quantised.minilm import Embedder, tokens
@@ -36,6 +46,12 @@ FORMS = (
     Form("TorchScript", int8=True, ms={1: 1.0, 8: 9.0}, drift=0.1),
     Form("AOTInductor", int8=True, ms={1: 0.5, 8: 4.0}, drift=0.4),
 )
+
+
+def test_the_page_has_the_text_that_the_next_run_would_write() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/quantization.md").read_text(encoding="utf-8")
+    assert page.startswith(f"{_HEAD}\n## Measured\n")
+    assert page.endswith(_LIMITS)
 
 
 def test_the_fastest_forms_that_agree_are_held_against_each_other() -> None:
