@@ -23,7 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=Path(__file__).resolve().parents[2],
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": ""},  # as by `make docs`
         capture_output=True,
         text=True,
         check=False,
@@ -37,6 +37,10 @@ def test_the_reference_has_every_setting_and_metric(site: Path) -> None:
     assert [name for name in KEYS if f"<code>{name}</code>" not in settings] == []
     metrics = (site / "metrics/index.html").read_text()
     assert [name for name in FAMILIES if f"<code>{name}</code>" not in metrics] == []
+
+
+def test_the_site_has_no_code_of_its_hooks(site: Path) -> None:
+    assert [path.name for path in site.rglob("*") if path.suffix in (".py", ".pyc")] == []
 
 
 def test_the_index_of_choices_names_every_record() -> None:
