@@ -9,7 +9,8 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from torchere.serving.config.keys import KEYS
+from torchere.serving.config.keys import KEYS, METRICS_API, Key
+from torchere.serving.config.kinds import INVERTED_BOOLEAN
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.telemetry.catalogue import FAMILIES
 
@@ -47,25 +48,29 @@ def settings() -> str:
     rows = [
         "# Settings",
         "",
-        "All keys of `config.properties`. Those of torchere: [operations.md](operations.md#settings).",
+        "All keys of `config.properties`. Those of torchere, and when variables count: "
+        "[operations.md](operations.md#settings).",
         "",
         "| key | value | default | environment variable | note |",
         "| --- | --- | --- | --- | --- |",
     ]
     defaults = ServerSettings()
+    gates = {gate for key in KEYS.values() for gate in key.gates}
     for key in KEYS.values():
-        note = key.advice or ("" if key.setting else "without effect")
-        default = "" if not key.setting or key.secret else _default(defaults, key.setting)
+        note = key.advice or ("" if key.setting or key.name in gates else "without effect")
+        default = "" if not key.setting or key.secret else _default(defaults, key)
         variable = f"`{key.variable}`" if key.variable else ""
         cells = (f"`{key.name}`", key.kind.expected, default, variable, note)
         rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
 
 
-def _default(settings: Any, path: str) -> str:
-    value = settings
-    for name in path.split("."):
+def _default(settings: Any, key: Key) -> str:
+    value = True if key.setting == METRICS_API else settings  # that one is no field
+    for name in key.setting.split(".") if value is settings else ():
         value = getattr(value, name, None)
+    if isinstance(value, bool):
+        value = str(value != (key.kind is INVERTED_BOOLEAN)).lower()  # as the file spells it
     return "" if value in (None, (), "") else f"`{value}`"
 
 

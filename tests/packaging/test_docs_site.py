@@ -39,6 +39,22 @@ def test_the_reference_has_every_setting_and_metric(site: Path) -> None:
     assert [name for name in FAMILIES if f"<code>{name}</code>" not in metrics] == []
 
 
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [
+        ("disable_token_authorization", "false"),
+        ("enable_model_api", "false"),
+        ("enable_metrics_api", "true"),
+        ("grpc_inference_port", "7070"),
+    ],
+)
+def test_a_default_is_as_the_file_spells_it(site: Path, key: str, default: str) -> None:
+    page = (site / "settings/index.html").read_text()
+    row = page[page.index(f"<code>{key}</code>") :].partition("</tr>")[0]
+    assert f"<code>{default}</code>" in row
+    assert "without effect" not in row
+
+
 def test_the_site_has_no_code_of_its_hooks(site: Path) -> None:
     assert [path.name for path in site.rglob("*") if path.suffix in (".py", ".pyc")] == []
 
