@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def test_every_key_of_ours_is_in_the_reference() -> None:
     reference = text[text.index("\n## Settings\n") : text.index("\n## Probes\n")]
     ours = {name for name, key in KEYS.items() if key.setting} - set(CONTRACT_KEYS.split())
     assert sorted(name for name in ours if f"`{name}`" not in reference) == []
+
+
+def test_every_key_with_an_effect_is_on_a_page() -> None:
+    pages = "".join(page.read_text() for page in (Path(__file__).parents[3] / "docs").glob("*.md"))
+    named = set(re.findall(r"\w+", pages))
+    assert sorted(name for name, key in KEYS.items() if key.setting and name not in named) == []
 
 
 def test_every_setting_a_key_names_is_there() -> None:

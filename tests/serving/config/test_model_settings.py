@@ -1,10 +1,11 @@
 """`model-config.yaml` is outside input: typed, bounded, and nothing but data."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchere.serving.config.model_settings import parse_model_config
+from torchere.serving.config.model_settings import _Reader, parse_model_config
 from torchere.serving.config.server_settings import ISOLATIONS, ParallelSettings
 from torchere.serving.errors import InvalidArchive
 
@@ -18,6 +19,16 @@ def test_the_keys_of_torchserve_are_read() -> None:
     assert (config.max_batch_delay_ms, config.response_timeout_s, config.job_queue_size) == (200, 30, 9)
     assert (config.device_type, config.device_ids) == ("cpu", (0, 1))
     assert config.raw["handler"] == {"mine": [1]}
+
+
+def test_every_key_that_the_server_reads_is_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+    monkeypatch.setattr(_Reader, "note_spellings", lambda reader: read.update(reader._read))
+    parse_model_config("")
+    text = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    reference = text[text.index("\n### Keys of model-config.yaml\n") : text.index("\n## GPUs\n")]
+    assert "batchSize" in read
+    assert sorted(key for key in read if f"`{key}`" not in reference) == []
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)

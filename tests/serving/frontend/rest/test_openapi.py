@@ -1,11 +1,13 @@
 import asyncio
 import re
+from pathlib import Path
 
 import pytest
 
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.authorisation import Surfaces
 from torchere.serving.frontend.rest.openapi import (
+    MANAGEMENT,
     listener_document,
     management_document,
     open_inference_operations,
@@ -48,6 +50,15 @@ def test_the_management_document_has_the_known_operations():
         *("version_describeModel", "version_setAutoScale", "version_unregisterModel", "setDefault"),
         *("api-description", "metrics"),
     }
+
+
+def test_the_page_on_management_has_each_call_and_parameter():
+    text = (Path(__file__).parents[4] / "docs/operations.md").read_text()
+    page = text[text.index("\n## Management API\n") : text.index("\n## Start and stop\n")]
+    for row in MANAGEMENT:
+        path = row.path.replace("{model_name}", "MODEL").replace("{model_version}", "VERSION")
+        assert path.replace("{digest}", "").rstrip("/") in page
+        assert [name for name, _ in row.query if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize(
