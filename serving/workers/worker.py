@@ -303,7 +303,7 @@ class Worker:
         self._heartbeat.heard()
         settings = self._settings
         # With several lanes, reports of the others must not hide that one lane hangs repeatedly.
-        in_service_s = settings.now() - (self._ready_s or 0.0)
+        in_service_s = 0.0 if self._ready_s is None else settings.now() - self._ready_s
         proves_health = len(self._statuses) == 1 or in_service_s > settings.response_timeout_s
         if self._row.losses and proves_health and not message.end_cause:
             self._row.end()

@@ -1,6 +1,7 @@
 """Lanes: threads of one worker process over one copy of the weights, as real processes."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import pytest
 from pools import pool_in_service, until
 
 from torchere.serving.errors import Cancelled, DeadlineExceeded, ExecutorDied, LoadFailed
-from torchere.serving.workers import lanes, worker
+from torchere.serving.workers import lanes, loss, worker
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
 from torchere.serving.workers.heartbeat import HeartbeatSettings
 
@@ -162,6 +163,31 @@ def test_a_model_that_hangs_again_and_again_is_given_up(
             assert pool.in_service == 0
 
     asyncio.run(main())
+
+
+def test_what_other_lanes_finish_after_a_hang_does_not_end_the_row_of_losses(
+    lanes_spec: Any, make_sink: Any, make_request: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(loss, "BACKOFF_S", (1.0, 1.5))
+
+    async def main() -> None:
+        async with pool_in_service(lanes_spec(), 2, response_timeout_s=0.5) as pool:
+            folder = Path(pool._spec.archive_dir)
+            for losses in (1, 2):
+                await until(lambda: pool.free == 2)
+                gate = f"gate{losses}"
+                hung, neighbour = make_sink(), make_sink()
+                hung.submit(pool, [make_request("hang")])
+                await asyncio.sleep(0.3)
+                neighbour.submit(pool, [make_request(f"until {gate}")])
+                await until(lambda: pool.statuses()[0].losses == losses)  # noqa: B023
+                (folder / gate).touch()  # while the restart waits
+                ends = (neighbour.report, neighbour.given_back)
+                await asyncio.wait(ends, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(main())
+    assert "in 1.5 seconds" in caplog.text
 
 
 def test_a_request_that_is_cancelled_before_its_lane_begins_is_not_run(
