@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from torchere.serving.batching.admission import Admission, BatchObserver
-from torchere.serving.batching.fair_queue import FairQueue
+from torchere.serving.batching.fair_queue import MIXED, FairQueue
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.config.server_settings import BatchSettings
@@ -140,7 +140,10 @@ class Batcher(Admission):
             if request.group != head.group:
                 return QueueView(run, True, head.enqueued_s, free)
             run += 1
-        return QueueView(run, False, head.enqueued_s, free or self._ahead(run))
+        oldest_s = head.enqueued_s
+        if run < size and (self._has_priorities or self._queue.client is MIXED):  # else the head is it
+            oldest_s = min(request.enqueued_s for request in islice(queue, run))
+        return QueueView(run, False, oldest_s, free or self._ahead(run))
 
     def _ahead(self, run: int) -> int:
         """Return how many full runs may be sent ahead: none if a later request may have to overtake."""

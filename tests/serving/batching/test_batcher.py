@@ -1149,6 +1149,34 @@ async def test_the_more_urgent_request_runs_first_and_an_expired_one_never() -> 
 
 
 @run
+async def test_more_urgent_requests_do_not_extend_the_wait_of_those_that_came_before() -> None:
+    stage = Stage(BatchSettings(max_batch_size=32, max_queue_delay_ms=10_000))
+    for priority in (-9, 0, 9):
+        stage.submit(f"{priority}", priority=priority)
+        assert stage.running == []
+        stage.now_s += 4.0
+    stage.batcher.pump()
+    assert stage.running == [["9", "0", "-9"]]
+
+
+@run
+async def test_the_turns_of_other_clients_do_not_extend_the_wait_of_those_that_came_before() -> None:
+    stage = Stage(BatchSettings(max_batch_size=3, max_queue_delay_ms=10_000), executors=0)
+    one, two = client("one"), client("two")
+    for name in ("a1", "a2", "a3"):
+        stage.submit(name, account=one)
+    stage.now_s += 8.0
+    for name in ("b1", "b2"):
+        stage.submit(name, account=two)
+    stage.pool.executors = 2
+    stage.batcher.pump()
+    assert stage.running == [["a1", "b1", "a2"]]
+    stage.now_s += 4.0
+    stage.batcher.pump()
+    assert stage.running == [["a1", "b1", "a2"], ["b2", "a3"]]
+
+
+@run
 async def test_what_comes_after_a_prioritised_queue_is_empty_waits_in_line_again() -> None:
     stage = Stage(BatchSettings(), executors=0)
     for name, priority in (("patient", -5), ("plain", 0), ("urgent", 5)):
