@@ -84,6 +84,8 @@ def show_devices(spec: LoadSpec, gpu_id: int | None, kind: str) -> None:
     if gpu_id is None:
         return
     variable = _VISIBLE_OF_KIND.get(kind, _VISIBLE)
+    if variable == _VISIBLE and _VISIBLE_FIRST in os.environ and _is_for_rocm(_torch_libraries()):
+        variable = _VISIBLE_FIRST
     visible = os.environ.get(variable)
     names = visible.split(",") if visible else [str(number) for number in range(max(spec.gpu_ids) + 1)]
     shown = devices_of(spec.gpu_ids, gpu_id, spec.devices)
@@ -123,6 +125,7 @@ NVML = "libnvidia-ml.so.1"
 ASK_TORCH = (sys.executable, "-c", "import sys, torch; print(getattr(torch, sys.argv[1]).device_count())")
 _NAMES = {"cuda": "CUDA", "xpu": "torch.xpu", "hpu": "torch.hpu"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_FIRST = "HIP_VISIBLE_DEVICES"  # ROCm looks at CUDA's only where this is not set
 _VISIBLE_OF_KIND = {"xpu": "ZE_AFFINITY_MASK", "hpu": "HABANA_VISIBLE_MODULES"}  # others: `_VISIBLE`
 ASK_TIMEOUT_S = 120.0
 _ORDINALS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*")
@@ -134,7 +137,7 @@ def visible_gpus() -> int:
     Creates no CUDA context, which costs hundreds of megabytes on each GPU and does not survive a fork.
     """
     libraries = _torch_libraries()
-    built_for_gpus = any("c10_cuda" in name or "c10_hip" in name for name in libraries)
+    built_for_gpus = any("c10_cuda" in name for name in libraries) or _is_for_rocm(libraries)
     if any("c10" in name for name in libraries) and not built_for_gpus:
         return 0  # a CPU build of torch; if no library is found, its layout is unknown, and torch decides
     wanted = os.environ.get(_VISIBLE)
@@ -153,6 +156,10 @@ def _torch_libraries() -> list[str]:
     found = importlib.util.find_spec("torch")
     folders = (found.submodule_search_locations or ()) if found else ()
     return [path.name for folder in folders for path in Path(folder, "lib").glob("*c10*")]
+
+
+def _is_for_rocm(libraries: list[str]) -> bool:
+    return any("c10_hip" in name for name in libraries)
 
 
 def _shown(ordinals: list[int], there: int) -> int:

@@ -13,7 +13,7 @@ from pools import pool_in_service
 
 from torchere.serving.workers import devices
 from torchere.serving.workers.devices import CoreShares, gpu_count, intra_op_threads, new_places
-from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
+from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, LoadSpec
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,25 @@ def test_no_more_gpus_are_used_than_there_are_and_the_operator_says(
 def test_tests_use_no_gpu_of_the_machine_unless_it_is_asked_for() -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert gpu_count(None) == 0
+
+
+@pytest.mark.parametrize(
+    ("library", "given", "expected"),
+    [
+        ("libc10_cuda.so", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {"CUDA_VISIBLE_DEVICES": "6,7"}),
+        ("libc10_cuda.so", {"HIP_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        ("libc10_hip.so", {}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        ("libc10_hip.so", {"HIP_VISIBLE_DEVICES": "4,5,6,7"}, {"HIP_VISIBLE_DEVICES": "6,7"}),
+    ],
+)
+def test_a_worker_sees_its_gpus_of_those_that_the_operator_shows(
+    library: str, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(devices, "_torch_libraries", lambda: ["libc10.so", library])
+    spec = LoadSpec("demo", "1.0", "", "handler.py", gpu_ids=(0, 1, 2, 3), devices=2)
+    devices.show_devices(spec, 2, "")
+    assert os.environ == {**given, **expected}
 
 
 def on(*gpu_ids: int | None) -> list[ExecutorStatus]:
