@@ -36,7 +36,7 @@ from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.version import Origin, Version, VersionMetrics
 from torchere.serving.store.package import StoredArchive
 from torchere.serving.types import ModelKey
-from torchere.serving.workers.devices import CoreShares, gpu_count
+from torchere.serving.workers.devices import CoreShares, counted_kind, gpu_count
 from torchere.serving.workers.executor import FreeCallback, LoadSpec
 from torchere.serving.workers.isolation import LANES_SHARE, choose_isolation
 from torchere.serving.workers.launch import CompilerLauncher, ExecLauncher, ForkLauncher, Launcher
@@ -87,11 +87,8 @@ class Loader:
         self._gpus: dict[str, int] = {}  # by kind
 
     def gpus_of(self, kind: DeviceType | None) -> int:
-        """Return the number of GPUs of a kind that executors may use; the first call for a kind blocks.
-
-        Kinds without numbers of their own, and None, get the number of CUDA's.
-        """
-        counted = kind if kind in ("xpu", "hpu") else "cuda"
+        """Return the number of GPUs of a kind that executors may use; the first call for a kind blocks."""
+        counted = counted_kind(kind)
         if counted not in self._gpus:
             self._gpus[counted] = gpu_count(self._server.max_gpus, counted)
         return self._gpus[counted]

@@ -29,6 +29,11 @@ def gpu_count(most: int | None, kind: str = "cuda") -> int:
     return there
 
 
+def counted_kind(kind: str | None) -> str:
+    """Return the kind whose GPUs count for a kind of device: CUDA's, unless its own have numbers."""
+    return kind if kind in _VISIBLE_OF_KIND else "cuda"
+
+
 def new_places(
     count: int, next_id: Callable[[], int], gpu_ids: tuple[int, ...], others: Iterable[ExecutorStatus]
 ) -> Iterator[tuple[int, int | None]]:

@@ -24,12 +24,13 @@ import msgspec
 import numpy as np
 import torch
 
+from torchere.handlers.loading.devices import kind_of
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import ModelNotFound, ServingError
 from torchere.serving.process.signals import live
 from torchere.serving.store.package import OpenedArchive, StoredArchive, store_of
 from torchere.serving.store.url_rules import is_remote
-from torchere.serving.workers.devices import gpu_count
+from torchere.serving.workers.devices import counted_kind, gpu_count
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.machines import Refused, Welcome, dial
 from torchere.serving.workers.messages import LoadError, RankLost, encode_frame, spec_of
@@ -131,16 +132,17 @@ class Member:
             ServingError: this machine has another archive, or none, or too few GPUs.
         """
         needed = len(welcome.load.gpu_ids)
-        if needed and (there := gpu_count(self._settings.max_gpus)) < needed:
-            raise ServingError(f"The machine has {there} GPUs, expected {needed}.")
         if self._stored is None or self._stored.fingerprint != welcome.fingerprint:
             self._unpack(welcome)
         assert self._stored is not None
         directory = str(self._stored.directory)
         sandbox = self._sandbox and replace(self._sandbox, archive=directory, gpu=bool(needed))
         spec = replace(welcome.load.spec, archive_dir=directory, ranks=ranks, sandbox=sandbox)
-        spec = replace(spec, gpu_ids=tuple(range(needed)))
-        return spec_of(msgspec.structs.replace(welcome.load, spec=spec))
+        spec = spec_of(msgspec.structs.replace(welcome.load, spec=spec))
+        kind = counted_kind(kind_of(spec.model_config))
+        if needed and (there := gpu_count(self._settings.max_gpus, kind)) < needed:
+            raise ServingError(f"The machine has {there} GPUs, expected {needed}.")
+        return replace(spec, gpu_ids=tuple(range(needed)))
 
     def _unpack(self, welcome: Welcome) -> None:
         if self._stored is not None:

@@ -44,6 +44,7 @@ from torchere.serving.workers.machines import (
 )
 from torchere.serving.workers.messages import (
     Join,
+    Load,
     Loaded,
     LoadError,
     LogLevel,
@@ -283,9 +284,8 @@ class GroupHost:
         spec = self._spec
         if spec.rendezvous is None:
             return 1
-        load = load_of(replace(spec, archive_dir="", rendezvous=None, sandbox=None, gpu_ids=()), (), "")
         try:
-            machines = meet(spec.rendezvous, spec.ranks, load)
+            machines = meet(spec.rendezvous, spec.ranks, load_elsewhere(spec))
         except MachinesMissing as err:
             self._give_up(spec.ranks * err.found, 1, str(err), is_cut_off=True)
         except OSError as err:
@@ -390,6 +390,12 @@ class GroupHost:
 
 
 Host: TypeAlias = HandlerHost | GroupHost
+
+
+def load_elsewhere(spec: LoadSpec) -> Load:
+    """Return the load for the other machines: without the paths of this one, and on as many GPUs."""
+    gpu_ids = tuple(range(spec.devices)) if spec.gpu_ids else ()
+    return load_of(replace(spec, archive_dir="", rendezvous=None, sandbox=None, gpu_ids=()), gpu_ids, "")
 
 
 def _arrived(frames: FrameReader) -> Iterator[Loaded | LoadError | RankDone | RankLost | Pong | None]:
