@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -38,6 +38,7 @@ from torchere.serving.workers.process import settle_in, stand_in
 from torchere.serving.workers.rank import prepare_to_fork, serve_rank, use_batch_policy
 from torchere.serving.workers.ranks import ENDING_S
 from torchere.serving.workers.sandbox import enter, sandbox_of
+from torchere.serving.workers.spawn import worker_environment
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Member:
         self._secret = secret
         self._store = store_of(settings)
         self._sandbox = sandbox_of(settings)
+        self._environment = worker_environment(settings.env_vars_hidden_from_workers, settings)
+        del self._environment["PYTHONSAFEPATH"]  # processes that a handler starts must not inherit it
         self._stored: StoredArchive | None = None  # the last one, which the next group usually has, too
         self._said = ""
 
@@ -183,7 +186,7 @@ class Member:
             for at, connection in enumerate(connections):
                 if at != local:
                     connection.close()
-            live(partial(_be_rank, parent, spec, local, connections[local]))
+            live(partial(_be_rank, parent, spec, local, connections[local], self._environment))
         return pid
 
     def _watch(self, ranks: dict[int, socket.socket], first: int) -> None:
@@ -205,9 +208,13 @@ class Member:
                 return
 
 
-def _be_rank(parent: int, spec: LoadSpec, local: int, connection: socket.socket) -> None:
+def _be_rank(
+    parent: int, spec: LoadSpec, local: int, connection: socket.socket, environment: Mapping[str, str]
+) -> None:
     """Be a rank, in a process that was just forked; prepared as a worker process is."""
     os.setsid()  # processes that its handler starts are ended with it
+    os.environ.clear()
+    os.environ.update(environment)
     settle_in()
     if not spec.gpu_ids:
         use_batch_policy()

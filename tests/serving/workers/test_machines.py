@@ -12,6 +12,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ class Handler:
 
     def handle(self, data, context):
         total = torch.ones(1)
+        if bytes(data[0]["body"]) != b"any":
+            total *= bytes(data[0]["body"]).decode() in os.environ
         torch.distributed.all_reduce(total)
         return [f"{total.item():g} of {os.environ['WORLD_SIZE']}"] * len(data)
 """
@@ -247,10 +250,16 @@ def further(store: Path, port: int, tmp_path_factory: pytest.TempPathFactory) ->
         f"127.0.0.1:{port}",
         "--model-store",
         str(store),
+        "--ts-config",
+        "config.properties",
     ]
     log = tmp_path_factory.mktemp("join") / "log"
+    (log.parent / "config.properties").write_text("blacklist_env_vars=NET_SECRET.*\n")
+    environment = {**os.environ, "NET_SECRET_KEY": "s3cr3t", "NET_NAME": "net"}
     with log.open("w") as output:
-        member = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent)
+        member = psutil.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent, env=environment
+        )
     while "waiting for the leader" not in log.read_text():  # its import of torch is longer than a last call
         assert member.poll() is None, log.read_text()
         time.sleep(0.05)
@@ -283,9 +292,9 @@ def make_group(
     opened_store.close()
 
 
-async def answer_of(pool: Any, make_sink: Any, make_request: Any) -> bytes:
+async def answer_of(pool: Any, make_sink: Any, make_request: Any, word: str = "any") -> bytes:
     sink = make_sink()
-    sink.submit(pool, [make_request("any")])
+    sink.submit(pool, [make_request(word)])
     body: bytes = (await sink.outcome()).body
     return body
 
@@ -332,6 +341,21 @@ def test_the_ranks_of_the_other_machine_end_with_the_group(make_group, further) 
         async with pool_in_service(make_group(2, 2)):
             assert len(further.children()) == 2
         await until(lambda: not further.children())
+
+    asyncio.run(main())
+
+
+def test_the_ranks_of_the_other_machine_have_the_environment_of_workers(
+    make_group, make_sink, make_request, further
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_group(2, 2)) as pool:
+            ask = partial(answer_of, pool, make_sink, make_request)
+            assert await ask("NET_SECRET_KEY") == b"0 of 4"
+            assert await ask("PYTHONSAFEPATH") == b"0 of 4"
+            for name in ("NET_NAME", "TS_DECODE_INPUT_REQUEST"):  # of the other machine only
+                assert await ask(name) == b"2 of 4"
+            assert await ask("GOMP_SPINCOUNT") == b"4 of 4"
 
     asyncio.run(main())
 
