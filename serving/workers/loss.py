@@ -30,6 +30,7 @@ class Loss:
     kind: LossKind
     cause: str
     signal_number: int = 0  # 0: no signal
+    of_room: bool = False  # of a process that it shared: the cause may be another version
 
     @property
     def crashed(self) -> bool:
@@ -40,6 +41,20 @@ class Loss:
     def was_killed(self) -> bool:
         """Whether another process ended the worker by a signal, or a network did."""
         return self.kind is LossKind.CUT_OFF or (self.kind is LossKind.SIGNAL and not self.crashed)
+
+    @property
+    def makes_suspects(self) -> bool:
+        """Whether any of the versions that shared the process may have ended it, by its load, too."""
+        return self.of_room and (self.crashed or self.kind is LossKind.OUT_OF_MEMORY)
+
+    def of_load(self) -> Loss | None:
+        """Return the loss as that of a load that it cut off; None: the load itself was the cause.
+
+        That is so after a kill for memory outside of a room, too: the load has usually taken the memory.
+        """
+        if not (self.was_killed or self.of_room):
+            return None
+        return replace(self, cause=f"{self.cause} while it was loading")
 
     @property
     def came_from_outside(self) -> bool:

@@ -3,7 +3,7 @@
 For its `Worker`, a tenant of a room is like any process: it has its own sockets and page. Only its end
 differs. A tenant that is stopped, or fails to load, leaves, and its room stays. Any other loss of a tenant
 ends the room with all its tenants; each is restarted by its own restart rule, in a new room. A version that
-has lost two rooms gets its own process from then on.
+has lost two rooms gets its own process from then on, and so does one that first loads when its room crashes.
 
 `room_process.py` has the process's side, and the messages between the two.
 """
@@ -40,7 +40,7 @@ ENDING_GRACE_S = 2.0  # time to end by itself after its socket is closed
 LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
 LEAVING_S = 60.0  # time for a stopped tenant to finish its run; then its room is killed
 NAMED = 4  # at most this many models of a room are named in its log lines
-_BUSY_S = 0.01  # between attempts to send on the full socket of the room
+_BUSY_S = 0.01  # between attempts to send on the full socket of the room, and looks for tenants that leave
 _MAX_MESSAGE_BYTES = 64
 _QUIET = frozenset({LossKind.STOPPED, LossKind.LOAD})  # losses that end one tenant only
 
@@ -59,7 +59,7 @@ class LaunchedTenant(Launched):
 
     def loss(self, code: int, oom: OomWatch) -> Loss:
         """Return the cause of the loss: that of its room, or its exit code if the room is still running."""
-        return self.room.loss(code, oom) if self.room.is_over else loss_of_exit(code)
+        return replace(self.room.loss(code, oom), of_room=True) if self.room.is_over else loss_of_exit(code)
 
     def kill(self, reason: Loss) -> None:
         """Kill the room with all tenants; if the version is stopped or not loaded, end this tenant only."""
@@ -102,9 +102,20 @@ class Room:
         self._reader: asyncio.Task[None] | None = None  # reads the last log lines after the process has ended
         process.exit_code.add_done_callback(self._ended)
 
+    async def takes_more(self) -> bool:
+        """Return whether another tenant may be added, when those that leave have ended.
+
+        After `ENDING_GRACE_S` none may: one that does not end may keep the GIL, and then no other loads.
+        """
+        while self._leaving and self._has_place:
+            first_s = min(timer.when() for timer in self._leaving.values()) - LEAVING_S
+            if self._loop.time() - first_s > ENDING_GRACE_S:
+                return False
+            await asyncio.sleep(_BUSY_S)
+        return self._has_place
+
     @property
-    def takes_more(self) -> bool:
-        """Whether another tenant may be added."""
+    def _has_place(self) -> bool:
         count = len(self._tenants) + len(self._leaving) + self._coming
         return not self.is_closed and count < MAX_TENANTS
 
@@ -284,7 +295,7 @@ class RoomLauncher:
                     room.close_to_newcomers()
             self._rooms = [room for room in self._rooms if not room.is_over]
             for room in self._rooms:
-                if room.takes_more:
+                if await room.takes_more():
                     return room
             return await self._make()
 

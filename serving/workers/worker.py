@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = 0.8  # weight of the old value in the running mean of the handler's time, per batch
 CANCEL_GRACE_S = 2.0  # for a coroutine that is cancelled; the lane looks every 0.05 s
-KILLS_AT_FIRST_LOAD = 2  # signals from outside after which a first load is tried again
+KILLS_AT_FIRST_LOAD = 2  # losses by another cause after which a first load is tried again
 
 
 class Worker:
@@ -197,7 +197,7 @@ class Worker:
         return self._lanes > 0 and lost.done() and lost.result().kind is not LossKind.LOAD
 
     async def _replaced_after_kill(self) -> bool:
-        """Replace a first process that was killed from outside while it loaded, a bounded number of times.
+        """Replace a first process that was killed, or lost with its room, while it loaded: a few times only.
 
         Return False if it was not, or too often: then the load has failed.
         """
@@ -208,22 +208,20 @@ class Worker:
         waits = loss.kind is LossKind.CUT_OFF and rendezvous is not None and rendezvous.is_patient
         if self._row.losses >= KILLS_AT_FIRST_LOAD and not waits:
             return False
+        if loss.makes_suspects:  # its load must not cost the others a second room
+            self._log(logging.WARNING, "gets a process of its own: it was loading when the shared one ended")
+            self._settings.launcher.has_own_process = True
         self._note_loss(loss)
         await asyncio.sleep(self._row.restart_delay_s(self._settings.now()) or 0.0)
         self._process = self._new_process()
         return True
 
     async def _kill_while_loading(self) -> Loss | None:
-        """Return the loss of a process that was killed from outside while it loaded; None: it was not.
-
-        A kill by the out-of-memory killer is not meant: the load itself has usually taken the memory.
-        """
+        """Return the loss of a process that its load need not have ended; None: the load failed."""
         lost = self._process.lost
         if self._process.pid:  # else it was not even started
             await asyncio.wait({lost}, timeout=ENDING_GRACE_S)  # its sockets may have ended before
-        if not lost.done() or not lost.result().was_killed:
-            return None
-        return replace(lost.result(), cause=f"{lost.result().cause} while it was loading")
+        return lost.result().of_load() if lost.done() else None
 
     def _one_more_serves(self, process: WorkerProcess) -> None:
         if process is not self._process:

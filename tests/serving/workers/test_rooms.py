@@ -54,6 +54,29 @@ class Counting(torch.nn.Module):
         return x + self.count
 
 
+class Stuck(torch.nn.Module):
+    """Does not end to load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1
+
+    @torch.jit.export
+    def __getstate__(self):
+        return (1, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[int, bool]) -> None:
+        self.training = state[1]
+        self.number = state[0]
+        x = torch.ones(1)
+        while bool((x > 0).any()):
+            x = x + 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 class House:
     """A room launcher, and pools whose versions it takes in."""
 
@@ -253,6 +276,45 @@ def test_a_version_that_does_not_load_costs_its_mates_nothing(in_house: Any, mak
         assert "TorchScript" in caught.value.detail
         assert await ask(one, make_sink, 1) == [2]
         assert (pid_of(one), one.statuses()[0].losses) == (pid, 0)
+
+    in_house(test)
+
+
+@pytest.mark.parametrize("way", ["hangs", "crashes"])
+def test_a_first_load_goes_on_when_a_mate_ends_the_room(
+    way: str, in_house: Any, make_sink: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(house: House) -> None:
+        one = await house.move_in("one", response_timeout_s=1.0)
+        pid, begun = pid_of(one), make_sink()
+        if way == "hangs":
+            begun.submit(one, [numbers(-1)])
+            await until(lambda: begun.run.page.begun(1) != {})
+        os.kill(pid, signal.SIGSTOP)
+        moving = asyncio.ensure_future(house.move_in("two"))
+        await until(lambda: "two" in house.pools and house.pools["two"].statuses()[0].pid == pid)
+        if way == "crashes":
+            os.kill(pid, signal.SIGSEGV)
+            os.kill(pid, signal.SIGCONT)
+        two = await moving
+        await until(lambda: one.free == 1)
+        assert await ask(two, make_sink, 1) == [2]
+        assert (one.has_own_process, one.statuses()[0].losses) == (False, 1)
+        # A crash may be that of the load, which is not to end a second room.
+        assert (two.has_own_process, pid_of(one) != pid_of(two)) == (way == "crashes",) * 2
+        assert "while it was loading" in two.statuses()[0].last_failure
+        assert ("gets a process of its own" in caplog.text) is (way == "crashes")
+
+    in_house(test)
+
+
+def test_a_load_that_does_not_end_takes_no_newcomers_with_it(in_house: Any, make_sink: Any) -> None:
+    async def test(house: House) -> None:
+        pid = pid_of(await house.move_in("one"))
+        with pytest.raises(LoadFailed) as caught:
+            await house.move_in("stuck", Stuck(), startup_timeout_s=1.0)
+        assert "startup_timeout" in caught.value.detail
+        assert pid_of(await house.move_in("two", startup_timeout_s=20.0)) != pid
 
     in_house(test)
 
