@@ -34,10 +34,11 @@ class ApiServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, objects: list[Object]) -> None:
+    def __init__(self, objects: list[Object], forbidden: str) -> None:
         """Listen on a free port of loopback."""
         super().__init__(("127.0.0.1", 0), _Answer)
         self.objects = objects
+        self.forbidden = forbidden
 
     def answer(self, path: str) -> Object | None:
         """The answer to a GET, or None where there is nothing."""
@@ -68,16 +69,13 @@ class ApiServer(ThreadingHTTPServer):
 class _Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         assert isinstance(self.server, ApiServer)
-        found = self.server.answer(self.path.partition("?")[0])
-        missing = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "status": "Failure",
-            "reason": "NotFound",
-            "code": 404,
-        }
-        body = json.dumps(missing if found is None else found).encode()
-        self.send_response(404 if found is None else 200)
+        path = self.path.partition("?")[0]
+        refused = bool(self.server.forbidden) and path.endswith(f"/{self.server.forbidden}")
+        found = None if refused else self.server.answer(path)
+        code, reason = (403, "Forbidden") if refused else (404, "NotFound")
+        failure = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+        body = json.dumps(failure if found is None else found).encode()
+        self.send_response(code if found is None else 200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -100,11 +98,13 @@ def _group(name: str) -> Object:
 def rendered_in(
     tool: Callable[[str], str], root: Path, tmp_path: Path
 ) -> Iterator[Callable[..., dict[str, Object]]]:
-    """Renders values in a cluster that has these objects; the result is by kind and name."""
+    """Renders values in a cluster that has these objects, and forbids a list; by kind and name."""
     servers: list[ApiServer] = []
 
-    def render(values: Object, *objects: Object, program: str = "helm") -> dict[str, Object]:
-        server = ApiServer(list(objects))
+    def render(
+        values: Object, *objects: Object, program: str = "helm", forbidden: str = ""
+    ) -> dict[str, Object]:
+        server = ApiServer(list(objects), forbidden)
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
@@ -187,3 +187,13 @@ def test_an_upgrade_keeps_its_own_rules_and_dashboards(
     again = rendered_in(values, *(first[name] for name in names))
 
     assert set(names) <= again.keys()
+
+
+@pytest.mark.parametrize("program", ["helm", "helm4"])
+def test_the_defaults_need_neither_the_operator_of_prometheus_nor_a_right_to_list_its_rules(
+    rendered_in: Callable[..., dict[str, Object]], program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Deployment/rel-torchere" in rendered_in({}, program=program, forbidden="prometheusrules")
+
+    monkeypatch.delitem(KINDS, "monitoring.coreos.com/v1")
+    assert "Deployment/rel-torchere" in rendered_in({}, program=program)

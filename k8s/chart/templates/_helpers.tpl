@@ -77,7 +77,10 @@ disappears from the manifest. Nothing where there is no cluster to ask (helm tem
 {{- end -}}
 {{- end -}}
 
-{{/* Another release of this chart in the namespace that has the object for all of them already; or nothing. */}}
+{{/*
+Another release of this chart in the namespace that has the object for all of them already; or nothing. Ask only where the
+object is enabled: Helm gives up where the cluster does not know the kind, or refuses the list.
+*/}}
 {{- define "torchere.owner" -}}
 {{- $owners := list -}}
 {{- range (lookup .apiVersion .kind .root.Release.Namespace "").items -}}
