@@ -82,6 +82,19 @@ def test_its_objects_are_valid_and_keep_to_the_policy(
     assert_valid({"set": [*objects.values(), *as_deployments]}, tmp_path)
 
 
+def test_no_service_takes_the_name_of_one_that_the_controller_makes_for_the_pods(
+    objects: dict[tuple[str, str], Object],
+) -> None:
+    spec = objects["LeaderWorkerSet", "rel-torchere"]["spec"]
+    shared = spec.get("networkConfig", {}).get("subdomainPolicy") != "UniquePerReplica"
+    leaders = {f"rel-torchere-{number}" for number in range(spec["replicas"])}
+
+    made = {"rel-torchere"} if shared else leaders
+
+    # The controller leaves such a one as it is.
+    assert made & {name for kind, name in objects if kind == "Service"} == set()
+
+
 def test_only_the_leader_is_reached_by_clients(
     objects: dict[tuple[str, str], Object], pods: tuple[Object, Object]
 ) -> None:
