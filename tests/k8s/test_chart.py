@@ -410,6 +410,14 @@ def test_an_ingress_leads_to_the_service_by_the_names_of_its_ports(
     assert {backend["name"] for backend in backends} == {"rel-torchere"}
 
 
+def test_a_load_balancer_is_not_told_to_probe_over_http(render: Callable[..., list[Object]]) -> None:
+    def protocol(values: str) -> str | None:
+        (http, _) = named(render(values), "Service", "rel-torchere")["spec"]["ports"]
+        return str(http["appProtocol"]) if "appProtocol" in http else None
+
+    assert [protocol(values) for values in ("defaults", "load-balancer", "tls")] == ["http", None, None]
+
+
 def test_routes_share_traffic_with_another_release_by_weight(render: Callable[..., list[Object]]) -> None:
     objects = render("gateway")
     ports = {
