@@ -255,6 +255,15 @@ def test_systemd_accepts_the_unit(root: Path, tool: Callable[[str], str], tmp_pa
     assert stop_s and int(stop_s.group(1)) > settings.drain_delay_s + settings.drain_timeout_s
 
 
+def test_the_unit_leaves_ranks_the_sockets_by_which_they_find_each_other(root: Path) -> None:
+    unit = (root / "deploy/systemd/torchere.service").read_text()
+
+    (families,) = re.findall(r"^RestrictAddressFamilies=(.*)$", unit, re.MULTILINE)
+
+    # gloo and NCCL call getifaddrs(), for which the C library opens a socket of AF_NETLINK.
+    assert set(families.split()) == {"AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK"}
+
+
 def test_the_configuration_that_the_unit_installs_loads_the_store_and_listens_on_loopback_alone(
     root: Path, tmp_path: Path
 ) -> None:
