@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -103,6 +104,19 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_of_the_module_names_of_torchserve_can_be_built_from_their_source_archive(
+    tmp_path: Path,
+) -> None:
+    copy = shutil.copytree(ROOT / "compat", tmp_path / "compat")  # building writes beside the files
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(copy)]
+
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as opened:
+        assert {"torchere_ts.pth", "torchere_ts/__init__.py"} <= set(opened.namelist())
 
 
 def test_an_editable_installation_has_a_version_and_no_folder_above_a_clone_hides_it(tmp_path: Path) -> None:
