@@ -299,7 +299,9 @@ def test_the_service_monitor_finds_one_service_and_names_the_job_as_the_rules_do
     (endpoint,) = monitor["endpoints"]
     assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
     assert endpoint["relabelings"][0] == {"targetLabel": "job", "replacement": "torchere"}
-    assert endpoint["relabelings"][1]["targetLabel"] == "node"
+    (dropped,) = [each for each in endpoint["relabelings"] if each.get("action") == "drop"]
+    assert (dropped["sourceLabels"], dropped["regex"]) == (["__meta_kubernetes_pod_phase"], "Pending")
+    assert endpoint["relabelings"][-1]["targetLabel"] == "node"
     assert (endpoint["interval"], endpoint["scrapeTimeout"]) == ("30s", "25s")
     assert "annotations" not in service["metadata"]  # or it would be scraped twice
 
