@@ -23,6 +23,7 @@ replicaCount: 2
 modelStore: {type: pvc, pvc: {claimName: models}}
 models: [{archive: large.mar}]
 gpu: {count: 4}
+podAnnotations: {sidecar.istio.io/inject: "false"}
 """
 
 
@@ -104,6 +105,11 @@ def test_only_the_leader_is_reached_by_clients(
             selector = each["spec"]["selector"]
             assert selector.get("matchLabels", selector).items() <= leader
             assert not selector.get("matchLabels", selector).items() <= ranks
+
+
+def test_all_pods_have_the_annotations_of_the_values(pods: tuple[Object, Object]) -> None:
+    for pod in pods:
+        assert pod["metadata"]["annotations"]["sidecar.istio.io/inject"] == "false"
 
 
 def test_the_pods_of_a_group_meet_where_its_leader_listens(

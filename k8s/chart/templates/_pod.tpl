@@ -298,6 +298,7 @@ metadata:
   annotations:
     kubectl.kubernetes.io/default-container: ranks
     checksum/config: {{ include "torchere.properties" . | sha256sum }}
+    {{- with .Values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
   {{- include "torchere.placement" . | nindent 2 }}
   terminationGracePeriodSeconds: 15
