@@ -157,6 +157,21 @@ def test_the_older_values_of_torchserves_chart_name_no_claim_and_request_less_th
     assert "--ts-config=/home/model-server/shared/config/config.properties" in server["args"]
 
 
+@pytest.mark.parametrize(
+    ("hooks", "sleep"), [({"postStart": {"exec": {"command": ["true"]}}}, "10"),
+                         ({"preStop": {"exec": {"command": ["sleep", "3"]}}}, "3")]
+)  # fmt: skip
+def test_only_another_hook_of_its_end_replaces_the_sleep_of_a_pod_with_a_configuration_on_a_claim(
+    hooks: Object, sleep: str, rendered: Callable[[Object], dict[str, Object]], root: Path
+) -> None:
+    theirs = yaml.safe_load((root / "tests/k8s/values/torchserve-chart.yaml").read_text())
+
+    pod = rendered(theirs | {"lifecycle": hooks})["Deployment/rel-torchere"]["spec"]["template"]["spec"]
+
+    wanted = hooks | {"preStop": {"exec": {"command": ["sleep", sleep]}}}
+    assert pod["containers"][0]["lifecycle"] == wanted
+
+
 def test_the_user_may_be_left_to_the_platform(
     rendered: Callable[[Object], dict[str, Object]], root: Path
 ) -> None:

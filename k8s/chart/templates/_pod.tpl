@@ -247,14 +247,14 @@ spec:
       readinessProbe:
         {{- include "torchere.probe" (dict "path" "/readyz" "root" .) | nindent 8 }}
         {{- toYaml .Values.readiness | nindent 8 }}
-      {{- if .Values.lifecycle }}
-      lifecycle: {{- toYaml .Values.lifecycle | nindent 8 }}
-      {{- else if $fromVolume }}
-      # The claim's configuration is not ours to know; without drain_delay_s in it the server stops at once.
-      lifecycle:
-        preStop:
-          exec:
-            command: [sleep, {{ ceil .Values.server.drainDelaySeconds | quote }}]
+      {{- $lifecycle := deepCopy (.Values.lifecycle | default dict) }}
+      {{- if and $fromVolume (not $lifecycle.preStop) }}
+      {{- /* The claim's configuration is not ours to know; without drain_delay_s in it the server stops at once. */}}
+      {{- $sleep := list "sleep" (ceil .Values.server.drainDelaySeconds | toString) }}
+      {{- $_ := set $lifecycle "preStop" (dict "exec" (dict "command" $sleep)) }}
+      {{- end }}
+      {{- with $lifecycle }}
+      lifecycle: {{- toYaml . | nindent 8 }}
       {{- end }}
       resources: {{- include "torchere.resources" . | nindent 8 }}
       securityContext: {{- toYaml .Values.securityContext | nindent 8 }}
