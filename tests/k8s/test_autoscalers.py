@@ -87,6 +87,35 @@ def test_both_autoscalers_see_the_busiest_model_of_each_pod_that_an_executor_ser
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
+@pytest.mark.parametrize("program", ["promtool", "promtool3"])
+def test_the_latency_of_keda_has_no_result_without_traffic(
+    program: str, render: Callable[..., list[Object]], tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    trigger = named(render("keda"), "ScaledObject")["spec"]["triggers"][1]["metadata"]
+    labels = 'namespace="torchserve", service="rel-torchere-metrics", instance="a:8082"'
+    series = [
+        {
+            "series": f'torchere_request_duration_seconds_bucket{{{labels}, le="{le}"}}',
+            "values": "0+60x5 300x9",
+        }
+        for le in ("1", "2", "+Inf")
+    ]
+    cases = [
+        {"expr": trigger["query"], "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 0.95}]},
+        {"expr": trigger["query"], "eval_time": "12m", "exp_samples": []},
+    ]
+    file = {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": cases}]}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(file))
+
+    tested = subprocess.run(
+        [tool(program), "test", "rules", tmp_path / "tests.yaml"],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    assert trigger["ignoreNullValues"] == "true"  # so no result is no error
+
+
 def test_both_autoscalers_have_the_settings_that_the_simulated_day_recommends(
     render: Callable[..., list[Object]], root: Path
 ) -> None:
