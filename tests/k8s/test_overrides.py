@@ -303,26 +303,61 @@ def test_who_brings_a_configuration_on_a_claim_is_told_of_the_tokens(
     assert "Tokens are on" not in notes()
 
 
+@pytest.fixture
+def deployed(tool: Callable[[str], str], root: Path, tmp_path: Path) -> Callable[..., list[Object]]:
+    """The Deployments of a chart that has ours among its dependencies under these aliases; `off` is off."""
+
+    def render(program: str, release: str, *aliases: str) -> list[Object]:
+        shutil.copytree(root / "k8s/chart", tmp_path / "charts/torchere")
+        one = {"name": "torchere", "version": "0.1.0"}
+        of = [one | ({"alias": name} if name != "torchere" else {}) | {"condition": f"{name}.enabled"}
+              for name in aliases]  # fmt: skip
+        chart = {"apiVersion": "v2", "name": "umbrella", "version": "1.0.0", "dependencies": of}
+        (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(chart))
+        values = {name: {"enabled": name != "off"} for name in aliases}
+        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+        done = subprocess.run(
+            [tool(program), "template", release, tmp_path, "--kube-version", "1.35.0"],
+            check=False, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        made = yaml.load_all(done.stdout, yaml.CSafeLoader)
+        return [each for each in made if each and each["kind"] == "Deployment"]
+
+    return render
+
+
 @pytest.mark.parametrize("program", ["helm", "helm4"])
 def test_a_chart_may_have_it_twice_among_its_dependencies_on_a_condition(
-    program: str, tool: Callable[[str], str], root: Path, tmp_path: Path
+    program: str, deployed: Callable[..., list[Object]]
 ) -> None:
-    shutil.copytree(root / "k8s/chart", tmp_path / "charts/torchere")
-    one = {"name": "torchere", "version": "0.1.0"}
-    both = [one | {"alias": name, "condition": f"{name}.enabled"} for name in ("bert", "resnet", "off")]
-    chart = {"apiVersion": "v2", "name": "umbrella", "version": "1.0.0", "dependencies": both}
-    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(chart))
-    values = {"bert": {"enabled": True}, "resnet": {"enabled": True}, "off": {"enabled": False}}
-    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    found = deployed(program, "rel", "bert", "resnet", "off")
 
-    done = subprocess.run(
-        [tool(program), "template", "rel", tmp_path, "--kube-version", "1.35.0"],
-        check=False, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
-    made = yaml.load_all(done.stdout, yaml.CSafeLoader)
-    found = [each for each in made if each and each["kind"] == "Deployment"]
     assert [each["metadata"]["name"] for each in found] == ["rel-bert", "rel-resnet"]
     labels = [each["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"] for each in found]
     assert labels == ["bert", "resnet"]
+
+
+@pytest.mark.parametrize("program", ["helm", "helm4"])
+@pytest.mark.parametrize(
+    ("release", "aliases", "names"),
+    [
+        ("llama-bert", ("bert", "llama"), ["llama-bert-bert", "llama-bert-llama"]),
+        ("bert", ("bert", "llama"), ["bert", "bert-llama"]),
+        (
+            "torchere-prod",
+            ("torchere", "prod"),
+            ["torchere-prod", "torchere-prod-prod"],
+        ),  # the first has no alias
+    ],
+)
+def test_each_of_several_dependencies_has_a_name_of_its_own(
+    release: str,
+    aliases: tuple[str, ...],
+    names: list[str],
+    program: str,
+    deployed: Callable[..., list[Object]],
+) -> None:
+    found = deployed(program, release, *aliases)
+
+    assert sorted(each["metadata"]["name"] for each in found) == names

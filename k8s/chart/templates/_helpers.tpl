@@ -3,13 +3,19 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/*
+The release's name alone where it has ours in it. Not for an alias, which one chart may have several of: the release
+llama-bert has the names of both its aliases, llama and bert. An alias is the chart's name to Helm.
+*/}}
 {{- define "torchere.fullname" -}}
+{{- $name := include "torchere.name" . -}}
+{{- $alone := ternary (contains $name .Release.Name) (eq $name .Release.Name) (or .Chart.IsRoot (eq .Chart.Name "torchere")) -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
-{{- else if contains (include "torchere.name" .) .Release.Name -}}
+{{- else if $alone -}}
 {{- .Release.Name | trunc 50 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name (include "torchere.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
