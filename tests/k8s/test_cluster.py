@@ -26,7 +26,12 @@ KINDS = {
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
 }
-OTHER = {"app.kubernetes.io/instance": "other", "helm.sh/chart": "torchere-0.1.0"}
+# An alias stands in place of the chart's name.
+OTHER = {
+    "app.kubernetes.io/instance": "other",
+    "app.kubernetes.io/name": "bert",
+    "helm.sh/chart": "bert-0.1.0",
+}
 
 
 class ApiServer(ThreadingHTTPServer):
@@ -142,7 +147,8 @@ def running(replicas: int) -> Object:
 def of_other(kind: str, name: str, component: str = "") -> Object:
     """An object of another release."""
     version = "monitoring.coreos.com/v1" if kind == "PrometheusRule" else "v1"
-    labels = OTHER | ({"app.kubernetes.io/component": component} if component else {})
+    more = {"app.kubernetes.io/component": component, "app.kubernetes.io/part-of": "torchere"}
+    labels = OTHER | (more if component else {})
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}}
 
 
@@ -187,6 +193,32 @@ def test_an_upgrade_keeps_its_own_rules_and_dashboards(
     again = rendered_in(values, *(first[name] for name in names))
 
     assert set(names) <= again.keys()
+
+
+def test_an_upgrade_to_another_name_keeps_its_rules(
+    rendered_in: Callable[..., dict[str, Object]],
+) -> None:
+    values = {"prometheusRule": {"enabled": True}}
+    first = rendered_in(values)
+
+    again = rendered_in(values | {"fullnameOverride": "renamed"}, first["PrometheusRule/rel-torchere"])
+
+    assert "PrometheusRule/renamed" in again
+
+
+@pytest.mark.parametrize(("other", "kept"), [("aaa", set()), ("zzz", {"PrometheusRule/rel-torchere"})])
+def test_of_two_aliases_in_a_release_that_both_have_rules_the_first_by_name_keeps_them(
+    rendered_in: Callable[..., dict[str, Object]], other: str, kept: set[str]
+) -> None:
+    values = {"prometheusRule": {"enabled": True}}
+    own = rendered_in(values)["PrometheusRule/rel-torchere"]
+    labels = {"app.kubernetes.io/instance": "rel", "app.kubernetes.io/name": other}
+    sibling = of_other("PrometheusRule", f"rel-{other}", "rules")
+    sibling["metadata"]["labels"] |= labels
+
+    again = rendered_in(values, own, sibling)
+
+    assert {name for name in again if name.startswith("PrometheusRule/")} == kept
 
 
 @pytest.mark.parametrize("program", ["helm", "helm4"])

@@ -84,19 +84,24 @@ disappears from the manifest. Nothing where there is no cluster to ask (helm tem
 {{- end -}}
 
 {{/*
-Another release of this chart in the namespace that has the object for all of them already; or nothing. Ask only where the
-object is enabled: Helm gives up where the cluster does not know the kind, or refuses the list.
+Another release or alias of this chart in the namespace that has the object for all of them already; or nothing. Of several
+that have it, the first by name keeps it. Ask only where the object is enabled: Helm gives up where the cluster does not know the
+kind, or refuses the list. `part-of` tells the object from other charts': `helm.sh/chart` begins with the alias.
 */}}
 {{- define "torchere.owner" -}}
 {{- $owners := list -}}
 {{- range (lookup .apiVersion .kind .root.Release.Namespace "").items -}}
 {{- $labels := .metadata.labels | default dict -}}
-{{- $owner := get $labels "app.kubernetes.io/instance" -}}
-{{- if and (hasPrefix (printf "%s-" $.root.Chart.Name) (get $labels "helm.sh/chart")) (eq (get $labels "app.kubernetes.io/component") $.component) (ne $owner $.root.Release.Name) -}}
-{{- $owners = append $owners $owner -}}
+{{- if and (eq (get $labels "app.kubernetes.io/part-of") "torchere") (eq (get $labels "app.kubernetes.io/component") $.component) -}}
+{{- $owners = append $owners (include "torchere.owned" $labels) -}}
 {{- end -}}
 {{- end -}}
-{{- with first $owners }}{{ . }}{{ end -}}
+{{- $own := include "torchere.owned" (include "torchere.selector" .root | fromYaml) -}}
+{{- with first (sortAlpha $owners) }}{{ if ne . $own }}{{ . }}{{ end }}{{ end -}}
+{{- end -}}
+
+{{- define "torchere.owned" -}}
+{{ get . "app.kubernetes.io/name" }} of the release {{ get . "app.kubernetes.io/instance" }}
 {{- end -}}
 
 {{/* A number of the values as the configuration file wants it: YAML makes floats of them, and 2e+07 is not whole. */}}
