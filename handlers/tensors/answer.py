@@ -7,6 +7,7 @@ first in the body. The executor encodes the body, so the frontend only forwards 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 from collections.abc import Mapping, Sequence
@@ -404,7 +405,7 @@ def classified(output: Output, classes: int, labels: Labels | None, field: str) 
     is_torch = output.datatype is BF16 and not isinstance(output.tensor, np.ndarray)
     values: Array = output.tensor.float().numpy() if is_torch else output.tensor
     is_batch = values.ndim > 1
-    rows = values.reshape(values.shape[0], -1) if is_batch and values.size else values.reshape(1, -1)
+    rows = values.reshape(values.shape[0], math.prod(values.shape[1:])) if is_batch else values.reshape(1, -1)
     count = min(classes, rows.shape[1])
     # A stable sort of the reversed rows, read backwards: of equal values the first one comes first.
     order = np.argsort(rows[:, ::-1], axis=1, kind="stable")[:, ::-1]

@@ -135,9 +135,10 @@ def test_there_are_no_more_classes_than_values(dtype: torch.dtype) -> None:
     assert classified(output, 10**9, None, "outputs[0]").tensor.tolist() == ["1.000000:1", "0.000000:0"]
 
 
-def test_no_rows_have_no_classes() -> None:
-    output = outputs_of(torch.zeros(0, 4), ())[0]
-    assert classified(output, 3, None, "x").tensor.size == 0
+@pytest.mark.parametrize(("shape", "wanted"), [((0, 4), (0, 3)), ((2, 0), (2, 0)), ((0,), (0,))])
+def test_no_values_have_no_classes(shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    best = classified(outputs_of(torch.zeros(shape), ())[0], 3, None, "x")
+    assert (best.shape, best.tensor.shape) == (wanted, wanted)
 
 
 def test_texts_have_no_classes() -> None:
