@@ -423,4 +423,5 @@ def _text(value: Any, index: int, labels: Labels | None) -> str:
     label = labels.get(str(index)) if labels else None
     if isinstance(label, (list, tuple)):  # [id, name], as ImageNet's index_to_name.json has it
         label = label[-1] if label else None
-    return f"{float(value):f}:{index}" + (f":{label}" if label is not None else "")
+    number = f"{float(value):f}" if value.dtype.kind == "f" else str(int(value))  # as Triton writes its type
+    return f"{number}:{index}" + (f":{label}" if label is not None else "")

@@ -1,6 +1,7 @@
 """What a handler answers as named outputs, and the classification of them."""
 
 import tracemalloc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -129,10 +130,18 @@ def test_classes_are_the_best_values_of_each_row_with_their_names() -> None:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
-def test_there_are_no_more_classes_than_values(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "values"), [(torch.bfloat16, ("1.000000", "0.000000")), (torch.int64, "10"), (torch.bool, "10")]
+)
+def test_there_are_no_more_classes_than_values(dtype: torch.dtype, values: Sequence[str]) -> None:
     output = outputs_of(torch.tensor([0, 1], dtype=dtype), ())[0]
-    assert classified(output, 10**9, None, "outputs[0]").tensor.tolist() == ["1.000000:1", "0.000000:0"]
+    best = classified(output, 10**9, None, "outputs[0]")
+    assert best.tensor.tolist() == [f"{values[0]}:1", f"{values[1]}:0"]
+
+
+def test_classes_of_large_integers_are_exact() -> None:
+    output = outputs_of(np.array([2**64 - 1, 2**53 + 1], np.uint64), ())[0]
+    assert classified(output, 2, None, "x").tensor.tolist() == [f"{2**64 - 1}:0", f"{2**53 + 1}:1"]
 
 
 @pytest.mark.parametrize(("shape", "wanted"), [((0, 4), (0, 3)), ((2, 0), (2, 0)), ((0,), (0,))])
