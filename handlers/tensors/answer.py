@@ -131,8 +131,11 @@ class AnswerEncoder:
     def _encoded(self, answer: object, wish: Wish) -> Encoded:
         if wish.json_bytes_as is not None:
             written = read_answer(encode_answer(answer), wish.json_bytes_as)
-            # An envelope names outputs after inputs; gRPC clients ask for them by the names of the model.
-            wanted = () if wish.framed else wish.outputs
+            wanted = wish.outputs
+            if wish.framed:
+                # An envelope names outputs after inputs, and gRPC clients may only know the model's names.
+                names = {output.name for output in written.outputs}
+                wanted = tuple([output for output in wanted if output.name in names])
             wish = msgspec.structs.replace(wish, id=written.id, outputs=wanted)
             return encode_outputs(written.identity, wanted_outputs(written.outputs, wish, self.labels), wish)
         if self._specs is None:

@@ -66,9 +66,21 @@ def test_an_answer_is_put_into_the_clients_form(answer: object) -> None:
     assert (request.status_code, body[:26]) == (400, b"outputs[0].name: found 'z'")
 
 
-def test_over_grpc_the_names_of_outputs_that_a_client_asks_for_are_ignored() -> None:
-    body, request = encoded(ANSWER, Wish(framed=True, outputs=(WantedOutput("z"),), json_bytes_as="text"))
-    assert (request.status_code, body[-2:]) == (200, b"\1\2")
+@pytest.mark.parametrize(
+    ("wanted", "end"),
+    [
+        ((WantedOutput("z"),), b"\1\2\3"),
+        ((WantedOutput("z"), WantedOutput("w")), b"}\3"),
+        ((WantedOutput("y", classes=1),), b"2:1"),
+    ],
+)
+def test_over_grpc_the_outputs_that_are_unknown_are_ignored(
+    wanted: tuple[WantedOutput, ...], end: bytes
+) -> None:
+    given = (("y", [1, 2]), ("w", [3]))
+    outputs = [{"name": n, "datatype": "INT8", "data": data, "shape": [len(data)]} for n, data in given]
+    body, request = encoded({"outputs": outputs}, Wish(framed=True, outputs=wanted, json_bytes_as="text"))
+    assert (request.status_code, body[-len(end) :]) == (200, end)
 
 
 @pytest.mark.parametrize("parameters", [{}, [], None, "text"])
