@@ -102,15 +102,17 @@ class ModelCalls:
     ) -> pb.RepositoryModelLoadResponse:
         """Load a model and wait until it can answer."""
         given = {name: _plain(value) for name, value in request.parameters.items()}
-        await self._repository.load(request.model_name, given)
-        return pb.RepositoryModelLoadResponse()
+        model = _model_of(request)
+        await self._repository.load(model, given)
+        return pb.RepositoryModelLoadResponse(model_name=model, isLoaded=True)
 
     async def repository_unload(
         self, request: pb.RepositoryModelUnloadRequest, call: Call
     ) -> pb.RepositoryModelUnloadResponse:
         """Unload a model after its requests are answered."""
-        await self._repository.unload(request.model_name)
-        return pb.RepositoryModelUnloadResponse()
+        model = _model_of(request)
+        await self._repository.unload(model)
+        return pb.RepositoryModelUnloadResponse(model_name=model, isUnloaded=True)
 
     def _facts(self, request: Any) -> ModelFacts:
         if not request.name:
@@ -121,6 +123,13 @@ class ModelCalls:
         if request.name:
             return [request.name]
         return [name for name, _ in self._controlplane.list_models(2**31, 0).models]
+
+
+def _model_of(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> str:
+    model = request.model_name or request.repository_name  # KServe's stubs have the model's name as field 1
+    if not model:
+        raise InvalidRequest("Parameter model_name is required.")
+    return model
 
 
 def _filled(message: Filled, members: dict[str, Any]) -> Filled:

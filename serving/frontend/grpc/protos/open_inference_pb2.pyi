@@ -440,8 +440,12 @@ class RepositoryModelLoadRequest(_message.Message):
     def __init__(self, repository_name: _Optional[str] = ..., model_name: _Optional[str] = ..., parameters: _Optional[_Mapping[str, ModelRepositoryParameter]] = ...) -> None: ...
 
 class RepositoryModelLoadResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model_name", "isLoaded")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    ISLOADED_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    isLoaded: bool
+    def __init__(self, model_name: _Optional[str] = ..., isLoaded: _Optional[bool] = ...) -> None: ...
 
 class RepositoryModelUnloadRequest(_message.Message):
     __slots__ = ("repository_name", "model_name", "parameters")
@@ -461,5 +465,9 @@ class RepositoryModelUnloadRequest(_message.Message):
     def __init__(self, repository_name: _Optional[str] = ..., model_name: _Optional[str] = ..., parameters: _Optional[_Mapping[str, ModelRepositoryParameter]] = ...) -> None: ...
 
 class RepositoryModelUnloadResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model_name", "isUnloaded")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    ISUNLOADED_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    isUnloaded: bool
+    def __init__(self, model_name: _Optional[str] = ..., isUnloaded: _Optional[bool] = ...) -> None: ...

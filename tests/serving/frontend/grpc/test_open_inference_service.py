@@ -592,6 +592,24 @@ def test_models_are_loaded_and_unloaded(oip, planes):
     assert ("unregister", "echo", "1.0") in planes.control.calls
 
 
+def test_models_are_loaded_and_unloaded_for_kserves_stubs(oip, planes):
+    load = pb.RepositoryModelLoadRequest.FromString(b"\x0a\x03new")
+    unload = pb.RepositoryModelUnloadRequest.FromString(b"\x0a\x04echo")
+    loaded, unloaded = oip.ask("RepositoryModelLoad", load), oip.ask("RepositoryModelUnload", unload)
+    assert loaded.SerializeToString() == b"\x0a\x03new\x10\1"
+    assert unloaded.SerializeToString() == b"\x0a\x04echo\x10\1"
+    (wish,) = [call[1] for call in planes.control.calls if call[0] == "register"]
+    assert (wish.url, wish.model_name) == ("new.mar", "new")
+    assert ("unregister", "echo", "1.0") in planes.control.calls
+
+
+@pytest.mark.parametrize("verb", ["Load", "Unload"])
+def test_a_model_to_load_or_unload_has_a_name(oip, verb):
+    asked = getattr(pb, f"RepositoryModel{verb}Request")()
+    wanted = ("INVALID_ARGUMENT", "Parameter model_name is required.")
+    assert oip.refused(f"RepositoryModel{verb}", asked) == wanted
+
+
 def test_behind_an_envelope_the_worker_translates_for_each_service(oip, planes):
     head = b'{"id":"7","model_name":"echo","outputs":[]}'
     planes.data.behave = lambda asked: asyncio.sleep(0, InferResponse(FRAME.pack(len(head)) + head))
