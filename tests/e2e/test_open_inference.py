@@ -224,7 +224,7 @@ def test_a_stream_is_events_and_generate_joins_it(server: Any) -> None:
         {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["x"]}]}
     ).encode()
     reply = server.call("POST", "/v2/models/echo/versions/1.0/infer", body, accept="text/event-stream")
-    assert reply.headers["content-type"] == "text/event-stream"
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     events = [json.loads(event.removeprefix(b"data: ")) for event in reply.body.split(b"\n\n") if event]
     assert [event["outputs"][0]["data"] for event in events] == [["one "], ["two "], ["three"]]
     reply = server.call("POST", "/v2/models/echo/generate", b'{"text": "x"}')

@@ -39,7 +39,7 @@ from torchere.serving.frontend.rest.predictions import Body, Prediction
 from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import (
     DEFLATED_IN_THREAD_BYTES,
-    EVENTS,
+    EVENTS_IN_UTF8,
     Coding,
     RawHeaders,
     Wire,
@@ -222,7 +222,7 @@ class TensorPrediction(Prediction):
         parts = aiter(_parts(outcome))
         # Until here an error is a plain answer.
         first = await self._event(await anext(parts), is_generate=is_generate)
-        head = self.start(200, [(b"content-type", EVENTS)])
+        head = self.start(200, [(b"content-type", EVENTS_IN_UTF8)])
         self.connection.write(head, self.framed(first))
         try:
             async for part in parts:

@@ -238,6 +238,7 @@ def _is_zero(weight: str) -> bool:
 
 LENGTH = b"inference-header-content-length"
 EVENTS = b"text/event-stream"
+EVENTS_IN_UTF8 = EVENTS + b"; charset=utf-8"  # always so, but `requests` takes texts without one for Latin-1
 
 
 class Wire(NamedTuple):

@@ -338,7 +338,7 @@ def test_a_stream_is_sent_as_events(post, planes):
     answer = post(
         request(outputs=outputs, parameters={"binary_data_output": True}), accept="text/event-stream"
     )
-    assert answer.headers["content-type"] == "text/event-stream"
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.chunks == [b'data: {"outputs":1}\n\n', b'data: {"outputs":2}\n\n', b""]
     wish = read_wish(dict(planes.data.asked[0][2].headers)[OPEN_INFERENCE])
     assert (wish.binary, wish.outputs[0].binary) == (False, False)
