@@ -79,6 +79,8 @@ def tensor_request(request: TensorMessage) -> TensorRequest:
     message, raw = request.fields, request.raw
     check_count("inputs", len(message.inputs))
     check_count("outputs", len(message.outputs))
+    for index, tensor in enumerate(message.inputs):  # before the count: such inputs bring no raw tensors
+        refuse_shared_memory(tensor.parameters, f"inputs[{index}]")
     if raw and len(raw) != len(message.inputs):
         raise InvalidRequest(
             f"raw_input_contents: found {len(raw)}, expected one for each of {len(message.inputs)}"
@@ -157,7 +159,6 @@ def set_parameter(parameter: InferParameter, value: object) -> None:
 
 
 def _input(tensor: ModelInferRequest.InferInputTensor, raw: Raw | None, where: str) -> InputTensor:
-    refuse_shared_memory(tensor.parameters, where)
     try:
         datatype = datatype_named(tensor.datatype, f"{where}.datatype")
         if raw is None:

@@ -291,7 +291,9 @@ def test_an_error_of_a_stream_does_not_send_megabytes_of_names_back(oip):
 def test_shared_memory_is_refused_in_words(oip):
     wanted = request(raw=RAW)
     wanted.inputs[0].parameters["shared_memory_region"].string_param = "region"
-    assert "there is no shared memory here" in oip.refused("ModelInfer", wanted)[1]
+    wanted.inputs.add(name="y", datatype="FP32", shape=[1])  # the only one with a raw tensor
+    refused = oip.refused("ModelInfer", wanted)[1]
+    assert refused == "inputs[0]: found shared_memory_region, and there is no shared memory here"
     wanted = request(raw=RAW)
     wanted.outputs.add(name="x").parameters["shared_memory_region"].string_param = "region"
     assert "there is no shared memory here" in oip.refused("ModelInfer", wanted)[1]
