@@ -325,14 +325,19 @@ def wrong_type(found: str, datatype: Datatype, name: str, place: int) -> TensorE
     return TensorError(f"{name}[{place}]", found, f"{_ALLOWED[_kind(datatype)][1]} for {datatype.name}")
 
 
-def json_from_tensor(tensor: Any, datatype: Datatype, field: str) -> msgspec.Raw:
+_AS_BINARY = "ask for this output as binary data"
+
+
+def json_from_tensor(tensor: Any, datatype: Datatype, field: str, advice: str = _AS_BINARY) -> msgspec.Raw:
     """Encode a tensor's elements as a flat JSON list in row-major order.
+
+    `advice` ends the text of the error.
 
     Raises:
         TensorError: an element of BYTES is not UTF-8, which JSON can't carry.
     """
     if datatype is BYTES:
-        texts = [_text(element, field) for element in tensor.flatten().tolist()]
+        texts = [_text(element, field, advice) for element in tensor.flatten().tolist()]
         return msgspec.Raw(msgspec.json.encode(texts))
     if datatype is BF16 and not isinstance(tensor, np.ndarray):  # see `bytes_from_tensor`
         tensor = tensor.double().numpy()
@@ -413,7 +418,7 @@ def _range(datatype: Datatype) -> tuple[int, int]:
     return (0, 2**bits - 1) if datatype.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-def _text(element: object, field: str) -> str:
+def _text(element: object, field: str, advice: str) -> str:
     if isinstance(element, str):
         return element
     if not isinstance(element, (bytes, bytearray)):
@@ -421,7 +426,7 @@ def _text(element: object, field: str) -> str:
     try:
         return bytes(element).decode()
     except UnicodeDecodeError as err:
-        expected = "UTF-8, as JSON carries texts only; ask for this output as binary data"
+        expected = f"UTF-8, as JSON carries texts only; {advice}"
         raise TensorError(field, "bytes that are no UTF-8", expected) from err
 
 

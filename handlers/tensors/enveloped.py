@@ -61,7 +61,8 @@ def _data(
 ) -> Any:
     if datatype is BYTES and bytes_as == "base64":
         return [base64.b64encode(element).decode() for element in split_elements(raw, field)]
-    return json_from_tensor(array_from_bytes(raw, datatype, shape, field), datatype, field)
+    array = array_from_bytes(raw, datatype, shape, field)
+    return json_from_tensor(array, datatype, field, "the model reads its inputs as JSON")
 
 
 class WrittenAnswer(NamedTuple):

@@ -47,6 +47,12 @@ def test_bytes_that_no_json_can_hold_are_refused(raw: bytes) -> None:
         request_json("m", "", [X, ("t", tensor_type(BYTES, (1,)), raw)], "text")
 
 
+def test_the_refusal_of_bytes_advises_nothing_on_outputs() -> None:
+    binary = ("t", tensor_type(BYTES, (1,)), struct.pack("<I", 1) + b"\xff")
+    with pytest.raises(TensorError, match=r"^inputs\[0\]: found bytes .* only; the model reads .* as JSON$"):
+        request_json("m", "", [binary], "text")
+
+
 @pytest.mark.parametrize("answer", [ANSWER, json.dumps(ANSWER), json.dumps(ANSWER).encode()])
 def test_an_answer_is_put_into_the_clients_form(answer: object) -> None:
     body, request = encoded(answer, Wish(json_bytes_as="text"))
