@@ -103,7 +103,8 @@ TABLE: tuple[Row, ...] = (
     # Paths that do not exist: on a shared port, the room decides whose key is needed.
     *_rest("management", "management", "/models/{rest:path}", "/workflows/{rest:path}"),
     *_rest("management", "management", "/log-level/{rest:path}", "/v2/repository/{rest:path}"),
-    *_rest("inference", "inference", "/v1/models", "/v1/models/{model}", "/v2", "/v2/models/stats"),
+    *_rest("inference", "inference", "/v1/models", "/v1/models/{model}", "/v2"),
+    *_rest("inference", "inference", "/v2/models", "/v2/models/stats"),
     *_rest("inference", "inference", "/v2/health/live", "/v2/health/ready"),
     *_rest("inference", "inference", *[f"{_V2_MODEL}{end}" for end in ("", "/config", "/stats", "/ready")]),
     *_rest("inference", "inference", *[f"{_V2_VERSION}{end}" for end in ("", "/config", "/stats", "/ready")]),

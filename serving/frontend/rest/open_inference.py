@@ -76,6 +76,7 @@ def model_routes(dataplane: DataPlane) -> list[Route]:
     found = [
         route("/v1/models", names, READ),
         route("/v1/models/{model}", readiness, READ),
+        route("/v2/models", names, READ),
         route("/v2/models/stats", statistics_of_all, READ),
     ]
     for path, endpoint in (

@@ -233,6 +233,7 @@ _SERVER = (
     Operation("/v2", "get", "v2_server_metadata", "Name, version and extensions of the server", (200,)),
     Operation("/v2/health/live", "get", "v2_live", "Whether the server is alive", (200,)),
     Operation("/v2/health/ready", "get", "v2_ready", "Whether the models are ready", (200, 503)),
+    Operation("/v2/models", "get", "v2_models", "Names of the models", (200,)),
     Operation("/v2/models/stats", "get", "v2_statistics", "Statistics of all models", (200,)),
 )
 # End of the path, name of the operation, summary.

@@ -76,9 +76,10 @@ def test_a_model_tells_the_clients_of_v1_whether_it_is_ready(ask_v2, planes, sur
     assert (answer.status, answer.json["error"]) == (404, "Model not found: no")
 
 
-def test_the_clients_of_v1_get_each_model_once(ask_v2, planes):
+@pytest.mark.parametrize("path", ["/v1/models", "/v2/models"])
+def test_clients_get_each_model_once(ask_v2, planes, path):
     planes.data.registered = lambda: [ModelKey("b", "1"), ModelKey("a", "1"), ModelKey("b", "2")]
-    assert ask_v2("/v1/models").json == {"models": ["b", "a"]}
+    assert ask_v2(path).json == {"models": ["b", "a"]}
 
 
 def test_statistics_of_all_models_are_one_list(ask_v2):
@@ -113,7 +114,7 @@ def test_what_is_not_registered_is_404_in_the_protocols_words(ask_v2, path, text
 @pytest.mark.parametrize(
     "target",
     [
-        *("/v1/models", "/v1/models/echo", "/v2", "/v2/health/ready", "/v2/models/echo"),
+        *("/v1/models", "/v1/models/echo", "/v2", "/v2/health/ready", "/v2/models", "/v2/models/echo"),
         "/v2/models/echo/versions/1.0/infer",
     ],
 )
