@@ -361,7 +361,7 @@ class Call:
     def on_cancel(self) -> None:
         self.ends += 1
 
-    def on_drain(self) -> None:
+    def on_drain(self, *, is_stop: bool) -> None:
         """Every call ends by itself."""
 
 

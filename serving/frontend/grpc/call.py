@@ -160,7 +160,7 @@ class Call:
         """End the call as cancelled; subclasses stop the work that runs."""
         self._ended(StatusCode.CANCELLED)
 
-    def on_drain(self) -> None:
+    def on_drain(self, *, is_stop: bool) -> None:
         """Do nothing: the call ends by itself."""
 
     def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:

@@ -148,7 +148,7 @@ class _Watch(UnaryCall):
         """End the call, because there are too many watches."""
         self._end_with(StatusCode.RESOURCE_EXHAUSTED, "There are too many watches: try again later")
 
-    def on_drain(self) -> None:
+    def on_drain(self, *, is_stop: bool) -> None:
         """Send the last state and end the call: a watch would keep the connection open."""
         self._draining = True
         if self._begun:

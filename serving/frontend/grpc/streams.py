@@ -30,6 +30,7 @@ MESSAGE_S = 0.0001  # of the event loop for a short message: its decoding, its t
 # Delay after its deadline until a call is ended here. The data plane ends and counts predictions at their
 # deadline; this timer is for calls that wait for something else.
 LATE_S = 0.1
+FIRST_MESSAGE_S = 1.0  # for the first message of a stream that its client began before it knew of the stop
 
 
 class TaskCall(Call):
@@ -116,7 +117,7 @@ class UnaryTaskCall(UnaryCall, TaskCall):
 class StreamTaskCall(TaskCall):
     """A call with any number of request messages, answered by a task while they arrive."""
 
-    __slots__ = ("_half_closed", "_messages", "_messages_bytes", "_wanted")
+    __slots__ = ("_half_closed", "_messages", "_messages_bytes", "_stops", "_wanted")
     takes_one: ClassVar[bool] = False
 
     def __init__(self, answer: Answerer, method: Method, stream: Stream) -> None:
@@ -125,6 +126,7 @@ class StreamTaskCall(TaskCall):
         self._messages_bytes = 0
         self._wanted: asyncio.Future[None] | None = None
         self._half_closed = False
+        self._stops = False  # the call ends where it would wait for a message
         self.run(self._requests(), many=True)
 
     def on_message(self, message: Received | Compressed) -> None:
@@ -139,6 +141,15 @@ class StreamTaskCall(TaskCall):
         """End the queue."""
         self._half_closed = True
         self._wake()
+
+    def on_drain(self, *, is_stop: bool) -> None:
+        """If the server stops, end the call after the answers to the messages that came.
+
+        Clients keep such calls open, idle: the stop would wait for each until its time is over.
+        """
+        if is_stop:
+            delay_s = 0.0 if self.stream.messages else FIRST_MESSAGE_S
+            asyncio.get_running_loop().call_later(delay_s, self._stop)
 
     def _ended(self, code: StatusCode) -> None:
         self._messages.clear()  # the budget gets their bytes back, and the answer may wait for its client
@@ -155,6 +166,8 @@ class StreamTaskCall(TaskCall):
                 # They were received before: clients of many small ones would keep the loop to themselves.
                 await self.stream.budgets.turns.another(len(self._messages) * MESSAGE_S)
             elif not self._half_closed:
+                if self._stops and not self.stream.waits_for_client:  # else in the middle of a message
+                    raise MessageFailed(StatusCode.UNAVAILABLE, "The server is shutting down: call again")
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
 
@@ -197,6 +210,10 @@ class StreamTaskCall(TaskCall):
     def _inflated_apart(self, message: Compressed) -> Any:
         """As `decoded_apart`, for a short message that is still compressed."""
         return outcome_of(lambda: self.decoded_apart(message.inflated()), MessageFailed)
+
+    def _stop(self) -> None:
+        self._stops = True
+        self._wake()
 
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():

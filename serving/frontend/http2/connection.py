@@ -436,7 +436,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _drain_calls(self) -> None:
         for stream in list(self._streams.values()):
-            stream.listener.on_drain()
+            stream.listener.on_drain(is_stop=self._listener.draining)
 
     def _grow_old(self) -> None:
         self.closing.begin()

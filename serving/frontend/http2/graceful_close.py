@@ -20,7 +20,7 @@ class CloseCallbacks(NamedTuple):
     abort: Callable[[], None]  # close now
     later: Callable[[float, Callable[[], None]], None]  # delay in seconds, and the action
     last_stream_id: Callable[[], int]  # the highest id of the streams that were opened
-    draining: Callable[[], None]  # called once, when no further call is accepted
+    draining: Callable[[], None]  # called when no further call is accepted; again at a later `begin`
 
 
 class GracefulClose:
@@ -46,6 +46,8 @@ class GracefulClose:
         stream, is sent when the client acknowledges a ping, or after `STEP_S`.
         """
         if self._announced:
+            if self.last_taken is not None:  # of an old connection, for example, and now the server stops
+                self._do.draining()
             return
         self._announced = True
         self._do.write(f.goaway(f.MAX_STREAM_ID, ErrorCode.NO_ERROR) + f.frame(f.PING, 0, 0, PING))

@@ -56,8 +56,11 @@ class CallListener(Protocol):
     def on_cancel(self) -> None:
         """Stop work on the call: the client cancelled it, or the connection is lost."""
 
-    def on_drain(self) -> None:
-        """End the call if it would never end by itself: the connection closes after its last call."""
+    def on_drain(self, *, is_stop: bool) -> None:
+        """End the call if it would never end by itself: the connection closes after its last call.
+
+        `is_stop`: because the server stops. It may come for that once more, after it came for another cause.
+        """
 
 
 class _Ended:
@@ -77,7 +80,7 @@ class _Ended:
     def on_cancel(self) -> None:
         """Ignore it."""
 
-    def on_drain(self) -> None:
+    def on_drain(self, *, is_stop: bool) -> None:
         """Ignore it."""
 
 

@@ -218,7 +218,7 @@ def test_a_thousand_idle_watches_cost_one_look_and_one_timer(planes, monkeypatch
         for call in calls[:500]:
             call.on_cancel()
         for call in calls[500:]:
-            call.on_drain()
+            call.on_drain(is_stop=True)
         left = health_service._timer, planes.data.readiness_listeners, tasks
         return made, idle, told, left, sum(stream.ended for stream in streams)
 
@@ -234,7 +234,7 @@ def test_a_watch_that_begins_while_the_connection_drains_is_told_and_ended(plane
         health_service = health.HealthService(planes.data, frozenset())
         stream: Any = WatchStream()
         call = service(health.HEALTH, health_service.methods(), MANAGEMENT)(set(), Metrics())[WATCH](stream)
-        call.on_drain()
+        call.on_drain(is_stop=True)
         before = stream.ended
         call.on_message(b"")
         call.on_half_close()

@@ -138,7 +138,7 @@ def test_what_still_comes_of_a_call_that_was_refused_is_passed_over():
         receiver.on_half_close(),
         receiver.on_failure(MessageFailed(StatusCode.INTERNAL, "no")),
     ]
-    assert [*told, receiver.on_cancel(), receiver.on_drain()] == [None] * 5
+    assert [*told, receiver.on_cancel(), receiver.on_drain(is_stop=True)] == [None] * 5
 
 
 def test_a_plain_function_answers_within_the_half_close_and_without_a_task():

@@ -86,6 +86,11 @@ class Service:
             async for request in requests:
                 yield request
 
+    async def gated(self, requests, call):
+        async for request in requests:
+            await self.go.wait()
+            yield request
+
     async def slow(self, requests, call):
         await self.go.wait()
         total = 0
@@ -123,7 +128,7 @@ async def serving(**options):
     kinds = {
         (False, False): ("echo", "hang", "block", "fail"),
         (False, True): ("flow", "predict"),
-        (True, True): ("each", "slow", "deaf", "stuck"),
+        (True, True): ("each", "gated", "slow", "deaf", "stuck"),
     }
     openers = {
         f"/test.Service/{name}": opener(
@@ -473,6 +478,81 @@ def test_a_method_that_stops_reading_ends_the_call_well():
                         raise
 
     assert run(main()) == ([b"enough"], CODE.OK)
+
+
+def test_a_stop_ends_idle_streams_at_once():
+    async def main():
+        async with serving() as served:
+            call = both(served, "each")
+            await call.write(BytesValue(value=b"m"))
+            answer = (await call.read()).value
+            served.listener.drain()
+            await served.listener.all_closed(10)
+            return answer, len(served.listener.connections), await call.code(), await call.details()
+
+    text = "The server is shutting down: call again"
+    assert run(main()) == (b"m", 0, CODE.UNAVAILABLE, text)
+
+
+def test_a_stop_ends_a_stream_after_the_answers_to_all_that_came():
+    async def main():
+        async with serving() as served:
+            call = both(served, "gated")
+            for value in (b"a", b"b"):
+                await call.write(BytesValue(value=value))
+            connection = await the_connection(served)
+            while connection._streams[1].messages < 2:
+                await asyncio.sleep(0)
+            served.listener.drain()
+            while connection.closing.last_taken is None:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.1)
+            served.service.go.set()
+            return [(await call.read()).value for _ in range(2)], await call.code()
+
+    assert run(main()) == ([b"a", b"b"], CODE.UNAVAILABLE)
+
+
+def test_a_stream_that_begins_while_the_server_stops_may_send_its_first_message():
+    async def main():
+        async with serving() as served:
+            call = both(served, "each")
+            connection = await the_connection(served)
+            while not connection._streams:
+                await asyncio.sleep(0)
+            served.listener.drain()
+            while connection.closing.last_taken is None:
+                await asyncio.sleep(0)
+            await call.write(BytesValue(value=b"m"))
+            return (await call.read()).value, await call.code()
+
+    assert run(main()) == (b"m", CODE.UNAVAILABLE)
+
+
+def test_a_stream_outlives_the_age_of_its_connection_and_not_a_stop():
+    async def main():
+        async with serving() as served:
+            call = both(served, "each")
+            connection = await the_connection(served)
+            while not connection._streams:
+                await asyncio.sleep(0)
+            connection.closing.begin()  # as at its age
+            while connection.closing.last_taken is None:
+                await asyncio.sleep(0)
+            answers = []
+            for value in (b"a", b"b"):
+                await call.write(BytesValue(value=value))
+                answers.append((await call.read()).value)
+            served.listener.drain()
+            return answers, await call.code()
+
+    assert run(main()) == ([b"a", b"b"], CODE.UNAVAILABLE)
+
+
+async def the_connection(served):
+    while not served.listener.connections:
+        await asyncio.sleep(0)
+    return next(iter(served.listener.connections))
 
 
 def test_no_call_is_lost_while_connections_grow_old():

@@ -109,7 +109,7 @@ class Answering:
         self.ended_by = how
         self.over.set()
 
-    def on_drain(self):
+    def on_drain(self, *, is_stop):
         self.drained = True
 
     async def _flow(self):

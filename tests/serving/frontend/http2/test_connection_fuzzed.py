@@ -88,7 +88,7 @@ class Answering:
     def on_cancel(self):
         self.ends += 1
 
-    def on_drain(self):
+    def on_drain(self, *, is_stop):
         """Every call ends by itself."""
 
 
