@@ -377,7 +377,8 @@ class StatefulBatcher(Admission):
 
     def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
         """Answer the finished requests of a run, and queue the others for the next batch."""
-        newcomers = [request for request in run.requests if request.open and request.parts is None]
+        # Also those that closed meanwhile: the run had no room because of one of them, maybe.
+        newcomers = [request for request in run.requests if request.parts is None]
         had_no_room = bool(newcomers) and all(isinstance(outcome, NoRoom) for outcome in report.outcomes)
         if had_no_room and len(newcomers) > 1:
             self._run_without_most(run)

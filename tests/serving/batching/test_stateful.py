@@ -300,6 +300,25 @@ async def test_answers_go_on_where_a_new_request_finds_no_memory() -> None:
 
 
 @run
+async def test_answers_go_on_where_a_request_that_found_no_memory_is_withdrawn() -> None:
+    for others in ([], ["small"]):
+        stage = Stage(1)
+        goes_on = stage.submit("goes on")
+        stage.pool.finish(1, [Unfinished(InferResponse(b"one "))])
+        huge, *small = [stage.submit(name) for name in ("huge", *others)]
+        stage.pool.finish(1, [Unfinished(InferResponse(b"two "))])
+        stage.batcher.withdraw(huge)
+        stage.pool.finish(1, [NO_ROOM] * len(["goes on", "huge", *others]))
+        assert stage.running(1) == ["goes on", *others]
+        stage.pool.finish(1, [InferResponse(b"end"), *(InferResponse(b"small") for _ in others)])
+        response = await goes_on.future
+        assert isinstance(response, StreamedResponse)
+        assert [chunk async for chunk in response.chunks] == [b"one ", b"two ", b"end"]
+        assert [await request.body() for request in small] == [b"small" for _ in others]
+        assert await stage.batcher.drain(0.0)
+
+
+@run
 async def test_an_executor_with_room_again_takes_a_whole_batch() -> None:
     stage = Stage(size=4)
     requests = [stage.submit(name) for name in ("a", "b", "c")]
