@@ -320,7 +320,8 @@ class StatefulBatcher(Admission):
             heads = self._heads(executor_id, going_on, room)
             newcomers = self._queue_run(room - len(heads), alone=bool(going_on or heads))
             if not going_on:  # unfinished requests do not wait for the batch to fill
-                view = self._view([sequence.waiting[0].enqueued_s for sequence in heads], newcomers)
+                heads_s = [sequence.waiting[0].enqueued_s for sequence in heads]
+                view = self._view(heads_s, newcomers, is_whole=executor_id in self._crowded)
                 action = plan(view, self._settings, self._now())
                 if not isinstance(action, Dispatch):
                     return action.at_s if isinstance(action, WaitUntil) else math.inf
@@ -366,14 +367,14 @@ class StatefulBatcher(Admission):
                 break
         return run
 
-    def _view(self, heads_s: list[float], newcomers: int) -> QueueView:
+    def _view(self, heads_s: list[float], newcomers: int, *, is_whole: bool) -> QueueView:
         count = len(heads_s) + newcomers
         if not count:
             return QueueView(0, False, 0.0, 0)
         queue = self._queue.first(newcomers)
         oldest_s = min([*heads_s, *(queue[at].enqueued_s for at in range(newcomers))])
-        closed = newcomers == 1 and not heads_s and bool(queue[0].group)
-        return QueueView(count, closed, oldest_s, free_executors=1)
+        is_describe = newcomers == 1 and not heads_s and bool(queue[0].group)
+        return QueueView(count, is_whole or is_describe, oldest_s, free_executors=1)
 
     def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
         """Answer the finished requests of a run, and queue the others for the next batch."""

@@ -335,6 +335,20 @@ async def test_an_executor_with_room_again_takes_a_whole_batch() -> None:
 
 
 @run
+async def test_requests_that_enter_one_by_one_do_not_wait_for_a_batch_to_fill() -> None:
+    for sequences, names in ((None, ("", "", "")), (SEQUENCES, ("s", "t", "u"))):
+        stage = Stage(1, size=3, delay_ms=60_000, sequences=sequences)
+        for name, sequence in zip(("a", "b", "c"), names, strict=True):
+            stage.submit(name, sequence)
+        stage.pool.finish(1, [NO_ROOM] * 3)
+        assert stage.running(1) == ["a"]
+        stage.pool.finish(1, [NO_ROOM])
+        assert stage.running(1) == ["b"]
+        stage.pool.finish(1)
+        assert 1 not in stage.pool.inside  # there is room again, and so the last one waits for others
+
+
+@run
 async def test_an_answer_that_goes_on_alone_and_finds_no_memory_ends() -> None:
     stage = Stage(1)
     request = stage.submit("a")
