@@ -12,6 +12,7 @@ import msgspec
 
 from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.batching.request import alone
+from torchere.serving.config.kinds import shown_url
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import (
     MAX_BATCH_SIZE,
@@ -135,7 +136,7 @@ class ControlPlane:
             LoadFailed: loading failed; the version is unregistered again (only when synchronous).
             Conflict: another call unregistered the version while it was loading (only when synchronous).
         """
-        manages(wish.model_name or wish.url.partition("?")[0])  # a signed URL has a secret in its query
+        manages(wish.model_name or shown_url(wish.url))
         self.check_model_api()
         version = await self._registry.register(_wanted(wish, self._settings.default_executors))
         changed()

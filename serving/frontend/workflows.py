@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from torchere.handlers.encode import indented_json, parse_json
+from torchere.serving.config.kinds import shown_url
 from torchere.serving.config.server_settings import SnapshotWorkflow
 from torchere.serving.errors import (
     CutOff,
@@ -91,7 +92,7 @@ class WorkflowPlane:
             WorkflowNotFound, DownloadFailed, InvalidWorkflow, InvalidRequest, Conflict, WorkflowFailed: it is
                 not registered.
         """
-        manages(wanted.name or wanted.url.partition("?")[0])  # a signed URL has a secret in its query
+        manages(wanted.name or shown_url(wanted.url))
         self.check_model_api()
         name = (await self._workflows.register(wanted)).name
         manages(name)

@@ -127,6 +127,20 @@ def test_changes_of_workflows_are_audited(ask, audited):
     assert {call[6] for call in audited()} == {"failed"}
 
 
+@pytest.mark.parametrize("call", ["models", "workflows"])
+def test_a_refused_url_is_audited_without_user_password_and_query(ask, planes, audited, monkeypatch, call):
+    async def register(wanted):
+        raise ModelNotFound.named("echo")
+
+    registry: Any = SimpleNamespace(register=register)
+    control = ControlPlane(registry, planes.data, ServerSettings(model_api_enabled=True))
+    monkeypatch.setattr(planes.control, "register", control.register)
+    monkeypatch.setattr(planes.control.workflows, "_workflows", registry)
+    url = "https://user:password@models.example/echo.mar%3FX-Amz-Signature=0f"
+    assert ask("management", "POST", f"/{call}?url={url}").status == 404
+    assert [one[4] for one in audited()] == ["https://models.example/echo.mar"]
+
+
 @pytest.mark.parametrize("case", [("api", "done", 200), ("other", "refused", 400)])
 def test_renewals_of_keys_are_audited(ask, planes, audited, case):
     key, outcome, status = case
