@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from torchere.archiver.errors import ModelRefused, PackingError
+from torchere.archiver.errors import EndedBySignal, ModelRefused, PackingError
 
 Say = Callable[[str], None]  # takes one line for the user; may be called from another thread
 T = TypeVar("T")
@@ -110,3 +110,17 @@ def refusing(name: str, advice: str = "") -> Iterator[None]:
         kind = f"{type(error).__name__}: "  # TorchScript's own text has it already
         told = f"{name} failed: {kind}{cause.removeprefix(kind)[:300]}"
         raise ModelRefused(f"{told}; {advice}" if advice else told) from error
+
+
+@contextmanager
+def not_ending(name: str) -> Iterator[None]:
+    """Turn a `sys.exit` of the user's code in the block into a ModelRefused that names the step."""
+    try:
+        yield
+    except EndedBySignal:
+        raise
+    except SystemExit as end:
+        raise ModelRefused(
+            f"{name} failed: it ends the process (sys.exit({end.code!r})), as argparse does on flags it "
+            "does not know; put that under if __name__ == '__main__'"
+        ) from end

@@ -18,7 +18,7 @@ from torchere.archiver.container.entries import open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.inputs.run import DATATYPES
 from torchere.archiver.models.inputs.sizes import Tensors
-from torchere.archiver.models.steps import line_of
+from torchere.archiver.models.steps import line_of, not_ending
 from torchere.archiver.request import Prepare
 from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, read_signature
 
@@ -91,11 +91,12 @@ def read_example(path: Path, *, doubles: bool = False, prepare: Prepare | None =
         raise ModelRefused(f"{path}: {error.reason}; expected a file with an example") from error
     if len(data) > MAX_EXAMPLE_BYTES:
         raise ModelRefused(f"{path}: more than {MAX_EXAMPLE_BYTES} bytes; one example is enough")
-    try:
-        example = _read(data, prepare)
-    # Broad, because the readers of five formats raise different errors for a damaged file.
-    except Exception as error:
-        raise ModelRefused(f"{path}: no example that can be read: {line_of(error)}") from error
+    with not_ending(f"{path}: preparing it by the handler"):
+        try:
+            example = _read(data, prepare)
+        # Broad, because the readers of five formats raise different errors for a damaged file.
+        except Exception as error:
+            raise ModelRefused(f"{path}: no example that can be read: {line_of(error)}") from error
     if not example.tensors:
         raise ModelRefused(f"{path}: it holds no tensor; expected one for each input of the model")
     if all(tensor.shape[:1] == (0,) for tensor in example.tensors):

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.errors import EndedBySignal, ModelRefused
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.checkpoint import HyperParameters
-from torchere.archiver.models.steps import refusing
+from torchere.archiver.models.steps import not_ending, refusing
 from torchere.archiver.request import check_model_name
 
 _MADE = "name a function without arguments that makes the model: --factory package.module:function"
@@ -143,16 +143,8 @@ def _made(maker: Any, doing: str, given: HyperParameters | None) -> Any:
 @contextmanager
 def _running(doing: str, advice: str) -> Iterator[None]:
     """Run the user's code in the block as the step `doing`, see `refusing`; it may not end the process."""
-    try:
-        with refusing(doing, advice):
-            yield
-    except EndedBySignal:
-        raise
-    except SystemExit as end:
-        raise ModelRefused(
-            f"{doing} failed: it ends the process (sys.exit({end.code!r})), as argparse does on flags it "
-            "does not know; put that under if __name__ == '__main__'"
-        ) from end
+    with not_ending(doing), refusing(doing, advice):
+        yield
 
 
 def _arguments(maker: Any, given: HyperParameters) -> dict[str, Any]:

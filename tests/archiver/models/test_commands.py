@@ -91,6 +91,23 @@ def test_a_model_file_that_ends_the_process_exits_with_2_and_one_line(
     assert "importing the model file failed: it ends the process" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_handler_that_ends_the_process_exits_with_2_and_one_line(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "ending.py").write_text("import sys\n\nsys.exit(0)\n")
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG")
+    status = archive_of(
+        f"--model-file={forms.file('net_module.py')}",
+        f"--serialized-file={forms.file('state.weights')}",
+        "--format=torchscript",
+        f"--handler={tmp_path}/ending.py",
+        f"--example={tmp_path}/photo.png",
+    )
+    assert status == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "photo.png: preparing it by the handler failed: it ends the process" in said
+
+
 def test_a_missing_file_and_an_existing_archive_exit_with_1(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:
