@@ -38,11 +38,7 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
         ModelRefused: the module keeps state that is no buffer.
         Exception: any error of torch.export.
     """
-    if not isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
-        with torch.no_grad(), unchanged_buffers(module):
-            seeded(module, example)  # a cache that the first run fills is no state
-            buffers = {name for name, _ in module.named_buffers()}
-            refuse_lost_state(module, example, "an exported program", keeps=buffers)
+    refuse_attributes(module, example)
     for free in sizes:
         # Export treats a size of 1 as a constant, and likewise a size of one `multiple`.
         if free.size_in(example) == free.multiple and free.high > free.multiple:
@@ -56,6 +52,19 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
         program = without_torchao(program)
     _take_classes_out(program)
     return program
+
+
+def refuse_attributes(module: torch.nn.Module, example: Tensors) -> None:
+    """Raise ModelRefused for an eager module that keeps state in attributes, which no program keeps.
+
+    Call it for the module that the user gave: a graph that was made from it has its values as constants.
+    """
+    if isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
+        return
+    with torch.no_grad(), unchanged_buffers(module):
+        seeded(module, example)  # a cache that the first run fills is no state
+        buffers = {name for name, _ in module.named_buffers()}
+        refuse_lost_state(module, example, "an exported program", keeps=buffers)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import Named, seeded
 from torchere.archiver.models.inputs.sizes import Tensors
 
-_OF_MODULES = ("_parameters", "_buffers", "_modules", "training")  # attributes of torch.nn.Module itself
+_OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes of torch.nn.Module itself
 _PLAIN = (int, float, type(None), tuple)
 _HOLDING = (torch.Tensor, list, tuple, dict)
 
@@ -77,8 +77,8 @@ def refuse_lost_state(
 def assigned_state(module: torch.nn.Module, run: Callable[[], object]) -> list[str]:
     """Return the names of the buffers and attributes that a run assigns anew, with other values than before.
 
-    Items of lists, tuples and dicts count as their attribute. Changes within a tensor do not count, nor does
-    a cache that gets the value that it had.
+    Tensors and numbers in lists, tuples and dicts count as their attribute. Changes within a tensor do not
+    count, nor does a cache that gets the value that it had.
     """
     before = _state(module)
     run()
@@ -93,8 +93,8 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
 
 def _held(part: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     yield from part.named_buffers(recurse=False)
-    yield from _attributes(part, (int, float))
-    for name, value in _attributes(part, _HOLDING):
+    for name, value in _attributes(part, (int, float, *_HOLDING)):
+        yield from ((inner, item) for inner, item in _nested(name, value) if isinstance(item, (int, float)))
         yield from _within(name, value)
 
 
@@ -176,18 +176,24 @@ def _outside_state(part: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _within(name, value)
 
 
-def _within(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the value, also those in lists of tuples; a list may hold itself."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, torch.nn.Module):
-        for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield f"{name}.{inner}", tensor
-    elif depth and isinstance(value, (list, tuple, dict)):
+def _within(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the value, also those of layers in it."""
+    for inner, item in _nested(name, value):
+        if isinstance(item, torch.Tensor):
+            yield inner, item
+        elif isinstance(item, torch.nn.Module):
+            for own, tensor in (*item.named_parameters(), *item.named_buffers()):
+                yield f"{inner}.{own}", tensor
+
+
+def _nested(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, object]]:
+    """Yield the value and its items, also those in lists of tuples; a list may hold itself."""
+    yield name, value
+    if depth and isinstance(value, (list, tuple, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            if isinstance(item, (torch.nn.Module, *_HOLDING)):
-                yield from _within(f"{name}[{key!r}]", item, depth - 1)
+            if isinstance(item, (torch.nn.Module, int, float, *_HOLDING)):
+                yield from _nested(f"{name}[{key!r}]", item, depth - 1)
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.exported_program import refuse_attributes
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.attention import Opened, open_attention
 from torchere.archiver.models.fold.parametrizations import without_parametrizations
@@ -86,8 +87,8 @@ def quantise(
         say: takes lines about progress.
 
     Raises:
-        ModelRefused: the method is unknown, or unsuitable for this model or machine; the message gives a
-            remedy.
+        ModelRefused: the method is unknown, or unsuitable for this model or machine, or the format loses
+            state that the model keeps; the message gives a remedy.
         NoUsableEngine: no engine runs the quantised model.
     """
     check_method(method, target)
@@ -111,6 +112,7 @@ def quantise(
             return _by_engine(maker, method)
     if method == "int8-trained":
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
+    refuse_attributes(model.module, model.example)
     is_dynamic = method == "int8-dynamic"
     given = samples or ([model.example] if is_dynamic else [])
     program = quantised_program(_plain(model).module, given, model.signature.inputs, is_dynamic, say)

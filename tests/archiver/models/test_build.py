@@ -369,6 +369,20 @@ def test_a_size_that_varies_is_right_in_torchscript(
     np.testing.assert_allclose(short, long, rtol=1e-4)
 
 
+def test_state_that_a_quantised_program_would_lose_is_refused(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "state.py").write_text(
+        "import torch\n\n\nclass State(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.one = torch.nn.Linear(64, 64)\n"
+        "        self.last = (torch.zeros(2, 64),)\n\n"
+        "    def forward(self, x):\n        self.last = (self.one(x) + 0.5 * self.last[0],)\n"
+        "        return self.last[0]\n"
+    )
+    torch.save(torch.rand(2, 64), tmp_path / "x.pt")
+    given: dict[str, Any] = {"model_file": tmp_path / "state.py", "example": tmp_path / "x.pt"}
+    with pytest.raises(ModelRefused, match=r"in 'last', .* an exported program keeps the value of packing"):
+        pack(**given, model_format="export", quantize="int8-dynamic", accept_slower=True)
+
+
 def test_other_sizes_vary_together_when_told(pack: Pack, tmp_path: Path) -> None:
     (tmp_path / "masked.py").write_text(
         "import torch\n\n\nclass Masked(torch.nn.Module):\n"

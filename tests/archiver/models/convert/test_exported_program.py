@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,3 +171,26 @@ def test_state_in_a_buffer_is_kept() -> None:
     found = to_program(Counting().eval(), (torch.ones(2, 4),), []).module()
     answers = [found(torch.ones(2, 4))[0, 0].item() for _ in range(2)]
     assert answers == [1, 2]
+
+
+class Numbering(nn.Module):
+    """Multiplies by the number of its runs, which it keeps in a tuple, a list or a dict."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        kinds: dict[str, Any] = {"tuple": (0, "runs"), "list": [[0]], "dict": {"runs": 0}}
+        self.state = kinds[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.state, tuple):
+            self.state = (self.state[0] + 1, "runs")
+            return x * self.state[0]
+        held, at = (self.state, "runs") if isinstance(self.state, dict) else (self.state[0], 0)
+        held[at] += 1
+        return x * held[at]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
+def test_numbers_that_a_program_would_lose_are_refused(kind: str) -> None:
+    with pytest.raises(ModelRefused, match=r"in 'state', .* an exported program keeps the value of packing"):
+        to_program(Numbering(kind).eval(), (torch.rand(2, 4),), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,21 @@ class Remembering(nn.Module):
 def test_state_in_tuples_and_lists_is_refused(listed: bool) -> None:
     with pytest.raises(ModelRefused, match="keeps state from one run to the next in 'hidden'"):
         to_torchscript(Remembering(listed).eval(), (torch.rand(1, 5, 4),), only_trace=True)
+
+
+@pytest.mark.parametrize("held", ["(0, 1)", "[0]", "{0: 0}"])
+def test_numbers_in_tuples_lists_and_dicts_are_state(held: str) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(net.runs, tuple):
+            net.runs = (net.runs[0] + 1, 1)
+        else:
+            net.runs[0] += 1
+        return x * net.runs[0]
+
+    net: Any = Net(forward)
+    net.runs = ast.literal_eval(held)
+    with pytest.raises(ModelRefused, match="keeps state from one run to the next in 'runs'"):
+        to_torchscript(net.eval(), (torch.rand(2, 4),), only_trace=True)
 
 
 def test_a_branch_that_changes_nothing_is_told_with_its_place() -> None:
