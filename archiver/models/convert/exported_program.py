@@ -17,7 +17,11 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.buffers import refuse_lost_state, unchanged_buffers
+from torchere.archiver.models.inputs.buffers import (
+    refuse_lost_state,
+    unchanged_attributes,
+    unchanged_buffers,
+)
 from torchere.archiver.models.inputs.run import seeded
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
 from torchere.archiver.models.load.exported_program import unguarded_module
@@ -47,7 +51,7 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
         module = _from_torchscript(module, example)
     module = with_plain_weights(module)
     shapes = by_parameter(module, _shapes(example, sizes))
-    with torch.no_grad(), exportable(module):
+    with torch.no_grad(), unchanged_attributes(module), exportable(module):
         program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
         program = without_torchao(program)
     _take_classes_out(program)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +16,8 @@ from torchere.archiver.models.inputs.run import Named, seeded
 from torchere.archiver.models.inputs.sizes import Tensors
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes of torch.nn.Module itself
-_PLAIN = (int, float, type(None), tuple)
+_CHANGING = (list, dict, OrderedDict, defaultdict, set)  # not their other kinds, which may refuse changes
+_PLAIN = (int, float, type(None), tuple, *_CHANGING)
 _HOLDING = (torch.Tensor, list, tuple, dict)
 
 
@@ -23,8 +26,8 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
     """Restore the values of the module's buffers at block exit, in the tensors that they were in.
 
     A model may count its runs or keep a mean of its inputs in a buffer: runs of the packer are no requests.
-    Plain attributes that hold a tensor, a number, a tuple or None are restored, too; other state, such as
-    lists, is not. Takes the memory of the buffers a second time.
+    Plain attributes are restored, too; see `unchanged_attributes`. Takes the memory of the buffers a second
+    time.
 
     Args:
         module: a torch.jit.ScriptModule is one, too.
@@ -35,9 +38,9 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
         for name, buffer in (*part.named_buffers(recurse=False), *_attributes(part, torch.Tensor))
         if _is_plain(buffer)
     ]
-    plain = [(part, [*_attributes(part, _PLAIN)]) for part in module.modules()]
     try:
-        yield
+        with unchanged_attributes(module):
+            yield
     finally:
         with torch.no_grad():
             for part, name, buffer, values in before:
@@ -45,8 +48,47 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(values)
                 if getattr(part, name) is not buffer:
                     setattr(part, name, buffer)
-        for part, values_by_name in plain:
-            vars(part).update(values_by_name)
+
+
+@contextmanager
+def unchanged_attributes(module: torch.nn.Module) -> Iterator[None]:
+    """Restore numbers, tuples, lists, dicts, sets and None in plain attributes at block exit.
+
+    Attributes that the block adds are deleted: a table that a run makes for one size, and keeps in one, would
+    be a constant of that size to torch.export. Changes within tensors and other objects stay.
+    """
+    before = [(part, dict(_attributes(part, object)), _registered(part)) for part in module.modules()]
+    contents = [(held, copy.copy(held)) for _, named, _ in before for held in _changing(named.values())]
+    try:
+        yield
+    finally:
+        for part, named, registered in before:
+            _put_back(part, named, registered)
+        for held, was in contents:
+            held.clear()
+            held.extend(was) if isinstance(held, list) else held.update(was)
+
+
+def _put_back(part: torch.nn.Module, named: Mapping[str, object], registered: Collection[str]) -> None:
+    for name, _ in _attributes(part, (torch.Tensor, *_PLAIN)):
+        # A run may put a tensor in the place of a parameter, and expect it there.
+        if name not in named and name not in registered:
+            del vars(part)[name]
+    vars(part).update({name: value for name, value in named.items() if isinstance(value, _PLAIN)})
+
+
+def _registered(part: torch.nn.Module) -> set[str]:
+    found = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+    return {name for name, _ in found}
+
+
+def _changing(values: Iterable[object], depth: int = 3) -> Iterator[Any]:
+    """Yield the lists, dicts and sets among the values and within them; a list may hold itself."""
+    for value in values if depth else ():
+        if type(value) in _CHANGING:
+            yield value
+        if isinstance(value, (list, tuple, dict)):
+            yield from _changing(value.values() if isinstance(value, dict) else value, depth - 1)
 
 
 def refuse_lost_state(

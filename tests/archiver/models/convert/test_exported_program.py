@@ -194,3 +194,43 @@ class Numbering(nn.Module):
 def test_numbers_that_a_program_would_lose_are_refused(kind: str) -> None:
     with pytest.raises(ModelRefused, match=r"in 'state', .* an exported program keeps the value of packing"):
         to_program(Numbering(kind).eval(), (torch.rand(2, 4),), [])
+
+
+class Caching(nn.Module):
+    """Keeps a table that grows with the length of its inputs."""
+
+    added: torch.Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        kinds: dict[str, Any] = {"dict": {}, "list": [], "dicts": [{}, {}], "attribute": None}
+        self.kind, self.held = kind, kinds[kind]
+
+    def table(self, length: int) -> torch.Tensor:
+        return torch.arange(length, dtype=torch.float32)[:, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        if self.kind == "list":
+            if not self.held or len(self.held[-1]) < length:
+                self.held.append(self.table(length))
+            return x + self.held[-1][:length]
+        if self.kind == "attribute":
+            if not hasattr(self, "added") or len(self.added) < length:
+                self.added = self.table(length)
+            return x + self.added[:length]
+        held = self.held[1] if self.kind == "dicts" else self.held
+        if "table" not in held or len(held["table"]) < length:
+            held["table"] = self.table(length)
+        return x + held["table"][:length]
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "dicts", "attribute"])
+def test_a_table_that_grows_keeps_the_length_free(kind: str) -> None:
+    module = Caching(kind).eval()
+    found = to_program(module, (torch.rand(1, 6, 4),), [LENGTH]).module()
+    assert module.held == Caching(kind).held
+    assert not hasattr(module, "added")
+    for length in (4, 20):
+        rows = torch.rand(1, length, 4)
+        assert torch.equal(found(rows), module(rows))

@@ -88,6 +88,30 @@ def test_a_tuple_is_the_one_before() -> None:
     assert module.state is state
 
 
+def test_lists_dicts_and_sets_have_the_content_of_before() -> None:
+    module: Any = nn.Identity()
+    module.held = held = [{"a": 1}, {2}, []]
+    module.named = named = {"inner": held}
+    with unchanged_buffers(module):
+        module.held[0]["b"] = 2
+        module.held[1].add(3)
+        module.held.append([])
+        module.held, module.named["added"], module.added = None, 1, torch.zeros(2)
+        named["inner"] = []
+    assert module.held is held and module.named is named
+    assert held == [{"a": 1}, {2}, []] and named == {"inner": held}
+    assert not hasattr(module, "added")
+
+
+def test_a_tensor_in_the_place_of_a_parameter_stays() -> None:
+    layer: Any = nn.Linear(2, 2)
+    with unchanged_buffers(layer):
+        weight = layer.weight.detach()
+        del layer.weight
+        layer.weight = weight
+    assert layer.weight is weight
+
+
 class Assigning(nn.Module):
     """Assigns the mean of its inputs to a buffer, so slowly that no comparison of answers shows it."""
 
