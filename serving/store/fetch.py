@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from torchere.serving.config.kinds import shown_url
@@ -390,14 +391,12 @@ def signed(source: Source) -> Source:
     Raises:
         DownloadFailed: botocore is not installed, or gets no credentials or region.
     """
-    try:
-        import botocore.session  # noqa: PLC0415 - an extra, and slow to import
-        from botocore.config import Config  # noqa: PLC0415
-    except ImportError as err:
-        raise _failed(source, "it needs botocore: pip install 'torchere[s3]'") from err
     parameters = {"Bucket": source.host, "Key": source.target}
-    with _signing(source):
-        client = botocore.session.get_session().create_client("s3", config=Config(signature_version="s3v4"))
+    with _signing(source, "it"):
+        from botocore.config import Config  # noqa: PLC0415 - an extra, and slow to import
+
+        client = _session().create_client("s3", config=Config(signature_version="s3v4"))
+        client.meta.events.register_first("before-endpoint-resolution.s3", _at_its_region)
         url = client.generate_presigned_url("get_object", parameters, ExpiresIn=SIGNATURE_LIFETIME_S)
     parts = urlsplit(url)
     return replace(
@@ -410,15 +409,28 @@ def signed(source: Source) -> Source:
     )
 
 
-@contextmanager
-def _signing(source: Source) -> Iterator[None]:
-    """Convert every error of botocore, also one of a service for credentials, to `DownloadFailed`."""
-    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - as in `signed`
+def _at_its_region(context: dict[str, Any], **_: object) -> None:
+    """Let botocore sign for the region's host: the global one, its default, lacks those of newer regions."""
+    context["use_global_endpoint"] = False
 
+
+@contextmanager
+def _signing(source: Source, user: str) -> Iterator[None]:
+    """Convert every error of botocore, also one of a service for credentials, to `DownloadFailed`."""
     try:
+        from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - as in `signed`
+
         yield
+    except ImportError as err:
+        raise _failed(source, f"{user} needs botocore: pip install 'torchere[s3]'") from err
     except (BotoCoreError, ClientError, ValueError, OSError) as err:  # OSError: no file of a web identity
         raise _failed(source, f"{err}; set AWS_REGION and credentials as for the aws command") from err
+
+
+def _session() -> Any:
+    from torchere.archiver.models.load.s3 import session  # noqa: PLC0415 - only for URLs of S3
+
+    return session()
 
 
 def signed_url(source: Source) -> Source:
@@ -433,22 +445,18 @@ def signed_url(source: Source) -> Source:
         return source
     if not source.may_be_private:
         raise _failed(source, f"s3_sse_kms: no pattern of allowed_urls spells out the host {source.host}")
-    try:
-        import botocore.session  # noqa: PLC0415 - as in `signed`
-        from botocore.auth import S3SigV4QueryAuth  # noqa: PLC0415
+    with _signing(source, "s3_sse_kms"):
+        from botocore.auth import S3SigV4QueryAuth  # noqa: PLC0415 - as in `signed`
         from botocore.awsrequest import AWSRequest  # noqa: PLC0415
-    except ImportError as err:
-        raise _failed(source, "s3_sse_kms needs botocore: pip install 'torchere[s3]'") from err
-    with _signing(source):
-        session = botocore.session.get_session()
+
+        session = _session()
         credentials, region = session.get_credentials(), session.get_config_variable("region")
-    if credentials is None or region is None:
-        missing = "credentials" if credentials is None else "region"
-        raise _failed(
-            source, f"s3_sse_kms: no {missing}; set AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID and so on"
-        )
-    request = AWSRequest("GET", source.url)
-    with _signing(source):
+        if credentials is None or region is None:
+            missing = "credentials" if credentials is None else "region"
+            raise _failed(
+                source, f"s3_sse_kms: no {missing}; set AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID and so on"
+            )
+        request = AWSRequest("GET", source.url)
         S3SigV4QueryAuth(credentials, "s3", region, SIGNATURE_LIFETIME_S).add_auth(request)
     parts = urlsplit(request.url)
     return replace(source, target=f"{parts.path}?{parts.query}")

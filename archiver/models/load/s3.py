@@ -53,6 +53,23 @@ class _BrokenOff(Exception):
     """The body of a response ended early."""
 
 
+def session() -> Any:
+    """Return a session of botocore, with the region in `AWS_REGION` where botocore finds none.
+
+    Other SDKs of AWS read that variable, so a machine may have set it alone.
+
+    Raises:
+        ImportError: botocore is not installed.
+    """
+    import botocore.session  # noqa: PLC0415 - an extra, and slow to import
+
+    found = botocore.session.get_session()
+    region = os.environ.get("AWS_REGION")
+    if region and not found.get_config_variable("region"):
+        found.set_config_variable("region", region)
+    return found
+
+
 class Objects:
     """The objects below a URL of S3. Thread-safe. `close` it.
 
@@ -78,14 +95,13 @@ class Objects:
         self._began_s = time.monotonic()
         try:
             import botocore.exceptions  # noqa: PLC0415 - an extra, and slow to import
-            import botocore.session  # noqa: PLC0415
             from botocore.config import Config  # noqa: PLC0415
+
+            self._errors = botocore.exceptions
+            config = Config(signature_version="s3v4", max_pool_connections=AT_ONCE)
+            self._client = session().create_client("s3", config=config)
         except ImportError as error:
             raise ModelRefused(f"{url}: it needs botocore: pip install 'torchere[s3]'") from error
-        self._errors = botocore.exceptions
-        try:
-            config = Config(signature_version="s3v4", max_pool_connections=AT_ONCE)
-            self._client = botocore.session.get_session().create_client("s3", config=config)
         except (self._errors.BotoCoreError, ValueError) as error:
             raise self._refused("", error) from error
         self._pool = ThreadPoolExecutor(AT_ONCE, "s3")

@@ -14,7 +14,7 @@ from buckets import KEY_ID, Buckets, serve_buckets
 from torchere.serving.config.model_settings import parse_model_config
 from torchere.serving.config.server_settings import Limits
 from torchere.serving.errors import DownloadFailed, InvalidArchive, ModelNotFound
-from torchere.serving.store.fetch import Downloader
+from torchere.serving.store.fetch import Downloader, signed
 from torchere.serving.store.package import Store
 from torchere.serving.store.url_rules import allow
 
@@ -51,6 +51,22 @@ def test_an_archive_is_fetched_by_a_signed_request(
     signed = parse_qs(urlsplit(asked.target).query)
     assert signed["X-Amz-Credential"][0].startswith(f"{KEY_ID}/")
     assert "eu-central-1/s3/aws4_request" in signed["X-Amz-Credential"][0]
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("variable", ["AWS_REGION", "AWS_DEFAULT_REGION"])
+@pytest.mark.parametrize(
+    ("bucket", "host"), [("models", "models.s3.eu-south-1"), ("my.models", "s3.eu-south-1")]
+)
+def test_the_request_goes_to_the_host_of_the_region(
+    monkeypatch: pytest.MonkeyPatch, variable: str, bucket: str, host: str
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, "eu-south-1")
+    source = signed(allow(f"s3://{bucket}/net.mar", (f"s3://{bucket}/.*",)))
+    assert source.host == f"{host}.amazonaws.com"
+    assert "eu-south-1/s3/aws4_request" in parse_qs(source.target)["X-Amz-Credential"][0]
 
 
 @pytest.mark.usefixtures("buckets")
@@ -160,6 +176,7 @@ def test_a_signed_download_without_credentials_says_what_is_missing(
 ) -> None:
     url = f"{os.environ['AWS_ENDPOINT_URL']}/models/net.mar"
     monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.delenv("AWS_REGION", raising=False)
     with pytest.raises(DownloadFailed) as caught:
         Downloader((re.escape(url),), max_bytes=9, timeout_s=20).download(url, folder, signs=True)
     assert caught.value.detail.startswith("s3_sse_kms: no region; set AWS_DEFAULT_REGION")

@@ -63,6 +63,14 @@ def test_pieces_come_by_few_ranges_into_their_own_memory(
     assert objects.bytes == sum(length for _, length in pieces)
 
 
+@pytest.mark.usefixtures("buckets")
+def test_the_region_may_be_in_the_variable_of_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "eu-south-1")
+    assert s3.session().get_config_variable("region") == "eu-central-1"
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    assert s3.session().get_config_variable("region") == "eu-south-1"
+
+
 def test_a_part_that_breaks_off_is_continued(buckets: Buckets, objects: Objects) -> None:
     breaks = iter([1000, 0, 500])
 
