@@ -188,7 +188,7 @@ class HandlerMetrics:
                 raise ValueError(
                     f"it has {len(sample.dimensions)} dimensions, expected at most {MAX_DIMENSIONS}"
                 )
-            _check_lengths("the value of a label", [value for _, value in sample.dimensions])
+            _check_texts("the value of a label", [value for _, value in sample.dimensions])
             known = known or self._detect(sample, model)
             if len(known.children) >= MAX_LABEL_SETS:
                 raise ValueError(f"it has {MAX_LABEL_SETS} combinations of label values already")
@@ -216,7 +216,7 @@ class HandlerMetrics:
             raise ValueError(_UNDECLARED)
         self._detected.check(model)
         names = [name for name, _ in sample.dimensions]
-        _check_lengths("its name, its unit or the name of a label", [sample.name, sample.unit, *names])
+        _check_texts("its name, its unit or the name of a label", [sample.name, sample.unit, *names])
         labels = (*_label_names(sample.dimensions), HOSTNAME)
         check_names(sample.metric_type, sample.name, labels)
         if sample.name.startswith(OWN_PREFIX):
@@ -244,11 +244,18 @@ def _ignore(value: float, ids: Sequence[str]) -> None:
     """Ignore the value, because the metric is not recorded."""
 
 
-def _check_lengths(where: str, texts: Iterable[str]) -> None:
-    """Raise `ValueError` for a text that is too long to be kept for as long as the model is served."""
+def _check_texts(where: str, texts: Sequence[str]) -> None:
+    """Raise `ValueError` for a text that is too long to be kept for as long as the model is served.
+
+    Likewise for half a surrogate pair, which JSON can hold and UTF-8 can't: it would make every scrape fail.
+    """
     longest = max(map(len, texts), default=0)
     if longest > MAX_TEXT_CHARACTERS:
         raise ValueError(f"{where} has {longest} characters, expected at most {MAX_TEXT_CHARACTERS}")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as err:
+        raise ValueError(f"{where} is no text of Unicode: {err.reason}") from None
 
 
 def _label_names(dimensions: Dimensions) -> list[str]:

@@ -424,6 +424,22 @@ def test_long_texts_of_handlers_are_not_kept(metrics, caplog, sample):
     assert len(warning) < 300
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        reported("Name", 1, dimensions=(("user", "a\ud800"),)),
+        reported("Name", 1, dimensions=(("Hostname", "\udfff"),)),
+        reported("Name", 1, unit="\ud800"),
+    ],
+)
+def test_half_a_surrogate_pair_of_a_handler_does_not_reach_the_exposition(metrics, caplog, sample):
+    metrics.handler_metrics([sample, sample, reported("Other", 1)])
+    assert b"Other{" in metrics.exposition().encode()
+    assert lines(metrics, "Name") == []
+    (warning,) = [record.getMessage() for record in caplog.records if "is dropped" in record.getMessage()]
+    assert warning.endswith("is no text of Unicode: surrogates not allowed")
+
+
 def test_a_dimension_that_is_there_very_often_is_not_kept(metrics, caplog):
     metrics.handler_metrics([reported("Name", 1, dimensions=(("user", "v"),) * 101)])
     assert lines(metrics, "Name") == []
