@@ -227,15 +227,15 @@ class Metrics:
         Call it after the last response of the version.
         """
         model, version = meter.model, meter.version
+        if was_last:  # also if its counters were replaced, and that version has gone first
+            self._predictions.forget(model)
+            self._of_handlers.forget(model)
         if not self._numbers.forget(meter, was_last=was_last):
             return
         self._load.forget(model, version)
         self._updates.forget(model, (version, torchserve.DEFAULT_VERSION) if was_last else (version,))
         self._forget_stopped((model, version), ())
         self._executors.pop((model, version), None)
-        if was_last:
-            self._predictions.forget(model)
-            self._of_handlers.forget(model)
 
     def _forget_stopped(self, version: tuple[str, str], running: Collection[int]) -> None:
         """Remove the series of those executors of a version that are not running."""

@@ -500,6 +500,14 @@ def test_the_end_of_a_version_leaves_a_new_one_of_the_same_name_alone(metrics, s
     ]
 
 
+def test_a_version_that_outlives_the_one_that_replaced_it_leaves_nothing_behind(metrics, shown):
+    old, new = shown(), shown()
+    metrics.forget(new, was_last=True)
+    metrics.handler_metrics([reported("Seen", 1)], "m")  # the last batch of the old one
+    metrics.forget(old, was_last=True)
+    assert 'ModelName="m"' not in metrics.exposition()
+
+
 def test_reports_of_handlers_from_many_threads_add_up(metrics):
     def work():
         for _ in range(500):
