@@ -42,6 +42,7 @@ from torchere.serving.registry.fetching import Claim, Fetching
 from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, load_failure
+from torchere.serving.store.fetch import unsaved
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive
 
 logger = logging.getLogger(__name__)
@@ -269,8 +270,15 @@ class Workflows:
             raise InvalidWorkflow(err.message, err.detail) from err
         manifest = Manifest(model_name=workflow.name, model_version=FUNCTION_VERSION)
         path = stored.directory / MANIFEST_NAME
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(manifest.dump(), encoding="utf-8")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(manifest.dump(), encoding="utf-8")
+        except OSError as err:
+            self._store.remove(stored)
+            if isinstance(err, (FileExistsError, IsADirectoryError)):
+                text = f"An entry of the workflow's archive is in the place of its {MANIFEST_NAME}."
+                raise InvalidWorkflow(text, str(err)) from err
+            raise unsaved(url, str(err)) from err
         return stored
 
     async def _loaded(

@@ -1,6 +1,7 @@
 """Workflows of a start, beside clients that register some meanwhile."""
 
 import asyncio
+import errno
 import json
 import threading
 import time
@@ -20,8 +21,10 @@ from torchere.serving.config.workflow_spec import read_workflow_spec
 from torchere.serving.errors import (
     Conflict,
     DownloadFailed,
+    InvalidWorkflow,
     LoadFailed,
     ModelNotFound,
+    ServingError,
     Unavailable,
     UnregisterTimeout,
     WorkflowFailed,
@@ -280,6 +283,43 @@ def test_a_download_that_can_not_be_deleted_keeps_no_name(archive: Path, monkeyp
         await workflows.register(SnapshotWorkflow("http://host/flow.war", "flow"))
         await workflows.unregister("flow")
         await workflows.register(SnapshotWorkflow("http://host/flow.war", "flow"))
+        await asyncio.to_thread(workflows.close)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("entry", "refusal"),
+    [
+        ("MAR-INF", InvalidWorkflow),
+        ("MAR-INF/MANIFEST.json/x", InvalidWorkflow),
+        ("full disk", ServingError),
+    ],
+)
+def test_a_workflow_whose_functions_get_no_manifest_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str, refusal: type[ServingError]
+):
+    def write_text(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if entry == "full disk":
+        monkeypatch.setattr(Path, "write_text", write_text)
+    (tmp_path / "unpacked").mkdir()
+    manifest = {"workflow": {"workflowName": "flow", "specFile": "flow.yaml", "handler": "flow.py"}}
+    with zipfile.ZipFile(tmp_path / "flow.war", "w") as war:
+        war.writestr("flow.yaml", "models: {m: {url: m.mar}}\ndag: {pre: [m]}\n")
+        war.writestr("flow.py", "def pre(data, context): return data\n")
+        war.writestr(entry, "")
+        war.writestr("WAR-INF/MANIFEST.json", json.dumps(manifest))
+
+    async def main() -> None:
+        registry: Any = _Registry(tmp_path)
+        registry.workflow_store = lambda: Store(tmp_path, Limits(), tmp_path / "unpacked")
+        workflows = Workflows(ServerSettings(), registry)
+        with pytest.raises(ServingError) as caught:
+            await workflows.register(SnapshotWorkflow("flow.war"))
+        assert type(caught.value) is refusal
+        assert list((tmp_path / "unpacked").rglob("flow.py")) == []
         await asyncio.to_thread(workflows.close)
 
     asyncio.run(main())
