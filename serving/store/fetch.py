@@ -1,6 +1,6 @@
 """Downloads an archive from an allowed URL into the model store, atomically and within limits.
 
-Proxies from environment variables are not used: the connection goes to exactly the checked address.
+Proxies from environment variables are not used: connections go to the checked addresses only.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Downloader:
         self, source: Source, deadline_s: float, interrupt: Interrupt
     ) -> Iterator[http.client.HTTPResponse]:
         interrupt.check(source)  # before the DNS lookup, which can't be interrupted
-        connection = _PinnedConnection(source, self._address(source))
+        connection = _PinnedConnection(source, self._addresses(source))
         # A server that sends a byte from time to time never triggers the socket timeout, so the connection is
         # closed at the limit.
         cutter = threading.Timer(max(0.0, deadline_s - time.monotonic()), connection.cut)
@@ -279,7 +279,7 @@ class Downloader:
             cutter.cancel()
             connection.close()
 
-    def _address(self, source: Source) -> str:
+    def _addresses(self, source: Source) -> Sequence[str]:
         addresses = self._resolve(source.host, source.port)
         if not source.may_be_private and (private := [one for one in addresses if not is_public(one)]):
             raise _failed(
@@ -287,25 +287,33 @@ class Downloader:
                 f"{source.host} is {private[0]}, an address of this machine or its network; "
                 "name the host itself in allowed_urls to allow that",
             )
-        return addresses[0]
+        return addresses
 
 
 class _PinnedConnection(http.client.HTTPConnection):
-    """A connection to the IP address that was checked; the host name is not resolved again."""
+    """A connection to an IP address that was checked; the host name is not resolved again."""
 
-    def __init__(self, source: Source, address: str) -> None:
+    def __init__(self, source: Source, addresses: Sequence[str]) -> None:
         self.default_port = 443 if source.scheme == "https" else 80  # not sent in Host
         super().__init__(source.host, source.port, timeout=SILENCE_TIMEOUT_S)
-        self._address = address
+        self._addresses = addresses
         self._tls = source.scheme == "https"
         self._is_cut = False
         self._line: socket.socket | None = None  # kept because http.client moves `sock` to the response
 
     def connect(self) -> None:
-        """Connect to the checked address; the TLS handshake verifies the host name."""
-        self._take(socket.create_connection((self._address, self.port), SILENCE_TIMEOUT_S))
+        """Connect to the first address that accepts; the TLS handshake verifies the host name."""
+        self._take(self._connected())
         if self._tls:
             self._take(ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host))
+
+    def _connected(self) -> socket.socket:
+        for address in self._addresses[:-1]:  # the machine may have no route to some, such as those of IPv6
+            with suppress(OSError):
+                return socket.create_connection((address, self.port), SILENCE_TIMEOUT_S)
+            if self._is_cut:
+                raise TimeoutError(TOOK_LONGER)
+        return socket.create_connection((self._addresses[-1], self.port), SILENCE_TIMEOUT_S)
 
     def _take(self, sock: socket.socket) -> None:
         self.sock = self._line = sock

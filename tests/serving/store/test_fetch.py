@@ -250,6 +250,35 @@ def test_one_private_address_among_many_is_enough_to_refuse(tmp_path: Path) -> N
     assert "10.0.0.1" in caught.value.detail
 
 
+def test_the_next_address_of_a_host_is_tried_if_one_refuses(server: Any, tmp_path: Path) -> None:
+    def resolver(*_: object) -> list[str]:
+        return ["127.0.0.2", "::1", "127.0.0.1"]
+
+    one = downloader((r"http://models\.test:\d+/.*",), resolver=resolver)
+    one.download(f"http://models.test:{server.server_port}/good/a.mar", tmp_path)
+    assert (tmp_path / "a.mar").read_bytes() == BODY
+
+
+def test_a_download_that_is_given_up_tries_no_further_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = Interrupt()
+    tried: list[str] = []
+
+    def create_connection(address: tuple[str, int], _: float) -> None:
+        tried.append(address[0])
+        interrupt.stop()
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("torchere.serving.store.fetch.socket.create_connection", create_connection)
+    one = downloader(
+        (r"http://models\.test/.*",), resolver=lambda *_: ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    )
+    with pytest.raises(DownloadFailed, match="Failed to download archive from"):
+        one.download("http://models.test/a.mar", tmp_path, interrupt=interrupt)
+    assert tried == ["127.0.0.2"]
+
+
 def test_a_port_without_tls_is_no_https_server(server: Any, tmp_path: Path) -> None:
     url = f"https://127.0.0.1:{server.server_port}/good/a.mar"
     with pytest.raises(DownloadFailed) as caught:
