@@ -156,8 +156,8 @@ class Registry:
             self.claims.discard(claim)
             if archive is not None and archive.copy is not None:
                 await asyncio.to_thread(archive.close)
-            if claim.copy is not None and not self.hand_over(claim.copy):
-                self._store.delete(claim.copy)
+            if claim.copy is not None:
+                self._give_up(claim.copy)
             raise
         self.claims.discard(claim)
         if archive.signer:
@@ -419,8 +419,25 @@ class Registry:
         forget_archive(str(version.origin.archive.directory))
         # When the server stops, downloads stay in the store: the next start restores them from there.
         copy = version.origin.archive.downloaded
-        keep = version in self._kept or (copy is not None and self.hand_over(copy))
-        await asyncio.to_thread(self._store.remove, version.origin.archive, keep_download=keep)
+        if copy is not None and version not in self._kept:
+            await self.written()  # a start after a crash would else look for it
+            self._give_up(copy)
+        await asyncio.to_thread(self._store.remove, version.origin.archive)
+
+    def _give_up(self, copy: Path) -> None:
+        """Delete a download, unless another version or claim takes it over, or the next start needs it.
+
+        On the loop, as a registration could take the file before a thread has deleted it.
+        """
+        if self.hand_over(copy):
+            return
+        if self._snapshots.needs(copy.name):
+            logger.warning(
+                "%s stays in the store, because the newest snapshot names it; delete it after a later one",
+                copy,
+            )
+        else:
+            self._store.delete(copy)
 
 
 def _key_of(wanted: Wanted, location: str, manifest: Manifest) -> ModelKey:

@@ -236,6 +236,7 @@ class SnapshotKeeper:
         self._changes: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], Version] = {}  # the tasks whose version has not settled
         self._noted: ServingMap = EMPTY  # the map in the snapshot begun last
+        self._on_disk: dict[str, dict[str, dict[str, Any]]] = {}  # the models in the snapshot written last
         self._begun = 0  # number of snapshots begun
         self._newest = 0  # number of the last snapshot written to disk
         self._failures = 0  # writes in a row
@@ -265,6 +266,11 @@ class SnapshotKeeper:
         ]
         if settled:
             await asyncio.wait(settled)
+
+    def needs(self, archive: str) -> bool:
+        """Return whether the newest snapshot on disk, which the next start restores, names the archive."""
+        models = self._on_disk.values()
+        return any(entry["marName"] == archive for versions in models for entry in versions.values())
 
     async def stopping(self) -> None:
         """Write the shutdown snapshot, before the server unloads all models."""
@@ -317,6 +323,7 @@ class SnapshotKeeper:
                 self._try_later()
             else:
                 self._newest = number
+                self._on_disk = content["models"]
                 self._failures = 0
                 self._cancel_retry()
 

@@ -305,10 +305,8 @@ class Store:
         if weights is not None:
             self._sharing.join(weights)
 
-    def remove(self, stored: StoredArchive, *, keep_download: bool = False) -> None:
-        """Delete the folder that `unpack` created, and the downloaded copy of the archive."""
-        if stored.downloaded and not keep_download:
-            self.delete(stored.downloaded)
+    def remove(self, stored: StoredArchive) -> None:
+        """Delete the folder that `unpack` created."""
         self._sharing.leave(stored.directory)
         remove_tree(stored.directory.parent)
 

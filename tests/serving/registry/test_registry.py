@@ -24,12 +24,20 @@ from torchere.serving.config.server_settings import (
     SnapshotModel,
     SnapshotSettings,
 )
-from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest, NotFound, ServingError
+from torchere.serving.errors import (
+    Conflict,
+    InvalidArchive,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    ServingError,
+)
 from torchere.serving.registry import registry as registry_module
+from torchere.serving.registry import snapshot as snapshot_module
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
-from torchere.serving.registry.version import Version
+from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.store.fetch import Origins
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive
 from torchere.serving.telemetry.metrics import Metrics
@@ -510,6 +518,79 @@ def test_a_download_stays_as_long_as_a_version_was_registered_from_it(tmp_path: 
             assert (tmp_path / "store" / "fetched.mar").exists()
             await (await registry.unregister("b", None)).settled.wait()
             assert not (tmp_path / "store" / "fetched.mar").exists()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_download_stays_until_a_snapshot_on_disk_names_it_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    pack(tmp_path / "fetched.mar")
+    fetched = tmp_path / "store" / "fetched.mar"
+    begun, go_on = threading.Event(), threading.Event()
+    write = snapshot_module.write_snapshot
+
+    def slowly(*asked: Any) -> Path:
+        begun.set()
+        go_on.wait(30)
+        if fails:
+            raise OSError(28, "No space left on device")
+        return write(*asked)
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, allowed_urls=("file://.*",)) as registry:
+            await registry.opened()
+            version = await registry.register(Wanted(f"file://{tmp_path}/fetched.mar", Asked(), name="a"))
+            await version.settled.wait()
+            await registry.written()
+            monkeypatch.setattr(snapshot_module, "write_snapshot", slowly)
+            await registry.unregister("a", None)
+            await asyncio.to_thread(begun.wait)
+            await asyncio.sleep(0.05)
+            assert fetched.exists()
+            go_on.set()
+            await version.settled.wait()
+            assert fetched.exists() is fails
+            monkeypatch.setattr(snapshot_module, "write_snapshot", write)
+            assert await next_start(tmp_path, snapshots) == (("a",) if fails else ())
+            assert (f"{fetched} stays in the store" in caplog.text) is fails
+
+    asyncio.run(main())
+
+
+def test_an_unwritable_folder_of_snapshots_keeps_no_downloads(tmp_path: Path) -> None:
+    pack(tmp_path / "fetched.mar")
+    (tmp_path / "config").touch()
+    snapshots = SnapshotSettings(tmp_path / "config")
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, allowed_urls=("file://.*",)) as registry:
+            await registry.opened()
+            await registry.register(Wanted(f"file://{tmp_path}/fetched.mar", Asked(), name="a"))
+            await (await registry.unregister("a", None)).settled.wait()
+            assert not (tmp_path / "store" / "fetched.mar").exists()
+
+    asyncio.run(main())
+
+
+def test_a_download_of_a_version_that_is_gone_is_there_for_no_registration(tmp_path: Path) -> None:
+    pack(tmp_path / "fetched.mar")
+    go_on = threading.Event()
+
+    async def main() -> None:
+        async with registry_of(tmp_path, allowed_urls=("file://.*",)) as registry:
+            await registry.register(Wanted(f"file://{tmp_path}/fetched.mar", Asked(), name="a"))
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(ThreadPoolExecutor(1))
+            busy = loop.run_in_executor(None, go_on.wait, 10)
+            leaving = await registry.unregister("a", None)
+            await until(lambda: leaving.state is VersionState.GONE)
+            with pytest.raises(ModelNotFound):
+                await registry.register(Wanted("fetched.mar", Asked(), name="b"))
+            go_on.set()
+            await busy
 
     asyncio.run(main())
 

@@ -145,14 +145,14 @@ def test_a_url_is_copied_into_the_store_when_it_is_allowed(root: Path, tmp_path:
     assert downloaded == Download(root / "m.mar", is_new=True)
     stored = replace(store.unpack(url, store.open("m.mar")), downloaded=downloaded.path)
     assert (stored.url, stored.file_name, stored.outside_store) == (url, "m.mar", False)
-    store.remove(stored, keep_download=True)
-    assert downloaded.path.exists()
     store.remove(stored)
+    assert downloaded.path.exists()
+    store.delete(downloaded.path)
     assert not downloaded.path.exists()
     store.close()
 
 
-def test_a_download_that_can_not_be_deleted_is_logged_and_what_was_unpacked_goes(
+def test_a_download_that_can_not_be_deleted_is_logged(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: Origins, target: Path) -> None:
@@ -162,10 +162,8 @@ def test_a_download_that_can_not_be_deleted_is_logged_and_what_was_unpacked_goes
     store = Store(root, Limits(), tmp_path, allowed_urls=(f"file://{tmp_path}/.*",))
     with closing(store):
         downloaded = store.download(f"file://{tmp_path}/m.mar").path
-        stored = replace(store.unpack("m.mar", store.open("m.mar")), downloaded=downloaded)
         monkeypatch.setattr(Origins, "delete", refuse)
-        store.remove(stored)
-        assert not stored.directory.exists()
+        store.delete(downloaded)
         assert f"{downloaded} can't be deleted, and stays in the store: [Errno 30]" in caplog.text
         assert store.is_of_client(downloaded)
 

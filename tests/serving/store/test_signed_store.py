@@ -200,9 +200,9 @@ def test_the_signature_of_a_download_comes_and_goes_with_it(
     opened.close()
     (shop / "m.mar.sig").unlink()
     assert not store.download(url, by_operator=True).is_new  # a start after this one
-    store.remove(stored, keep_download=True)
-    assert sorted(path.name for path in root.iterdir()) == ["m.mar", "m.mar.sig"]
     store.remove(stored)
+    assert sorted(path.name for path in root.iterdir()) == ["m.mar", "m.mar.sig"]
+    store.delete(downloaded.path)
     assert list(root.iterdir()) == []
     store.close()
 
