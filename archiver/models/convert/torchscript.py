@@ -14,11 +14,12 @@ import torch
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Encoder
 from torchere.archiver.models.inputs.buffers import refuse_lost_state, unchanged_buffers
-from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded, shapes
+from torchere.archiver.models.inputs.run import Named, OperatorWatch, Run, named_results, seeded, shapes
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
+from torchere.archiver.models.load.freezing import frozen
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.load.source import input_names
-from torchere.archiver.models.load.torchscript import check_states
+from torchere.archiver.models.load.torchscript import check_states, has_linear_layers
 from torchere.archiver.models.probe.free_sizes import examples_of_size
 from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.probe.precision import FINE, differing
@@ -52,20 +53,33 @@ def to_torchscript(
     """
     with readable_properties(module):
         if isinstance(module, torch.jit.ScriptModule):
-            frozen = _frozen(module)
+            made = _frozen(module, example)
         elif script:
-            frozen = _frozen(torch.jit.script(module))
+            made = _frozen(torch.jit.script(module), example)
         else:
-            frozen = _traced_or_scripted(module, example, sizes, only_trace, say)
-    check_states(frozen)
-    return frozen
+            made = _traced_or_scripted(module, example, sizes, only_trace, say)
+    check_states(made)
+    return made
 
 
-def _frozen(compiled: Any) -> torch.jit.ScriptModule:
-    found: torch.jit.ScriptModule = (
-        torch.jit.freeze(compiled.eval()) if hasattr(compiled, "training") else compiled
-    )
-    return found
+def _frozen(compiled: torch.jit.ScriptModule, example: Tensors) -> torch.jit.ScriptModule:
+    watch = _NormalisedRows()
+    has_forward = compiled._c._has_method("forward")
+    if has_forward and has_linear_layers(compiled) and "aten::batch_norm" in str(compiled.inlined_graph):
+        with torch.no_grad(), unchanged_buffers(compiled.eval()), watch:
+            compiled(*_copies(example))
+    return frozen(compiled, fold_linear=watch.only_rows)
+
+
+class _NormalisedRows(OperatorWatch):
+    """Sees whether the batch normalisations that run take rows only."""
+
+    only_rows = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "batch_norm" in func.name() and args[0].dim() == 3:
+            self.only_rows = False
+        return func(*args, **(kwargs or {}))
 
 
 def _traced_or_scripted(
@@ -74,10 +88,10 @@ def _traced_or_scripted(
     if isinstance(module, torch.fx.GraphModule):
         _make_traceable(module)
     try:
-        frozen = _frozen(trace(module, example, say, sizes))
+        made = _frozen(trace(module, example, say, sizes), example)
         with unchanged_buffers(module):  # those of the trace, too
-            tell_unused(module, frozen, example, say)
-        return frozen
+            tell_unused(module, made, example, say)
+        return made
     # Broad: the tracer runs the model's own code, and the compiler may take code that the tracer does not.
     except Exception as error:
         if only_trace:
@@ -87,12 +101,12 @@ def _traced_or_scripted(
         scripted = torch.jit.script(module)
         with unchanged_buffers(module), unchanged_buffers(scripted):
             _refuse_other_answers(module, scripted, example, sizes)
-        frozen = _frozen(scripted)
+        made = _frozen(scripted, example)
     # Broad: see above. The refusal of the trace has the advice.
     except Exception as error:
         raise _both(refusal, error) from refusal
     say(f"the source was compiled, as with --script, because tracing fails: {line_of(refusal)}")
-    return frozen
+    return made
 
 
 def _both(traced: Exception, scripted: Exception) -> ModelRefused:

@@ -26,6 +26,7 @@ from torch.jit._script import wrap_cpp_module
 
 from torchere.archiver.container.zip import DAMAGED, Malformed, read_local
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.freezing import CONVOLUTIONS, frozen, loses_writes
 from torchere.archiver.scan.torchscript import check_script
 
 logger = logging.getLogger(__name__)
@@ -322,7 +323,6 @@ def _compiled(source: str) -> Any:
 # Optimisation.
 
 _LINEAR = "aten::linear"
-_CONVOLUTIONS = ("aten::_convolution", "aten::conv2d", "aten::conv3d")  # as traced, as scripted
 # Activations by their operator, as oneDNN's linear layer calls them (torch's native/mkldnn/Linear.cpp).
 _ACTIVATIONS = {"aten::relu": "relu", "aten::relu_": "relu", "aten::gelu": "gelu", "aten::silu": "swish"}
 _ROWS = 32  # batch size the order is chosen for; it serves all, and orders for 1 to 1024 were equally fast
@@ -330,7 +330,7 @@ _ROWS = 32  # batch size the order is chosen for; it serves all, and orders for 
 
 def has_convolutions(module: torch.jit.ScriptModule) -> bool:
     """Return whether the module has convolutions."""
-    return _has(module, *_CONVOLUTIONS)
+    return _has(module, *CONVOLUTIONS)
 
 
 def has_linear_layers(module: torch.jit.ScriptModule) -> bool:
@@ -357,14 +357,16 @@ def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = No
     Raises:
         RuntimeError: this module, or this build of torch, does not allow it.
     """
-    frozen: torch.jit.ScriptModule = torch.jit.freeze(module) if hasattr(module, "training") else module
+    made = frozen(module)
     try:
-        _pack_linear_layers(frozen.graph, most_packed_bytes)
+        _pack_linear_layers(made.graph, most_packed_bytes)
     except (AttributeError, TypeError) as err:  # torch does not promise this interface
         raise RuntimeError(f"this build of torch has other linear layers of oneDNN: {err}") from err
-    if not has_convolutions(frozen):
-        return frozen
-    fast: torch.jit.ScriptModule = torch.jit.optimize_for_inference(frozen)
+    if not has_convolutions(made):
+        return made
+    if loses_writes(made.graph):
+        raise RuntimeError("torch would lose its writes into parts of tensors, as by y[:, 0] = 0")
+    fast: torch.jit.ScriptModule = torch.jit.optimize_for_inference(made)
     return fast
 
 

@@ -378,3 +378,16 @@ def test_a_batch_that_the_code_takes_by_len_stays_free(made: Callable[..., Any])
     with torch.no_grad():
         torch.testing.assert_close(found(rows), module(rows))
     assert len is module.forward.__globals__.get("len", len)
+
+
+@pytest.mark.parametrize("script", [False, True])
+@pytest.mark.parametrize(("example", "folded"), [(torch.rand(3, 8), True), (torch.rand(3, 6, 8), False)])
+def test_normalisation_is_folded_into_a_linear_layer_where_it_takes_rows(
+    example: torch.Tensor, folded: bool, script: bool
+) -> None:
+    norm = nn.BatchNorm1d(6)
+    norm.running_mean = torch.linspace(-1, 1, 6)
+    net = nn.Sequential(nn.Linear(8, 6), norm).eval()
+    made = to_torchscript(net, (example,), script=script)
+    assert ("aten::batch_norm" not in str(made.graph)) is folded
+    assert torch.allclose(made(example), net(example), atol=1e-5)

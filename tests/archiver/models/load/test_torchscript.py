@@ -338,3 +338,49 @@ def test_rows_of_another_width_are_refused_also_if_there_are_none(shape: tuple[i
     assert fast(torch.zeros(0, 16)).shape == (0, 2)
     with pytest.raises((RuntimeError, torch.jit.Error)):
         fast(torch.zeros(*shape))
+
+
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        y[:, :4].clamp_(-0.1, 0.1)
+        return self.second(y)
+
+
+class WrittenInPieces(Written):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        y.chunk(2, 1)[0].relu_()
+        return self.second(y.view(-1, 8, 8, 8).relu())
+
+
+class WrittenAtTheEnd(Written):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.relu_(self.first(x))
+        y = self.second(y.add_(1)).permute(0, 2, 3, 1)
+        y[..., :2] = y[..., :2] * 2
+        return y
+
+
+@pytest.mark.parametrize("kind", [Written, WrittenInPieces])
+def test_a_part_that_is_written_before_a_convolution_is_not_optimised(kind: type[Written]) -> None:
+    with pytest.raises(RuntimeError, match="lose its writes into parts of tensors"):
+        optimized(again(torch.jit.trace(kind().eval().requires_grad_(False), torch.rand(2, 3, 8, 8))))
+
+
+def test_other_writes_are_optimised() -> None:
+    net, x = WrittenAtTheEnd().eval(), torch.rand(2, 3, 8, 8)
+    fast = optimized(again(torch.jit.trace(net, x)))
+    assert "mkldnn_convolution" in str(fast.graph)
+    assert torch.allclose(fast(x), net(x), atol=1e-5)
+
+
+def test_normalised_channels_of_sequences_are_not_folded_into_linear_layers() -> None:
+    norm = nn.BatchNorm1d(6)
+    norm.running_mean = torch.linspace(-1, 1, 6)
+    net, x = nn.Sequential(nn.Linear(8, 6), norm).eval(), torch.rand(2, 6, 8)
+    assert torch.allclose(optimized(again(torch.jit.trace(net, x)))(x), net(x), atol=1e-5)
