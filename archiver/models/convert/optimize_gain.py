@@ -8,6 +8,7 @@ is dynamic.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +56,15 @@ class Gain:
 
 
 def loaded(file: Path, options: TorchScriptOptions) -> torch.jit.ScriptModule:
-    """Load a file that packing wrote or checked; raise RuntimeError if the engine or the optimiser fails."""
-    module = load_script(str(file), check=False, engine=options.quantized_engine)
-    return optimized(module.eval()) if options.optimize_for_inference else module
+    """Load a file that packing wrote or checked, as a server does; raise RuntimeError if the engine fails."""
+    if options.optimize_for_inference:
+        with contextlib.suppress(RuntimeError):  # a server serves a module as it is if the optimiser fails
+            return optimized(_plain(file, options))
+    return _plain(file, options)
+
+
+def _plain(file: Path, options: TorchScriptOptions) -> torch.jit.ScriptModule:
+    return load_script(str(file), check=False, engine=options.quantized_engine).eval()
 
 
 def may_gain(module: torch.jit.ScriptModule, signature: Signature) -> bool:
@@ -79,7 +86,7 @@ def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None
     """
     plain = loaded(file, TorchScriptOptions())
     try:
-        other = loaded(file, TorchScriptOptions(optimize_for_inference=True))
+        other = optimized(_plain(file, TorchScriptOptions()))
         plain_ms, optimized_ms = times_by_batch([plain, other], samples, batched, _BUDGET_S)
         with torch.inference_mode():
             found = difference((answers(plain, one), answers(other, one)) for one in samples)

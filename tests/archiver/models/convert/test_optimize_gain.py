@@ -104,6 +104,18 @@ def test_a_model_that_cannot_be_optimised_gains_nothing(
     assert measured_gain(file, [(torch.rand(1, 3, 12, 12),)], batched=True) is None
 
 
+def test_a_model_that_cannot_be_optimised_is_loaded_as_it_is(tmp_path: Path) -> None:
+    class Clamped(nn.Module):  # torch's optimiser asks for limits of floating point
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.clamp(x, 0, 6)
+
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), Clamped()), torch.rand(1, 3, 12, 12)
+    file = saved(net, tmp_path / "net.pt")
+    found = optimize_gain.loaded(file, TorchScriptOptions(optimize_for_inference=True))
+    assert torch.allclose(found(x), net(x), atol=1e-5)
+    assert measured_gain(file, [(x,)], batched=True) is None
+
+
 @pytest.fixture
 def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Pack the model with more arguments; returns the archive. What is measured always gains."""
