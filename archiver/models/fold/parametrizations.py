@@ -22,13 +22,21 @@ def without_parametrizations(module: nn.Module) -> nn.Module:
     """Copy the module with the current values of its parametrised weights; without any, return it itself."""
     if not any(parametrize.is_parametrized(layer) or _hooks(layer) for layer in module.modules()):
         return module
-    made = copy.deepcopy(module)
+    made = copied(module)
     for layer in made.modules():
         for hook in _hooks(layer):
             _HOOKS[type(hook)](layer, hook.name)
         if parametrize.is_parametrized(layer):
             _remove(layer)
     return made
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Copy the module; torch copies no tensor with a gradient, as hooks may have left in its layers."""
+    for layer in module.modules():
+        for hook in _hooks(layer):
+            setattr(layer, hook.name, getattr(layer, hook.name).detach())  # each call computes it anew
+    return copy.deepcopy(module)
 
 
 def _hooks(layer: nn.Module) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import platform
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import refuse_attributes
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.attention import Opened, open_attention
-from torchere.archiver.models.fold.parametrizations import without_parametrizations
+from torchere.archiver.models.fold.parametrizations import copied, without_parametrizations
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.torchscript import load_script
@@ -248,7 +247,7 @@ class InBfloat16(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = copy.deepcopy(module).to(torch.bfloat16).eval()
+        self.module = copied(module).to(torch.bfloat16).eval()
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Round floating-point inputs and run the model; tokens and masks are passed unchanged."""

@@ -14,6 +14,7 @@ from torchere.archiver.models.fold.parametrizations import without_parametrizati
 from torchere.archiver.models.load.weight_only import large_layers
 from torchere.archiver.models.measure.cost import gain
 from torchere.archiver.models.quantize.methods import Quantised, processor_has_bf16
+from torchere.archiver.models.steps import refusing
 from torchere.archiver.models.verify.compare import refuse_drift
 from torchere.archiver.models.verify.report import Report
 from torchere.archiver.quantization import AUTO, METHODS
@@ -72,7 +73,8 @@ def methods_tried(module: nn.Module, method: str, target: str, samples: Sequence
     """Return the methods that `method` chooses from for this model; only `method` if it chooses from none."""
     if not METHODS[method].tries:
         return (method,)
-    module = without_parametrizations(module)
+    with refusing("looking for layers to quantise"):
+        module = without_parametrizations(module)
     layers = Counter(type(layer) for layer in module.modules())
     dynamic = sum(layers[kind] for kind in _DYNAMIC)
     convolutions = sum(layers[kind] for kind in _CONVOLUTIONS)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from torchere.archiver.models.fold.parametrizations import without_parametrizations
+from torchere.archiver.models.quantize.methods import bf16
 
 Normalise = Callable[[nn.Module], nn.Module]
 NORMALISED = [parametrizations.weight_norm, parametrizations.spectral_norm, weight_norm, spectral_norm]
@@ -38,6 +39,16 @@ def test_the_copy_has_plain_layers_and_the_original_keeps_its_own(normalise: Nor
     assert [type(layer) for layer in made] == [nn.Linear, nn.ReLU, nn.Linear]
     assert set(made.state_dict()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert "0.weight" not in model.state_dict()
+
+
+@pytest.mark.parametrize("normalise", NORMALISED)
+def test_weights_that_ran_with_gradients_are_copied(normalise: Normalise) -> None:
+    model = normalised(normalise)
+    wanted = model(*ROWS)
+    made: Any = without_parametrizations(model)
+    assert [type(layer) for layer in made] == [nn.Linear, nn.ReLU, nn.Linear]
+    torch.testing.assert_close(made(*ROWS), wanted)
+    assert bf16(model, has_bf16=True)(*ROWS).dtype is torch.float32
 
 
 def test_copies_of_one_parametrised_layer_become_plain_each() -> None:

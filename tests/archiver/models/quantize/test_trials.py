@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.files import Packed
 from torchere.archiver.models.measure import cost
 from torchere.archiver.models.measure.difference import Difference
@@ -275,3 +276,10 @@ def test_methods_that_choose_need_the_verification(
     assert pack("--quantize", "auto", "--no-verify") == 2
 
     assert "chooses by measuring, which --no-verify leaves out" in capsys.readouterr().err
+
+
+def test_a_model_that_torch_cannot_copy_is_refused_before_the_first_trial() -> None:
+    model = weight_norm(nn.Linear(4, 4))
+    model.last = model(torch.rand(2, 4))  # with a gradient
+    with pytest.raises(ModelRefused, match=r"^looking for layers to quantise failed: "):
+        methods_tried(model, "auto", "torchscript", [])
