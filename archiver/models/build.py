@@ -333,8 +333,8 @@ class _Compilation:
                 say=self.say,
                 scales_by_batch=method == "int8-dynamic",
             )
-        # A trace is compared when it is made.
-        if self.options.verify and not self.options.accept_drift and target != TORCHSCRIPT:
+        # A trace in fp32 is compared when it is made.
+        if self.options.verify and not self.options.accept_drift and (quantised or target != TORCHSCRIPT):
             limit = self._limit(job, None if method == FP32 else method)
             with unchanged_buffers(job.model.module):
                 refuse_other_sizes(job.model.module, packed.run, job.model.example, job.sizes, limit)

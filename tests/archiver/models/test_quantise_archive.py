@@ -152,3 +152,24 @@ def test_that_a_batch_shares_one_scale_is_told_where_it_does(
     assert ("all rows of a batch share one scale" in said.out + said.err) is is_told
     report = json.loads(open_archive(tmp_path / "net.mar").read_text("MAR-INF/report.json"))
     assert any("all rows of a batch share one scale" in note for note in report["notes"]) is is_told
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+def test_int8_is_compared_at_each_end_of_a_free_size(
+    command: list[str], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sum over a text grows with its length, beyond the ranges of the samples."""
+    (tmp_path / "net.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        torch.manual_seed(0)\n"
+        "        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)\n\n"
+        f"    def forward(self, x):\n        return self.second(self.first(x).relu().{kind}(1))\n"
+    )
+    for index in range(4):
+        torch.save(torch.rand(2, 8, 8), tmp_path / "samples" / f"{index}.pt")
+
+    assert main([*command, "--dynamic", "x:1=4:256"]) == (2 if kind == "sum" else 0)
+
+    said = "when x_1 is 256: drift" in (refusal := capsys.readouterr().err)
+    assert said is (kind == "sum")
+    assert ("narrow --dynamic, calibrate with --samples of all its sizes" in refusal) is said
