@@ -36,6 +36,7 @@ from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 from torch.nn import functional
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.fold.attention import has_hooks
 from torchere.archiver.models.fold.convolutions import (
     Recorder,
     calls_of,
@@ -149,13 +150,14 @@ def calibrate(
     folded = fold(module, samples[0])
     copies = call_each_once(folded.module)
     kept = {*kept, *(name for name, original in copies.items() if original in kept)}
+    kept |= _wrap_unsupported(folded.module)
     _fix_dtypes(folded.module, samples[0])
     _call_prelu(folded.module)
     clipped = clipped_by_format(folded.module, kept)
     mapping = _configuration(folded.module, clipped)
     for name in (*kept, *_clips_behind(folded.module, kept)):
         mapping.set_module_name(name, None)
-    custom = PrepareCustomConfig()
+    custom = PrepareCustomConfig().set_non_traceable_module_classes([_InFp32])
     if joined := joined_apart(folded.module):
         mapping.set_module_name(joined, None)
         custom.set_non_traceable_module_names([joined])
@@ -179,6 +181,32 @@ def calibrate(
     clips = f"{len(clipped) // 2} ReLU6 made the range of the format" if clipped else ""
     note = "; ".join(part for part in (folded.note, clips) if part)
     return Calibrated(prepared, len(layers), note, copies)
+
+
+class _InFp32(nn.Module):
+    """A layer that torch can't see, so that it stays as it is."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the layer."""
+        return self.layer(*inputs, **named)
+
+
+def _wrap_unsupported(graph: fx.GraphModule) -> set[str]:
+    """Wrap the layers that torch would change by fusing or converting them; return their names.
+
+    Its layers have no hooks, and its int8 convolutions know two kinds of padding only.
+    """
+    names = set()
+    for node in graph.graph.find_nodes(op="call_module"):
+        layer = graph.get_submodule(str(node.target))
+        if has_hooks(layer) or getattr(layer, "padding_mode", "zeros") not in {"zeros", "reflect"}:
+            replace_module(graph, node, _InFp32(layer))
+            names.add(str(node.target))
+    return names
 
 
 def _fix_dtypes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> None:

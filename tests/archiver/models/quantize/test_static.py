@@ -13,10 +13,11 @@ from torch import nn
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
-from torchere.archiver.models.load.torchscript import supported
+from torchere.archiver.models.load.torchscript import supported, using
 from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize import methods as module_under_test
+from torchere.archiver.models.quantize.candidates import quiet
 from torchere.archiver.models.quantize.methods import one_size, quantise, shared_scale
 from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.signature import Signature, TensorSpec
@@ -290,3 +291,35 @@ def test_a_mask_that_is_applied_in_place_stays() -> None:
     with torch.no_grad():
         found = difference([((Attending()(*padded),), (made.module(*padded),))])
     assert found.drift < 0.2
+
+
+@needs_engine
+@pytest.mark.parametrize("layer", range(6))
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_of_layers_stay(layer: int, before: bool) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8)
+    net = nn.Sequential(first, nn.BatchNorm2d(8), nn.ReLU6(), second, nn.PReLU(8), nn.Flatten()).eval()
+    if before:
+        net[layer].register_forward_pre_hook(lambda _layer, given: (given[0] * 1.5,))
+    else:
+        net[layer].register_forward_hook(lambda _layer, _given, result: result * 1.5)
+    check_static(net, 1)
+
+
+@needs_engine
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_convolutions_may_pad_in_each_way(mode: Any) -> None:
+    torch.manual_seed(0)
+    padded = nn.Conv2d(8, 8, 3, padding=1, padding_mode=mode)
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU6(), padded, nn.ReLU6()).eval()
+    check_static(net, 2 if mode == "reflect" else 1)
+
+
+def check_static(net: nn.Module, least: int) -> None:
+    samples = [(3 * torch.randn(2, 4, 9, 9),) for _ in range(8)]
+    with using("x86" if "x86" in supported() else supported()[0]), quiet(), torch.no_grad():
+        made = calibrate(net, samples)
+        found, wanted = made.convert()(*samples[0]), net(*samples[0])
+    assert made.layers >= least
+    assert (found - wanted).abs().max() < 0.08 * wanted.abs().max()
