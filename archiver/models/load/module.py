@@ -229,17 +229,23 @@ def traceable_lengths(module: torch.nn.Module) -> Iterator[None]:
     """Let `len(tensor)` in the code of the module's classes be `tensor.shape[0]` in the block.
 
     Python's own `len` returns a plain number, which tracers and torch.export fix: a model that says
-    `token.expand(len(x), -1, -1)` would take the batch of its example only. Not thread-safe.
+    `token.expand(len(x), -1, -1)` would take the batch of its example only. So does `int(batch_sizes[0])` in
+    torch's int8 layers for packed sequences, which stays a tensor. Not thread-safe.
     """
     places = {id(found): found for part in module.modules() for found in _globals_of(type(part))}
-    changed = [place for place in places.values() if "len" not in place]
-    for place in changed:
-        place["len"] = _length
+    changed = [(place, "len", _length) for place in places.values() if "len" not in place]
+    if _INT8_RECURRENT in sys.modules:  # else there is no such layer
+        changed.append((vars(sys.modules[_INT8_RECURRENT]), "int", lambda value: value))
+    for place, name, stand_in in changed:
+        place[name] = stand_in
     try:
         yield
     finally:
-        for place in changed:
-            del place["len"]
+        for place, name, _ in changed:
+            del place[name]
+
+
+_INT8_RECURRENT = "torch.ao.nn.quantized.dynamic.modules.rnn"
 
 
 def _globals_of(kind: type) -> Iterator[dict[str, Any]]:

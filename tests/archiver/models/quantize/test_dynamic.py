@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.torchscript import to_torchscript
@@ -183,6 +185,37 @@ def test_recurrent_layers_that_torch_has_in_int8_are_int8(kind: str) -> None:
     assert layers == 1 + is_quantised
     with torch.inference_mode():
         torch.testing.assert_close(to_torchscript(made, (x,))(x), model(x), rtol=0.05, atol=0.05)
+
+
+class Packed(nn.Module):
+    """Skips the padding of its rows."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layer = kind(8, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        rows: torch.Tensor = pad_packed_sequence(
+            self.layer(packed)[0], batch_first=True, total_length=x.size(1)
+        )[0]
+        return rows
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_packed_rows_take_any_batch(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = Packed(kind).eval()
+    with quiet():
+        made = copy.deepcopy(dynamic(model)[0])
+
+    script = to_torchscript(made, (torch.randn(2, 5, 8), torch.tensor([3, 5])))
+
+    with torch.inference_mode():
+        for batch in (1, 2, 4):
+            given = torch.randn(batch, 5, 8), torch.tensor([2, 5, 1, 4][:batch])
+            torch.testing.assert_close(script(*given), model(*given), rtol=0.05, atol=0.05)
 
 
 class Shared(nn.Module):
