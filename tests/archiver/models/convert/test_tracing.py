@@ -391,3 +391,27 @@ def test_normalisation_is_folded_into_a_linear_layer_where_it_takes_rows(
     made = to_torchscript(net, (example,), script=script)
     assert ("aten::batch_norm" not in str(made.graph)) is folded
     assert torch.allclose(made(example), net(example), atol=1e-5)
+
+
+class Rounded(nn.Module):
+    """Computes in bfloat16, with an operator that TorchScript splits into two."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 16) / 5)
+        self.bias = nn.Parameter(torch.randn(16) / 10)
+        self.bfloat16()
+        self.branches = branches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.addmm(self.bias, x.bfloat16(), self.weight).float()
+        return y * 2 if self.branches and x.sum() > 10 else y
+
+
+def test_a_trace_of_bfloat16_may_round_otherwise() -> None:
+    torch.manual_seed(0)
+    example = torch.randn(3, 8)
+    assert to_torchscript(Rounded(False).eval(), (example,), only_trace=True)(example).dtype is torch.float32
+    with pytest.raises(ModelRefused, match="tracing kept the branches"):
+        to_torchscript(Rounded(True).eval(), (example,), only_trace=True)
