@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.safetensors import read_safetensors
@@ -72,39 +70,48 @@ def eager_class(archive: ArchiveModules, model_file: str) -> Any:
 
 
 def _replace(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Give the model's tensors the memory of the file's.
+    """Give the model's tensors the memory of the file's, or a copy where others share their memory.
 
     The tensors stay the same objects: the class may hold them by more names than `state_dict` knows.
     """
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tensor.data = state[name]
+    own = model.state_dict(keep_vars=True)
+    alone = {id(tensor) for tensor in own.values() if _is_alone(tensor)}  # before any gets other memory
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if id(tensor) in alone:
+                tensor.data = state[name]
+            else:
+                tensor.copy_(state[name])
 
 
 def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
-    """Return whether the model can take the memory of the file's tensors.
+    """Return whether the model can take the file's tensors one by one.
 
-    Otherwise they are copied and converted: where they differ, where code of the class takes part in loading,
-    as to rename keys, and where a second tensor shares memory that would be replaced.
+    Otherwise torch loads and converts them: where they differ, and where code of the class takes part in
+    loading, as to rename keys.
     """
     if not all(map(_loads_plainly, model.modules())):
         return False
     own = model.state_dict(keep_vars=True)
     if own.keys() != state.keys() or not all(_is_alike(own[name], state[name]) for name in own):
         return False
+    held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return all(id(tensor) in held for tensor in own.values())  # else the class made it for the state dict
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor has its memory for itself: a view, wherever it is, sees only copies."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
     try:
-        held = {id(tensor): tensor for tensor in _tensors_of(model)}
-    except RecursionError:  # a list that holds itself
+        # An array's memory, which NumPy may share, can't be resized.
+        return _owners(tensor) == _owners(torch.empty(1)) and tensor.untyped_storage().resizable()
+    except (AttributeError, RuntimeError):  # torch's count is private, and a copy is right without it
         return False
-    if any(id(tensor) not in held for tensor in own.values()):  # the class made it for the state dict
-        return False
-    replaced = [
-        _memory_of(held.pop(key)) for key in {id(tensor) for tensor in own.values() if tensor.numel()}
-    ]
-    return len(replaced) == len({*replaced}) and {*replaced}.isdisjoint(map(_memory_of, held.values()))
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _owners(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _loads_plainly(module: torch.nn.Module) -> bool:
@@ -117,14 +124,6 @@ def _loads_plainly(module: torch.nn.Module) -> bool:
         and not module._load_state_dict_pre_hooks
         and not module._load_state_dict_post_hooks
     )
-
-
-def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that the model's modules hold, in lists and dicts, too."""
-    for module in model.modules():
-        for value in pytree.tree_leaves(vars(module)):
-            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
-                yield value
 
 
 def _is_alike(one: object, other: object) -> bool:

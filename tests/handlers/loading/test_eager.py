@@ -172,6 +172,33 @@ class Net(torch.nn.Linear):
     def forward(self, x):
         return torch.nn.functional.linear(x, self.views["first"][0])
 """
+VIEWING_FROM_AFAR = """
+import numpy
+import torch
+from functools import partial
+from torch.nn.functional import linear
+
+class Table:
+    def __init__(self, rows):
+        self.rows = rows
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(600, 600, bias=False)
+        self.array = numpy.zeros(600, dtype="float32")
+        self.bias = torch.nn.Parameter(torch.from_numpy(self.array))
+        turned = self.weight.t()
+        self.ways = [CHOSEN]
+
+    def forward(self, x):
+        return self.ways[0](x)
+"""
+VIEWS = [
+    "partial(linear, weight=self.weight.detach())",
+    "lambda x: x @ turned",
+    "lambda x, table=Table(self.weight.data.view(600, 600)): linear(x, table.rows)",
+    "lambda x: x + torch.from_numpy(self.array)",
+]
 HOOKED = """
 import torch
 
@@ -185,7 +212,15 @@ class Net(torch.nn.Linear):
 """
 
 
-@pytest.mark.parametrize(("source", "mapped"), [(HOLDERS, True), (VIEWING, False), (HOOKED, False)])
+@pytest.mark.parametrize(
+    ("source", "mapped"),
+    [
+        (HOLDERS, True),
+        (VIEWING, False),
+        *((VIEWING_FROM_AFAR.replace("CHOSEN", view), False) for view in VIEWS),
+        (HOOKED, False),
+    ],
+)
 def test_each_reference_to_a_weight_sees_the_file(
     write_archive: Callable[..., Path], tmp_path: Path, source: str, mapped: bool
 ) -> None:
@@ -206,6 +241,36 @@ def test_each_reference_to_a_weight_sees_the_file(
     assert torch.equal(model(given), copied(given))
     assert len(list(model.parameters())) == len(list(trained.parameters()))
     assert all(is_mapped(tensor, path) for tensor in model.state_dict().values()) == mapped
+
+
+LAYERS = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(600, 600), nn.LSTM(4, 4), nn.BatchNorm1d(4), nn.Conv1d(4, 4, 1))
+        self.register_buffer("ruler", torch.zeros(8).view(2, 4))
+"""
+
+
+@pytest.mark.parametrize("counts_owners", [True, False])
+def test_only_tensors_that_may_share_their_memory_are_copied(
+    write_archive: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts_owners: bool
+) -> None:
+    if not counts_owners:
+        monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    directory = str(write_archive({"model.py": LAYERS}))
+    modules = open_archive("layers", "1.0", directory)
+    path = tmp_path / "w.pth"
+    weights = load_eager(modules, "model.py", None).state_dict()
+    weights["ruler"].fill_(7)
+    torch.save(weights, path)
+    loaded = load_eager(modules, "model.py", str(path)).state_dict()
+    forget_archive(directory)
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    mapped = {name for name in loaded if is_mapped(loaded[name], path)}
+    assert mapped == (loaded.keys() - {"ruler"} if counts_owners else set())
 
 
 def test_large_weights_of_another_type_are_converted(wide_archive: ArchiveModules, tmp_path: Path) -> None:
