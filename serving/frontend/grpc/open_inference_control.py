@@ -10,6 +10,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from torchere.serving.errors import InvalidRequest, NotFound
+from torchere.serving.frontend.call_scope import manages
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.call import Call
@@ -103,6 +104,7 @@ class ModelCalls:
         """Load a model and wait until it can answer."""
         given = {name: _plain(value) for name, value in request.parameters.items()}
         model = _model_of(request)
+        manages(model)  # the audit log reads only `model_name`
         await self._repository.load(model, given)
         return pb.RepositoryModelLoadResponse(model_name=model, isLoaded=True)
 
@@ -111,6 +113,7 @@ class ModelCalls:
     ) -> pb.RepositoryModelUnloadResponse:
         """Unload a model after its requests are answered."""
         model = _model_of(request)
+        manages(model)  # the audit log reads only `model_name`
         await self._repository.unload(model)
         return pb.RepositoryModelUnloadResponse(model_name=model, isUnloaded=True)
 

@@ -203,6 +203,17 @@ def test_refused_and_failed_calls_over_grpc_are_audited(planes, audited):
     ]
 
 
+@pytest.mark.parametrize("verb", ["Load", "Unload"])
+def test_failed_calls_of_kserves_stubs_are_audited_with_the_model(planes, audited, verb):
+    asked = getattr(open_inference_pb2, f"RepositoryModel{verb}Request")(repository_name="bert")
+    if verb == "Load":
+        asked.parameters["initial_workers"].string_param = "two"
+    code = code_of(planes, inference_server, f"{REPOSITORY}/RepositoryModel{verb}", asked)
+    wanted = "INVALID_ARGUMENT" if verb == "Load" else "NOT_FOUND"
+    assert code == wanted
+    assert audited() == [("", "127.0.0.1", "grpc", verb.lower(), "bert", "", "failed", wanted)]
+
+
 @pytest.mark.parametrize("message", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f"])
 def test_a_change_over_grpc_whose_message_can_not_be_decoded_is_audited(planes, audited, message):
     raw = SimpleNamespace(SerializeToString=lambda: message)
