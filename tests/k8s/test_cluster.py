@@ -183,6 +183,18 @@ def test_of_two_releases_in_a_namespace_one_has_the_rules_and_the_dashboards(
     assert own & rendered_in(values, rules, boards).keys() == set()
 
 
+def test_rules_of_a_release_whose_objects_do_not_say_what_they_are_part_of_are_found(
+    rendered_in: Callable[..., dict[str, Object]],
+) -> None:
+    rules = of_other("PrometheusRule", "x", "rules")
+    del rules["metadata"]["labels"]["app.kubernetes.io/part-of"]
+    values = {"prometheusRule": {"enabled": True}}
+    assert "PrometheusRule/rel-torchere" in rendered_in(values, rules)  # of another chart
+
+    rules["metadata"]["labels"]["helm.sh/chart"] = "torchere-0.1.0"
+    assert "PrometheusRule/rel-torchere" not in rendered_in(values, rules)
+
+
 def test_an_upgrade_keeps_its_own_rules_and_dashboards(
     rendered_in: Callable[..., dict[str, Object]],
 ) -> None:

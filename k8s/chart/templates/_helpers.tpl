@@ -86,13 +86,15 @@ disappears from the manifest. Nothing where there is no cluster to ask (helm tem
 {{/*
 Another release or alias of this chart in the namespace that has the object for all of them already; or nothing. Of several
 that have it, the first by name keeps it. Ask only where the object is enabled: Helm gives up where the cluster does not know the
-kind, or refuses the list. `part-of` tells the object from other charts': `helm.sh/chart` begins with the alias.
+kind, or refuses the list. `part-of` tells the object from other charts': `helm.sh/chart` begins with the alias. Objects of older
+releases lack `part-of`.
 */}}
 {{- define "torchere.owner" -}}
 {{- $owners := list -}}
 {{- range (lookup .apiVersion .kind .root.Release.Namespace "").items -}}
 {{- $labels := .metadata.labels | default dict -}}
-{{- if and (eq (get $labels "app.kubernetes.io/part-of") "torchere") (eq (get $labels "app.kubernetes.io/component") $.component) -}}
+{{- $ours := or (eq (get $labels "app.kubernetes.io/part-of") "torchere") (hasPrefix "torchere-" (get $labels "helm.sh/chart")) -}}
+{{- if and $ours (eq (get $labels "app.kubernetes.io/component") $.component) -}}
 {{- $owners = append $owners (include "torchere.owned" $labels) -}}
 {{- end -}}
 {{- end -}}
