@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +33,12 @@ from torchere.handlers.metrics import (
 )
 
 PREDICTION_METRIC = "PredictionTime"
+# Values of one store. `emit_metrics` reports all of them with each batch, in some 4 ms, where a handler never
+# empties its store. A store made for a large batch has room for several values of each request.
+MAX_STORED = 1_000
+MAX_STORED_OF_REQUEST = 16
+
+logger = logging.getLogger(__name__)
 
 
 class Metric:
@@ -105,8 +113,11 @@ class Metric:
 class MetricsStore(MetricsCache):
     """The collector of the older API: it keeps its values in the list `store`, for `emit_metrics`.
 
-    The constructor is the one that handlers called.
+    The constructor is the one that handlers called. A full store drops its oldest value for a new one, since
+    handlers keep one store and never empty it.
     """
+
+    _has_dropped = threading.Event()  # of all stores: handlers may make one for each batch
 
     def __init__(self, request_ids: Mapping[int, str] | object, model_name: str) -> None:
         super().__init__(model_name)
@@ -122,9 +133,27 @@ class MetricsStore(MetricsCache):
                 self._by_labels.clear()
             if labels in self._by_labels and sample.metric_type != MetricTypes.HISTOGRAM:
                 self._by_labels[labels].update(sample.value)
-            elif len(self.store) < MAX_SAMPLES:
-                self._by_labels[labels] = Metric.of(sample)
-                self.store.append(self._by_labels[labels])
+                return
+            self._make_room()
+            self._by_labels[labels] = Metric.of(sample)
+            self.store.append(self._by_labels[labels])
+
+    def _make_room(self) -> None:
+        most = max(MAX_STORED, min(MAX_SAMPLES, MAX_STORED_OF_REQUEST * len(self.request_ids)))
+        if len(self.store) < most:
+            return
+        while len(self.store) >= most:
+            oldest = self.store.pop(0)
+            found = next((labels for labels, metric in self._by_labels.items() if metric is oldest), None)
+            if found is not None:  # nearly always the first
+                del self._by_labels[found]
+        if not self._has_dropped.is_set():
+            self._has_dropped.set()
+            logger.warning(
+                "a MetricsStore has more than %d values, and drops its oldest ones: "
+                "empty its list `store` after emit_metrics, or make a store for each batch",
+                most,
+            )
 
 
 def emit_metrics(metrics: Iterable[Metric] | None) -> None:

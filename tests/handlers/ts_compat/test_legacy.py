@@ -5,7 +5,10 @@ import socket
 import threading
 import uuid
 
+import pytest
+
 from torchere.handlers.metrics import Dimension, MetricsCache, MetricTypes
+from torchere.handlers.ts_compat import legacy
 from torchere.handlers.ts_compat.legacy import Metric, MetricEncoder, MetricsStore, emit_metrics
 
 
@@ -104,6 +107,49 @@ def test_each_observation_of_a_histogram_is_kept() -> None:
         (1.0, MetricTypes.HISTOGRAM),
         (2.0, MetricTypes.HISTOGRAM),
     ]
+
+
+def test_a_full_store_drops_its_oldest_values_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(MetricsStore, "_has_dropped", threading.Event())
+    for name, most in (("MAX_STORED", 4), ("MAX_STORED_OF_REQUEST", 3)):
+        monkeypatch.setattr(legacy, name, most)
+    for _ in range(2):
+        store = MetricsStore({}, "m")
+        for index in range(9):
+            store.set_request_ids(f"r{index}")
+            store.add_counter("Cats", 1, 0)
+            store.add_counter("Cats", 1, 0)
+        assert [(metric.request_id, metric.value) for metric in store.store] == [
+            *(("r5", 2.0), ("r6", 2.0), ("r7", 2.0), ("r8", 2.0))
+        ]
+        store.set_request_ids("r0")
+        store.add_counter("Cats", 1, 0)  # a new one, as its old one is dropped
+        assert [(metric.request_id, metric.value) for metric in store.store][-1] == ("r0", 1.0)
+    assert [record.getMessage()[:37] for record in caplog.records] == [
+        "a MetricsStore has more than 4 values"
+    ]
+
+
+def test_a_store_has_room_for_a_large_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(legacy, "MAX_STORED", 2)
+    monkeypatch.setattr(legacy, "MAX_STORED_OF_REQUEST", 1)
+    store = MetricsStore(dict(enumerate("abcdef")), "m")
+    for index in range(6):
+        store.add_time("Walk", 1, index)
+    assert "".join(metric.request_id for metric in store.store) == "abcdef"
+    store.set_request_ids("")
+    store.add_time("Run", 1)
+    assert [metric.name for metric in store.store] == ["Walk", "Run"]
+
+
+def test_a_store_of_histograms_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(legacy, "MAX_STORED", 2)
+    store = MetricsStore({}, "m")
+    for value in (1, 2, 3, 4):
+        store.add_metric("H", value, "ms", metric_type=MetricTypes.HISTOGRAM)
+    assert [metric.value for metric in store.store] == [3.0, 4.0]
 
 
 def test_a_store_made_by_hand_belongs_to_no_request() -> None:
