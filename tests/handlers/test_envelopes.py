@@ -3,7 +3,9 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -31,6 +33,12 @@ def test_the_call_at_load_has_nothing_to_unwrap(context: Any) -> None:
     for envelope in (BodyEnvelope, JSONEnvelope, KServeEnvelope):
         assert envelope(_same).handle(None, context) is None
         assert envelope(_same).handle([], context) == []
+
+
+@pytest.mark.parametrize("context", [Mock(), MagicMock(), SimpleNamespace(get_request_header=Mock())])
+def test_a_test_of_a_handler_may_give_a_context_that_knows_no_requests(context: Any) -> None:
+    assert BodyEnvelope(_same).handle([{"data": 1}], context) == [1]
+    assert JSONEnvelope(_same).handle([{"body": {"instances": [1]}}], context) == ['{"predictions": [1]}']
 
 
 def test_json_runs_all_instances_as_one_batch_and_splits_the_answers(context: Any) -> None:
