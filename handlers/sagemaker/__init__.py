@@ -144,7 +144,8 @@ class SageMakerHandler:
         """
         array = toolkit.decode(input_data, content_type)
         is_text = (content_type or "").partition(";")[0].strip() in toolkit.UTF8_TYPES
-        tensor = torch.FloatTensor(array) if is_text else torch.from_numpy(array)
+        # `torch.FloatTensor` takes a number alone for a size, of memory that others have left.
+        tensor = torch.as_tensor(array, dtype=torch.float32) if is_text else torch.from_numpy(array)
         return tensor.to(self._device)
 
     def default_predict_fn(self, data: Any, model: Any) -> Any:

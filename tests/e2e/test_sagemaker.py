@@ -181,6 +181,17 @@ def test_a_numpy_file_with_pickled_objects_is_refused(endpoint: RunningServer) -
     assert words(answer.decode()) == "the body: found a .npy file of object, expected numbers or truth values"
 
 
+def test_a_number_alone_is_no_size_of_unused_memory(endpoint: RunningServer) -> None:
+    folder = endpoint.folder / "models" / "echo" / "model"
+    (folder / "code").mkdir(parents=True)
+    script = "def model_fn(folder): pass\ndef predict_fn(data, model): return data\n"
+    (folder / "code" / "inference.py").write_text(script)
+    assert load(endpoint, "echo").status == 200
+    for content_type in (folders.JSON, folders.CSV):
+        answer = ask(endpoint, "/models/echo/invoke", content_type, b"500", folders.JSON)
+        assert answer[::2] == (200, b"500.0")
+
+
 def test_a_container_for_one_model_takes_the_variables_and_the_requirements(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folders.write("beside", folder)
