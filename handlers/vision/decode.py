@@ -32,13 +32,15 @@ DEFAULT_MAX_BYTES = 256 * 2**20
 DEFAULT_MAX_DECODED_BYTES = 512 * 2**20  # a JPEG of 53 megapixels
 
 # Pillow passes EPS to Ghostscript, which runs programs: not for input from a network. IPTC can hold an EPS.
-_REFUSED_FORMATS = frozenset({"EPS", "IPTC"})
+# Pillow reads XPM in Python, and for one pixel as many as a line has: seconds for each megabyte.
+_REFUSED_FORMATS = frozenset({"EPS", "IPTC", "XPM"})
 _PIXEL_BYTES = 4  # of an RGB image in Pillow; images of fewer bands become one
 # Bytes for each pixel and band that a decoder holds beside the image: JPEG the coefficients of several scans,
 # WebP two canvases and a frame. Measured at 12 megapixels with Pillow 13.
 _WORK_BYTES = {"JPEG": 2, "MPO": 2, "TIFF": 2, "QOI": 1, "AVIF": 2, "WEBP": 4, "JPEG2000": 5}
-# The same for each pixel, of decoders that go through all pixels in Python: a second for 16 million.
-_SLOW_PIXEL_BYTES = {"fits_gzip": 64, "bmp_rle": 32}
+# The same for each pixel, of decoders that go through all pixels in Python: a second for 16 million. DDS
+# takes one for a million; its number stands for that time.
+_SLOW_PIXEL_BYTES = {"fits_gzip": 64, "bmp_rle": 32, "dds_rgb": 512}
 # Formats of files inside files, with sizes of their own. The largest pixels are those of JPEG 2000.
 _CONTAINERS = frozenset({"ICNS", "ICO", "BLP"})
 _MAX_PIXEL_BYTES = 24

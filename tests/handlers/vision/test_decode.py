@@ -134,6 +134,22 @@ def test_a_picture_whose_decoder_is_slow_for_any_bytes_has_a_lower_limit() -> No
     assert "decoding 4096 x 4096 pixels of FITS" in _refusal(body)
 
 
+def _dds(width: int, height: int) -> bytes:
+    """A DDS of one byte for each pixel, with a mask for each of four channels."""
+    sizes = struct.pack("<4I", 124, 0, height, width).ljust(72, b"\0")
+    return b"DDS " + (sizes + struct.pack("<8I", 32, 0x41, 0, 8, 3, 12, 48, 192)).ljust(124, b"\0")
+
+
+def test_a_dds_has_a_limit_of_pixels_because_its_decoder_is_slow() -> None:
+    assert decode_image(_dds(2, 1) + b"\xff\0").tobytes() == b"\xff" * 4 + b"\0" * 4
+    assert "decoding 1025 x 1024 pixels of DDS" in _refusal(_dds(1025, 1024))
+
+
+def test_an_xpm_of_one_pixel_is_not_read_to_its_end() -> None:
+    rows = b'static char *x[] = {\n"1 1 1 1",\n"a c #010203",\n/* pixels */\n"' + b"a" * 1000 + b'"\n};\n'
+    assert "not an image" in _refusal(b"/* XPM */\n" + rows)
+
+
 # 34 bytes: the header of a lossless WebP of 16383 x 5000 pixels.
 TINY_WEBP = b"RIFF\x1a\0\0\0WEBPVP8L\x0e\0\0\0/" + struct.pack("<I", 16382 | 4999 << 14) + bytes(9)
 
