@@ -58,7 +58,7 @@ def values_of(row: dict[str, Any]) -> torch.Tensor:
     values = body.get("values") if isinstance(body, dict) else None
     try:
         tensor = torch.tensor(values, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         tensor = torch.empty(0)
     if tensor.shape != (WIDTH,):
         hint = "send it as Content-Type: application/json"  # without, a body is bytes or a form
@@ -147,6 +147,7 @@ def test_each_request_of_a_batch_gets_its_answer(handler: CLASS, context: Any) -
         ({}, "found {}"),
         ({"values": [1, 2]}, "found .*1, 2"),
         ({"values": "1234"}, "found .*'1234'"),
+        ({"values": [10**400, 2, 3, 4]}, "found .*0"),
     ],
 )
 def test_a_request_without_four_numbers_is_refused(
