@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
@@ -177,9 +178,10 @@ class AsyncClient:
         """
         operation = inference.infer_stream(model, inputs, options or InferOptions(), version=version)
         events = inference.Events()
-        async for part in self._transport.stream(operation, timeout_s):
-            for result in events.feed(part):
-                yield result
+        async with aclosing(self._transport.stream(operation, timeout_s)) as parts:
+            async for part in parts:
+                for result in events.feed(part):
+                    yield result
         events.end()
 
     async def server_metadata(self, *, timeout_s: float | None = None) -> ServerMetadata:

@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -432,9 +432,10 @@ class Awaiting:
             attempt += 1
             begun = False
             try:
-                async for part in self._parts(operation, deadline_s, allowed_s):
-                    begun = True
-                    yield part
+                async with aclosing(self._parts(operation, deadline_s, allowed_s)) as parts:
+                    async for part in parts:  # closed with this one, and not when the loop gets to it
+                        begun = True
+                        yield part
                 return
             except ClientError as error:
                 if begun:
@@ -459,7 +460,7 @@ class Awaiting:
 
     async def _parts(
         self, operation: Operation[object], deadline_s: float, allowed_s: float
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         with translated(self._settings.url(operation.request), deadline_s, allowed_s):
             response = await self._send(operation.request, deadline_s, allowed_s)
             try:

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -63,6 +63,21 @@ def test_parts_that_came_are_given_before_the_break_is_told() -> None:
         assert next(parts) == b"half"
         with pytest.raises(ConnectionFailed, match="broke"):
             next(parts)
+
+
+@pytest.mark.parametrize("method", ["predict_stream", "infer_stream"])
+def test_a_stream_that_is_closed_has_no_connection(method: str) -> None:
+    async def left(address: str) -> list[object]:
+        async with AsyncClient(address) as client:
+            async with aclosing(getattr(client, method)("net", {"x": [1.0]})) as parts:
+                await anext(parts)
+            transport = client._transport._http._transport
+            assert isinstance(transport, httpx.AsyncHTTPTransport)
+            return list(transport._pool.connections)
+
+    begun = b'HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\ndata: {"outputs": []}\n\n'
+    with peer(begun, threading.Event()) as address:
+        assert asyncio.run(left(address)) == []
 
 
 @pytest.fixture
