@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import struct
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,8 +105,12 @@ THREE = saved(torch.ones(3))
             rewritten(THREE, b"_v2", b"_v2\nctorch._tensor\n_rebuild_from_type_v2"),
         ),
         (rewritten(THREE, b"t", b"0t"), b""),
+        (
+            rewritten(THREE, b"K\x03t", b"\x8a\x08" + struct.pack("<q", 3 - 2**62) + b"t"),
+            rewritten(THREE, b"K\x03t", b"J\xff\xff\xff\xfft"),
+        ),
     ],
-    ids=["sizes", "repeated", "kinds", "damaged"],
+    ids=["sizes", "repeated", "kinds", "damaged", "negative"],
 )
 def test_a_file_is_read_only_as_far_as_it_is_the_tensor_that_it_says(
     server: Any, wrong: bytes, other: bytes

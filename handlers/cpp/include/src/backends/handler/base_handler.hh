@@ -77,7 +77,9 @@ inline torch::Tensor TensorOfFile(const std::vector<char>& file) {
   auto tensor = torch::jit::readArchiveAndTensors("data", "", "", {}, {}, torch::kCPU, reader).toTensor();
   // In floating point, because products of hostile sizes overflow.
   double elements = 1, last = static_cast<double>(tensor.storage_offset());
-  bool fits = tensor.storage().nbytes() == bytes && tensor.storage_offset() >= 0;
+  // Older torch takes a negative number of elements, whose bytes may overflow to these, and reads none.
+  bool fits = tensor.storage().nbytes() == bytes && (bytes == 0 || tensor.storage().data() != nullptr) &&
+              tensor.storage_offset() >= 0;
   for (int64_t at = 0; at < tensor.dim(); ++at) {
     fits = fits && tensor.size(at) >= 0 && tensor.stride(at) >= 0;
     elements *= static_cast<double>(tensor.size(at));
