@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchere.handlers.compiled.package import HANDLE_FUNCTIONS
+from torchere.handlers.compiled.package import HANDLE_FUNCTIONS, InputRule
 from torchere.handlers.errors import PredictionException
 
 _REQUIRED = (
@@ -209,13 +209,17 @@ class AotModel:
         path: the `.so`; it must exist until the first run is over.
         runs_at_once: see `CompiledLibrary`.
         check_inputs: whether the code may be told to check shapes and types, see `is_checkable`.
+        rules: conditions on its inputs, which are checked here because the code can't be told to.
 
     Raises:
         AbiMismatch, RuntimeError: see `CompiledLibrary`.
     """
 
-    def __init__(self, path: str, runs_at_once: int, *, check_inputs: bool = False) -> None:
+    def __init__(
+        self, path: str, runs_at_once: int, *, check_inputs: bool = False, rules: Sequence[InputRule] = ()
+    ) -> None:
         self._path = path
+        self._inputs = _Inputs(rules)
         self._check_inputs = check_inputs
         self._library = CompiledLibrary(path, runs_at_once)
         given, results = self._library.call_spec()
@@ -234,21 +238,14 @@ class AotModel:
         Arguments that are not tensors are ignored: their values were fixed at compilation.
 
         Raises:
-            PredictionException: 400, a tensor has no elements.
+            PredictionException: 400, a tensor has no elements, or breaks a rule.
             ValueError: the keywords, or the number of tensors, are not those of the module.
             RuntimeError: the run failed, or the code checks its inputs and a shape or type is wrong.
         """
-        tensors = self._tensors(args, kwargs)
-        _refuse_empty(tensors)
+        tensors = _tensors(self._keywords, args, kwargs)
+        self._inputs.check(tensors)
         results = self._tested(tensors) if self._tested is not None else self._run_first(tensors)
         return pytree.tree_unflatten(results, self._out_spec)
-
-    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        expected = self._keywords
-        if set(kwargs) != set(expected):
-            raise ValueError(f"the compiled model takes the keywords {expected}, and got {list(kwargs)}")
-        leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in expected}))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _run_first(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         with self._first_run, first_run(self._check_inputs):
@@ -271,21 +268,108 @@ class AotModel:
             return expected
 
 
-def _refuse_empty(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors without elements.
+class BoundModel:
+    """A package that runs by torch's own binding, with its inputs checked as `AotModel` checks them.
 
-    Compiled code assumes that a free dimension is 1 or more, and divides by it: a 0 would end the process.
-
-    Raises:
-        PredictionException: 400, a tensor has no elements.
+    Args:
+        model: the package, as torch loads it.
+        check_inputs: see `AotModel`.
+        rules: see `AotModel`.
     """
-    for index, tensor in enumerate(tensors):
-        if not tensor.numel():
-            raise PredictionException(
-                f"input {index} of the compiled model: found the shape {list(tensor.shape)}, expected at "
-                "least one element; leave out requests without rows",
-                400,
+
+    def __init__(self, model: Any, *, check_inputs: bool = False, rules: Sequence[InputRule] = ()) -> None:
+        self._model = model
+        self._keywords = _keywords(model.loader.get_call_spec()[0])
+        self._check_inputs = check_inputs
+        self._inputs = _Inputs(rules)
+        self._ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on the arguments of the compiled module.
+
+        Raises:
+            PredictionException, ValueError, RuntimeError: see `AotModel`.
+        """
+        self._inputs.check(_tensors(self._keywords, args, kwargs))
+        if self._ran:
+            return self._model(*args, **kwargs)
+        with first_run(self._check_inputs):
+            results = self._model(*args, **kwargs)
+        self._ran = True
+        return results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)  # an archive's own handler may update weights by it
+
+
+def _tensors(keywords: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    if set(kwargs) != set(keywords):
+        raise ValueError(f"the compiled model takes the keywords {keywords}, and got {list(kwargs)}")
+    leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class _Inputs:
+    """Checks the inputs of a compiled model before its code reads memory by their sizes."""
+
+    def __init__(self, rules: Sequence[InputRule]) -> None:
+        self._rules = rules
+        self._dtypes = [getattr(torch, rule.dtype, None) for rule in rules]
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse tensors without elements, and those that break a rule.
+
+        Compiled code assumes that a free dimension is 1 or more, and divides by it: a 0 would end the
+        process.
+
+        Raises:
+            PredictionException: 400, the shape or type of a tensor is wrong.
+            ValueError: its strides are wrong.
+        """
+        for index, tensor in enumerate(tensors):
+            if not tensor.numel():
+                raise PredictionException(
+                    f"input {index} of the compiled model: found the shape {list(tensor.shape)}, expected at "
+                    "least one element; leave out requests without rows",
+                    400,
+                )
+        for index, (tensor, rule, dtype) in enumerate(
+            zip(tensors, self._rules, self._dtypes, strict=False)  # the library counts the tensors
+        ):
+            if tensor.dtype != dtype:
+                raise PredictionException(
+                    f"input {index} of the compiled model: found the type {str(tensor.dtype)[6:]}, expected "
+                    f"{rule.dtype}; send values of that type",
+                    400,
+                )
+            _check_layout(index, tensor, rule)
+
+
+def _check_layout(index: int, tensor: torch.Tensor, rule: InputRule) -> None:
+    shape = tensor.shape
+    if (
+        len(shape) != rule.dimensions
+        or any(shape[at] < least for at, least in rule.least.items())
+        or any(shape[at] > most for at, most in rule.most.items())
+    ):
+        raise PredictionException(
+            f"input {index} of the compiled model: found the shape {list(shape)}, expected {_told(rule)}; "
+            "send that shape",
+            400,
+        )
+    strides = tensor.stride()
+    for at, stride in rule.strides.items():
+        if strides[at] != stride and shape[at] != 1:  # the stride of a single element is never used
+            raise ValueError(
+                f"input {index} of the compiled model: found the strides {list(strides)}, expected {stride} "
+                f"at dimension {at}; pass a tensor that is contiguous as the example was"
             )
+
+
+def _told(rule: InputRule) -> str:
+    """Return the shape that a rule demands: `[1 to 1024, 64]`."""
+    ends = [(rule.least.get(at, 1), rule.most.get(at, "any")) for at in range(rule.dimensions)]
+    return f"[{', '.join(str(most) if least == most else f'{least} to {most}' for least, most in ends)}]"
 
 
 def _same(results: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

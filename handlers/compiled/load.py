@@ -24,9 +24,10 @@ from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled import library as aot_abi
-from torchere.handlers.compiled.library import AotModel
+from torchere.handlers.compiled.library import AotModel, BoundModel
 from torchere.handlers.compiled.package import (
     Build,
+    InputRule,
     Misfit,
     Package,
     extracted_library,
@@ -36,11 +37,16 @@ from torchere.handlers.compiled.package import (
     read_build,
     read_cpu_flags,
     read_package,
+    read_rules,
 )
 
 logger = logging.getLogger(__name__)
 
 CompiledModel = Callable[..., Any]
+_UNCHECKED = (
+    "A wrong shape or type makes it read memory out of bounds; pack a file of aoti_compile_and_package, with "
+    "the source that this puts in"
+)
 _LIBRARY_FOLDER = ".aot"  # in the unpacked archive, and deleted with it
 # torch keeps the exported program that it is reading in a global, and refuses to read a second one meanwhile.
 _READING_LOCK = threading.Lock()
@@ -52,6 +58,7 @@ def load_shared_object(path: str, device: str | None) -> CompiledModel:
     Raises:
         RuntimeError: the file can't be opened, or is not such a library.
     """
+    logger.warning("%s: a bare library is not told to check its inputs. %s", path, _UNCHECKED)
     on_cpu = (device or "cpu") == "cpu"
     if on_cpu and not Path(path).with_suffix(".json").exists():  # the JSON file names operators outside torch
         try:
@@ -88,13 +95,24 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
         return _load_program(str(Path(model_dir, build.fallback)), device)
     if found:
         _try_nevertheless(path, found)
+    checkable, rules = _checks(package)
     if _runs_by_abi(package, device):
         try:
             file = _library_file(package, model_dir)
-            return AotModel(str(file), _runs_at_once(), check_inputs=is_checkable(package))
+            return AotModel(str(file), _runs_at_once(), check_inputs=checkable, rules=rules)
         except aot_abi.AbiMismatch as err:
             logger.warning("%s; it runs by torch's own binding, one run at a time", err)
-    return _load_by_binding(path)
+    return BoundModel(_load_by_binding(path), check_inputs=checkable, rules=rules)
+
+
+def _checks(package: Package) -> tuple[bool, list[InputRule]]:
+    """Return whether the code can check its inputs, and else the rules by which that is done for it."""
+    if is_checkable(package):
+        return True, []
+    rules = read_rules(package)
+    if not rules:
+        logger.warning("%s: its source holds no checks of its inputs. %s", package.path, _UNCHECKED)
+    return False, rules
 
 
 def is_for_cpu(path: str) -> bool:
@@ -187,14 +205,13 @@ def _runs_at_once() -> int:
     return max(2, available_cores())
 
 
-def _load_by_binding(path: str) -> CompiledModel:
+def _load_by_binding(path: str) -> Any:
     from torch._inductor import aoti_load_package  # noqa: PLC0415  # seconds
 
     try:
-        model: CompiledModel = aoti_load_package(path)
+        return aoti_load_package(path)
     except RuntimeError as err:
         raise RuntimeError(
             f"{path} can't be loaded as an AOTInductor package ({err}); compile it again with this version "
             f"of torch ({torch.__version__}) on a machine like this one"
         ) from err
-    return model

@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,12 @@ _COMPILED_FOLDER = "/data/aotinductor/model/"  # "model" is the name that aoti_c
 _WEIGHTS_FOLDER = "/data/weights/"
 _PROGRAMS = ("/models/model.json", "serialized_exported_program.json")
 _SELF_CONTAINED = (".so", ".cpp", "_metadata.json", "_compile_flags.json", "_linker_flags.json")
-_LEAST_TWO = re.compile(rb"_size\[\d+\] < 2\b")  # torch/_inductor/codegen/cpp_wrapper_cpu.py
+# Lines of the generated source: torch/_inductor/codegen/cpp_wrapper_cpu.py. Dimensions and sizes are numbers.
+_LEAST_TWO = re.compile(rb"_size\[\d+\] < 2\b")
+_INPUT = re.compile(rb"ConstantHandle (\w+) = ConstantHandle\(input_handles\[(\d+)\]\);")
+_DTYPE = re.compile(rb"int32_t (\w+)_expected_dtype = aoti_torch_dtype_(\w+)\(\);")
+_EQUAL = re.compile(rb"if \((\d+) != (\w+)_(size|stride)\[(\d+)\]\)")
+_BOUND = re.compile(rb"if \((\w+)_size\[(\d+)\] ([<>]) (\d+)\)")
 _COPY_BYTES = 1 << 20
 # Limits for what is unpacked into memory. The compiler's notes take less than 1 KiB; the source of a large
 # model has some MiB.
@@ -101,18 +107,70 @@ def is_checkable(package: Package) -> bool:
     Raises:
         RuntimeError: the package is damaged.
     """
+    taking_one = [source is not None and _LEAST_TWO.search(source) is None for source in _sources(package)]
+    return bool(taking_one) and all(taking_one)
+
+
+@dataclass(slots=True)
+class InputRule:
+    """Conditions that the code of a package assumes of one input. Keys are dimensions."""
+
+    dtype: str = ""  # torch's name: "float32"
+    least: dict[int, int] = field(default_factory=dict)
+    most: dict[int, int] = field(default_factory=dict)
+    strides: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def dimensions(self) -> int:
+        """How many there are: by default torch writes a lower bound for each one whose size is free."""
+        return max((*self.least, *self.most, *self.strides), default=-1) + 1
+
+
+def read_rules(package: Package) -> list[InputRule]:
+    """Return the conditions on each input that stand in the source of a package; none without them.
+
+    They are those that the code itself would check, except that a free dimension may be 1.
+
+    Raises:
+        RuntimeError: the package is damaged.
+    """
+    found = [_rules(source) for source in _sources(package) if source]
+    return next((rules for rules in found if rules), [])
+
+
+def _rules(source: bytes) -> list[InputRule]:
+    places = {name: int(index) for name, index in _INPUT.findall(source)}
+    rules = {name: InputRule() for name in sorted(places, key=places.__getitem__)}
+    for name, dtype in _DTYPE.findall(source):
+        if name in rules:
+            rules[name].dtype = dtype.decode()
+    for number, name, kind, dimension in _EQUAL.findall(source):
+        if name in rules and kind == b"stride":
+            rules[name].strides[int(dimension)] = int(number)
+        elif name in rules:
+            rules[name].least[int(dimension)] = rules[name].most[int(dimension)] = int(number)
+    for name, dimension, sign, number in _BOUND.findall(source):
+        if name in rules and sign == b">":
+            rules[name].most[int(dimension)] = int(number)
+        elif name in rules:
+            rules[name].least[int(dimension)] = 1 if int(number) == 2 else int(number)
+    complete = sorted(places.values()) == list(range(len(places))) and all(r.dtype for r in rules.values())
+    return list(rules.values()) if complete else []
+
+
+def _sources(package: Package) -> Iterator[bytes | None]:
+    """Yield the source files of a package's code; None in place of one that is too long.
+
+    Raises:
+        RuntimeError: the package is damaged.
+    """
     try:
         with zipfile.ZipFile(package.path) as file:
-            names = (name for name in file.namelist() if _COMPILED_FOLDER in name)
-            sources = [name for name in names if name.endswith("wrapper.cpp")]
-            return bool(sources) and all(_takes_one(file, name) for name in sources)
+            for name in file.namelist():
+                if _COMPILED_FOLDER in name and name.endswith("wrapper.cpp"):
+                    yield _read(file, name, _MAX_SOURCE_BYTES)
     except (*DAMAGED, ValueError) as err:
         raise RuntimeError(f"{package.path} is damaged: {err}") from err
-
-
-def _takes_one(file: zipfile.ZipFile, name: str) -> bool:
-    source = _read(file, name, _MAX_SOURCE_BYTES)
-    return source is not None and _LEAST_TWO.search(source) is None
 
 
 def _read(file: zipfile.ZipFile, name: str, limit_bytes: int) -> bytes | None:

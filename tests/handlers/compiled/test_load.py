@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import zipfile
@@ -19,7 +20,7 @@ from torchere.handlers.compiled import library as aot_abi
 from torchere.handlers.compiled import library as aot_model
 from torchere.handlers.compiled import load as aot
 from torchere.handlers.compiled import package as aot_gil
-from torchere.handlers.compiled.library import AotModel
+from torchere.handlers.compiled.library import AotModel, BoundModel
 from torchere.handlers.compiled.package import extracted_library, holds_gil, read_package
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.weights import SharedModels
@@ -125,6 +126,54 @@ def test_a_wrong_shape_type_or_count_is_refused_before_memory_is_read(probe_arch
     assert model(x, count, scale=SCALE)["y"].shape == (2, 256)
 
 
+def bound_below(directory: Path) -> None:
+    """Give the package's source the lower bound that torch writes by default: then it checks nothing."""
+    with zipfile.ZipFile(directory / "probe.pt2") as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(directory / "probe.pt2", "w") as file:
+        for name, content in entries.items():
+            lower = re.sub(rb"(if \(\w+_size\[0\]) > 100000\)", rb"\1 < 2) {}\n\g<0>", content)
+            file.writestr(name, lower if name.endswith("wrapper.cpp") else content)
+
+
+@pytest.mark.parametrize("by_binding", [False, True])
+def test_a_package_compiled_by_default_has_its_inputs_checked_for_it(
+    probe_archive: Path, monkeypatch: pytest.MonkeyPatch, by_binding: bool
+) -> None:
+    bound_below(probe_archive)
+    monkeypatch.setattr(aot_abi, "available", lambda: not by_binding)
+    model = load(probe_archive)
+    x, count = batch(2)
+    for _ in range(2):  # the first run and another
+        assert model(x, count, scale=SCALE)["y"].shape == (2, 256)
+        assert model(x[:1], count, scale=SCALE)["y"].shape == (1, 256)
+    refused = {
+        r"found the shape \[2, 100\], expected \[1 to 100000, 256\]": x[:, :100].contiguous(),
+        r"found the shape \[512\]": x.flatten(),
+        r"found the shape \[100001, 256\]": torch.zeros(1, 1).expand(100_001, 256),
+        "found the type int64, expected float32": x.long(),
+        r"found the shape \[0, 256\]": x[:0],
+    }
+    for reason, wrong in refused.items():
+        with pytest.raises(PredictionException, match=reason) as info:
+            model(wrong, count, scale=SCALE)
+        assert info.value.error_code == 400
+    with pytest.raises(ValueError, match=r"found the strides \[1, 2\], expected 256 at dimension 0"):
+        model(x.t().contiguous().t(), count, scale=SCALE)
+
+
+def test_torchs_own_binding_has_the_code_check_its_inputs(
+    probe_archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aot_abi, "available", lambda: False)
+    model = load(probe_archive)
+    x, count = batch(2)
+    assert model(x, count, scale=SCALE)["y"].shape == (2, 256)
+    with pytest.raises(RuntimeError):
+        model(x, count.int(), scale=SCALE)
+    assert model.get_metadata()["AOTI_DEVICE_KEY"] == "cpu"
+
+
 def test_what_has_no_elements_is_refused_before_the_code_divides_by_its_size(probe_archive: Path) -> None:
     model = load(probe_archive)
     x, count = batch(1)
@@ -156,8 +205,7 @@ def test_a_torch_without_the_private_functions_runs_the_official_binding(
 ) -> None:
     monkeypatch.setattr(aot_abi, "available", lambda: False)
     monkeypatch.setattr(aot_gil, "HANDLE_FUNCTIONS", ("of_another_torch",))
-    monkeypatch.setattr(aot, "_load_by_binding", lambda path: f"binding of {Path(path).name}")
-    assert load(probe_archive) == "binding of probe.pt2"
+    assert isinstance(load(probe_archive), BoundModel)
     assert holds_gil(str(probe_archive / "probe.pt2"), str(probe_archive))
 
 
@@ -169,9 +217,12 @@ def test_a_library_without_the_abi_is_named(tmp_path: Path) -> None:
         aot_abi.CompiledLibrary(str(stranger), 1)
 
 
-def test_a_bare_library_runs_the_same_way(library: str) -> None:
+def test_a_bare_library_runs_the_same_way_with_a_warning_that_nothing_is_checked(
+    library: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = aot.load_shared_object(library, None)
     assert isinstance(model, AotModel)
+    assert "a bare library is not told to check its inputs" in caplog.text
     assert model(*batch(2), scale=SCALE)["y"].shape == (2, 256)
 
 

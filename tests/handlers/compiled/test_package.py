@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from torchere.handlers.compiled import package as package_module
-from torchere.handlers.compiled.package import extracted_library, holds_gil, is_checkable, read_package
+from torchere.handlers.compiled.package import (
+    InputRule,
+    extracted_library,
+    holds_gil,
+    is_checkable,
+    read_package,
+    read_rules,
+)
 
 FOLDER = "net/data/aotinductor/model/"
 METADATA = json.dumps({"AOTI_DEVICE_KEY": "cpu", "AOTI_CPU_ISA": "AVX2"})
@@ -59,6 +66,29 @@ def test_inputs_are_checked_unless_that_would_refuse_a_batch_of_one(
 
 def test_inputs_are_not_checked_where_the_source_is_missing(tmp_path: Path) -> None:
     assert not is_checkable(read_package(write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code"})))
+
+
+CHECKS = """
+    ConstantHandle b = ConstantHandle(input_handles[1]);
+    int32_t b_expected_dtype = aoti_torch_dtype_bool();
+    ConstantHandle a = ConstantHandle(input_handles[0]);
+    int32_t a_expected_dtype = aoti_torch_dtype_float32();
+    if (a_size[0] < 2) {
+    if (a_size[0] > 1024) {
+    if (a_size[1] < 20) {
+    if (64 != a_size[2]) {
+    if (1 != a_stride[2]) {
+    if (8 != buf0_size[0]) {
+"""
+
+
+def test_the_rules_for_each_input_stand_in_the_source(tmp_path: Path) -> None:
+    entries = {FOLDER + "a.wrapper.so": "code", FOLDER + "a.wrapper.cpp": CHECKS}
+    first, second = read_rules(read_package(write(tmp_path / "net.pt2", entries)))
+    assert first == InputRule("float32", {0: 1, 1: 20, 2: 64}, {0: 1024, 2: 64}, {2: 1})
+    assert (first.dimensions, second) == (3, InputRule("bool"))
+    entries[FOLDER + "a.wrapper.cpp"] = CHECKS.replace("handles[0]", "handles[2]")  # one is missing
+    assert read_rules(read_package(write(tmp_path / "net.pt2", entries))) == []
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
