@@ -3,7 +3,8 @@
 | archive contents | execution |
 | --- | --- |
 | a package or bare library for the CPU | through the C ABI (`library.py`), without the GIL |
-| the same for a GPU, with weights in separate files, or with operators outside of torch | torch's binding |
+| the same for a GPU, or with operators outside of torch | torch's binding |
+| a package with weights in separate files | torch's binding, where this torch can read them |
 | a package that does not fit this machine, with a fallback; an exported program | torch's interpreter |
 """
 
@@ -33,6 +34,7 @@ from torchere.handlers.compiled.package import (
     extracted_library,
     fits_c_abi,
     is_checkable,
+    lacks_weights,
     misfit,
     read_build,
     read_cpu_flags,
@@ -87,6 +89,7 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
     build = read_build(model_dir).with_metadata(package.metadata)
     found = (
         _misplaced(package, device)
+        or _without_weights(package)
         or misfit(build, torch.__version__, read_cpu_flags())
         or _in_other_order(build)
     )
@@ -102,7 +105,7 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
             return AotModel(str(file), _runs_at_once(), check_inputs=checkable, rules=rules)
         except aot_abi.AbiMismatch as err:
             logger.warning("%s; it runs by torch's own binding, one run at a time", err)
-    return BoundModel(_load_by_binding(path), check_inputs=checkable, rules=rules)
+    return BoundModel(_load_by_binding(package), check_inputs=checkable, rules=rules)
 
 
 def _checks(package: Package) -> tuple[bool, list[InputRule]]:
@@ -144,6 +147,12 @@ def _in_other_order(build: Build) -> Misfit | None:
     if build.weights_for in (None, here):
         return None
     return Misfit(f"its weights of 4 bits are ordered for {build.weights_for}; this is {here}", fatal=True)
+
+
+def _without_weights(package: Package) -> Misfit | None:
+    if not lacks_weights(package):
+        return None
+    return Misfit("it was compiled without its weights (package_constants_in_so is False)", fatal=True)
 
 
 def _runs_by_abi(package: Package, device: str | None) -> bool:
@@ -205,13 +214,29 @@ def _runs_at_once() -> int:
     return max(2, available_cores())
 
 
-def _load_by_binding(path: str) -> Any:
+def _load_by_binding(package: Package) -> Any:
     from torch._inductor import aoti_load_package  # noqa: PLC0415  # seconds
 
+    path = package.path
+    if package.weights_apart:
+        return _load_with_weights(path)
     try:
         return aoti_load_package(path)
     except RuntimeError as err:
         raise RuntimeError(
             f"{path} can't be loaded as an AOTInductor package ({err}); compile it again with this version "
             f"of torch ({torch.__version__}) on a machine like this one"
+        ) from err
+
+
+def _load_with_weights(path: str) -> Any:
+    """Load a package whose weights are in separate files: `aoti_load_package` leaves them out."""
+    try:
+        from torch.export.pt2_archive._package import load_pt2  # noqa: PLC0415  # seconds
+
+        return load_pt2(path, load_weights_from_disk=True).aoti_runners["model"]
+    except (ImportError, TypeError) as err:  # an older torch
+        raise RuntimeError(
+            f"{path} has its weights in separate files, which torch {torch.__version__} can't load ({err}); "
+            "compile it with aot_inductor.package_constants_in_so, or install a newer torch"
         ) from err

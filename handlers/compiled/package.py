@@ -24,6 +24,7 @@ from torchere.archiver.request import BUILD_NAME
 # Layout: torch/export/pt2_archive/constants.py. Every name is prefixed with the package's own folder.
 _COMPILED_FOLDER = "/data/aotinductor/model/"  # "model" is the name that aoti_compile_and_package gives
 _WEIGHTS_FOLDER = "/data/weights/"
+_WEIGHTS = "/weights_config.json"  # names the file in that folder that holds each weight of the code
 _PROGRAMS = ("/models/model.json", "serialized_exported_program.json")
 _SELF_CONTAINED = (".so", ".cpp", "_metadata.json", "_compile_flags.json", "_linker_flags.json")
 # Lines of the generated source: torch/_inductor/codegen/cpp_wrapper_cpu.py. Dimensions and sizes are numbers.
@@ -32,6 +33,9 @@ _INPUT = re.compile(rb"ConstantHandle (\w+) = ConstantHandle\(input_handles\[(\d
 _DTYPE = re.compile(rb"int32_t (\w+)_expected_dtype = aoti_torch_dtype_(\w+)\(\);")
 _EQUAL = re.compile(rb"if \((\d+) != (\w+)_(size|stride)\[(\d+)\]\)")
 _BOUND = re.compile(rb"if \((\w+)_size\[(\d+)\] ([<>]) (\d+)\)")
+_NONE_INSIDE = re.compile(  # inputs, outputs, constants, ..., whether the library holds the constants
+    rb"AOTInductorModelBase\(\s*\d+,\s*\d+,\s*[1-9]\d*,\s*device_str,\s*std::move\(cubin_dir\),\s*false\)"
+)
 _COPY_BYTES = 1 << 20
 # Limits for what is unpacked into memory. The compiler's notes take less than 1 KiB; the source of a large
 # model has some MiB.
@@ -49,13 +53,15 @@ class Package:
 
     `library` is the zip entry with the machine code, if there is one and it needs nothing else of the
     package: no weights in separate files, no operators outside of torch. `metadata` holds the compiler's
-    notes (torch 2.7 on): AOTI_DEVICE_KEY, AOTI_CPU_ISA, AOTI_MACHINE, ...
+    notes (torch 2.7 on): AOTI_DEVICE_KEY, AOTI_CPU_ISA, AOTI_MACHINE, ... `weights_apart` tells
+    that each weight of the code is in a file of torch.save.
     """
 
     path: str
     is_program: bool  # an exported program, which torch interprets, and no compiled code
     library: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+    weights_apart: bool = False
 
     @property
     def device(self) -> str:
@@ -83,7 +89,8 @@ def read_package(path: str) -> Package:
             whole = all(name.endswith(_SELF_CONTAINED) for name in compiled)
             beside = any(_WEIGHTS_FOLDER in name for name in names)
             only = libraries[0] if len(libraries) == 1 and whole and not beside else None
-            return Package(path, False, only, _metadata(file, compiled))
+            apart = any(name.endswith(_WEIGHTS) for name in compiled)
+            return Package(path, False, only, _metadata(file, compiled), apart)
     except (*DAMAGED, ValueError) as err:
         raise RuntimeError(
             f"{path} is not a .pt2 package ({err}); expected a file of "
@@ -109,6 +116,19 @@ def is_checkable(package: Package) -> bool:
     """
     taking_one = [source is not None and _LEAST_TWO.search(source) is None for source in _sources(package)]
     return bool(taking_one) and all(taking_one)
+
+
+def lacks_weights(package: Package) -> bool:
+    """Return whether the code needs weights that its package has nowhere: it would read address 0.
+
+    False for a package with more files than the code's own, which may hold them.
+
+    Raises:
+        RuntimeError: the package is damaged.
+    """
+    if package.library is None:
+        return False
+    return any(source is not None and _NONE_INSIDE.search(source) for source in _sources(package))
 
 
 @dataclass(slots=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -172,6 +175,48 @@ def test_torchs_own_binding_has_the_code_check_its_inputs(
     with pytest.raises(RuntimeError):
         model(x, count.int(), scale=SCALE)
     assert model.get_metadata()["AOTI_DEVICE_KEY"] == "cpu"
+
+
+WEIGHTS_SCRIPT = """
+import sys, torch
+from torchere.archiver.models.convert import aotinductor
+
+module = torch.nn.PReLU(64).eval()
+module.weight.data = torch.arange(64.0)  # few or equal numbers would be written into the code
+program = torch.export.export(module, (torch.zeros(1, 64),))
+options = aotinductor._settings(None, freezing=False) | {"aot_inductor.package_constants_in_so": False}
+options["aot_inductor.package_constants_on_disk_format"] = "pickle_weights"
+torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1], inductor_configs=options)
+"""
+
+
+@pytest.fixture(scope="module")
+def weights_apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package that multiplies negative numbers by 0 to 63, which are in a file beside the library."""
+    from torch._inductor import config  # seconds
+
+    if not hasattr(config.aot_inductor, "package_constants_on_disk_format") or shutil.which("g++") is None:
+        pytest.skip("this needs g++, and a torch that writes weights as files")
+    path = tmp_path_factory.mktemp("apart") / "net.pt2"
+    subprocess.run([sys.executable, "-c", WEIGHTS_SCRIPT, str(path)], check=True, capture_output=True)
+    return path
+
+
+def test_weights_in_separate_files_are_loaded(weights_apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = aot.load_package(str(weights_apart), str(weights_apart.parent), "cpu")
+    assert torch.equal(model(torch.full((1, 64), -1.0)), -torch.arange(64.0)[None])
+    monkeypatch.setattr("torch.export.pt2_archive._package.load_pt2", lambda path: None)  # an older torch's
+    with pytest.raises(RuntimeError, match=r"weights in separate files, which torch .* can't load"):
+        aot.load_package(str(weights_apart), str(weights_apart.parent), "cpu")
+
+
+def test_a_package_without_its_weights_is_refused(weights_apart: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(weights_apart) as file, zipfile.ZipFile(tmp_path / "net.pt2", "w") as bare:
+        for name in file.namelist():
+            if "weight" not in name:
+                bare.writestr(name, file.read(name))
+    with pytest.raises(RuntimeError, match="can't run here: it was compiled without its weights"):
+        aot.load_package(str(tmp_path / "net.pt2"), str(tmp_path), "cpu")
 
 
 def test_what_has_no_elements_is_refused_before_the_code_divides_by_its_size(probe_archive: Path) -> None:
