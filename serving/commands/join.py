@@ -18,7 +18,7 @@ from torchere.serving.config.resolve import configure
 from torchere.serving.config.server_settings import Address, RendezvousSettings
 from torchere.serving.logs.lines import LEVELS, TextFormatter
 from torchere.serving.process.allocator import keep_freed_memory
-from torchere.serving.workers.spawn import worker_environment
+from torchere.serving.workers.spawn import spin_bound
 
 JOIN_EXAMPLE = "torchere join leader.example --model-store store --secret-file secret"
 
@@ -56,7 +56,7 @@ def run_join(options: argparse.Namespace) -> NoReturn:
     if settings.model_store is None or not Path(settings.model_store).is_dir():
         raise LaunchRefused(f"--model-store: found {settings.model_store}, expected a directory of archives")
     signal.signal(signal.SIGTERM, _end)
-    os.environ.update(worker_environment())  # OpenMP reads its variable when torch is imported
+    os.environ.update(spin_bound(os.environ))  # OpenMP reads its variable when torch is imported
     from torchere.serving.workers.member import Member  # noqa: PLC0415 - torch: not before the arguments are right
     from torchere.serving.workers.rendezvous import secret_of  # noqa: PLC0415 - likewise
 

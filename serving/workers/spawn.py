@@ -80,10 +80,15 @@ def worker_environment(hidden: str | None = None, settings: ServerSettings | Non
     if settings is not None and (secret := settings.env_values_hidden_from_workers):
         kept = {name: value for name, value in kept.items() if not re.search(secret, value)}
     given = _of_torchserve(settings, kept) if settings is not None else {}
-    if not any(name in kept for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
-        given["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    given |= spin_bound(kept)
     # The folder the server was started in must not shadow modules of torchere or torch (Python 3.11 on).
     return {**kept, **given, "PYTHONSAFEPATH": "1"}
+
+
+def spin_bound(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that bounds how long threads of OpenMP spin; none where the operator sets one."""
+    is_set = "GOMP_SPINCOUNT" in environment or "OMP_WAIT_POLICY" in environment
+    return {} if is_set else {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
 
 def _of_torchserve(settings: ServerSettings, kept: Mapping[str, str]) -> dict[str, str]:

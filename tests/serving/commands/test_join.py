@@ -1,5 +1,6 @@
 """The arguments of `torchere join`."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,10 @@ def test_other_machines_are_joined_with_a_secret_and_a_store_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")  # else the command sets it in this process
+    before = dict(os.environ)
     assert main(["join", "leader.example"]) == 1
     assert "expected a directory of archives" in capsys.readouterr().out
     assert main(["join", "leader.example", "--model-store", "."]) == 1
     assert "rendezvous_secret_file" in capsys.readouterr().err
+    assert os.environ == before  # a variable that stays is inherited by processes that a handler starts
