@@ -154,7 +154,7 @@ class Settings:
         return wanted
 
     def key(self, api: Api) -> str:
-        """Return the key to send to an API; "" is none.
+        """Return the key that requests to an API carry; "" if they carry no key.
 
         A token that is None is looked up, once, when the first request of its API is sent: no call may fail
         for the key of the other API, which it does not need.

@@ -4,8 +4,8 @@ Contract: with `sequenceBatching`, requests of one sequence run in order on one 
 `continuousBatching`, a request whose stopping criterion says "more" is in the next batch of the same executor
 again, with its id and without parameters, and new requests join it there. With both, the next request of a
 sequence joins the sequence's unfinished request, for example to stop it; so a batch may have twice its size.
-A batch for which there is no memory was not begun: what went on before goes on without its new requests, and
-these enter one by one, so that only the one that finds no memory gets the error.
+If the worker has no memory for a batch, the handler has not begun it: the unfinished requests go on without
+the new ones, which enter one by one, so that only the request that needs too much memory gets the error.
 
 A sequence begins with its first request, stays on one executor, has at most one new request in a batch, and
 ends after an idle or total time-out, or when its handler ends it; `SequenceTable` keeps them.
@@ -399,7 +399,7 @@ class StatefulBatcher(Admission):
         return True
 
     def _run_without_most(self, run: Run) -> None:
-        """Run what goes on again, with one of the new requests, after a batch for which there was no room."""
+        """Run the unfinished requests again, with one new one: the worker had no memory for the batch."""
         self._crowded.add(run.executor_id)
         for request in run.requests:
             if request.parts is None:
