@@ -95,7 +95,7 @@ def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
     own = model.state_dict(keep_vars=True)
     if own.keys() != state.keys() or not all(_is_alike(own[name], state[name]) for name in own):
         return False
-    held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return all(id(tensor) in held for tensor in own.values())  # else the class made it for the state dict
 
 

@@ -220,11 +220,11 @@ def metric_of(text: str) -> MetricSample | None:
     Without `#type`, which not all of TorchServe's lines have, the sample has the type "".
     """
     match = _METRIC.fullmatch(text)
-    try:
-        value = float(match["value"]) if match else None
-    except ValueError:  # such as "1,5"
+    if match is None:
         return None
-    if match is None or value is None:
+    try:
+        value = float(match["value"])
+    except ValueError:  # such as "1,5"
         return None
     labels = [label.partition(":") for label in match["labels"].split(",") if label]
     dimensions = tuple((name, label) for name, _, label in labels)

@@ -504,8 +504,7 @@ def test_a_stop_ends_a_stream_after_the_answers_to_all_that_came():
             while connection._streams[1].messages < 2:
                 await asyncio.sleep(0)
             served.listener.drain()
-            while connection.closing.last_taken is None:
-                await asyncio.sleep(0)
+            await until_closing(connection)
             await asyncio.sleep(0.1)
             served.service.go.set()
             return [(await call.read()).value for _ in range(2)], await call.code()
@@ -517,12 +516,9 @@ def test_a_stream_that_begins_while_the_server_stops_may_send_its_first_message(
     async def main():
         async with serving() as served:
             call = both(served, "each")
-            connection = await the_connection(served)
-            while not connection._streams:
-                await asyncio.sleep(0)
+            connection = await the_busy_connection(served)
             served.listener.drain()
-            while connection.closing.last_taken is None:
-                await asyncio.sleep(0)
+            await until_closing(connection)
             await call.write(BytesValue(value=b"m"))
             return (await call.read()).value, await call.code()
 
@@ -533,12 +529,9 @@ def test_a_stream_outlives_the_age_of_its_connection_and_not_a_stop():
     async def main():
         async with serving() as served:
             call = both(served, "each")
-            connection = await the_connection(served)
-            while not connection._streams:
-                await asyncio.sleep(0)
+            connection = await the_busy_connection(served)
             connection.closing.begin()  # as at its age
-            while connection.closing.last_taken is None:
-                await asyncio.sleep(0)
+            await until_closing(connection)
             answers = []
             for value in (b"a", b"b"):
                 await call.write(BytesValue(value=value))
@@ -553,6 +546,18 @@ async def the_connection(served):
     while not served.listener.connections:
         await asyncio.sleep(0)
     return next(iter(served.listener.connections))
+
+
+async def the_busy_connection(served):
+    connection = await the_connection(served)
+    while not connection._streams:
+        await asyncio.sleep(0)
+    return connection
+
+
+async def until_closing(connection):
+    while connection.closing.last_taken is None:
+        await asyncio.sleep(0)
 
 
 def test_no_call_is_lost_while_connections_grow_old():

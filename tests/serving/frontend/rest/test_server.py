@@ -340,6 +340,13 @@ def test_stopping_lets_a_request_finish(planes, held):
     assert split(asyncio.run(main()))[2] == b"done"
 
 
+async def answer_to_x(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    writer.write(request(b"x"))
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
 def test_a_unix_socket_serves_and_is_taken_away_at_the_end(planes, tmp_path):
     path = tmp_path / "t.sock"
 
@@ -347,10 +354,7 @@ def test_a_unix_socket_serves_and_is_taken_away_at_the_end(planes, tmp_path):
         app = listener_of(frozenset({"inference"}), planes.data, planes.control, planes.services())
         server = RestServer(app, Address(unix_path=str(path)))
         await server.start()
-        reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(request(b"x"))
-        answer = await reader.read()
-        writer.close()
+        answer = await answer_to_x(*await asyncio.open_unix_connection(path))
         await server.stop()
         return answer
 
@@ -372,10 +376,7 @@ def test_an_address_with_a_zone_is_listened_on(planes):
         app = listener_of(frozenset({"inference"}), planes.data, planes.control, planes.services())
         server = RestServer(app, link_local())
         address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(request(b"x"))
-        answer = await reader.read()
-        writer.close()
+        answer = await answer_to_x(*await asyncio.open_connection(address.host, address.port))
         await server.stop()
         return answer
 
