@@ -191,7 +191,7 @@ def _widened(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_other_name(extra: bytes, name: bytes) -> None:
-    """Refuse a name in an extra field that differs: Info-ZIP and newer Pythons read it instead."""
+    """Refuse another name in an extra field, because Info-ZIP and newer Pythons use that name instead."""
     for field in _extra_fields(extra, _NAME_EXTRA):  # of several the last one counts, for Python
         other = field[_NAME_EXTRA_HEAD_BYTES:]
         if other not in (b"", name):
@@ -390,7 +390,7 @@ def _check_agreement(local: Local, central: Central) -> None:
     for field in values:
         allowed = {getattr(central, field)}
         if central.flags & DESCRIPTOR_FLAG:
-            allowed.add(0)  # unknown when it was written; the descriptor has it
+            allowed.add(0)  # unknown when the header was written; the descriptor has the value
         if getattr(local, field) not in allowed:
             wrong.append(field)
     if wrong:

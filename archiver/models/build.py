@@ -117,7 +117,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
         say(f"packed as {TORCHSCRIPT}, since no server loads it as it is; --format changes that")
         options = replace(options, model_format=TORCHSCRIPT)
     signed = inputs_of(options.example_signature) if options.example_signature else ()
-    if signed:  # clients use these input names; a program has its own
+    if signed:  # clients use these input names; an exported program has other names
         source = replace(source, names=tuple(spec.name for spec in signed))
     source, example = source_with_example(source, options, signed, say)
     options = with_ranks(source, example, options, work, say)
@@ -322,7 +322,7 @@ class _Compilation:
             say=self.say,
             script=quantised.script if quantised else None,
         )
-        # Run the packed model, not the source: compiling fixes every size that no option lets vary.
+        # Run the packed model, not the source, because compiling makes every size without an option constant.
         with step(self.say, "trying sizes and batches"):
             signature = signature_of(
                 packed.run,

@@ -107,7 +107,7 @@ def refusing(name: str, advice: str = "") -> Iterator[None]:
             cause = ": ".join([cause.partition("!")[0], *(line.lstrip("- ") for line in lines[1:2])])
         elif cause.endswith(":"):
             cause = " ".join([cause, *lines[1:2]]).removesuffix(":")
-        kind = f"{type(error).__name__}: "  # TorchScript's own text has it already
+        kind = f"{type(error).__name__}: "  # an error of TorchScript names its class already
         told = f"{name} failed: {kind}{cause.removeprefix(kind)[:300]}"
         raise ModelRefused(f"{told}; {advice}" if advice else told) from error
 

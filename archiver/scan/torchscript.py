@@ -35,8 +35,8 @@ def check_script(file: BinaryIO, size: int) -> None:
     """Raise UnsafeScript when the code of a TorchScript file calls an operator that reads or writes files.
 
     Args:
-        file: the whole file, as torch.jit.save writes it: torch also reads a zip with other bytes in front,
-            and a flatbuffer, whose code is not text.
+        file: the whole file, which must be a zip as torch.jit.save writes it. torch also reads a zip behind
+            other bytes, and a flatbuffer, whose code is not text.
         size: its size in bytes.
     """
     file.seek(0)
@@ -66,7 +66,7 @@ def _check_source(name: str, source: bytes) -> None:
 
 
 def _file_operator(source: str) -> str | None:
-    """Return the first operator for files in the text, or the first way to hide one; None without any."""
+    """Return the first file operator in the source, or the first construct that hides one; None: neither."""
     tokens = ["\n", *_tokens(source), "\n", "\n", "\n", "\n"]
     for at, token in enumerate(tokens):
         if token in _STRANGE_QUOTES:

@@ -96,7 +96,7 @@ def examples_of_size(example: Tensors, free: FreeSize, size: int) -> Iterator[Te
     def clamped(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.int64).clamp(max=size - 1).to(tensor.dtype)
 
-    # Through INT64, because torch has neither maximum nor clamp of larger unsigned types.
+    # Through INT64, because torch has neither maximum nor clamp for unsigned types of more than 8 bits.
     if any(counts(tensor) for tensor in given) and size < now:
         yield tuple(clamped(tensor) if counts(tensor) else tensor for tensor in given)
     yield given

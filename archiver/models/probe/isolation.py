@@ -76,8 +76,8 @@ def isolated(work: Work, say: Say) -> str:
     a minute: a model may wait for threads of its own that do not survive the fork.
 
     Args:
-        work: see `Work`. Its changes of the model and of other objects are lost.
-        say: takes the lines for the user.
+        work: see `Work`. Its changes to the model and to other objects are lost.
+        say: receives the lines for the user.
 
     Raises:
         ModelRefused: raised by `work`.

@@ -108,7 +108,7 @@ def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
 def call_each_once(graph: fx.GraphModule, but: tuple[type[nn.Module], ...] = ()) -> dict[str, str]:
     """Give each further call of a layer a copy that shares its weights: torch would treat all calls as one.
 
-    Return the names of the copies, each with that of its layer. Layers of the types `but` get none.
+    Return the name of each copy with that of its layer. Layers whose type is in `but` are not copied.
     """
     called: set[str] = set()
     copies: dict[str, str] = {}
@@ -117,7 +117,7 @@ def call_each_once(graph: fx.GraphModule, but: tuple[type[nn.Module], ...] = ())
         layer = graph.get_submodule(name)
         if name in called and not isinstance(layer, but):
             node.target = f"{name}_{node.name}".replace(".", "_")
-            node.meta.pop("nn_module_stack", None)  # else it is exported under the old name
+            node.meta.pop("nn_module_stack", None)  # otherwise it is exported under the old name
             graph.add_submodule(node.target, copy.copy(layer))
             copies[node.target] = name
         called.add(name)

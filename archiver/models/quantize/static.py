@@ -406,10 +406,10 @@ _WEIGHED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def joined_apart(graph: fx.GraphModule) -> str | None:
-    """Move the joins of outputs, and all steps after them, into a separate module; return its name.
+    """Move the concatenations of outputs, and all steps after them, into a separate module; return its name.
 
-    Return None without such a join: a call of `torch.cat` or `torch.stack` whose result no layer with weights
-    reads, directly or indirectly. The graph is modified, and computes the same.
+    Such a concatenation is a call of `torch.cat` or `torch.stack` whose result no layer with weights reads,
+    directly or indirectly; without any, return None. The graph is modified, and computes the same.
     """
     behind = _behind_joins(graph)
     if not behind:
@@ -427,7 +427,7 @@ def joined_apart(graph: fx.GraphModule) -> str | None:
 
 
 def _behind_joins(graph: fx.GraphModule) -> list[fx.Node]:
-    """Return the joins of outputs and all nodes that depend on them, in order."""
+    """Return the concatenations of outputs and all nodes that depend on them, in order."""
     read: set[fx.Node] = set()  # nodes that a layer with weights reads, directly or indirectly
     for node in reversed(graph.graph.nodes):
         if any(user in read or isinstance(module_at(graph, user), _WEIGHED) for user in node.users):

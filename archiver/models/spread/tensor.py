@@ -175,7 +175,7 @@ def _check(layer: torch.nn.Module, name: str, style: str, ranks: int) -> None:
 
 
 def _pairs(model: torch.nn.Module) -> dict[str, str]:
-    """Find pairs of linear layers: only the second reads the first, through elementwise functions.
+    """Find pairs of linear layers in which only the second reads the first, through elementwise functions.
 
     The first is split by columns and the second by rows, so that a pair needs one `all_reduce`.
     """

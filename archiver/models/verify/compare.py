@@ -164,7 +164,7 @@ def refuse_other_sizes(
             with torch.inference_mode(), torch.random.fork_rng(devices=()):
                 try:
                     pair = _seeded(original, given), _seeded(packed, given)
-                except RuntimeError:  # `signature_of` tries these sizes, too, and has the advice
+                except RuntimeError:  # `signature_of` tries these sizes, too, and raises the error
                     continue
                 found = difference([pair])
             if not found.undefined and found.drift > max_drift:

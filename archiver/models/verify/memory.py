@@ -1,4 +1,4 @@
-"""Measures the memory of models: a separate process loads each, runs it twice and tells its growth.
+"""Measures the memory of models: a separate process loads each, runs it twice and reports its growth.
 
     python -m torchere.archiver.models.verify.memory ANSWER EXAMPLE FILE OPTIONS [FILE OPTIONS ...]
 
