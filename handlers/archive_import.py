@@ -51,7 +51,7 @@ class ArchiveModules:
         self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
 
     def search_first(self, folder: str) -> None:
-        """Search a folder of the archive before the others, if it is there: that of a handler's file."""
+        """Put the folder of a handler's file first in the search order, if the archive has that folder."""
         found = Path(self.model_dir, folder).resolve()
         if str(found) in self.path or not found.is_dir() or not found.is_relative_to(self.model_dir):
             return

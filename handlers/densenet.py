@@ -99,7 +99,7 @@ class TorchScriptHandler(DenseNetHandler):
 
 
 def _groups(read: Sequence[torch.Tensor | PredictionException]) -> list[dict[int, torch.Tensor]]:
-    """Return the tensors that can be stacked, by their places, group by group."""
+    """Return groups of tensors that can be stacked, each a dict from the place of a request to its tensor."""
     groups: dict[tuple[object, ...], dict[int, torch.Tensor]] = {}
     for place, tensor in enumerate(read):
         if isinstance(tensor, torch.Tensor):

@@ -59,7 +59,7 @@ def map_class_to_label(
     Args:
         probs: one row per request; usually probabilities.
         mapping: index to name; without it the index itself, as a string, is the name.
-        lbl_classes: the class index of each number; without it they are 0, 1, 2, ...
+        lbl_classes: for each row, the class index of each value; by default 0, 1, 2, ...
 
     Raises:
         TypeError: `probs` is not a list or `mapping` not a dict.

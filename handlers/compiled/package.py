@@ -41,8 +41,8 @@ _COPY_BYTES = 1 << 20
 # model has some MiB.
 _MAX_METADATA_BYTES = 1 << 20
 _MAX_SOURCE_BYTES = 64 << 20
-# Python's zip reader makes an object of every entry in the directory, for any count in the end record. A
-# weight in a file of its own takes some 100 bytes there.
+# Python's zip reader makes an object of every entry in the directory, for any count in the end record. Each
+# weight in a file of its own takes some 100 bytes of the directory.
 _MAX_DIRECTORY_BYTES = 4 << 20
 _MAX_BUILD_BYTES = 1 << 16  # of the build record; the archiver's has less than 1 KiB
 

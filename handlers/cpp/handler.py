@@ -50,7 +50,7 @@ class CppHandler:
     """Passes the requests of a batch to a C++ handler, and returns its responses. One thread at a time.
 
     A response whose code is not 200 fails its request; in TorchServe it fails the batch. An exception fails
-    the batch. In a batch of one, an error response that the handler has set before is the answer instead.
+    the batch. In a batch of one, an error response that the handler set before it failed is sent instead.
     """
 
     takes_bytes = True  # the values of requests are not decoded
@@ -112,7 +112,7 @@ class CppHandler:
 
 
 def _texts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest's values as texts, which is how handlers in C++ read them."""
+    """Return the manifest's values as strings, which is how handlers in C++ read them."""
     return {
         key: _texts_of(value) if isinstance(value, Mapping) else str(value)
         for key, value in manifest.items()

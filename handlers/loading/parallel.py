@@ -31,7 +31,7 @@ def import_libraries(
         model_dir: the unpacked archive.
         model: the `model` object of the manifest.
         config: the parsed model-config.yaml.
-        may_ask_driver: import the module of the model, too. What it imports asks torch for GPUs.
+        may_ask_driver: import the module of the model, too, whose imports ask torch for GPUs.
 
     Returns:
         Whether there was something to import. Errors are left to the ranks, which meet them when they load.

@@ -103,8 +103,8 @@ def shared_file(path: str) -> str:
 def file_to_map(path: str) -> str:
     """Return the file to map for the weights `path`: the one that versions share, or `path` itself.
 
-    A handler may replace its own weights before it loads them. Then their size or modification time differs,
-    and `path` is used. Thread-safe.
+    A handler may replace its own weights before it loads them. If their size or modification time then
+    differs from the shared file's, return `path`. Thread-safe.
     """
     shared = shared_file(path)
     try:

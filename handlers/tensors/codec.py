@@ -233,16 +233,17 @@ _FLOAT64 = np.dtype("<f8")
 # The names of numbers that JSON lacks, as proto3's JSON mapping writes them.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MARKS = {b"-Infinity": b"\x01", b"Infinity": b"\x02", b"NaN": b"\x03"}  # bytes that JSON does not have
-# A text without an end reaches to the end of the body: it must not be searched again from its next quote.
+# A string without an end reaches to the end of the body: it must not be searched again from its next quote.
 _TEXT_OR_NAME = re.compile(rb'("(?:[^"\\]+|\\.)*"?)|-?Infinity|NaN')
-# Quotes, escapes, or names beside texts with names in them: more take milliseconds to tell apart.
+# Limit on the quotes, on the escapes, and on the names if strings may hold some: with more of them, telling
+# the names of numbers from strings takes milliseconds.
 _MAX_FOUND = 10_000
 # The errors of msgspec for invalid JSON; bytes that are not UTF-8 can raise UnicodeDecodeError.
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def quoted_non_finite(text: bytes | memoryview) -> bytes | None:
-    """Return a JSON text with `NaN`, `Infinity` and `-Infinity` as texts; None if it can't be told.
+    """Return a JSON text with `NaN`, `Infinity` and `-Infinity` as strings; None if they can't be told.
 
     Python and Triton write these numbers so, and parsers of strict JSON refuse them. A text without the names
     gives None, and so does one with more than `_MAX_FOUND` quotes or escapes: long tensors have few.

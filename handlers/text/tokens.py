@@ -281,7 +281,7 @@ _FIELDS = ("text", "data", "body")
 
 
 def _fields(row: Any) -> tuple[Any, Any]:
-    """Return a text or a list of them, and likewise the second texts of pairs, None without."""
+    """Return the text or list of texts, and the second texts if the request has pairs, otherwise None."""
     while isinstance(row, dict) and (name := next(filter(row.__contains__, _FIELDS), None)) is not None:
         if not isinstance(row[name], dict):
             return _listed(row[name]), _listed(row.get("text_pair"))

@@ -1,4 +1,4 @@
-"""Imports of handlers of large models: `ts.torch_handler.distributed` and `ts.handler_utils.distributed`."""
+"""TorchServe's `ts.torch_handler.distributed` and `ts.handler_utils.distributed`, for large models."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ _launchers: list[ModuleType] = []  # keeps the globals of the code that runs as 
 def hide_launcher() -> None:
     """Replace `__main__` and the command line of this process, whose code imports models.
 
-    Model code reads them to find out how it was started, and unpickles classes of training scripts from
-    `__main__`, whose names must not meet those of a launcher.
+    Model code reads both to find out how it was started. It also unpickles classes of training scripts from
+    `__main__`, where the names of a launcher must not hide theirs.
     """
     spec = importlib.util.find_spec(__name__)
     assert spec is not None  # it is this module's

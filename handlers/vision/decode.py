@@ -140,7 +140,7 @@ _pillows_check = Image._decompression_bomb_check
 
 
 def _check_bomb(size: tuple[int, int], **how: Any) -> None:
-    """Stands before Pillow's own check, whose limit is the process's and not settable for a thread."""
+    """Check the limit of this thread, then make Pillow's own check, whose limit is one for all threads."""
     if _bound.pixels is not None and size[0] * size[1] > _bound.pixels:
         raise Image.DecompressionBombError(
             f"it holds one of {size[0] * size[1]} pixels, limit {_bound.pixels:.0f}"
