@@ -197,7 +197,7 @@ def _control(where: str, body: object) -> Request:
 
 def _is_ok(answer: Answer) -> bool:
     if answer.status != 200 and isinstance(error := refusal(answer), Unauthorized):
-        raise error  # TorchServe's status of a wrong key is 400, which else means "not ready"
+        raise error  # TorchServe answers 400 to a wrong key; otherwise 400 means "not ready"
     return answer.status == 200
 
 

@@ -55,7 +55,7 @@ class Retries:
             raise ValueError(f"found {self}; expected most >= 0 and 0 < first_pause_s <= longest_pause_s")
 
     def pause_s(self, error: ClientError, attempt: int, remaining_s: float, dice: float) -> float | None:
-        """Return the seconds to wait before the next attempt; None if there must be none.
+        """Return the seconds to wait before the next attempt; None if the request must not be retried.
 
         Args:
             error: the error of the last attempt.
