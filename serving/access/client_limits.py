@@ -73,8 +73,8 @@ class Account:
         connections: those that keep its account.
         interval_s: time between two requests at its rate; 0: it has none.
         burst_s: the time in which it earns a burst.
-        paid_until_s: the time until which it has used its rate, in monotonic seconds. A request adds an
-            interval, and must not lead further than a burst from now: the generic cell rate algorithm (ITU-T
+        paid_until_s: the time until which it has used its rate, in monotonic seconds. Each request moves this
+            time forward by an interval, to at most one burst from now: the generic cell rate algorithm (ITU-T
             I.371), a token bucket in one number.
         tally: where its requests are counted.
     """
@@ -234,7 +234,7 @@ class ClientLimits:
             account.tally = self._tally(account.name)
 
     def _forget(self) -> None:
-        """Make room for an account: forget the longest idle ones among the `EVICTION_TRIES` oldest."""
+        """Make room for an account: forget idle ones among the `EVICTION_TRIES` least recently used."""
         accounts = self._accounts
         for _ in range(EVICTION_TRIES):
             if len(accounts) < MAX_ACCOUNTS:

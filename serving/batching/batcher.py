@@ -185,7 +185,7 @@ class Batcher(Admission):
                 continue
             if not request.answered:
                 request.answered_s = answered_s
-            # Stopping criteria without `continuousBatching` do nothing: the part is the whole answer.
+            # Without `continuousBatching`, stopping criteria do nothing: the first part is the whole answer.
             request.finish(outcome.part if isinstance(outcome, Unfinished) else outcome)
         return True
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def prepare_for(handler: str, folder: Path | None, config_file: Path | None) -> Prepare:
-    """Return what the handler does to the body of a request, as `BuildOptions.prepare`.
+    """Return the function by which a handler prepares the body of a request, for `BuildOptions.prepare`.
 
-    The handler is imported at the first call, so its code runs only if there is a picture to prepare.
+    The handler is imported at the first call, so its code runs only if there is a body to prepare.
 
     Args:
         handler: as in the manifest.

@@ -105,7 +105,7 @@ def _model_in(folder: Path) -> Path:
 
 
 def _packing_arguments(model: Path) -> list[str]:
-    """Return the options of packing that the files beside a model stand for."""
+    """Return the packing options that follow from the files beside a model."""
     if model.is_dir():
         return []
     given = {

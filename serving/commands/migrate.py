@@ -146,7 +146,7 @@ def _listed(folder: Path) -> list[Path] | None:
     """Return the sorted entries of a folder; None if there is no such folder.
 
     Raises:
-        ConfigurationError: this user may not list it, or look for it.
+        ConfigurationError: the folder can't be listed, or this user may not enter a folder above it.
     """
     try:
         return sorted(folder.iterdir())
@@ -248,7 +248,10 @@ def _problems(path: Path, configuration: Configuration) -> Iterator[MigrationFin
 
 
 def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> Iterator[MigrationFinding]:
-    """Yield findings on the archives that a start would load; `store` None: the store of the settings."""
+    """Yield findings on the archives that a server would load at its start.
+
+    They are in `store`, or, if that is None, in the model store of the settings.
+    """
     folder = store or settings.model_store
     never_served = tuple(model for model in settings.snapshot_models if not model.version)
     origin = "missing" if never_served else "load_models"  # a snapshot takes precedence over load_models

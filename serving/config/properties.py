@@ -106,7 +106,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
                 continue
             first = number
         backslashes = len(line) - len(line.rstrip("\\"))
-        if backslashes % 2:  # an odd number escapes the line end
+        if backslashes % 2:  # an odd number of backslashes escapes the line end
             parts.append(line[:-1])
             continue
         yield first, "".join([*parts, line])

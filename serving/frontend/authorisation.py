@@ -1,7 +1,7 @@
 """The table of authorisation: what each route of each port asks its clients for, and what it changes. Pure.
 
 Both transports ask this table only. A route without a row needs the role of its port, so that a forgotten row
-opens no door.
+never gives wider access.
 """
 
 from __future__ import annotations

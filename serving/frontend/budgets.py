@@ -254,9 +254,9 @@ class DecodeQueue:
     """Runs functions in a thread one at a time. Clients take turns; one's run in the order of `add`.
 
     Decoding a body of JSON takes up to 24 times its bytes, and half a second for the default
-    `max_request_size`, mostly with the GIL held. Threads of several such bodies would only take the GIL from
-    each other and from the event loop. After a long one the next waits for a tenth of its time, in which the
-    event loop answers the requests that waited for the GIL.
+    `max_request_size`, mostly with the GIL held. Threads that decode several such bodies at once would only
+    compete for the GIL with each other and with the event loop. After a long decode the next one waits for a
+    tenth of its time, in which the event loop answers the requests that waited for the GIL.
     """
 
     __slots__ = ("_is_running", "_waiting")

@@ -1,4 +1,4 @@
-"""The access log, whose lines a thread writes many at once, and the ids of a request as fields of log lines.
+"""The access log, whose lines a thread writes in batches, and the ids that log lines have as fields.
 
 Python's logging would spend a fifth of the time of a small request on its line: it creates a record, calls
 each handler, formats and writes. Here the event loop only formats the line, which takes a few microseconds,

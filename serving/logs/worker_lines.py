@@ -73,7 +73,7 @@ class WorkerFormatter(logging.Formatter):
     """
 
     token = ""
-    rank = ""  # of the process, if its worker has several
+    rank = ""  # of this process, if its worker has several processes
 
     def __init__(self, origin: Callable[[], Mapping[str, str]] = dict) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The end of a process: signals during a start, the end of its parent, and its own."""
+"""How a process ends: by signals, also during its start, when its parent dies, or by itself."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Reconciler:
             drain.cancel()
 
     def under_way(self) -> list[Version]:
-        """Return the versions that do not have their desired state yet, also those that have left the map."""
+        """Return the versions that have not reached their desired state, unregistered ones included."""
         return list(self._tasks)
 
     def wake(self, version: Version) -> None:
@@ -136,7 +136,7 @@ class Reconciler:
             await self._unload(version)
             return
         if version.failure is not None and version.target == target:
-            if version.wanted and not version.pool.size:  # all had given up, and no new one loads either
+            if version.wanted and not version.pool.size:  # all executors had given up, and no new one loads
                 await self._fail(version, version.failure)
                 return
             version.target = version.pool.size  # otherwise the next step would retry the same at once

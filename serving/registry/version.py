@@ -1,4 +1,4 @@
-"""Lifecycle of a model version: its states, the legal transitions, the record of one, and what it counts."""
+"""Lifecycle of a model version: its states, the legal transitions, its record and its counters."""
 
 from __future__ import annotations
 

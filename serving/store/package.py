@@ -46,7 +46,7 @@ from torchere.serving.store.url_rules import allow, is_remote
 
 logger = logging.getLogger(__name__)
 
-_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # TorchServe's; ours is next to the weights
+_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # where TorchServe reads it; ours is beside the weights
 _MAX_TEXT_BYTES = 16 << 20  # limit for a manifest or a signature
 
 
@@ -108,7 +108,7 @@ class Store:
         self._allowed_urls = allowed_urls
         # Stores of one server share these two: they may have the same folder.
         self.origins: Origins = models.origins if models else Origins()
-        # Archives that clients have had downloaded, and that are there.
+        # Archives in the store that were downloaded at a client's request, not an operator's.
         self.of_clients: set[Path] = models.of_clients if models else set()
         self._downloader = Downloader(
             allowed_urls, limits.max_download_bytes, download_timeout_s, origins=self.origins

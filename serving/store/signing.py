@@ -216,7 +216,7 @@ class SignWith:
                 trust_config=self.trust_config,
             )
         if self.certificate is None:
-            # The library declares a text, and passes it to a function that takes bytes only.
+            # The library annotates the password as `str`, but passes it to a function that takes only bytes.
             password: Any = self.password.encode() if self.password else None
             return config.use_elliptic_key_signer(private_key=self.key, password=password)
         # The library can't read an empty chain; the certificate itself adds nothing to it.

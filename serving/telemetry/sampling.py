@@ -139,7 +139,7 @@ def sample_by_script(arguments: str) -> tuple[HostSample, ...]:
 
 
 def parse_samples(text: str) -> Iterator[HostSample]:
-    """Yield the samples of TorchServe's metric lines, up to a blank line; log the lines that are not."""
+    """Yield the samples of TorchServe's metric lines, up to a blank line; log lines that are malformed."""
     for line in text.splitlines():
         if not line:
             return

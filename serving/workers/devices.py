@@ -144,7 +144,7 @@ def visible_gpus() -> int:
     libraries = _torch_libraries()
     built_for_gpus = any("c10_cuda" in name for name in libraries) or _is_for_rocm(libraries)
     if any("c10" in name for name in libraries) and not built_for_gpus:
-        return 0  # a CPU build of torch; if no library is found, its layout is unknown, and torch decides
+        return 0  # a CPU build; if none of torch's libraries is found, the build is unknown and torch decides
     wanted = os.environ.get(_VISIBLE)
     if wanted == "":
         return 0

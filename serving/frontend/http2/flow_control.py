@@ -279,7 +279,7 @@ class OutboundFlow:
         stream.count_unsent(-stream.unsent_bytes)
 
     def hold(self, size: int) -> None:
-        """Count bytes of answers that the client has not taken; below 0: it has, or they are dropped."""
+        """Add to the count of response bytes that the client has not taken; `size` < 0: taken or dropped."""
         self.held_bytes += size
         self._budgets.unsent_bytes += size
 

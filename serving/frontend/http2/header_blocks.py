@@ -240,7 +240,7 @@ def _timeout_literal(block: bytes, at: int, dynamic: Sequence[Field]) -> tuple[b
     """Read a literal `grpc-timeout`, and where the next byte is.
 
     Raises:
-        IndexError, ValueError, HPACKError: anything else.
+        IndexError, ValueError, HPACKError: the field is another one, or malformed.
     """
     first = block[at]
     if first & (_INDEXED | _INCREMENTAL | _TABLE_SIZE) in (_INDEXED, _TABLE_SIZE):

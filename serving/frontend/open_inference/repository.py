@@ -136,8 +136,8 @@ class Repository:
         default = self._controlplane.describe(model, None)[0].key.version
         versions = [described.key.version for described in self._controlplane.describe(model, "all")]
         others = [version for version in versions if version != default]
-        # The default version can only be unregistered last. All leave before the first wait, during which
-        # clients could register or remove a version, and the model would go on with some of its versions.
+        # The default version can only be unregistered last. All are removed before the first await, during
+        # which clients could register or remove a version: the model would keep serving with some of them.
         await asyncio.gather(
             *(self._controlplane.unregister(model, version) for version in (*others, default))
         )

@@ -160,7 +160,7 @@ def refuse_shared_memory(parameters: Container[str], where: str) -> None:
 
 
 def check_names(where: str, names: Sequence[str]) -> None:
-    """Refuse names that are too many, too long, empty or equal.
+    """Refuse a list with too many names, or with a name that is too long, empty or repeated.
 
     Raises:
         InvalidRequest: a name is invalid; the text names the field, as `inputs[3].name`.

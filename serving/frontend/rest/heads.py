@@ -142,7 +142,7 @@ class HeadReader:
 
 
 def _flaw_of(piece: bytes, parser: httptools.HttpRequestParser) -> str:
-    """Have a piece of a head parsed; return what is wrong with it, or ""."""
+    """Feed a piece of a head to the parser; return the reason if it is invalid, otherwise ""."""
     try:
         parser.feed_data(piece)
     except httptools.HttpParserUpgrade as upgrade:

@@ -62,7 +62,7 @@ _OCTETS = (b"content-type", b"application/octet-stream")
 
 
 class TensorPrediction(Prediction):
-    """A prediction at a path of the protocol; a plain prediction if the handler gets the body as is."""
+    """A prediction at a path of the Open Inference Protocol; a plain one if the handler gets the raw body."""
 
     __slots__ = ("_facts", "_for_handler")
 
