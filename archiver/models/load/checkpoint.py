@@ -36,7 +36,7 @@ StateDict = dict[str, Any]
 class HyperParameters:
     """The arguments that a Lightning checkpoint has for its class.
 
-    `parameter` names the one parameter that takes all of them, as in `__init__(self, hparams)`; None: each
+    `parameter` names the one parameter that takes all arguments, as in `__init__(self, hparams)`; None: each
     argument has a parameter of its own.
     """
 
@@ -48,8 +48,8 @@ class HyperParameters:
 class Weights:
     """Content of a weights file: its state dicts and, only if pickles are allowed, the module in it.
 
-    `states` has the path of keys to each state dict (`model.state_dict`; empty for the whole file), those
-    most probably meant first, and at least one.
+    `states` maps the path of keys to each state dict (`model.state_dict`; empty for the whole file), the most
+    probable ones first. It has at least one.
     """
 
     kind: str
@@ -66,8 +66,8 @@ def read_weights(path: Path, allow_pickle: bool = False) -> Weights:
     """Read a file or a folder of weights to the CPU.
 
     Raises:
-        ModelRefused: it is damaged, of another kind, or a pickle of more than tensors.
-        OSError: it can't be read.
+        ModelRefused: the file is damaged, of another kind, or a pickle of more than tensors.
+        OSError: the file can't be read.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about pickle protocols and a missing process group
@@ -92,7 +92,7 @@ def _read(path: Path, allow_pickle: bool) -> Weights:
 
 
 def _about_folder(path: Path) -> str:
-    """Return what a folder holds that is no model, and what to do."""
+    """Return a text about the files in a folder that is not a model, with advice."""
     names = sorted(file.name for file in path.iterdir())
     weights = next((name for name in names if name.endswith(_WEIGHTS)), None)
     shown = ", ".join(names[:_MOST_NAMES]) or "nothing"
@@ -159,7 +159,7 @@ def _states_in(found: Mapping[Any, Any], path: str = "", depth: int = 0) -> Iter
 
 
 def _is_state_dict(value: Mapping[Any, Any]) -> bool:
-    """Return whether the dict has names, and tensors under some; an empty one has no parameters."""
+    """Return whether all keys are names and some values tensors; an empty dict is that of no parameters."""
     if not all(isinstance(key, str) for key in value) or any(
         isinstance(item, Mapping) for item in value.values()
     ):
@@ -180,7 +180,7 @@ _ZERO_FILES = "*zero_pp_rank_*_optim_states.pt"
 
 
 def is_zero_checkpoint(path: Path) -> bool:
-    """Return whether the folder is one that DeepSpeed saves with ZeRO, or that of one step in it."""
+    """Return whether DeepSpeed saved the folder with ZeRO; it may also be the subfolder of one step."""
     return any(any(path.glob(pattern)) for pattern in (_ZERO_FILES, f"*/{_ZERO_FILES}"))
 
 

@@ -1,8 +1,8 @@
-"""Reads folders of torch.distributed.checkpoint, in one process or each rank its part.
+"""Reads folders of torch.distributed.checkpoint: all in one process, or in each rank its part.
 
-torch's own reader unpickles `.metadata` without restriction, so here only the record types of that format can
-be made from it, and only tensors are read; other values (steps, learning rates) are left out. It takes half a
-second to import, so a rank imports it only for such a folder.
+torch's own reader unpickles `.metadata` without restriction. Here the pickle can create only the record types
+of that format, and only tensors are read, without other values (steps, learning rates). torch's reader takes
+half a second to import, so a rank imports this module only for such a folder.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_distributed(path: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of the checkpoint, merged from their shards, by their flat names.
 
     Raises:
-        ModelRefused: its index is not a valid one, or a shard is missing or damaged.
+        ModelRefused: the index is invalid, or a shard is missing or damaged.
     """
     with damage_is_refused(path):
         reader = _Reader(path)
@@ -69,7 +69,7 @@ def read_parts(state: Mapping[str, torch.Tensor], path: Path) -> None:
     The checkpoint may have been saved by another number of ranks, and under one key (`model`, for example).
 
     Raises:
-        ModelRefused: a name or a shape is another one; or as `read_distributed`.
+        ModelRefused: a name or a shape differs from the checkpoint's; or as `read_distributed`.
     """
     with damage_is_refused(path):
         reader = _Reader(path)
@@ -119,7 +119,7 @@ def tensors_in(index: metadata.Metadata) -> dict[str, metadata.TensorStorageMeta
 
 
 def _tensors_in(index: metadata.Metadata, path: Path) -> dict[str, metadata.TensorStorageMetadata]:
-    """Return the tensors of an index by name; refuse one that has more bytes than the shards."""
+    """Return the tensors of an index by name; refuse an index of more bytes than the shards have."""
     found = tensors_in(index)
     wanted_bytes = sum(math.prod(item.size) * item.properties.dtype.itemsize for item in found.values())
     shards = [file for file in path.rglob("*") if file.is_file() and file.name != INDEX_NAME]
@@ -135,7 +135,7 @@ class _Reader(filesystem.FileSystemReader):
     """torch's reader of checkpoint folders, which unpickles the index with the restricted `read_index`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Read the index; only its own record types can be made."""
+        """Read the index; the pickle can create only the record types of the format."""
         file = Path(str(self.path), INDEX_NAME)
         if file.stat().st_size > MAX_INDEX_BYTES:
             raise ModelRefused(f"{file}: larger than {MAX_INDEX_BYTES} bytes; {_AGAIN}")
@@ -146,14 +146,14 @@ class _Reader(filesystem.FileSystemReader):
 
 
 def read_index(content: bytes, file: Path | str) -> metadata.Metadata:
-    """Return the index of a checkpoint, which is a pickle; only the record types of that format can be made.
+    """Return the index of a checkpoint, a pickle that can create only the record types of its format.
 
     Args:
-        content: that of the file `.metadata`.
-        file: its name in errors.
+        content: the bytes of the file `.metadata`.
+        file: the name of the file in errors.
 
     Raises:
-        ModelRefused: it is damaged, imports anything else, or names files outside of its folder.
+        ModelRefused: the index is damaged, imports another type, or names files outside of its folder.
     """
     try:
         found = _IndexUnpickler(io.BytesIO(content)).load()
@@ -179,7 +179,7 @@ def read_index(content: bytes, file: Path | str) -> metadata.Metadata:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler that makes only the records of a checkpoint's index."""
+    """Unpickler that creates only the record types of a checkpoint's index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()) or (is_plain(f"{module}.{name}") and "." not in name):

@@ -1,4 +1,4 @@
-"""Runs exported programs, also those with keyword inputs, as of `export(model, (x,), {"mask": mask})`.
+"""Runs exported programs, also those with keyword inputs, as from `export(model, (x,), {"mask": mask})`.
 
 Servers pass all inputs by position, in the order in which the program names them.
 """
@@ -44,18 +44,18 @@ def take_by_position(program: ExportedProgram) -> None:
 
 
 def unguarded_module(program: ExportedProgram) -> torch.nn.Module:
-    """Return the module of a program whose operators check sizes: guards (torch 2.9 on) can't be traced."""
+    """Return the module of a program without its guards (torch 2.9 on), because these can't be traced."""
     has_guards = "check_guards" in inspect.signature(program.module).parameters
     return program.module(check_guards=False) if has_guards else program.module()
 
 
 def _spec(program: ExportedProgram) -> Any:
-    """Return the structure of `(args, kwargs)` as JSON: the object's accessors differ between versions."""
+    """Return the structure of `(args, kwargs)` as JSON, because the object's accessors differ by version."""
     return json.loads(pytree.treespec_dumps(program.call_spec.in_spec))
 
 
 def _writes_to_buffer(node: fx.Node) -> bool:
-    """Whether the node changes a tensor of the module; torch.export writes back what a model changes."""
+    """Whether the node changes a tensor of the module; torch.export writes changed buffers back."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return False
     written = node.args[0] if node.args else None
@@ -66,8 +66,8 @@ class ServedProgram(torch.nn.Module):
     """An exported program as a server runs it: inputs by position or by keyword, as it was exported.
 
     torch's module of a program checks its inputs in Python at each call and looks each weight up in its
-    modules, which took longer than a small model itself. The checks read types and shapes only, so inputs of
-    each kind are checked once, and then given to the graph alone
+    modules, which took longer than a small model itself. The checks read types and shapes only, so each
+    combination of these is checked once, and later calls run the graph alone
     (docs/decisions/0029-exported-programs-as-fast-as-eager.md). Thread-safe, as the program is.
     `keeps_state`: a run changes a buffer, which the next run may read.
     """
@@ -83,7 +83,7 @@ class ServedProgram(torch.nn.Module):
         self._passed: set[tuple[Any, ...]] = set()  # types and shapes of inputs that torch has accepted
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program; inputs that it does not take are refused by torch's own checks."""
+        """Run the program; torch's own checks refuse inputs that it does not accept."""
         plain = args and not kwargs and all([type(one) is torch.Tensor for one in args])
         if not plain or torch.compiler.is_compiling():
             return self._with_checks(*args, **kwargs)
@@ -111,13 +111,13 @@ class ServedProgram(torch.nn.Module):
         return applied
 
 
-_MOST_KINDS = 4096  # clients choose the shapes: bounds the memory for them
+_MOST_KINDS = 4096  # of types and shapes that are remembered: clients choose the shapes
 
 
 def _without_checks(module: fx.GraphModule) -> Callable[..., Any]:
     """Return a function of the module's graph, from flat inputs to flat outputs, without checks.
 
-    It holds the module's own tensors, so what the graph writes into a buffer is seen by both.
+    The function holds the module's own tensors, so the module sees the writes of the graph into a buffer.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

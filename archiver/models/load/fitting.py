@@ -1,6 +1,6 @@
-"""Finds the state dict of a file that a module takes, and loads it.
+"""Finds the state dict in a file that fits a module, and loads it.
 
-Training scripts save it under a name of their own, beside others, and put prefixes before its keys.
+Training scripts save a state dict under a name of their own, beside others, and put prefixes before its keys.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SHOWN = 20  # keys of each kind in a refusal
 def load_into(module: torch.nn.Module, weights: Weights, source: Path, strict: bool = True) -> list[str]:
     """Fill the module with the weights; return lines for the user about choices that were made.
 
-    Of several state dicts that fit, the first one of `weights.states` is taken. A class may rename keys
-    itself, in a `load_state_dict` of its own or in a hook: what `fitted` refuses is given to it as it is.
+    If several state dicts fit, the first in `weights.states` is loaded. A class may rename keys itself, in a
+    `load_state_dict` of its own or in a hook, so it gets the state dicts that `fitted` refuses unchanged.
 
     Args:
         module: the model.
-        weights: from the file `source`.
+        weights: the weights in the file `source`.
         source: the file, for messages.
-        strict: False: weights without a place in the module are left out, and those that the file lacks keep
-            the values that the class gives them.
+        strict: False: weights without a place in the module are left out, and weights that the file lacks
+            keep the values that the class gives them.
 
     Raises:
         ModelRefused: names or shapes differ from the module's.
@@ -66,7 +66,7 @@ def load_into(module: torch.nn.Module, weights: Weights, source: Path, strict: b
 def _load(module: torch.nn.Module, state: StateDict, source: Path, **options: bool) -> None:
     try:
         _give(module, state, **options)
-    # Broad, because a class may have code of its own for this.
+    # Broad, because a class may load its weights by code of its own.
     except Exception as error:
         text = " ".join(line.strip() for line in str(error).splitlines())
         raise ModelRefused(
@@ -101,7 +101,7 @@ def _renames(part: Any) -> bool:
 
 
 def _load_partly(module: torch.nn.Module, weights: Weights, source: Path) -> list[str]:
-    """Load the state dict, and the prefix, that share most names with the module."""
+    """Load the state dict that, with one of its prefixes removed, shares the most names with the module."""
     wanted = module.state_dict()
     cuts = [cut for state in weights.states.values() for cut in _cuts(state, wanted)]
     names = {key for key in wanted if not key.endswith(_COUNTER)}  # `_cuts` adds these
@@ -129,7 +129,7 @@ def _chosen(name: str, others: Sequence[str]) -> str:
 
 
 def _about_keys(weights: Weights) -> str:
-    """Return the keys that a file has, for a refusal, and how to go on."""
+    """Return the keys that a file has, and advice, for the text of a refusal."""
     if is_adapter(weights):
         return f"; {ADAPTER}"
     lines = [
@@ -149,12 +149,12 @@ ADAPTER = (
 
 
 def is_adapter(weights: Weights) -> bool:
-    """Return whether the weights are those of an adapter of PEFT, by their names."""
+    """Return whether the weights are an adapter of PEFT, by their names."""
     return any(".lora_" in key for state in weights.states.values() for key in state)
 
 
 class Mismatch(ModelRefused):
-    """The keys of a state dict are not those of the model; `distance` is the number of those that differ."""
+    """The keys of a state dict are not those of the model; `distance` is the number of keys that differ."""
 
     def __init__(self, source: Path, missing: Sequence[str], extra: Sequence[str]) -> None:
         super().__init__(
@@ -169,11 +169,11 @@ def fitted(state: StateDict, wanted: Mapping[str, Any], source: Path) -> StateDi
 
     Lightning, DistributedDataParallel, torch.compile and training scripts put a prefix before names:
     `model.`, `module.`, `_orig_mod.`. Keys with another prefix (a loss with weights, an averaged copy) are
-    left out. If several names are one parameter in the model, one of them is enough: safetensors stores only
-    one.
+    left out. If several names in the model refer to one parameter, one name is enough, because safetensors
+    stores such a parameter once.
 
     Raises:
-        Mismatch: no prefix makes the keys fit, and the text names some.
+        Mismatch: no prefix makes the keys fit; the text names some of them.
         ModelRefused: numbers would be lost.
     """
     keys = set(wanted)
@@ -190,7 +190,7 @@ def fitted(state: StateDict, wanted: Mapping[str, Any], source: Path) -> StateDi
 
 
 def _cuts(state: StateDict, wanted: Mapping[str, Any]) -> list[StateDict]:
-    """Return the state dict by the model's names, once for each prefix that may be before them."""
+    """Return copies of the state dict under the model's names, one for each prefix that its keys may have."""
     names = {key.replace(_COMPILED, ""): key for key in wanted}
     plain = {
         key.replace(_COMPILED, ""): value
@@ -219,7 +219,7 @@ def _versions(state: StateDict, prefix: str) -> dict[str, Any]:
 
 
 def _prefixes(state: Collection[str], wanted: Collection[str]) -> list[str]:
-    """Return "" and the commonest prefixes of the file's keys before a name of the model, shortest first."""
+    """Return "" and the prefixes that the file's keys have most often before the model's, shortest first."""
     found: Counter[str] = Counter()
     for key in state:
         parts = key.split(".")
@@ -230,7 +230,7 @@ def _prefixes(state: Collection[str], wanted: Collection[str]) -> list[str]:
 
 
 def _aliases(wanted: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return, for each key, all keys that are the same numbers in the model, including itself."""
+    """Return, for each key, all keys that refer to the same memory in the model, including itself."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for key, tensor in wanted.items():
         groups[_place(tensor) or key].append(key)
@@ -275,7 +275,7 @@ def _is_complex(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_complex()
 
 
-# Wrappers of training: none of them is needed to serve the module in it.
+# Wrappers for training, which the wrapped module does not need when it is served.
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -318,7 +318,7 @@ _AROUND = (
 def _merged(module: Any) -> Any:
     try:
         return module.merge_and_unload()
-    # Broad, because it is code of another library.
+    # Broad, because another library merges the adapters.
     except Exception as error:
         raise ModelRefused(
             f"{type(module).__name__}: its adapters can't be merged into the model: {error}; call "

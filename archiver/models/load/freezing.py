@@ -18,14 +18,14 @@ def frozen(module: Any, *, fold_linear: bool = False) -> torch.jit.ScriptModule:
 
     Args:
         module: TorchScript.
-        fold_linear: fold batch normalisation into linear layers, too. torch scales their last dimension, so
-            it is right for rows only: the channels of [N, C, L] are in the middle.
+        fold_linear: fold batch normalisation into linear layers, too. torch scales their last dimension,
+            which is right for rows only, because the channels of [N, C, L] are in the middle.
     """
     if not module._c.hasattr("training"):  # the Python object has it also after `eval()` of a frozen module
         made: torch.jit.ScriptModule = module
         return made
     made = torch.jit.freeze(module.eval(), optimize_numerics=False)
-    if not made._c._has_method("forward"):  # as of a recurrent layer of int8 that is scripted by itself
+    if not made._c._has_method("forward"):  # for example, an int8 recurrent layer that is scripted by itself
         return made
     names = (*_FOLDS, "linear_bn") if fold_linear else _FOLDS
     folds = [getattr(torch._C, f"_jit_pass_fold_frozen_{name}") for name in names]
@@ -42,14 +42,14 @@ def loses_writes(graph: Any) -> bool:
     """
     aliases = graph.alias_db()
     views: list[Any] = []
-    written: list[Any] = []  # and all that is computed of it
+    written: list[Any] = []  # and all values computed from these
     for node in _nodes(graph):
         given, made = list(node.inputs()), list(node.outputs())
         if any(_shares(aliases, one, written) for one in given):
             if node.kind() in CONVOLUTIONS:
                 return True
             written += made
-        if "!)" in node.schema():  # a write, as of `fill_(Tensor(a!) self, Scalar value)`
+        if "!)" in node.schema():  # a write, such as `fill_(Tensor(a!) self, Scalar value)`
             written += [one for one in given[:1] if _shares(aliases, one, views)]
         else:
             views += [one for one in made if _shares(aliases, one, given)]

@@ -1,4 +1,4 @@
-"""Model folders of Hugging Face: config.json and weights, made into a module by transformers.
+"""Loads model folders of Hugging Face, with config.json and weights, by transformers.
 
 Nothing is fetched and no Python in the folder is run. transformers is not needed to serve the result.
 """
@@ -24,33 +24,33 @@ from torchere.archiver.models.load.checkpoint import read_weights
 from torchere.archiver.models.steps import refusing
 
 _LENGTH = 8  # tokens of the example that is made when none is given
-_SECOND_LENGTH = 4  # tokens of its decoder
-_SAMPLES = 16000  # of sound: a second
+_SECOND_LENGTH = 4  # tokens for its decoder
+_SAMPLES = 16000  # a second of sound
 _ADAPTER = "adapter_config.json"
 _TOKENIZER = "tokenizer_config.json"
-_MADE = "model_input_names"  # by the tokenizer; a member of its configuration and of its class
-_OPTIONAL = frozenset({"attention_mask", "token_type_ids"})  # a model fills them by itself
+_MADE = "model_input_names"  # inputs that a tokenizer makes: a member of its configuration and of its class
+_OPTIONAL = frozenset({"attention_mask", "token_type_ids"})  # a model fills them in if they are missing
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _NOT_SERVED = (".py", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _OF_OTHERS = (".h5", ".msgpack", ".gguf", ".onnx")
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return whether the folder is one of Hugging Face: it has a `config.json`, or that of an adapter."""
+    """Return whether the folder is one of Hugging Face: it has a `config.json` or an adapter's."""
     return (path / "config.json").is_file() or (path / _ADAPTER).is_file()
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model of transformers, and inputs for it where they are known."""
+    """A model of transformers, and an example of its inputs if they are known."""
 
     model: Any
     example: dict[str, torch.Tensor]  # by name, in the order of `forward`; empty: not known
-    sizes: tuple[FreeSize, ...] = ()  # those of the example that vary from request to request
+    sizes: tuple[FreeSize, ...] = ()  # sizes in the example that vary from request to request
     left_out: tuple[str, ...] = ()  # inputs not in the example, because the tokenizer does not make them
 
     def module(self, names: Sequence[str]) -> torch.nn.Module:
-        """Return the model with these inputs, taken by position, which it gets by name, as its users call it.
+        """Return the model as a module that takes these inputs by position, and passes them on by name.
 
         Raises:
             ModelRefused: the model has no such input.
@@ -68,7 +68,7 @@ class Loaded:
 
         Args:
             given: the names that the example has; None: it has none.
-            count: the number of its tensors.
+            count: the number of tensors in the example.
         """
         if given is not None:
             order = _inputs(self.model)
@@ -78,7 +78,7 @@ class Loaded:
         return tuple(known[:count]) if len(known) >= count else tuple(order[:count])
 
     def lengths(self, names: Sequence[str], example: Tensors) -> tuple[FreeSize, ...]:
-        """Return the lengths of texts among these inputs, which differ from text to text."""
+        """Return the dimensions of these inputs that are lengths of texts, as free sizes."""
         most = {free.name: free.high for free in self.sizes}
         found = []
         for group, members in _LENGTHS.items():
@@ -127,13 +127,13 @@ def model_class(path: Path) -> Any:
 
 
 def files_to_serve(path: Path) -> tuple[Path, ...]:
-    """Return the files that a server makes the model of: no code, and weights in safetensors only."""
+    """Return the files from which a server loads the model: no code, and weights in safetensors only."""
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     return tuple(file for file in files if file.suffix not in _NOT_SERVED)
 
 
 def _refuse_adapter(path: Path) -> None:
-    """Raise ModelRefused when the folder has an adapter, and not the model that it changes."""
+    """Raise ModelRefused when the folder has an adapter without the model that the adapter changes."""
     if not (path / _ADAPTER).is_file() or any(path.glob("model*.safetensors")):
         return
     base = _member(path / _ADAPTER, "base_model_name_or_path") or "its model"
@@ -145,7 +145,7 @@ def _refuse_adapter(path: Path) -> None:
 
 
 def _refuse_other_weights(path: Path) -> None:
-    """Raise ModelRefused when the folder has no weights that transformers reads, and name its files."""
+    """Raise ModelRefused, with the names of other weights, when the folder has none for transformers."""
     if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
         return
     others = sorted(file.name for file in path.iterdir() if file.suffix in _OF_OTHERS)
@@ -159,7 +159,7 @@ def _refuse_other_weights(path: Path) -> None:
 def _refuse_shards_elsewhere(path: Path) -> None:
     """Raise ModelRefused when the configuration or an index of shards names files outside of the folder."""
     config = path / "config.json"
-    explicit = _member(config, "transformers_weights")  # weights, or an index in a folder below
+    explicit = _member(config, "transformers_weights")  # the weights, or an index in a subfolder
     named = [] if explicit is None else [(config, explicit)]
     for index in path.rglob("*.index.json"):
         shards = _member(index, "weight_map")
@@ -170,7 +170,7 @@ def _refuse_shards_elsewhere(path: Path) -> None:
 
 
 def loaded(known: Any, path: Path, allow_pickle: bool, **more: Any) -> Any:
-    """Return a model of this class of transformers, whose `from_pretrained` gets the options `more`.
+    """Load a model by the class `known` of transformers, whose `from_pretrained` gets the options `more`.
 
     Raises:
         ModelRefused: the weights are damaged, some are missing, or a pickle holds more than tensors.
@@ -192,13 +192,13 @@ def loaded(known: Any, path: Path, allow_pickle: bool, **more: Any) -> Any:
 
 
 class _Called(torch.nn.Module):
-    """A model that gets its inputs by name; subclasses have a `forward` with parameters of these names."""
+    """Calls a model with inputs by name; subclasses have a `forward` with parameters of these names."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
         known = inspect.signature(model.forward).parameters
-        # A cache of keys and values is not sent to clients, and a tuple has no names.
+        # No KV cache, because it is not sent to clients, and no tuple, because it has no names.
         self.options = {name: value for name, value in _OPTIONS.items() if name in known}
 
     def answer(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -212,14 +212,14 @@ _OPTIONS = {"return_dict": True, "use_cache": False}
 def _called(model: Any, names: Sequence[str]) -> torch.nn.Module:
     pairs = ", ".join(f"{name!r}: {name}" for name in names)
     made: dict[str, Any] = {}
-    # The names are those of parameters. Tracers and torch.export read names and number of inputs from code.
+    # The names are those of the model's parameters. Tracers and torch.export read the inputs from the code.
     exec(f"def forward(self, {', '.join(names)}): return self.answer({{{pairs}}})", made)
     module: torch.nn.Module = type("Called", (_Called,), {"forward": made["forward"]})(model)
     return module
 
 
 def _tensors_of(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of an output; caches of keys and values, and outputs of parts, are left out."""
+    """Return the tensors of an output, without KV caches and the outputs of submodules."""
     return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 
@@ -234,12 +234,12 @@ def _main_input(model: Any) -> str:
     return str(getattr(model, "main_input_name", "input_ids"))
 
 
-# Examples: numbers of the right form for each input that an architecture is known to take. They are kept only
+# Examples: tensors of the right form for each input that an architecture is known to take. They are kept only
 # if the model runs on them.
 
 
 def _example_for(model: Any, left_out: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Return an example for the model, or an empty dict where its inputs are not known."""
+    """Return an example for the model, or an empty dict if its inputs are unknown."""
     example = {name: _EXAMPLES[name](model.config) for name in _wanted(model) if name not in left_out}
     return example if example and _runs(model, example) else {}
 
@@ -249,7 +249,7 @@ def _wanted(model: Any) -> list[str]:
 
 
 def _takes(model: Any, name: str) -> bool:
-    """Return whether a caller of the model gives this input, and not only may give it."""
+    """Return whether callers of the model usually pass this input, and do not just have the option."""
     config, main = model.config, _main_input(model)
     reads_text = main == "input_ids"
     return {
@@ -310,13 +310,13 @@ def _runs(model: Any, example: Mapping[str, torch.Tensor]) -> bool:
         with torch.no_grad():
             output = model(**example, **{name: _OPTIONS[name] for name in _OPTIONS if name in _inputs(model)})
             return bool(dict(flat(_tensors_of(output))))
-    # Broad, because an architecture may need other inputs, and its code says so in any way.
+    # Broad, because an architecture may need other inputs, and its code may then raise any error.
     except Exception:
         return False
 
 
 def _sizes_for(model: Any, example: Mapping[str, torch.Tensor]) -> tuple[FreeSize, ...]:
-    """Return the lengths of texts as sizes that vary, up to the longest that the model takes."""
+    """Return the lengths of texts as free sizes, up to the longest text that the model accepts."""
     names = list(example)
     found = []
     for group, members in _LENGTHS.items():
@@ -327,7 +327,7 @@ def _sizes_for(model: Any, example: Mapping[str, torch.Tensor]) -> tuple[FreeSiz
 
 
 def _longest(model: Any, example: Mapping[str, torch.Tensor], places: Sequence[tuple[int, int]]) -> int:
-    """Return the largest length by the configuration, less the positions that padding takes (RoBERTa's)."""
+    """Return the largest length in the configuration, less the positions that padding uses (in RoBERTa)."""
     config = _text(model.config)
     most = next(
         (
@@ -363,10 +363,10 @@ def _architecture(path: Path) -> str:
 
 
 def _tokenizer_inputs(path: Path) -> frozenset[str] | None:
-    """Return the inputs that the tokenizer of the folder makes; None where the folder does not tell.
+    """Return the inputs that the tokenizer of the folder makes; None if the folder does not tell.
 
-    They are those in its configuration, or else those of its class. Classes count for configurations of
-    transformers 5 only, which name a `backend`: the defaults of some classes had token types before, and the
+    Its configuration names them, otherwise its class. The class counts for configurations of transformers 5
+    only, which name a `backend`: in older versions the defaults of some classes had token types, and the
     clients of an older folder may send them. No tokenizer is loaded.
     """
     names = _member(path / _TOKENIZER, _MADE)
@@ -378,7 +378,7 @@ def _tokenizer_inputs(path: Path) -> frozenset[str] | None:
 
 
 def _member(file: Path, name: str) -> Any:
-    """Return a member of a JSON file; None where it is missing, or the file is damaged."""
+    """Return a member of a JSON file; None if the member is missing or the file is damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

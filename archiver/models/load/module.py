@@ -1,7 +1,7 @@
 """Eager modules: from a class in a Python file, or from a factory in an importable package.
 
-This runs the Python that the user named, and nothing else. Of several classes in a file one is chosen, here
-and for a server, which takes a file of one only.
+This runs the Python that the user named, and nothing else. If a file has several classes, one is chosen. For
+a server, which accepts only one class in a file, a second file names it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class {name}(import_module({stem!r}).{name}):
 def module_from_file(path: Path, given: HyperParameters | None = None) -> tuple[torch.nn.Module, str]:
     """Return an instance of the model's class, and a line for the user about its choice, or "".
 
-    It is the one `torch.nn.Module` that the file defines, or the one that no other class of the file names.
-    It is made without arguments, or with those of `given` that it has parameters for.
+    The class is the only `torch.nn.Module` that the file defines, or the only one that no other class of the
+    file names. It is called without arguments, or with those of `given` that it has parameters for.
 
     The file's folder is importable meanwhile, so that the file can import its neighbours. Only classes that
     the file itself defines count. Not thread-safe.
 
     Raises:
-        ModelRefused: it defines none, or several that no other class names, or raises.
+        ModelRefused: the file defines no class, or several that no other class names, or raises an error.
         OSError: there is no such file.
     """
     os.stat(path)
@@ -73,14 +73,14 @@ def module_from_file(path: Path, given: HyperParameters | None = None) -> tuple[
 
 
 def module_from_factory(name: str, given: HyperParameters | None = None) -> torch.nn.Module:
-    """Call `module:name`, a class or a function, and return the module that it makes.
+    """Call `module:name`, a class or a function, and return the `torch.nn.Module` that it makes.
 
     It is called without arguments, or with those of `given` that it has parameters for.
 
-    The module may be a file in the current folder, unless an installed one has the same name.
+    `module` may be a file in the current folder, unless an installed module has the same name.
 
     Raises:
-        ModelRefused: the name does not exist, the call raises, or it returns something else.
+        ModelRefused: the name does not exist, or the call raises an error or returns another object.
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute.isidentifier():
@@ -105,7 +105,7 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # one that it imports
+            raise  # `name` was found; a module that it imports was not
         if name.endswith(".py"):
             module = name.removesuffix(".py")
             raise ModelRefused(
@@ -119,7 +119,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _about(module: ModuleType, attribute: str) -> str:
-    """Return what is wrong with a factory that can't be called, and what the module has instead."""
+    """Return a text about a factory that can't be called, and about the names that the module has."""
     found = getattr(module, attribute, None)
     wrong = f"a {type(found).__name__}, which can't be called" if hasattr(module, attribute) else "not there"
     here = [
@@ -148,7 +148,7 @@ def _running(doing: str, advice: str) -> Iterator[None]:
 
 
 def _arguments(maker: Any, given: HyperParameters) -> dict[str, Any]:
-    """Return the hyperparameters that have a parameter; all of them, as one, where one takes them all."""
+    """Return the hyperparameters that `maker` has parameters for; all in one dict if it takes them so."""
     parameters = inspect.signature(maker).parameters
     if given.parameter in parameters:
         return {str(given.parameter): dict(given.values)}
@@ -158,7 +158,7 @@ def _arguments(maker: Any, given: HyperParameters) -> dict[str, Any]:
 
 
 def _outermost(source: bytes, names: Sequence[str]) -> list[str]:
-    """Return those of the classes that no other class of the source names: parts are named by the whole."""
+    """Return the classes that no other class of the source names, because a model names its parts."""
     classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
     named = {
         inner.id
@@ -186,22 +186,22 @@ def _import_name(model_file: Path) -> str:
 
 
 def _modules_in(model_file: Path) -> list[type[torch.nn.Module]]:
-    """Return the `torch.nn.Module`s that the file, which was imported, itself defines, each once."""
+    """Return the `torch.nn.Module` classes that an imported file defines itself, each once."""
     loaded = _import_name(model_file)
     found = [
         item
         for item in vars(sys.modules[loaded]).values()
         if isinstance(item, type) and issubclass(item, torch.nn.Module) and item.__module__ == loaded
     ]
-    return list(dict.fromkeys(found))  # one may have several names
+    return list(dict.fromkeys(found))  # a class may have several names
 
 
 @contextmanager
 def _importable(folder: Path, *, first: bool) -> Iterator[None]:
     """Make modules in the folder importable; with `first`, before installed ones of the same name.
 
-    A console script has no folder of the user's on its path. Their bytecode is not kept: a file that is
-    changed within a second, and as long as before, would be taken for the old one.
+    A console script has no folder of the user's on its path. The bytecode of these modules is not kept,
+    because it would still be used for a file that was changed within a second to one of the same length.
     """
     sys.path.insert(0 if first else len(sys.path), str(folder))
     importlib.invalidate_caches()
@@ -228,13 +228,13 @@ def _advice(path: Path, defined: Sequence[type]) -> str:
 def traceable_lengths(module: torch.nn.Module) -> Iterator[None]:
     """Let `len(tensor)` in the code of the module's classes be `tensor.shape[0]` in the block.
 
-    Python's own `len` returns a plain number, which tracers and torch.export fix: a model that says
-    `token.expand(len(x), -1, -1)` would take the batch of its example only. So does `int(batch_sizes[0])` in
-    torch's int8 layers for packed sequences, which stays a tensor. Not thread-safe.
+    Python's own `len` returns a plain number, which tracers and torch.export make a constant: a model with
+    `token.expand(len(x), -1, -1)` would accept only the batch size of its example. For the same reason
+    `int(batch_sizes[0])` in torch's int8 layers for packed sequences stays a tensor. Not thread-safe.
     """
     places = {id(found): found for part in module.modules() for found in _globals_of(type(part))}
     changed = [(place, "len", _length) for place in places.values() if "len" not in place]
-    if _INT8_RECURRENT in sys.modules:  # else there is no such layer
+    if _INT8_RECURRENT in sys.modules:  # otherwise the model has no such layer
         changed.append((vars(sys.modules[_INT8_RECURRENT]), "int", lambda value: value))
     for place, name, stand_in in changed:
         place[name] = stand_in
@@ -293,13 +293,13 @@ def file_to_serve(model_file: Path, module: torch.nn.Module, work: Path, beside:
     """Return a Python file that defines the module's class and no other `torch.nn.Module`, for a server.
 
     Args:
-        model_file: the file that the class comes from; it is returned if it has one such class.
+        model_file: the file that the class comes from; it is returned if it has only one such class.
         module: the model, an instance of a class of that file.
-        work: an empty folder for the file that is written otherwise.
-        beside: where `model_file` is copied then: the file that is written imports it.
+        work: an empty folder for the new file, which is written if the file has several classes.
+        beside: the folder to which `model_file` is then copied, because the new file imports it.
 
     Raises:
-        ModelRefused: a server can't import it; see `check_model_name`.
+        ModelRefused: a server can't import the file; see `check_model_name`.
     """
     check_model_name(model_file)
     defined = _modules_in(model_file)

@@ -29,10 +29,10 @@ def is_distributed_checkpoint(path: Path) -> bool:
 
 
 def names_there(names: Sequence[str], there: Collection[str], path: Path | str) -> dict[str, str]:
-    """Return the name that each has in a checkpoint, where all may lie under one key (`model`, for example).
+    """Return the name in a checkpoint of each given name; all may lie under one key (`model`, for example).
 
     Raises:
-        ModelRefused: the checkpoint lacks some of them; the text calls it `path`.
+        ModelRefused: the checkpoint lacks some names; `path` is its name in the error.
     """
     for key in ("", *WRAPPERS):
         found = {name: f"{key}.{name}" if key else name for name in names}

@@ -1,10 +1,10 @@
 """Reads the inputs and outputs of an ONNX model from its bytes; needs no onnx package, runs nothing.
 
 ONNX is Protocol Buffers. This module knows only the parts of onnx.proto that a signature needs:
-ModelProto.graph, the graph's inputs, outputs and initializers, of these the names, types and shapes, and the
-nodes that look an input up in an initializer; and the messages that may hold a tensor, for the location of
-its external data. Before 1.24 onnxruntime reads that from any path, and the last release for Python 3.10 is
-older.
+ModelProto.graph, the graph's inputs, outputs and initializers with their names, types and shapes, and the
+nodes that look an input up in an initializer. It also knows the messages that may hold a tensor, to check the
+location of external data: onnxruntime before 1.24 reads these from any path, and the last release for Python
+3.10 is older.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torchere.archiver.container.entries import problem_with
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, Values
 
-_MAX_MODEL_BYTES = 2**31  # of one message of Protocol Buffers; larger models keep their weights beside it
+_MAX_MODEL_BYTES = 2**31  # limit of Protocol Buffers; larger models have their weights in other files
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_NEGATIVE = 2**63  # numbers are read unsigned; from this one on they are negative
+_NEGATIVE = 2**63  # numbers are read as unsigned; from here on they are negative
 _MOST_KEY = 2**32 - 1
 _GRAPH = 7  # ModelProto
 _NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # GraphProto
@@ -41,7 +41,7 @@ _HOLDERS: Mapping[str, Mapping[int, str]] = {
     },
     "SparseTensorProto": {1: "TensorProto", 2: "TensorProto"},
 }
-_OF_SHAPES = ("Shape", "Size")  # operators that read no values: a runtime may leave out those before them
+_OF_SHAPES = ("Shape", "Size")  # read no values, so a runtime may leave out the operators before them
 _Fields = dict[int, list[Any]]  # of one message, by number
 # TensorProto.DataType to the names of the Open Inference Protocol
 _DATATYPES = {
@@ -77,11 +77,11 @@ class OnnxForm:
     beside: tuple[Path, ...] = ()  # files in the same folder that hold its weights
 
     def signature_by_names(self) -> Signature:
-        """Return the signature, with a batch only if `names_batch`."""
+        """Return the signature; if not `names_batch`, a free first dimension always has the size 1."""
         return self.signature if self.names_batch or not self.signature.batched else self.with_rows(1)
 
     def with_ranks(self, ranks: Mapping[str, int]) -> OnnxForm:
-        """Return the form with these numbers of dimensions, of any size, for some inputs and outputs."""
+        """Return the form in which these inputs and outputs have as many dimensions, of any size."""
 
         def ranked(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
             return tuple(
@@ -93,7 +93,7 @@ class OnnxForm:
         return dataclasses.replace(self, signature=signature, unshaped=self.unshaped - ranks.keys())
 
     def with_rows(self, rows: int) -> Signature:
-        """Return the signature for a first dimension that is no batch, but always of this size."""
+        """Return the signature with a first dimension that is not a batch but always has this size."""
         inputs = (
             dataclasses.replace(spec, shape=(rows, *spec.shape[1:])) if spec.batched else spec
             for spec in self.signature.inputs
@@ -105,8 +105,8 @@ def read_onnx(path: Path) -> OnnxForm:
     """Read the inputs and outputs of the graph, and which files beside the model hold its weights.
 
     Raises:
-        ModelRefused: it is damaged, takes or gives something other than tensors, or has none of them or one
-            with a name that no signature may have; or a file of weights is missing or lies elsewhere.
+        ModelRefused: the file is damaged; its inputs or outputs are missing, are not all tensors, or have a
+            name that a signature can't have; or a file of weights is missing or lies elsewhere.
     """
     _check_size(path)
     model = _model(path, path.read_bytes())
@@ -137,10 +137,10 @@ def read_onnx(path: Path) -> OnnxForm:
 
 
 def check_external_files(path: Path) -> None:
-    """Check that all tensors of a model lie in its folder, or in folders below; `read_onnx` checks more.
+    """Check that all tensors of a model lie in its folder or in subfolders; `read_onnx` checks more.
 
     Raises:
-        ModelRefused: one lies elsewhere, or the file is damaged.
+        ModelRefused: a tensor lies elsewhere, or the file is damaged.
     """
     if not _check_size(path):
         return  # the runtime says that it is empty
@@ -164,15 +164,15 @@ def _with_range(spec: TensorSpec, rows: Mapping[str, int]) -> TensorSpec:
 def _table_rows(
     nodes: Sequence[_Fields], initializers: Sequence[_Fields], outputs: Iterable[str]
 ) -> dict[str, int]:
-    """Return the rows of the smallest initializer that each name is looked up in as it is, by Gather.
+    """Return, for each name that Gather uses as indices, the number of rows of the smallest initializer.
 
-    Gather fails on other numbers than -rows ... rows - 1 (onnx/docs/Operators.md). Nodes that no output needs
-    do not count, since a runtime may leave them out.
+    Gather fails on numbers outside of -rows ... rows - 1 (onnx/docs/Operators.md). Nodes that no output needs
+    do not count, because a runtime may leave them out.
     """
     shapes = {_text(tensor, 8): list(_integers(tensor, 1)) for tensor in initializers}
     found: dict[str, int] = {}
     needed = set(outputs)
-    for node in reversed(nodes):  # a node comes after those that it reads
+    for node in reversed(nodes):  # a node comes after the nodes that it reads
         if needed.isdisjoint(_texts(node, 2)):
             continue
         kind, names = _text(node, 4), list(_texts(node, 1))
@@ -205,7 +205,7 @@ def _external_files(path: Path, model: _Fields) -> tuple[Path, ...]:
 
 
 def _external_names(path: Path, model: _Fields) -> list[str]:
-    """Return the sorted locations of external data, of the tensors in nodes and functions, too."""
+    """Return the sorted locations of external data, also for the tensors in nodes and functions."""
     names: set[str] = set()
     waiting = [("ModelProto", model)]
     try:
@@ -274,12 +274,12 @@ def _dimensions(item: _Fields) -> list[_Fields]:
 
 
 def _is_shaped(item: _Fields) -> bool:
-    """Return whether it has a shape, even one without dimensions; without a shape it may have any rank."""
+    """Return whether an input or output has a shape, even without dimensions; otherwise its rank is free."""
     return any(2 in tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1))
 
 
 def _first_name(item: _Fields) -> str:
-    """Return the name of the first dimension; empty when it has none."""
+    """Return the name of the first dimension; "" if it has no name."""
     found = _dimensions(item)
     return _text(found[0], 2) if found and 2 in found[0] else ""
 
@@ -307,7 +307,7 @@ def _texts(fields: _Fields, number: int) -> Iterator[str]:
 
 
 def _integers(fields: _Fields, number: int) -> Iterator[int]:
-    """Yield the numbers of a repeated field, each by itself or packed."""
+    """Yield the numbers of a repeated field, whether packed or not."""
     for value in fields.get(number, ()):
         if isinstance(value, int):
             yield value
@@ -324,12 +324,12 @@ def _number(fields: _Fields, number: int) -> int:
 
 
 def _fields(data: memoryview) -> _Fields:
-    """Return the fields of one message by number; messages, texts and packed numbers are left as bytes."""
+    """Return the fields of one message by number; nested messages, strings and packed numbers as bytes."""
     found: _Fields = {}
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
-        if key > _MOST_KEY:  # other readers drop the bits above, and find another field
+        if key > _MOST_KEY:  # other readers drop the higher bits, and so find another field
             raise _Malformed("the number of a field is too large")
         value, at = _value(data, at, key & 7)
         found.setdefault(key >> 3, []).append(value)

@@ -1,6 +1,6 @@
-"""Reads objects of S3 by ranges of bytes, several at once. It alone knows botocore (extra `s3`).
+"""Reads objects of S3 by ranges of bytes, several at once, with botocore (extra `s3`).
 
-Credentials, region, endpoint, proxies and retries are those of AWS's own tools: variables, files, roles.
+Credentials, region, endpoint, proxies and retries are set as for AWS's own tools: variables, files, roles.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torchere.archiver.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 16  # requests; S3 gives each some 90 MB/s
-PART_BYTES = 8 << 20  # of one request, as AWS advises; smaller ones wait longer for answers than for bytes
-_STEP_BYTES = 1 << 18  # read at once: botocore has a copy of them
+AT_ONCE = 16  # concurrent requests; S3 sends some 90 MB/s for each
+PART_BYTES = 8 << 20  # of one request, as AWS advises; a smaller one waits longer for S3 than for the bytes
+_STEP_BYTES = 1 << 18  # of one read: botocore holds a copy of them
 _ATTEMPTS = 5  # for a response whose body breaks off; botocore retries a request without a response
 _PAUSE_S = 0.2  # before the second attempt; twice as long before the next
 _EVERY_S = 10.0  # between two lines about the progress
 
 
 class ObjectMissing(ModelRefused):
-    """There is no such object, or the credentials may not know of it."""
+    """There is no such object, or the credentials do not permit reading it."""
 
 
 class Piece(NamedTuple):
-    """Bytes of an object, and the memory that they come into."""
+    """A range of bytes in an object, and the memory to read it into."""
 
     name: str  # see `Objects.url_of`
     start: int
-    into: memoryview  # of bytes; as long as the piece
+    into: memoryview  # a view of bytes; its length is that of the range
 
 
 class _Version(NamedTuple):
@@ -73,10 +73,10 @@ def session() -> Any:
 class Objects:
     """The objects below a URL of S3. Thread-safe. `close` it.
 
-    The version (ETag) of an object is found out once, and bytes of another version are refused.
+    The version (ETag) of an object is requested once, and bytes of another version are refused.
 
     Args:
-        url: `s3://bucket/key`, with a key that is percent-encoded.
+        url: `s3://bucket/key` with a percent-encoded key.
 
     Raises:
         ModelRefused: botocore is not installed, or is not configured.
@@ -89,7 +89,7 @@ class Objects:
         self.requests = self.bytes = 0
         self.expected_bytes = 0  # for lines about the progress
         self._lock = threading.Lock()  # guards the numbers, and `_looking`
-        self._looking: dict[str, threading.Lock] = {}  # held while a version is found out
+        self._looking: dict[str, threading.Lock] = {}  # by name; held while the version is requested
         self._versions: dict[str, _Version] = {}
         self._stopped = False
         self._began_s = time.monotonic()
@@ -112,15 +112,15 @@ class Objects:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def url_of(self, name: str) -> str:
-        """Return the URL of an object: of `name` in the folder that the URL is; "": the URL itself."""
+        """Return the URL of the object `name` in the folder `url`; "" stands for `url` itself."""
         return f"{self.url}/{name}" if name else self.url
 
     def size(self, name: str) -> int:
-        """Return the bytes of an object.
+        """Return the size of an object in bytes.
 
         Raises:
-            ObjectMissing: it is not there.
-            ModelRefused: it can't be read.
+            ObjectMissing: there is no such object.
+            ModelRefused: the object can't be read.
         """
         return self._version(name).size
 
@@ -135,7 +135,7 @@ class Objects:
         return bytes(found)
 
     def read_all(self, name: str, most_bytes: int) -> bytes:
-        """Return an object whole; raises as `fill`, and if it has more than `most_bytes`."""
+        """Return a whole object; raises as `fill`, and if the object has more than `most_bytes`."""
         size = self.size(name)
         if size > most_bytes:
             raise ModelRefused(f"{self.url_of(name)}: larger than {most_bytes} bytes: {size}")
@@ -144,7 +144,7 @@ class Objects:
         return bytes(found)
 
     def jobs(self, pieces: Iterable[Piece]) -> Iterator[Callable[[], None]]:
-        """Yield jobs that read the pieces: neighbours together, large ones in parts."""
+        """Yield jobs that read the pieces: adjacent pieces together, large ones in parts."""
         for name, start, views in _requests(sorted(pieces, key=lambda piece: (piece.name, piece.start))):
             yield partial(self.fill, name, start, views)
 
@@ -161,7 +161,7 @@ class Objects:
                 logger.info("%s", self.progress())
 
     def progress(self) -> str:
-        """Return a line about the bytes that have come."""
+        """Return a line about the bytes received so far."""
         seconds = max(time.monotonic() - self._began_s, 1e-3)
         whole = f" of {_amount(self.expected_bytes)}" if self.expected_bytes > self.bytes else ""
         return (
@@ -172,10 +172,10 @@ class Objects:
     def fill(self, name: str, start: int, views: Sequence[memoryview]) -> None:
         """Read bytes of an object into memory, one view behind the other.
 
-        A part whose connection breaks is continued from there.
+        If the connection breaks, the next request continues where the bytes ended.
 
         Raises:
-            ModelRefused: it is not as long, it has changed, or it can't be read.
+            ModelRefused: the object is shorter, has changed, or can't be read.
         """
         left = [view for view in views if len(view)]
         end = start + sum(map(len, left))
@@ -207,7 +207,7 @@ class Objects:
             raise self._refused(name, error) from error
         with self._lock:
             self.requests += 1
-        if answer["ETag"] != etag:  # of a store that does not know If-Match
+        if answer["ETag"] != etag:  # from a store that ignores If-Match
             raise self._changed(name)
         if answer["ContentLength"] != end - start:
             raise ModelRefused(
@@ -256,7 +256,7 @@ class Objects:
         )
 
     def _refused(self, name: str, error: Exception) -> ModelRefused:
-        """Return an error with advice for one of botocore's."""
+        """Return an error with advice for an error of botocore."""
         where = self.url_of(name)
         if isinstance(error, self._errors.ClientError):
             found = error.response.get("Error", {})
@@ -286,7 +286,7 @@ class Objects:
 
 
 def _requests(pieces: Sequence[Piece]) -> Iterator[tuple[str, int, list[memoryview]]]:
-    """Yield ranges of `PART_BYTES` at most, and the memory for them."""
+    """Yield ranges of at most `PART_BYTES`, each with the views to read it into."""
     name, start, end, views = "", 0, 0, list[memoryview]()
     for piece in pieces:
         at = piece.start
@@ -303,7 +303,7 @@ def _requests(pieces: Sequence[Piece]) -> Iterator[tuple[str, int, list[memoryvi
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:
-    """Yield equal parts of a view, of `PART_BYTES` at most."""
+    """Yield parts of a view, equal up to one byte, each of at most `PART_BYTES`."""
     count = -(-len(view) // PART_BYTES)
     for part in range(count):
         yield view[len(view) * part // count : len(view) * (part + 1) // count]

@@ -1,8 +1,8 @@
-"""Folders of `torch.distributed.checkpoint` that stay in S3: a rank reads what torch's planner says it needs.
+"""Folders of `torch.distributed.checkpoint` in S3: a rank reads the parts that torch's planner lists.
 
-Each item of a checkpoint's files is a tensor, or a part of one, as torch.save writes it: a zip file with the
-numbers as they are. Small items are read whole. Of a large one its two ends are read, which say where the
-numbers are, and then the rows that are needed.
+Each item of a checkpoint's files is a tensor, or a part of a tensor, as torch.save writes it: a zip file with
+uncompressed numbers. Small items are read whole. For a large item, its two ends are read first, which give
+the offset of the numbers, and then the rows that the rank needs.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from torchere.archiver.models.load.names import INDEX_NAME, names_there
 from torchere.archiver.models.load.s3 import Objects, Piece
 from torchere.archiver.models.load.s3_safetensors import Box, S3Weights, bytes_of
 
-_BUFFER_BYTES = 1 << 20  # for small items, and for rows of which a part is kept; each thread has one
-_TINY_BYTES = 1 << 16  # an item that is read whole for a part; and the most that is read of a large one's end
+_BUFFER_BYTES = 1 << 20  # for small items, or for rows of which only a part is kept; one buffer a thread
+_TINY_BYTES = 1 << 16  # limit for an item that is read whole for a part of it, and for an end of a large item
 _LOCAL_HEADER_BYTES = 30  # of an entry in a zip file, without its name
 
 
 class _Read(NamedTuple):
-    """A part of an item, and the memory that it comes into."""
+    """A part of an item, and the memory to read it into."""
 
     plan: ReadItem
     into: torch.Tensor
     file: str
     offset: int  # of the item in the file
-    length: int  # of the item, in bytes
+    length: int  # of the whole item, in bytes
     sizes: torch.Size  # of the item's tensor
     dtype: torch.dtype
 
     @property
     def numbers_bytes(self) -> int:
-        """The bytes of all numbers of the item."""
+        """The size of all numbers of the item, in bytes."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
     @property
     def around_bytes(self) -> int:
-        """The bytes before and behind the numbers."""
+        """The number of bytes before and after the numbers."""
         return self.length - self.numbers_bytes
 
     @property
     def is_small(self) -> bool:
-        """Whether the item is read whole. One that is of another form than torch.save's is, too."""
+        """Whether the item is read whole, as is every item that torch.save does not seem to have written."""
         limit = _BUFFER_BYTES if self.plan.lengths == self.sizes else _TINY_BYTES
         has_ends = 0 < self.around_bytes <= min(_TINY_BYTES, self.numbers_bytes)
         return self.length <= limit or not has_ends
 
-    @torch.inference_mode()  # of the caller, and not of this thread
+    @torch.inference_mode()  # the caller's mode does not apply to this thread
     def put(self, found: torch.Tensor) -> None:
-        """Copy the part out of the item's tensor."""
+        """Copy the part from the item's tensor into `into`."""
         if found.shape != self.sizes:
             raise ValueError(f"a shard has the shape {tuple(found.shape)}, expected {tuple(self.sizes)}")
         self.into.copy_(_narrowed(found, self.plan.storage_offsets, self.plan.lengths))
@@ -84,8 +84,8 @@ class CheckpointInS3(S3Weights):
     """A folder of `torch.distributed.checkpoint`.
 
     Raises:
-        ObjectMissing: it has no index.
-        ModelRefused: its index is damaged, or could run code.
+        ObjectMissing: the folder has no index.
+        ModelRefused: the index is damaged, or could run code.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -96,7 +96,7 @@ class CheckpointInS3(S3Weights):
         self.shapes = {name: (item.size, item.properties.dtype) for name, item in self._tensors.items()}
 
     def names(self, wanted: Sequence[str]) -> dict[str, str]:
-        """See `S3Weights`; a checkpoint may have more, such as the states of an optimizer."""
+        """See `S3Weights`; a checkpoint may have further tensors, such as the states of an optimizer."""
         return names_there(wanted, self._tensors, self.objects.url)
 
     def files(self) -> list[list[str]]:
@@ -104,12 +104,12 @@ class CheckpointInS3(S3Weights):
         return [[INDEX_NAME], sorted({str(info.relative_path) for info in self._index.storage_data.values()})]
 
     def is_in_rows(self, name: str) -> bool:
-        """See `S3Weights`: the ranks that saved it may have had parts of rows."""
+        """See `S3Weights`: the ranks that saved the tensor may have held parts of its rows."""
         item = self._tensors[name]
         return all(chunk.sizes[1:] == item.size[1:] for chunk in item.chunks)
 
     def read(self, boxes: Iterable[tuple[str, Box]]) -> None:
-        """See `S3Weights`. Rows of large items come into the memory of their tensor, others are copied."""
+        """See `S3Weights`. Whole rows of large items are read into the tensor directly, others are copied."""
         with damage_is_refused(self.objects.url):
             reads = list(chain.from_iterable(self._planned(name, box) for name, box in boxes))
             large = [read for read in reads if not read.is_small]
@@ -140,7 +140,7 @@ class CheckpointInS3(S3Weights):
             yield _Read(plan, into, str(info.relative_path), info.offset, info.length, sizes[offset], dtype)
 
     def _take_whole(self, reads: Sequence[_Read]) -> None:
-        """Read items that lie one behind the other."""
+        """Read adjacent items in one request."""
         begin, last = reads[0].offset, reads[-1]
         content = bytearray(last.offset + last.length - begin)
         self.objects.fill(last.file, begin, [memoryview(content)])
@@ -149,7 +149,7 @@ class CheckpointInS3(S3Weights):
             read.put(torch.load(io.BytesIO(item), map_location="cpu", weights_only=True))
 
     def _ends(self, reads: Sequence[_Read]) -> list[_Ends]:
-        """Read the ends of large items; the end of one and the beginning of the next come together."""
+        """Read the ends of large items; the end of one item and the beginning of the next in one request."""
         found, pieces = [], []
         for read in reads:
             ends = _Ends(bytearray(read.around_bytes), bytearray(read.around_bytes))
@@ -160,7 +160,7 @@ class CheckpointInS3(S3Weights):
         return found
 
     def _rows(self, read: _Read, ends: _Ends) -> Iterator[Callable[[], None]]:
-        """Yield jobs that read the rows of an item that are needed."""
+        """Yield jobs that read the needed rows of an item."""
         numbers = _place_of_numbers(read, ends)
         if numbers is None:
             yield partial(self._take_whole, [read])
@@ -184,7 +184,7 @@ class CheckpointInS3(S3Weights):
         into.copy_(_narrowed(rows, (0, *read.plan.storage_offsets[1:]), into.shape))
 
     def _bytes(self, read: _Read, ends: _Ends, start: int, into: memoryview) -> Iterator[Callable[[], None]]:
-        """Yield jobs that read bytes of an item, less those of its ends, which are copied."""
+        """Copy bytes that lie in the ends of an item, and yield jobs that read the bytes between."""
         end, begin_of_tail = start + len(into), read.length - len(ends.tail)
         first = min(max(start, len(ends.head)), end)
         last = max(min(end, begin_of_tail), first)
@@ -198,7 +198,7 @@ def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[in
 
 
 def _runs(reads: Sequence[_Read]) -> Iterator[list[_Read]]:
-    """Yield items that lie one behind the other together, as many as the buffer takes."""
+    """Yield lists of adjacent items that fit into the buffer together."""
     run: list[_Read] = []
     for read in sorted(reads, key=lambda read: (read.file, read.offset)):
         if run:
@@ -212,8 +212,8 @@ def _runs(reads: Sequence[_Read]) -> Iterator[list[_Read]]:
 
 
 def _place_of_numbers(read: _Read, ends: _Ends) -> int | None:
-    """Return where in an item its numbers begin; None: they are not one row behind the other."""
-    with mmap.mmap(-1, read.length) as item:  # with a hole for the numbers, which takes no memory
+    """Return the offset of the numbers in an item; None if they are not stored contiguously in one piece."""
+    with mmap.mmap(-1, read.length) as item:  # the hole for the numbers takes no memory
         item[: len(ends.head)], item[-len(ends.tail) :] = bytes(ends.head), bytes(ends.tail)
         try:
             file: Any = item

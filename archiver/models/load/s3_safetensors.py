@@ -1,4 +1,4 @@
-"""Weights that stay in S3: what all kinds of them can do, and files of safetensors, read by ranges."""
+"""Weights that stay in S3: the interface for all formats, and safetensors files, which are read by ranges."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _DTYPES = {
 
 
 class Box(NamedTuple):
-    """A part of a stored tensor, and memory for it."""
+    """A part of a stored tensor, and the memory to read it into."""
 
-    tensor: torch.Tensor  # on the CPU, contiguous, of the dtype that the stored one has
-    offsets: tuple[int, ...]  # where it begins in the stored one
+    tensor: torch.Tensor  # on the CPU, contiguous, with the dtype of the stored tensor
+    offsets: tuple[int, ...]  # of the part in the stored tensor, one for each dimension
 
 
 class S3Weights(ABC):
@@ -43,19 +43,19 @@ class S3Weights(ABC):
 
     @abstractmethod
     def names(self, wanted: Sequence[str]) -> dict[str, str]:
-        """Return the stored name of each wanted one.
+        """Return the stored name of each wanted name.
 
         Raises:
-            ModelRefused: one is missing, or these weights are those of another model.
+            ModelRefused: a name is missing, or these weights belong to another model.
         """
 
     @abstractmethod
     def files(self) -> list[list[str]]:
-        """Return the objects that the ranks read, in lists; each list's objects name those of the next."""
+        """Return lists of the objects that the ranks read; objects in each list name those in the next."""
 
     @abstractmethod
     def is_in_rows(self, name: str) -> bool:
-        """Return whether rows of a stored tensor are a range of bytes, and parts of rows are not."""
+        """Return whether a tensor is stored in whole rows: only ranges of rows are then ranges of bytes."""
 
     @abstractmethod
     def read(self, boxes: Iterable[tuple[str, Box]]) -> None:
@@ -73,7 +73,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class _Place(NamedTuple):
-    """Where a tensor is."""
+    """The place of a tensor in a file, and its shape and dtype."""
 
     file: str  # of `Objects`
     start: int
@@ -86,14 +86,14 @@ class _Place(NamedTuple):
 
 
 class SafetensorsInS3(S3Weights):
-    """Files of safetensors: their headers are read, and of the numbers the rows that are asked for.
+    """Files of safetensors: all headers are read at first, and later the requested rows.
 
     Args:
         objects: the folder of the files.
-        files: their names; `[""]`: `objects` is the file.
+        files: the names of the files; `[""]`: `objects` is the only file.
 
     Raises:
-        ModelRefused: a header is damaged, or speaks of more bytes than the file has.
+        ModelRefused: a header is damaged, or describes more bytes than the file has.
     """
 
     def __init__(self, objects: Objects, files: Sequence[str]) -> None:
@@ -126,7 +126,7 @@ class SafetensorsInS3(S3Weights):
         return True
 
     def read(self, boxes: Iterable[tuple[str, Box]]) -> None:
-        """See `S3Weights`; a part has whole rows. The bytes come into the memory of its tensor."""
+        """See `S3Weights`; a part has whole rows. The bytes are read into its tensor without a copy."""
         pieces = []
         for name, (tensor, offsets) in boxes:
             place = self._places[name]
@@ -141,7 +141,7 @@ def files_of_index(objects: Objects) -> list[str]:
 
     Raises:
         ObjectMissing: there is no index.
-        ModelRefused: it is damaged.
+        ModelRefused: the index is damaged.
     """
     content = objects.read_all(INDEX_NAME, _MAX_HEADER_BYTES)
     try:

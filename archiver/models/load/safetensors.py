@@ -1,4 +1,4 @@
-"""Maps safetensors files: a header of JSON, then the numbers. Nothing in them can run."""
+"""Maps safetensors files: a header of JSON, then the numbers. These files contain no code."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from safetensors import SafetensorError, safe_open
 from torchere.archiver.container.entries import open_regular
 from torchere.archiver.errors import ModelRefused
 
-_LONGEST_REASON = 200  # characters: the library quotes names of the file, and lists every dtype that it knows
+_LONGEST_REASON = 200  # characters: the library quotes names from the file, and lists all its dtypes
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     """Map the tensors of a safetensors file by name, on the CPU.
 
-    Pages of the file are read at first use, and a write copies the page written to. The file must not be
-    truncated while a tensor lives.
+    Pages of the file are read at first use, and a write to a tensor copies the page. The file must not be
+    truncated while a tensor exists.
 
     Raises:
         ModelRefused: the file is cut off, or its header is wrong or does not match the data.
-        ArchiveError: it is not a regular file.
-        OSError: it can't be read.
+        ArchiveError: `path` is not a regular file.
+        OSError: the file can't be read.
     """
     open_regular(path).close()  # the library would wait for the writer of a FIFO
     try:
@@ -37,5 +37,5 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, copied if its address does not suit its dtype: the format asks for no alignment."""
+    """Return the tensor, or a copy if its address is not aligned, which the format does not require."""
     return tensor.clone() if tensor.data_ptr() % tensor.itemsize else tensor

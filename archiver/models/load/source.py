@@ -54,15 +54,15 @@ _UNPREPARED = (
     "the handler prepares no pictures: they are taken in their own size with values from 0 to 1; if clients "
     "send other numbers, give --example and --samples as .npy or .pt, or handler.image in model-config.yaml"
 )
-_LENGTH = 64  # of texts, in advice about a model that does not tell its longest
+_LENGTH = 64  # length of texts in advice, if the model has no maximum
 
 
 @dataclass(frozen=True)
 class Source:
     """A model that was read.
 
-    `module` is None for ONNX and AOTInductor, which are packed as they are. `program` is the exported program
-    that `module` was made of. `example`, `names` and `signature` are set when the source itself has them.
+    `module` is None for ONNX and AOTInductor, which are packed unchanged. `program` is the exported program
+    from which `module` was made. `example`, `names` and `signature` are set if the source itself has them.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Source:
     signature: Signature | None = None
     onnx: OnnxForm | None = None
     notes: tuple[str, ...] = ()  # lines for the user about choices that were made
-    sizes: tuple[FreeSize, ...] = ()  # of `example`, which vary unless the user says otherwise
+    sizes: tuple[FreeSize, ...] = ()  # sizes in `example` that vary unless the user says otherwise
     folder: Loaded | None = None  # a model of Hugging Face, whose inputs are chosen by an example
 
     def names_of_inputs(self, count: int) -> tuple[str, ...]:
@@ -84,11 +84,11 @@ class Source:
         return input_names(self.module, count)  # also for None: AOTInductor keeps no names
 
     def taking(self, given: Sequence[str] | None, count: int) -> Source:
-        """Return the source with the inputs of an example; other models than Hugging Face's stay as they are.
+        """Return the source with the inputs of an example; only a model of Hugging Face is changed by it.
 
         Args:
-            given: the names of the example's inputs; None: it has none.
-            count: the number of its inputs.
+            given: the names of the example's inputs; None: the example has none.
+            count: the number of the example's inputs.
         """
         if self.folder is None:
             return self
@@ -98,7 +98,7 @@ class Source:
 
     @property
     def doubles(self) -> bool:
-        """Whether it computes in FP64: by its signature's inputs, or else by its example and weights."""
+        """Whether the model computes in FP64, by its signature, otherwise by its example and weights."""
         if self.signature is not None:
             return any(spec.datatype == DATATYPES[torch.float64] for spec in self.signature.inputs)
         weights = self.module.parameters() if self.module is not None else ()
@@ -117,16 +117,16 @@ def read_source(
     """Read a model; modules are in eval mode, on the CPU, without gradients and with observers off.
 
     Args:
-        serialized: a file or folder of weights or of a whole model; None when the class makes its own.
-        model_file: a Python file with the model's class; run.
-        factory: `module:name` in an importable package, instead of `model_file`; run.
+        serialized: a file or folder of weights or of a whole model; None if the class creates its weights.
+        model_file: a Python file with the model's class; its code is run.
+        factory: `module:name` in an importable package, instead of `model_file`; its code is run.
         allow_pickle: unpickle without restriction.
         strict: see `load_into`.
-        kept: the server will make the class, as it is and without arguments.
+        kept: the server will call the unchanged class, without arguments.
 
     Raises:
-        ModelRefused: it can't be used; see the text.
-        OSError: it can't be read.
+        ModelRefused: the model can't be used; the text gives the reason.
+        OSError: a file can't be read.
     """
     if model_file is not None and factory is not None:
         raise ModelRefused("--model-file and --factory are both given; expected one of them")
@@ -134,7 +134,7 @@ def read_source(
         return _ready(_eager(serialized, model_file, factory, allow_pickle, strict=strict, kept=kept), kept)
     if serialized is None:
         raise ModelRefused("no model is given; expected --serialized-file, --model-file or --factory")
-    os.stat(serialized)  # raises the FileNotFoundError that names it
+    os.stat(serialized)  # raises a FileNotFoundError that names the file
     return _ready(_whole(serialized, allow_pickle), kept)
 
 
@@ -296,7 +296,7 @@ def _program(path: Path, allow_pickle: bool) -> Source:
 
 
 def _aotinductor(path: Path) -> Source:
-    """Check machine code for this machine, without loading it."""
+    """Check whether machine code suits this machine, without loading it."""
     machine = aoti_metadata(path).get("AOTI_MACHINE") or platform.machine()
     if machine != platform.machine():
         raise ModelRefused(
@@ -309,7 +309,7 @@ def aoti_metadata(path: Path) -> dict[str, str]:
     """Return the compiler's metadata of an AOTInductor package: AOTI_CPU_ISA, AOTI_MACHINE, ...; or {}.
 
     Raises:
-        ModelRefused: it is damaged.
+        ModelRefused: the package is damaged.
     """
     try:
         ZipContainer(path, ArchiveLimits())
@@ -348,9 +348,9 @@ def _in_eval_mode(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def input_names(module: Any, count: int) -> tuple[str, ...]:
-    """Return names of the first `count` inputs: the parameters of `forward`, or else `input_0`, ...
+    """Return names of the first `count` inputs: the parameters of `forward`, otherwise `input_0`, ...
 
-    `module` None is a model that keeps no names.
+    `module` is None for a model in whose file the inputs have no names.
     """
     found: list[str] = []
     if isinstance(module, torch.jit.ScriptModule):
@@ -387,17 +387,17 @@ def _refuse_keyword_only(parameters: Iterable[inspect.Parameter], missing: int) 
 def source_with_example(
     source: Source, options: BuildOptions, signed: Sequence[TensorSpec], say: Say
 ) -> tuple[Source, Tensors | None]:
-    """Return the example, or None without any, and the source with the inputs that it has.
+    """Return the source with the inputs of the example, and the example, or None without any.
 
     Args:
         source: the model; it may have an example of its own.
-        options: the user's example, and samples, of which the first serves as one if there is no other.
-        signed: the inputs of the archive that the model comes from, to make an example of.
-        say: takes lines about the example that was chosen.
+        options: the user's example and samples; without an example, the first sample is one.
+        signed: the inputs of the archive that the model comes from; an example is made from them.
+        say: receives lines about the example that was chosen.
 
     Raises:
-        ModelRefused: the example can't be read, or has other inputs than the model.
-        OSError: it can't be read.
+        ModelRefused: the example is invalid, or has other inputs than the model.
+        OSError: the example can't be read.
     """
     example = _chosen(source, options, signed, say)
     if example is None:
@@ -442,7 +442,7 @@ def _tell_made_up(source: Source, say: Say) -> None:
 
 
 def _tell_fixed_lengths(source: Source, example: Tensors, say: Say) -> None:
-    """Say how the lengths of texts may vary, which an example fixes."""
+    """Tell the user which option lets the lengths of texts vary: an example makes them constant."""
     names = source.names_of_inputs(len(example))
     for free in source.folder.lengths(names, example) if source.folder is not None else ():
         now = free.size_in(example)

@@ -43,7 +43,7 @@ def supported() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def using(engine: str | None) -> Iterator[None]:
-    """Set the process-wide int8 engine while weights are packed or loaded; None leaves the process's own.
+    """Set the process-wide int8 engine while weights are packed or loaded; None keeps the current engine.
 
     Thread-safe: one block at a time.
 
@@ -79,8 +79,8 @@ def load_script(
     Args:
         source: the path of the file, or its bytes.
         check: refuse code that could read or write files, which TorchScript may run while it is loaded;
-            False for files that packing wrote, and for those that the user trusts.
-        engine: the int8 engine that packed weights are rebuilt for; None is the process's own.
+            False for files that packing wrote, and for files that the user trusts.
+        engine: the int8 engine that packed weights are rebuilt for; None: the engine of the process.
         device: the device of the parameters.
         map_file: a file equal to `source`, whose pages become the weights on the CPU if its layout allows
             that; it must not be truncated while the module lives. None copies the weights.
@@ -89,7 +89,7 @@ def load_script(
         UnsafeScript: the code could read or write files, or the file is damaged.
         ValueError: this build of torch has no such engine.
         OSError: the file can't be read.
-        RuntimeError: it is not TorchScript, or the engine can't hold its weights.
+        RuntimeError: the file is not TorchScript, or the engine can't hold its weights.
     """
     if check:
         _check(source)
@@ -121,7 +121,7 @@ def save_script(module: torch.jit.ScriptModule, file: str | BinaryIO) -> None:
     """Write TorchScript to a path or a stream.
 
     Raises:
-        ModelRefused: it calls a Python function, such as one of a `torch.autograd.Function`.
+        ModelRefused: the module calls a Python function, such as that of a `torch.autograd.Function`.
     """
     try:
         torch.jit.save(module, file)
@@ -156,8 +156,8 @@ def refuse_fixed_layers(module: torch.nn.Module) -> None:
 # torch itself can map weights with `torch.load(mmap=True)` only. This code uses the internal function
 # by which `torch.package` loads TorchScript, because it accepts existing storages. It expects other names
 # in the zip, so the rest of the file (code and two small pickles) is repacked in memory under those
-# names. The functions used are private to torch: `torch.jit.load` handles any unusual file or torch
-# version.
+# names. These functions are private to torch, so `torch.jit.load` loads unusual files, and all files in
+# torch versions that lack them.
 
 # torch/csrc/jit/serialization/import.cpp, the deserializer's constructor for packages.
 _PACKAGE_CODE = ".data/ts_code/"
@@ -221,7 +221,7 @@ def _is_ordinary(archive: zipfile.ZipFile) -> bool:
 def _weights(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, tuple[int, int]] | None:
     """Return the (offset, size) in bytes of each tensor by its key, or None if they can't be mapped.
 
-    Keys count from 0 in each of the two folders, but the loader of `torch.package` has one folder, so a file
+    Both folders number their keys from 0, but the loader of `torch.package` knows only one folder, so a file
     with tensors in both is not mapped.
     """
     found: dict[str, tuple[int, int]] = {}
@@ -268,9 +268,9 @@ def _split(record: str) -> tuple[str, str]:
 
 # Checks of initial states.
 #
-# `nn.LSTM` and its kin compare the batch of their initial state with that of their input in Python, and a
-# trace drops these checks. The operators themselves do not check: with a state of another batch they read
-# beyond its end. So traced layers get the check back, as a step of the graph.
+# `nn.LSTM`, `nn.GRU` and `nn.RNN` compare the batch of their initial state with that of their input in
+# Python, and a trace drops these checks. The operators themselves do not check, so with a state for another
+# batch they read beyond its end. Here traced layers get the check back, as a step of the graph.
 
 _RECURRENT = tuple(
     f"aten::{kind}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru")
@@ -287,10 +287,10 @@ def check(states: List[Tensor], rows: Tensor, is_packed: bool, batch_first: bool
 
 
 def check_states(module: torch.jit.ScriptModule) -> None:
-    """Add a check of the initial state to each recurrent layer, in place; torch.jit.Error when it fails.
+    """Add a check of the initial state to each recurrent layer, in place; it raises torch.jit.Error.
 
-    Call it before the module runs, because a module that has run keeps the code it ran. Checks that are there
-    already are not added again.
+    Call it before the module runs, because a module that has run keeps the code it ran. Checks that the
+    module already has are not added again.
     """
     for part in module.modules():
         code: Any = getattr(part, "_c", None)
@@ -325,7 +325,7 @@ def _compiled(source: str) -> Any:
 _LINEAR = "aten::linear"
 # Activations by their operator, as oneDNN's linear layer calls them (torch's native/mkldnn/Linear.cpp).
 _ACTIVATIONS = {"aten::relu": "relu", "aten::relu_": "relu", "aten::gelu": "gelu", "aten::silu": "swish"}
-_ROWS = 32  # batch size the order is chosen for; it serves all, and orders for 1 to 1024 were equally fast
+_ROWS = 32  # batch size the order is chosen for, but used for all: those for 1 to 1024 were equally fast
 
 
 def has_convolutions(module: torch.jit.ScriptModule) -> bool:
@@ -344,7 +344,7 @@ def _has(module: torch.jit.ScriptModule, *kinds: str) -> bool:
 
 
 def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = None) -> torch.jit.ScriptModule:
-    """Return the module for this processor: same results but for summation order and NaN. Can't be saved.
+    """Return the module for this processor: the same results except for rounding and NaN. Can't be saved.
 
     NaN becomes 0 in a ReLU that is computed with the layer before it, as in torch's own convolutions. The
     weights of linear layers and convolutions are copied, and those of the file are released. The given module
@@ -352,7 +352,7 @@ def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = No
 
     Args:
         module: on the CPU, in eval mode; only its `forward` remains.
-        most_packed_bytes: how many bytes of weights of linear layers are copied at most; None: all of them.
+        most_packed_bytes: limit on the copied weights of linear layers, in bytes; None: all are copied.
 
     Raises:
         RuntimeError: this module, or this build of torch, does not allow it.
@@ -373,7 +373,7 @@ def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = No
 def _pack_linear_layers(graph: Any, most_bytes: int | None) -> None:
     left = float("inf") if most_bytes is None else most_bytes
     aliases = graph.alias_db()
-    # Collect all before any is replaced: torch's alias information is about the unchanged graph.
+    # Collect all layers before replacing any, because torch's alias information is about the unchanged graph.
     layers = [(node, _weight(node, aliases)) for node in graph.findAllNodes(_LINEAR, True)]
     packed: dict[tuple[object, ...], torch.Tensor] = {}  # a layer that is used again has one copy
     for node, weight in layers:
@@ -398,9 +398,9 @@ def check(rows: Tensor, features: int):
 
 
 def _check_features(graph: Any, node: Any, features: int) -> None:
-    """Check rows that are an input of the model: oneDNN answers an empty batch of any width.
+    """Check the width of rows that are an input of the model, because oneDNN accepts any in an empty batch.
 
-    Rows of other layers have the width that these give them.
+    The rows that other layers return always have the right width.
     """
     rows = next(iter(node.inputs()))
     if rows.node().kind() == "prim::Param":
@@ -409,10 +409,10 @@ def _check_features(graph: Any, node: Any, features: int) -> None:
 
 
 def _weight(node: Any, aliases: Any) -> torch.Tensor | None:
-    """Return the layer's weights if nothing writes to them and oneDNN takes them and the bias; else None.
+    """Return the layer's weights if nothing writes to them and oneDNN supports them and the bias, or None.
 
-    `aten::linear` takes more: weights of no size, a bias that is broadcast or has strides. oneDNN would fail
-    or, with a bias that is one number or has strides, compute something else.
+    `aten::linear` supports more: empty weights, a bias that is broadcast or not contiguous. oneDNN would fail
+    or, with a bias that is one number or not contiguous, compute another result.
     """
     _, weight_of, bias_of, *others = node.inputs()
     weight, bias = _constant(weight_of), _constant(bias_of)
@@ -432,14 +432,14 @@ def _constant(value: Any) -> torch.Tensor | None:
 
 
 def _pack(graph: Any, node: Any, weight: torch.Tensor) -> None:
-    """Replace a node, and the activation that alone reads its output, by oneDNN's layer."""
+    """Replace a node, and an activation that is the only reader of its output, by oneDNN's layer."""
     rows, _, bias = node.inputs()
     activation = _activation(node)
     options = list(activation.inputs())[1:] if activation else []  # gelu has one: the name of its formula
-    with graph.insert_point_guard(node):  # else nodes would be inserted beside a destroyed one
+    with graph.insert_point_guard(node):  # otherwise nodes would be inserted beside a destroyed one
         packed = _inserted(graph, "prim::Constant")
         packed.t_("value", weight)
-        scalars = _inserted(graph, "prim::ListConstruct")  # parameters of activations that have some
+        scalars = _inserted(graph, "prim::ListConstruct")  # parameters of the activation
         scalars.output().setType(torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
         name = graph.insertConstant(_ACTIVATIONS[activation.kind()] if activation else "none")
         formula = graph.insertConstant(options[0].toIValue() if options else None)
@@ -451,7 +451,7 @@ def _pack(graph: Any, node: Any, weight: torch.Tensor) -> None:
 
 
 def _activation(node: Any) -> Any:
-    """Return the activation that alone reads a layer's output; None if oneDNN can't compute it with it."""
+    """Return the activation that is the only reader of a layer's output; None if oneDNN can't include it."""
     users = [use.user for use in node.output().uses()]
     if len(users) != 1 or users[0].kind() not in _ACTIVATIONS:
         return None

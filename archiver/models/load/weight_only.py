@@ -1,7 +1,7 @@
 """Layers with weights of 8 or 4 bits that compute in floating point: made here, or quantised by torchao.
 
-Only the weights are small: inputs, sums and outputs keep their numbers, so rows of a batch share no scale and
-no samples are needed. What it gains is memory traffic, with few rows and large layers.
+Only the weights are quantised: inputs, sums and outputs stay in floating point, so rows of a batch share no
+scale and no samples are needed. It saves memory traffic, which matters with few rows and large layers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.export import ExportedProgram
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 
-GROUP = 32  # weights of a row that share a scale and a zero in 4 bits; 5 bits for each weight with these
-_OUTPUTS_OF_4_BITS = 16  # torch's kernel takes multiples of this
-# Smaller layers stay in fp32: they are little of a file, and their products cost less than the conversions.
+GROUP = 32  # 4-bit weights of a row that share a scale and a zero; these make it 5 bits for each weight
+_OUTPUTS_OF_4_BITS = 16  # torch's kernel supports multiples of this number
+# Smaller layers stay in fp32: they are a small part of a file, and converting costs more than multiplying.
 LARGE = 2**14
 BY_PROCESSOR = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
 _TINY = 1e-8  # lower bound of scales, which must not be 0
@@ -60,21 +60,21 @@ class Int8Linear(nn.Module):
 class Int4Linear(nn.Module):
     """A linear layer with weights of 4 bits, a scale and a zero for each group of a row.
 
-    The order of weights that torch's kernel wants depends on the processor. So the weights are kept in their
-    own order, and brought into that of the processor in `forward`: AOTInductor does it once when it compiles,
-    and `ServedProgram` when it is made.
+    The order of weights that torch's kernel needs depends on the processor. So the weights are stored in row
+    order, and `forward` reorders them: AOTInductor does this once when it compiles, and `ServedProgram` when
+    it is created.
     """
 
     def __init__(
         self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None
     ) -> None:
-        """Make a layer of whole numbers.
+        """Create a layer from quantised weights.
 
         Args:
             values: 0 ... 15 [out, in].
             scales: [in / group, out, 2].
             bias: [out].
-            dtype: of the products; None: that of the inputs.
+            dtype: the dtype of the products; None: that of the inputs.
         """
         super().__init__()
         self.out_features, self.in_features = values.shape
@@ -116,7 +116,7 @@ class Int4Linear(nn.Module):
 
 
 class Int8Embedding(nn.Module):
-    """An embedding with rows of 8 bits, and a scale for each."""
+    """An embedding with weights of 8 bits, and a scale for each row."""
 
     def __init__(self, layer: nn.Embedding, values: nn.Buffer, scales: nn.Buffer) -> None:
         """Take the layer's weights from `in_8_bits`; layers with a common weight share them."""
@@ -151,12 +151,12 @@ def in_8_bits(weight: torch.Tensor) -> tuple[nn.Buffer, nn.Buffer]:
 
 
 def fits_4_bits(layer: nn.Linear) -> bool:
-    """Return whether torch's kernel for weights of 4 bits takes the layer's sizes."""
+    """Return whether torch's kernel for weights of 4 bits supports the layer's sizes."""
     return layer.in_features % GROUP == 0 and layer.out_features % _OUTPUTS_OF_4_BITS == 0
 
 
 def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
-    """Return the layers whose weights are worth fewer bits, by name: linear layers and embeddings."""
+    """Return the linear layers and embeddings that are large enough to gain from fewer bits, by name."""
     return {
         name: layer
         for name, layer in module.named_modules()
@@ -169,8 +169,8 @@ def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
 def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
     """Copy the model with the weights of its large layers in 8 or 4 bits; return it with a note.
 
-    In 4 bits, embeddings and layers of sizes that the kernel does not take get 8. Layers that share a weight
-    share it in 8 bits, too.
+    With 4 bits, embeddings, and linear layers whose size the kernel does not support, get weights of 8 bits.
+    Layers that share a weight share it in 8 bits, too.
 
     Raises:
         ModelRefused: there is no such layer, or the model is TorchScript.
@@ -185,7 +185,7 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
             "none; leave --quantize out, or take --quantize auto"
         )
     counts: Counter[str] = Counter()
-    shared = functools.cache(in_8_bits)  # by the weight itself
+    shared = functools.cache(in_8_bits)  # layers with one weight get one result
     for path, layer in found.items():
         new: nn.Module
         if isinstance(layer, nn.Embedding):
@@ -208,7 +208,7 @@ _NAMES: dict[type[nn.Module], str] = {
 
 
 def has_4_bits(program: ExportedProgram) -> bool:
-    """Return whether weights of 4 bits are brought into the order of the processor in the program."""
+    """Return whether the program reorders 4-bit weights for the processor."""
     return any(node.target is BY_PROCESSOR for node in program.graph.nodes)
 
 
@@ -260,15 +260,15 @@ def register_torchao() -> None:
                 f"the weights are tensors of torchao, and {error.name} is not installed; pip install "
                 "'torchere[quantize]'"
             ) from error
-        with contextlib.suppress(ImportError):  # a prototype, which other versions do not have there
+        with contextlib.suppress(ImportError):  # a prototype: other versions have it elsewhere or not at all
             importlib.import_module(_PACKAGES[1])
 
 
 def with_plain_weights(module: nn.Module) -> nn.Module:
-    """Return a copy of the module whose weights of torchao are plain tensors; without any, the module itself.
+    """Return a copy of the module with torchao's weights as plain tensors; without any, the module itself.
 
     Raises:
-        ModelRefused: a kind of weight that can't be served.
+        ModelRefused: a weight is of a kind that can't be served.
     """
     if not torchao_kinds(module):
         return module
@@ -298,9 +298,9 @@ def _of_torchao(path: str, layer: nn.Module) -> Int4Linear:
 
 
 def _unpacked(packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return weights of 4 bits in their own order, from the order that torch's kernel has here.
+    """Return 4-bit weights in row order, from the order that torch's kernel has on this processor.
 
-    The order is found out: the places themselves, four bits at a time, are packed likewise.
+    To find that order, the index of each weight is packed in the same way, four bits at a time.
     """
     places = torch.arange(shape[0] * shape[1], dtype=torch.int64).reshape(shape)
     pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
@@ -316,7 +316,7 @@ def _unpacked(packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def without_torchao(program: ExportedProgram) -> ExportedProgram:
-    """Return the program with torchao's operators as torch's, so that a server needs no torchao.
+    """Return the program with torchao's operators replaced by torch's, so that a server needs no torchao.
 
     Raises:
         ModelRefused: an operator can't be replaced.
@@ -350,7 +350,7 @@ def _operators(program: ExportedProgram) -> set[Any]:
 
 @contextlib.contextmanager
 def quiet_torchao() -> Iterator[None]:
-    """Suppress warnings, stderr and logs, such as torchao's at its import about unavailable GPU kernels."""
+    """Suppress warnings, stderr and logs, such as those of torchao's import about missing GPU kernels."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
