@@ -28,7 +28,7 @@ _SHAPES = 3  # different shapes of samples that a model is timed on
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch use one thread: executors share the cores, and one thread's time is steadier."""
+    """Let torch use one thread, because executors share the cores, and one thread's time is steadier."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -56,11 +56,11 @@ def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], bud
     Every decision between forms of a model is made on this clock. Wall time would count the moments in which
     other programs had the core, which on a shared machine was measured to be off by a factor of 9. The low
     percentile leaves out the runs that found the cache full of other programs' data. The models run in turns,
-    so that a slow moment of the processor hits all alike. In its turn a model runs three times, and the first
-    does not count: it brings back the weights that other models pushed out of the caches, where a server that
-    runs one model finds them. Where a run takes 50 ms or more, a turn is one run.
+    so that a slow moment of the processor affects all of them. In its turn a model runs three times, and the
+    first run does not count: it loads the weights into the caches again, where a server that runs one model
+    finds them. If a run takes 50 ms or more, a turn is one run.
 
-    Runs 5 to 400 rounds, more than 5 only within the budget of processor seconds for all models together.
+    There are 5 to 400 rounds; more than 5 only within the budget of processor seconds for all models.
 
     A model's speed depends on the shapes of its first runs: oneDNN's int8 layers pack their weights for the
     first shape, and were 10 times slower with others (EfficientNet-Lite0). So give models that are freshly
@@ -80,9 +80,9 @@ def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], bud
 
 
 def _seconds(model: Model, arguments: Sequence[torch.Tensor]) -> float:
-    """Return the processor time of a run; the process's, as onnxruntime computes in threads of its own.
+    """Return the time of a run, counted for the process, because onnxruntime computes in its own threads.
 
-    The model gets copies: one that writes into its inputs (`x.sub_(mean).div_(std)`) would change the sample.
+    The model gets copies, because it may write into its inputs (`x.sub_(mean).div_(std)`).
     """
     given = tuple(tensor.clone() for tensor in arguments)
     started = time.process_time()
@@ -91,7 +91,7 @@ def _seconds(model: Model, arguments: Sequence[torch.Tensor]) -> float:
 
 
 def gain(before_ms: Mapping[int, float], after_ms: Mapping[int, float]) -> float:
-    """Return how many times as fast `after` is: the geometric mean over the batch sizes of both."""
+    """Return the speed-up from `before` to `after`: the geometric mean over the batch sizes of both."""
     sizes = before_ms.keys() & after_ms.keys()
     product = 1.0
     for size in sizes:
@@ -100,7 +100,7 @@ def gain(before_ms: Mapping[int, float], after_ms: Mapping[int, float]) -> float
 
 
 def batch_sizes(*signatures: Signature | None) -> tuple[int, ...]:
-    """Return `BATCH_SIZES`, or the nearest sizes that all models take; the smallest first."""
+    """Return `BATCH_SIZES`, or the nearest sizes that all models support, the smallest first."""
     inputs = [spec for signature in signatures if signature for spec in signature.inputs]
     limits = [limit for spec in inputs for limit in spec.limits if limit.dimension == 0]
     least = max((limit.least for limit in limits), default=1)
@@ -118,15 +118,15 @@ def times_by_batch(
     budget_s: float,
     sizes: Sequence[int] = BATCH_SIZES,
 ) -> list[dict[int, float]]:
-    """Return the milliseconds of each model by batch size: the mean over up to three shapes of the samples.
+    """Return the milliseconds per run by batch size for each model, as the mean over up to three shapes.
 
     A batched model is timed at `sizes`, the smallest first, as a server's first run has one row.
 
     Args:
         models: freshly loaded, see `processor_ms`.
-        samples: at least one.
+        samples: at least one sample.
         batched: whether the first dimension of every input is a batch of any size.
-        budget_s: for each batch size, all models and shapes together.
+        budget_s: processor seconds for each batch size, for all models and shapes together.
         sizes: see `batch_sizes`.
     """
     found: list[dict[int, float]] = [{} for _ in models]
@@ -146,7 +146,7 @@ def _calls(samples: Samples, size: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def batch_of(samples: Samples, size: int) -> tuple[torch.Tensor, ...]:
-    """Return one call's arguments of `size` rows, from the samples, repeated when they have fewer.
+    """Return the arguments of a call with `size` rows of the samples, which are repeated if they have fewer.
 
     Rows lie along the first dimension. Samples whose other dimensions differ from the first one's are left
     out.
@@ -160,7 +160,7 @@ def batch_of(samples: Samples, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def shapes_of(samples: Samples, batched: bool) -> list[tuple[torch.Tensor, ...]]:
-    """Return one call's arguments for each of up to three different shapes among the samples.
+    """Return the arguments of one call for each of up to three different shapes among the samples.
 
     Calls have one row if `batched`. The first sample's shape comes first.
     """

@@ -21,19 +21,19 @@ Outputs = tuple[torch.Tensor, ...]
 class Difference:
     """The outputs of one model compared with those of another over the same samples.
 
-    `drift` is the one figure that limits are set on: the root of the mean squared difference over the root of
-    the mean square of the original's values; for whole numbers and booleans, the share of values that differ;
-    the largest over all outputs. 0 is equal; at 1 the outputs have nothing to do with the original's.
+    `drift` is the figure that has a limit: the root mean square of the differences, divided by the root mean
+    square of the original's values. For whole numbers and booleans it is the share of values that differ. It
+    is the largest over all outputs. 0: equal outputs; 1: the outputs have no relation to the original's.
     """
 
     rows: int  # along the first dimension of the first output
     largest_abs: float
     mean_abs: float
     drift: float
-    cosine: float | None  # mean over rows, the least of all outputs; None without floating-point outputs
+    cosine: float | None  # mean over rows, the minimum over all outputs; None without floating-point outputs
     # Share of rows with the largest value at the same place; None unless an output is [rows, 2+].
     top1: float | None
-    channel: ChannelDrift | None = None  # None where no channel varies, or values are few
+    channel: ChannelDrift | None = None  # None if no channel varies, or there are too few values
     silenced: tuple[Silenced, ...] = ()
     undefined: bool = False  # an output of the original is not-a-number throughout, so nothing is compared
 
@@ -48,7 +48,7 @@ def flattened(result: Any) -> Outputs:
 
 
 def answers(model: Callable[..., Any], sample: Outputs) -> Outputs:
-    """Run the model on a copy of the sample and return copies of its outputs: it may change either."""
+    """Run the model on a copy of the sample, and return copies of its outputs, as it may change both."""
     return tuple(tensor.clone() for tensor in flattened(model(*copy.deepcopy(sample))))
 
 
@@ -56,7 +56,7 @@ def difference(pairs: Iterable[tuple[Outputs, Outputs]]) -> Difference:
     """Compare the outputs of the original with those of the other model, sample by sample.
 
     Raises:
-        ModelRefused: they differ in number or shape, so they can't be compared; or there are none.
+        ModelRefused: the outputs can't be compared, because their number or shape differs; or there are none.
     """
     tallies: list[_Tally] = []
     for wanted, found in pairs:
@@ -88,31 +88,31 @@ def are_equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the distance of each value, in float64: 0 if equal, infinite if one is NaN or infinite alone."""
+    """Return the difference of each value in float64: 0 if equal, infinite if only one is NaN or infinite."""
     one, other = one.double(), other.double()
     apart = torch.where(are_equal(one, other), 0.0, (one - other).abs())
     return apart.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-_ULPS = 4  # machine epsilons by which sums differ that are rounded in another order
+_ULPS = 4  # machine epsilons by which sums in different orders may differ
 
 
 def at_least_rounding(limit: float, dtype: torch.dtype) -> float:
-    """Return the limit of a relative difference; for a dtype that is coarser than it, one of its rounding."""
+    """Return `limit` for a relative difference, or a few machine epsilons of the dtype if that is larger."""
     return max(limit, _ULPS * torch.finfo(dtype).eps) if dtype.is_floating_point else limit
 
 
 def drift_limit(limit: float, module: torch.nn.Module) -> float:
-    """Return the limit of drift for forms of a module whose weights may be coarser than `limit`.
+    """Return the drift limit for other forms of a module: `limit`, or more for float16 or bfloat16 weights.
 
-    Folding rounds them anew. Weights of 8 bits do not count: the module computes in another dtype.
+    Folding rounds these weights anew. Weights of 8 bits do not count: the module computes in another dtype.
     """
     halves = {one.dtype for one in module.parameters()} & {torch.float16, torch.bfloat16}
     return max([limit, *(at_least_rounding(limit, dtype) for dtype in halves)])
 
 
 class _Tally:
-    """Sums over the samples for one output."""
+    """Sums over all samples for one output."""
 
     def __init__(self, output: int, dimensions: int) -> None:
         self.channels = [ChannelTally(output, dimension) for dimension in channels_of(dimensions)]
@@ -182,19 +182,19 @@ def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
 # dimension of an output, and dimension 1, too, where it has three or more, as detectors are laid out both
 # ways.
 
-_FEWEST = 8  # least number of values that tell whether a channel varies
+_FEWEST = 8  # minimum number of values that show whether a channel varies
 _CLEARLY = 0.25  # spread from which a channel's drift counts in full
-_VARIES = 0.05  # spread over root mean square; a channel below it is nearly constant
-# Least share of the varying channels that must be silent to be reported: with few samples, a rare and small
-# activation that int8 rounds to zero may leave a channel constant, which does no harm.
+_VARIES = 0.05  # spread divided by root mean square; a channel below it is nearly constant
+# Minimum share of silent channels among the varying ones for a report: with few samples, a rare and small
+# activation that int8 rounds to zero may make a channel constant, which does no harm.
 _SHARE = 0.05
-_CARRYING = 4.0  # least values that carry the silent channels' error; one or two outliers do not count
+_CARRYING = 4.0  # minimum number of values that carry the silent channels' error; one or two are outliers
 _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelDrift:
-    """The channel that is furthest off: root of the mean squared difference over its own deviation.
+    """The channel that drifts most: the root mean square of its differences, divided by its deviation.
 
     The deviation is the standard deviation of the channel in the original.
     """
@@ -203,14 +203,14 @@ class ChannelDrift:
     dimension: int
     channel: int
     drift: float
-    # The same difference over the deviation, or over a quarter of the channel's root mean square if that is
-    # more: a channel that hardly varies over the samples drifts far without being far off.
+    # The same difference divided by the deviation, or by a quarter of the channel's root mean square if that
+    # is more: a channel that hardly varies over the samples has a large drift for a small difference.
     weighed: float = 0.0
     chance: float = 1.0  # factor by which the worst of so many channels exceeds the others by chance alone
 
     @property
     def beyond_chance(self) -> float:
-        """The weighed drift without the part that choosing the worst channel adds; it has a limit."""
+        """The weighed drift without the factor that choosing the worst channel adds; it has a limit."""
         return self.weighed / self.chance
 
     @property
@@ -241,7 +241,7 @@ class Silenced:
 
 
 def channels_of(dimensions: int) -> tuple[int, ...]:
-    """Return the dimensions of an output that may be channels: 1 and the last one."""
+    """Return the dimensions of an output that may be channels: dimension 1 and the last one."""
     return tuple(sorted({1, dimensions - 1})) if dimensions > 2 else (dimensions - 1,) * (dimensions > 0)
 
 
@@ -276,7 +276,7 @@ class ChannelTally:
 
     @property
     def worst(self) -> ChannelDrift | None:
-        """The channel with the largest drift; None when none varies, or there are too few values to tell."""
+        """The channel with the largest drift; None if no channel varies, or there are too few values."""
         varies = self._varies()
         if not bool(varies.any()):
             return None
@@ -296,7 +296,7 @@ class ChannelTally:
 
     @property
     def silenced(self) -> Silenced | None:
-        """The channels that no longer vary, if they are enough to matter."""
+        """The channels that no longer vary; None if they are too few to matter."""
         varies = self._varies()
         silent = varies & self._constant
         places = silent.nonzero().flatten().tolist()
@@ -339,7 +339,9 @@ def worst_of(tallies: Sequence[ChannelTally]) -> ChannelDrift | None:
 
 
 def chance_of_worst(channels: int, values: int) -> float:
-    """Return how far the worst of several equal channels lies above them all, by chance, in 19 of 20 cases.
+    """Return the factor by which the worst of equally good channels exceeds a typical one by chance alone.
+
+    The worst channel stays below it in 19 of 20 cases.
 
     The drift of a channel is the root of a ratio of two mean squares, each over `values` numbers. Such a
     ratio follows Fisher's F distribution, whose logarithm is about normal, with the variance
