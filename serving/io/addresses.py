@@ -42,7 +42,7 @@ def said_plainly(address: Address) -> Iterator[None]:
     """Convert an OSError or a UnicodeError about an address to a ServingError with advice."""
     try:
         yield
-    except UnicodeError as err:  # a label of the host's name is empty, or longer than 63 characters
+    except UnicodeError as err:  # a label of the host name is empty, or longer than 63 characters
         raise ServingError(f"Cannot listen on {address}: {err}.", "Correct the host in the address.") from err
     except OSError as err:
         advice = _ADVICE

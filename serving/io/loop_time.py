@@ -1,9 +1,9 @@
 """Bounds the event loop's time for work that workers and clients cause at will.
 
-A worker may print, or send parts of answers, faster than the server reads them. What is beyond its share
-(`LoopShare`) waits in the worker's pipe or socket, and the worker with it. Clients may send more calls than
-the loop can parse beside everything else: connections parse in turns (`LoopTurns`), and what they have read
-waits. So other models and control requests have their time.
+A worker may print, or send parts of answers, faster than the server reads them. Output beyond its share of
+time (`LoopShare`) waits in the worker's pipe or socket, and blocks the worker. Clients may send more calls
+than the loop can parse beside its other work, so connections parse in turns (`LoopTurns`), and bytes that
+they have read wait. So the loop has time for other models and for control requests.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-TURN_S = 0.002  # of work, before the loop does other work
-SHARE = 0.25  # of the loop's time, over all sources of one kind of work
-UNUSED_S = 0.4  # time without work whose share is saved up: a burst of it is not delayed
+TURN_S = 0.002  # time for one piece of work, before the loop does other work
+SHARE = 0.25  # of the loop's time, for all sources of one kind of work together
+UNUSED_S = 0.4  # idle time whose share is saved up, so that a burst of work is not delayed
 
-# Of parsing in one iteration of the event loop, for all connections together. Each connection has a turn of
-# its own (`TURN_S` in `http2/connection.py`), but hundreds of those in a row keep the loop for seconds.
+# Time for parsing in one iteration of the event loop, for all connections together. Each connection has a
+# limit of its own (`TURN_S` in `http2/connection.py`), but hundreds in a row would take the loop for seconds.
 SHARED_TURN_S = 0.02
-# Of a whole iteration with such parsing. A call that is parsed in 50 us can take 500 us of later iterations
-# (a stream of requests has three tasks), so after longer iterations less is parsed in each.
+# Limit for a whole iteration that includes such parsing; after a longer one, the next iterations parse less.
+# A call parsed in 50 us can cause 500 us of work in later iterations: a stream of requests has three tasks.
 MOST_ITERATION_S = 0.03
 LEAST_TURN_S = SHARED_TURN_S / 100
 
 
 class LoopShare:
-    """The time that one kind of work has taken of the event loop. For use on the loop's thread."""
+    """The share of the event loop's time that one kind of work has used. For use on the loop's thread."""
 
     __slots__ = ("_next_s",)
 
     def __init__(self) -> None:
-        self._next_s = 0.0  # monotonic, when the next turn may begin
+        self._next_s = 0.0  # monotonic time at which the next turn may begin
 
     def wait_s(self) -> float:
         """Return the seconds until the next turn may begin; 0 or less: now."""
@@ -44,14 +44,15 @@ class LoopShare:
 
 
 class LoopTurns:
-    """Bounds the time that connections parse in one iteration of the event loop, all together.
+    """Bounds the total time for which connections parse in one iteration of the event loop.
 
-    They say what they took with `spend`. Once that is `SHARED_TURN_S`, they put off what they have read: it
-    is parsed in later iterations, first come, first served, and timers, workers and other ports go first.
+    Connections report the time that they used by `spend`. Once it reaches `turn_s`, they put off the bytes
+    that they have read. These are parsed in later iterations, first come, first served, after timers, workers
+    and other ports had their turn.
 
     Attributes:
         are_over: whether further work should be put off, or be done in a thread.
-        turn_s: time for parsing in each iteration: less than `SHARED_TURN_S` while iterations are too long.
+        turn_s: time for parsing in each iteration; less than `SHARED_TURN_S` while iterations are too long.
     """
 
     __slots__ = ("_due_since_s", "_is_due", "_spent_s", "_waiting", "are_over", "turn_s")
@@ -61,13 +62,13 @@ class LoopTurns:
         self.turn_s = SHARED_TURN_S
         self._due_since_s = 0.0
         self._waiting: deque[Callable[[], None]] = deque()
-        self._spent_s = 0.0  # in this iteration, and a little of earlier ones
-        self._is_due = False  # `_begin` is scheduled for the next one
+        self._spent_s = 0.0  # in this iteration, and a little in earlier ones
+        self._is_due = False  # `_begin` is scheduled for the next iteration
 
     def spend(self, duration_s: float) -> None:
-        """Count time of the loop in this iteration."""
+        """Count time that was used in this iteration."""
         self._spent_s += duration_s
-        if self._spent_s >= self.turn_s / 4:  # an iteration more for each short read would cost too much
+        if self._spent_s >= self.turn_s / 4:  # one more iteration for each short read would cost too much
             self._look()
             self._schedule()
 

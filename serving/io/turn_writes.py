@@ -11,7 +11,7 @@ from collections.abc import Sequence
 Buffer = bytes | bytearray | memoryview
 Buffers = Sequence[Buffer]
 
-AT_ONCE_BYTES = 65_536  # at most this much is held until the end of the turn; more is sent immediately
+AT_ONCE_BYTES = 65_536  # limit on bytes that are held until the end of the turn; more are sent immediately
 
 
 class TurnWrites:

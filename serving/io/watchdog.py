@@ -31,18 +31,18 @@ def was_late(due_s: float) -> bool:
 async def within(future: asyncio.Future[T], timeout_s: float) -> T:
     """Wait for a future like `asyncio.wait_for`, but never lose a cancellation.
 
-    Up to Python 3.11 `wait_for` drops one that comes at the moment of the result (CPython issue 86296), and a
-    load that was given up went on.
+    Up to Python 3.11, `wait_for` loses a cancellation that arrives together with the result (CPython issue
+    86296), so that an abandoned load would go on.
 
     Raises:
         asyncio.TimeoutError: there is no result after `timeout_s`; the future is cancelled.
-        Exception: that of the future.
+        Exception: the future's exception.
     """
     try:
         done, _ = await asyncio.wait({future}, timeout=timeout_s)
     except asyncio.CancelledError:
         if not future.cancel() and not future.cancelled():
-            future.exception()  # otherwise asyncio would log that it was not looked at
+            future.exception()  # otherwise asyncio would log that it was never retrieved
         raise
     if not done:
         future.cancel()
@@ -107,11 +107,11 @@ class Silence:
 
 
 class Upload(Silence):
-    """Watches a client while it sends a body: for its silence, and for a rate that is too low.
+    """Ends an upload of a body when the client is silent, or sends at too low a rate.
 
     Args:
         timeout_s: as for `Silence`; the rate is an average over this time.
-        min_rate: bytes a second; 0: any byte will do.
+        min_rate: bytes a second; 0: there is no minimum rate.
         on_timeout: ends the upload.
     """
 
@@ -120,7 +120,7 @@ class Upload(Silence):
         self._min_bytes = min_rate * timeout_s
         self._bytes = 0  # since `_counts_since_s`
         self._counts_since_s = 0.0
-        self._paused_s: float | None = None  # since when the server does not read
+        self._paused_s: float | None = None  # when the server stopped reading; None: it reads
 
     def arrived(self, size: int) -> None:
         """Count bytes of a body that is still incomplete."""
@@ -138,7 +138,7 @@ class Upload(Silence):
             self._on_timeout()
 
     def pause(self) -> None:
-        """Stop counting time, because the server reads no more."""
+        """Stop counting time, because the server stops reading."""
         self._paused_s = self._loop.time()
 
     def resume(self) -> None:
@@ -160,7 +160,8 @@ class Stalls(Generic[Key, Progress]):
         waiting: returns the transfers that wait for the client now, each with its progress: a value that
             changes with every byte transferred.
         give_up: ends the transfers that stalled between two checks.
-        has_stalled: tells it from the progress at both checks; by default, if it did not change.
+        has_stalled: compares the progress at both checks; by default, a transfer whose progress did not
+            change has stalled.
     """
 
     __slots__ = ("_every_s", "_give_up", "_has_stalled", "_is_over", "_loop", "_timer", "_waiting")
