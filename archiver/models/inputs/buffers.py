@@ -1,4 +1,4 @@
-"""Tensors that a module holds beside its weights: those that runs change, or that state dicts lack."""
+"""Tensors of a module beside its weights: tensors that a run changes, or that its state dict lacks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torchere.archiver.models.inputs.run import Named, seeded
 from torchere.archiver.models.inputs.sizes import Tensors
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes of torch.nn.Module itself
-_CHANGING = (list, dict, OrderedDict, defaultdict, set)  # not their other kinds, which may refuse changes
+_CHANGING = (list, dict, OrderedDict, defaultdict, set)  # exact types: a subclass may refuse changes
 _PLAIN = (int, float, type(None), tuple, *_CHANGING)
 _HOLDING = (torch.Tensor, list, tuple, dict)
 
 
 @contextmanager
 def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
-    """Restore the values of the module's buffers at block exit, in the tensors that they were in.
+    """Restore the values of the module's buffers at block exit, in the same tensors.
 
-    A model may count its runs or keep a mean of its inputs in a buffer: runs of the packer are no requests.
-    Plain attributes are restored, too; see `unchanged_attributes`. Takes the memory of the buffers a second
-    time.
+    A model may count its runs, or keep a mean of its inputs, in a buffer, and the packer's runs must not
+    count. Plain attributes are restored, too; see `unchanged_attributes`. Needs memory for a copy of all
+    buffers.
 
     Args:
-        module: a torch.jit.ScriptModule is one, too.
+        module: may also be a torch.jit.ScriptModule.
     """
     before = [
         (part, name, buffer, buffer.detach().clone())
@@ -44,7 +44,7 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for part, name, buffer, values in before:
-                if not torch.equal(buffer, values):  # writing all would copy pages of a mapped file
+                if not torch.equal(buffer, values):  # writing all buffers would copy pages of a mapped file
                     buffer.copy_(values)
                 if getattr(part, name) is not buffer:
                     setattr(part, name, buffer)
@@ -54,8 +54,8 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
 def unchanged_attributes(module: torch.nn.Module) -> Iterator[None]:
     """Restore numbers, tuples, lists, dicts, sets and None in plain attributes at block exit.
 
-    Attributes that the block adds are deleted: a table that a run makes for one size, and keeps in one, would
-    be a constant of that size to torch.export. Changes within tensors and other objects stay.
+    Attributes that the block adds are deleted, because torch.export would take a table that a run makes for
+    one size, and keeps in an attribute, for a constant. Changes within tensors and other objects remain.
     """
     before = [(part, dict(_attributes(part, object)), _registered(part)) for part in module.modules()]
     contents = [(held, copy.copy(held)) for _, named, _ in before for held in _changing(named.values())]
@@ -71,7 +71,7 @@ def unchanged_attributes(module: torch.nn.Module) -> Iterator[None]:
 
 def _put_back(part: torch.nn.Module, named: Mapping[str, object], registered: Collection[str]) -> None:
     for name, _ in _attributes(part, (torch.Tensor, *_PLAIN)):
-        # A run may put a tensor in the place of a parameter, and expect it there.
+        # A run may replace a parameter by a tensor, which later runs expect.
         if name not in named and name not in registered:
             del vars(part)[name]
     vars(part).update({name: value for name, value in named.items() if isinstance(value, _PLAIN)})
@@ -94,12 +94,12 @@ def _changing(values: Iterable[object], depth: int = 3) -> Iterator[Any]:
 def refuse_lost_state(
     module: torch.nn.Module, example: Tensors, form: str, keeps: Collection[str] = ()
 ) -> None:
-    """Raise ModelRefused for a module that has run, and keeps state from run to run by assigning it anew.
+    """Raise ModelRefused for a module that has run, and keeps state between runs by assigning new values.
 
     Args:
-        module: its state and its buffers change; see `unchanged_buffers`.
+        module: the module; its state and its buffers change, see `unchanged_buffers`.
         example: inputs to run it on.
-        form: the compiled form of it, which has the values of its making only.
+        form: name of the compiled form, which keeps the values from the time when it was made.
         keeps: the names of the state that this form keeps.
     """
     found: list[Named] = []
@@ -117,10 +117,10 @@ def refuse_lost_state(
 
 
 def assigned_state(module: torch.nn.Module, run: Callable[[], object]) -> list[str]:
-    """Return the names of the buffers and attributes that a run assigns anew, with other values than before.
+    """Return the names of the buffers and attributes to which a run assigns values that differ.
 
-    Tensors and numbers in lists, tuples and dicts count as their attribute. Changes within a tensor do not
-    count, nor does a cache that gets the value that it had.
+    A tensor or number in a list, tuple or dict counts for the attribute that holds it. Changes within a
+    tensor do not count, and neither does a cache that gets an equal value.
     """
     before = _state(module)
     run()
@@ -143,7 +143,7 @@ def _held(part: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _by_name(
     module: torch.nn.Module, held: Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
 ) -> dict[str, Any]:
-    """Return the values that `held` finds in the module and its parts, by their names in the module."""
+    """Return the values that `held` returns for the module and its submodules, by their full names."""
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, part in module.named_modules()
@@ -152,7 +152,7 @@ def _by_name(
 
 
 def _attributes(part: torch.nn.Module, kinds: Any) -> list[tuple[str, Any]]:
-    """Return the plain attributes of these kinds; those of TorchScript are not Python's."""
+    """Return the plain attributes of these types; TorchScript's attributes are not in `__dict__`."""
     if isinstance(part, torch.jit.ScriptModule):
         return []
     found = vars(part).items()
@@ -170,10 +170,10 @@ def _is_plain(buffer: torch.Tensor) -> bool:
 
 
 def unsaved(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors that the module has and its state dict lacks, by name.
+    """Return copies of the module's tensors that its state dict lacks, by name.
 
-    They are plain attributes, items of lists and dicts, weights of layers in these, and buffers that are not
-    persistent.
+    These are plain attributes, items of lists and dicts, weights of layers in these, and non-persistent
+    buffers.
     """
     saved = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
     return {
@@ -186,12 +186,12 @@ def unsaved(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def random_ones(
     made: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], again: Callable[[], torch.nn.Module]
 ) -> str | None:
-    """Return a warning about tensors that differ from one making of the class to the next; None without any.
+    """Return a warning about tensors that differ in each new instance of the class; None without any.
 
     Args:
         made: `unsaved` of the module before its weights were loaded.
-        loaded: the same afterwards; a class may load such tensors by code of its own.
-        again: makes the module anew; it is called if `made` has something.
+        loaded: `unsaved` afterwards; a class may load such tensors by code of its own.
+        again: creates a new instance of the module; it is called unless `made` is empty.
     """
     kept = [name for name, tensor in made.items() if name in loaded and is_same(tensor, loaded[name])]
     if not kept:
@@ -212,7 +212,7 @@ def _outside_state(part: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name in part._non_persistent_buffers_set:
         if (buffer := part._buffers.get(name)) is not None:
             yield name, buffer
-    if part._forward_pre_hooks:  # of weight_norm, which computes the weight anew before each run
+    if part._forward_pre_hooks:  # such as weight_norm's, which computes the weight before each run
         return
     for name, value in _attributes(part, object):
         yield from _within(name, value)
@@ -244,7 +244,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have one dtype, one shape and the same values; NaN is equal to NaN."""
+    """Return whether two tensors have the same dtype, shape and values; NaN is equal to NaN."""
     if one.dtype is not other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one, other) if one.is_quantized else torch.allclose(one, other, 0, 0, equal_nan=True)

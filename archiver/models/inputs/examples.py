@@ -31,10 +31,10 @@ TORCH_TYPES = {name: dtype for dtype, name in DATATYPES.items()}
 
 @dataclass(frozen=True)
 class Example:
-    """Tensors for the inputs of a model; `names` has the input of each, if the file gives it.
+    """Tensors for the inputs of a model; `names` has the input of each tensor, if the file gives it.
 
-    `typed`: the file chose the datatypes; they are not the defaults of JSON or NumPy. `unprepared`: it is a
-    picture, and the handler prepares none.
+    `typed`: the file sets the datatypes; they are not the defaults of JSON or NumPy. `unprepared`: the file
+    is a picture, and the handler prepares no pictures.
     """
 
     tensors: Tensors
@@ -46,7 +46,7 @@ class Example:
         """Return the tensors in the order of the model's inputs.
 
         Raises:
-            ModelRefused: a name is not the model's, or an input before a given one is missing.
+            ModelRefused: the model has no input of a given name, or an input before a given one is missing.
         """
         if self.names is None:
             return self.tensors
@@ -70,19 +70,19 @@ def read_example(path: Path, *, doubles: bool = False, prepare: Prepare | None =
 
     - JSON: a request of the Open Inference Protocol, an object of names and nested lists, or one nested list
       (numbers with a point become FP32, others INT64).
-    - `.pt`: a tensor, a tuple or list of them, or a dict; weights only.
+    - `.pt`: a tensor, or a tuple, list or dict of tensors; read by the weights-only unpickler.
     - `.npy`, `.npz`; FP64, which is NumPy's default, becomes FP32.
     - Any other file is the body of a request, which `prepare` turns into the model's inputs. Where the
       handler prepares nothing, a picture becomes FP32 [1, 3, height, width] with values from 0 to 1.
 
     Args:
         path: the file.
-        doubles: the model computes in FP64: FP64 arrays stay as they are, and JSON becomes FP64, too.
-        prepare: what the archive's handler does to the body of a request.
+        doubles: the model computes in FP64: FP64 arrays keep their datatype, and JSON becomes FP64, too.
+        prepare: turns the body of a request into inputs, as the archive's handler does.
 
     Raises:
-        ModelRefused: the file is none of these, or damaged, or holds no numbers or no rows.
-        OSError: it can't be read.
+        ModelRefused: the file has another format, is damaged, or holds no numbers or no rows.
+        OSError: the file can't be read.
     """
     try:
         with open_regular(path) as file:
@@ -123,7 +123,7 @@ def _read(data: bytes, prepare: Prepare | None) -> Example:
 
 
 def _zipped(data: bytes) -> Example:
-    """Read a `.npz` file, or a file of torch.save."""
+    """Read a `.npz` file or a torch.save file, which both are zips."""
     with zipfile.ZipFile(io.BytesIO(data)) as package:
         if sum(info.file_size for info in package.infolist()) > MAX_EXAMPLE_BYTES:
             raise ValueError(f"it unpacks to more than {MAX_EXAMPLE_BYTES} bytes")
@@ -197,7 +197,7 @@ def files_of(path: Path) -> list[Path]:
 
     Raises:
         ModelRefused: the folder holds no file.
-        OSError: it can't be listed.
+        OSError: the folder can't be listed.
     """
     if not path.is_dir():
         return [path]
@@ -222,8 +222,8 @@ def read_samples(
 
     Args:
         files: see `read_example` for their formats.
-        names: names of the model's inputs.
-        like: an example; samples must have its number of inputs, its datatypes and its numbers of dimensions.
+        names: the names of the model's inputs.
+        like: an example; samples must have as many inputs, with the same datatypes and numbers of dimensions.
         prepare: see `read_example`.
 
     Raises:
@@ -307,7 +307,7 @@ def array_of(data: bytes) -> Any:
     """Return the array of a `.npy` file.
 
     Raises:
-        ValueError: it holds no numbers, or fewer or more bytes than its header says.
+        ValueError: the array holds no numbers, or the file has fewer or more bytes than its header says.
         Exception: any error of NumPy for a damaged header.
     """
     file = io.BytesIO(data)
@@ -324,13 +324,13 @@ def array_of(data: bytes) -> Any:
     needed = math.prod(map(int, shape)) * dtype.itemsize
     if min(shape, default=0) < 0 or needed != len(data) - start:
         raise ValueError(f"a .npy file of {needed} bytes by its header, and of {len(data) - start} in truth")
-    # A copy, because the bytes of the file can't be written to.
+    # A copy, because the model may write into its inputs, and `data` is immutable.
     flat = np.frombuffer(data, dtype=dtype, offset=start).copy()
     return flat.reshape(shape, order="F" if fortran_order else "C")
 
 
 def check_numbers(dtype: Any) -> None:
-    """Raise ValueError for arrays of anything but numbers and booleans."""
+    """Raise ValueError if the dtype is neither of numbers nor of booleans."""
     if dtype.kind not in _KINDS:
         raise ValueError(f"an array of {dtype}; expected numbers")
 

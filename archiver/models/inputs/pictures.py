@@ -7,15 +7,15 @@ from PIL import Image
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image of any mode as RGB with 8 bits; of 16 bits the upper 8 are kept.
+    """Return an image of any mode as 8-bit RGB; of 16 bits, the upper 8 are kept.
 
     Raises:
-        ValueError: the pixels are 32-bit numbers, of which no file says which one is white.
+        ValueError: the pixels are 32-bit numbers, and no file tells which number is white.
     """
     if image.mode == "RGB":
         return image
-    # Pillow's own conversion cuts these off at 255, which makes nearly everything white. It decodes a grey
-    # PGM of 16 bits to the mode I, and before release 11.3 a PNG as well.
+    # Pillow's own conversion clamps 16-bit values to 255, which makes nearly all pixels white. It decodes a
+    # grey PGM of 16 bits to the mode I, and before release 11.3 a PNG as well.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in {"PPM", "PNG"}):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in {"I", "F"}:

@@ -24,11 +24,11 @@ class LoadedModel:
     signature. Not shared between threads.
     """
 
-    module: torch.nn.Module  # a torch.jit.ScriptModule is one, too
+    module: torch.nn.Module  # may also be a torch.jit.ScriptModule
     example: tuple[torch.Tensor, ...]  # on the CPU, one tensor per input; first dimension the batch, if any
     signature: Signature  # derived from running the example
     kind: str  # kind of the source: "eager", "state dict", "TorchScript", "ExportedProgram", ...
-    source: Path  # the file or folder it came from, for messages
+    source: Path  # the file or folder of the model, for messages
 
 
 Run = Callable[..., Any]
@@ -53,10 +53,10 @@ DATATYPES = {
 def run_on(run: Run, example: Tensors) -> Named:
     """Run the model without gradients; return its results by name, tuples and dicts flattened.
 
-    Inputs and results are copied: the model may change its inputs, and later the tensors that it returned.
+    Inputs and results are copied, because the model may change its inputs and, later, returned tensors.
 
     Raises:
-        ModelRefused: it raises, or returns something other than tensors that a client can be sent.
+        ModelRefused: the model fails, or its result has other values than tensors that clients can receive.
     """
     with refusing(f"running the model on {shapes(example)}"), torch.no_grad():
         result = run(*(tensor.clone() for tensor in example))
@@ -83,8 +83,8 @@ def run_of_session(session: Any) -> Callable[..., Tensors]:
 def tensor_of_result(array: Any) -> torch.Tensor:
     """Return an array of onnxruntime as a tensor that shares its memory.
 
-    Its UINT64 is NumPy's `ulonglong`, which torch does not take for `uint64`, though both have 8 bytes: a
-    view by the text of the dtype (`<u8`) has the one that torch knows.
+    The UINT64 of onnxruntime is NumPy's `ulonglong`, which torch does not accept as `uint64`, though both
+    have 8 bytes. A view with the dtype `<u8` has the type that torch knows.
     """
     return torch.from_numpy(array.view(array.dtype.str))
 
@@ -100,7 +100,7 @@ def named_results(result: Any) -> Named:
     """Return the tensors of a model's result by name, tuples and dicts flattened.
 
     Raises:
-        ModelRefused: there is none, or something other than tensors.
+        ModelRefused: the result has no tensor, or has values that are not tensors.
     """
     found = list(flat(result))
     if not found:
@@ -112,7 +112,7 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a result in order, each with the path to it; None is skipped.
 
     Raises:
-        ModelRefused: the result has something other than tensors.
+        ModelRefused: the result has a value that is not a tensor.
     """
     if isinstance(value, torch.Tensor):
         yield path, value
@@ -172,6 +172,6 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __init_subclass__(cls) -> None:
         """Skip torch's `__init_subclass__`, whose wrapper imports `torch._dynamo` at the first operator.
 
-        The import takes 2 s, and again in each forked trial. Models that call `torch.compile` are seen
-        without the wrapper, too.
+        The import takes 2 s, also in each forked trial. The operators of models that call `torch.compile` are
+        seen without the wrapper, too.
         """

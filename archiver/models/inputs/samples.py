@@ -17,7 +17,7 @@ from torchere.archiver.request import BuildOptions
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs to calibrate on and to verify with; empty without `--samples`."""
+    """Inputs for calibration and verification; empty without `--samples`."""
 
     tensors: list[Tensors] = field(default_factory=list)
     files: Sequence[Path] = ()  # one for each of `tensors`
@@ -26,14 +26,14 @@ class Samples:
     def named(self, run: Run) -> Iterator[None]:
         """Name the file of the first sample that the model fails on, if a library's error ends the block.
 
-        The samples are run only then: running all of them once more may take minutes.
+        The samples are run only after an error, because running all of them once more may take minutes.
 
         Raises:
             ModelRefused: the model fails on a sample.
         """
         try:
             yield
-        # Broad, because models are third-party code and may raise anything, and so may quantisers.
+        # Broad, because models and quantisers are third-party code and may raise any error.
         except Exception as error:
             if not isinstance(error, ModelRefused) or error.__cause__ is not None:
                 for file, sample in zip(self.files, self.tensors, strict=True):
@@ -45,7 +45,7 @@ class Samples:
 
 
 def chosen_samples(options: BuildOptions, names: Sequence[str], like: Tensors, say: Say) -> Samples:
-    """Read the files of `--samples`, or as many as `--max-samples` says; see `read_samples`."""
+    """Read the files of `--samples`, at most `--max-samples` of them; see `read_samples`."""
     if options.samples is None:
         return Samples()
     found = files_of(options.samples)

@@ -12,22 +12,22 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.request import BuildOptions
 
 Tensors = tuple[torch.Tensor, ...]
-LARGEST = 2**31  # the most of a size without a limit
+LARGEST = 2**31  # the maximum of a size without a limit
 _RANGE = re.compile(r"([0-9]+):([0-9]*)(?::([0-9]+))?")
 _MULTIPLES = re.compile(r"([0-9]+)\*[a-z_]+")
 _SPEC = re.compile(r"(.+)[:.]([0-9]+)=([^=]+)")
 BATCH = "batch"
-TOKENS, DECODER_TOKENS = "tokens", "decoder_tokens"  # lengths that a Hugging Face folder lets vary unasked
-_FAR = 16  # sizes are tried up to this many times that of the example, or up to `_FAR_SIZE`
+TOKENS, DECODER_TOKENS = "tokens", "decoder_tokens"  # lengths that vary by default for a Hugging Face folder
+_FAR = 16  # sizes are tried up to this multiple of the example's, or up to `_FAR_SIZE`
 _FAR_SIZE = 1024
-_MOST_VALUES = 2**24  # in all inputs that are tried
+_MOST_VALUES = 2**24  # limit on the elements of all inputs together in one trial
 
 
 @dataclass(frozen=True, slots=True)
 class FreeSize:
-    """One size that may vary from `low` to `high`, at every `(input, dimension)` of `places` together.
+    """One size that may vary from `low` to `high`; every `(input, dimension)` in `places` has the same size.
 
-    It is always a multiple of `multiple`.
+    The size is always a multiple of `multiple`.
     """
 
     name: str
@@ -37,7 +37,7 @@ class FreeSize:
     multiple: int = 1
 
     def size_in(self, example: Tensors) -> int:
-        """Return its size in the example; all places have been checked to agree."""
+        """Return the size in the example, in which all places were checked to agree."""
         index, dimension = self.places[0]
         return example[index].shape[dimension]
 
@@ -46,33 +46,33 @@ class FreeSize:
         return set(self.places) == {(index, 0) for index in range(len(example))}
 
     def takes(self, size: int) -> bool:
-        """Return whether the size is one of those that it may have."""
+        """Return whether this size may have the value `size`."""
         return self.low <= size <= self.high and size % self.multiple == 0
 
     def other_size(self, example: Tensors) -> int:
-        """Return a size in the range that the example does not have: two steps or one larger, or one smaller.
+        """Return another size than the example's: two steps or one step larger, or one step smaller.
 
-        Returns the example's size when none of these is in the range.
+        Return the example's size if none of these is in the range.
         """
         now, step = self.size_in(example), self.multiple
         return next((size for size in (now + 2 * step, now + step, now - step) if self.takes(size)), now)
 
     def far_sizes(self, example: Tensors) -> list[int]:
-        """Return the least size, and the largest one that is not too far from the example's to be tried."""
+        """Return the smallest size, and the largest size to try; without the example's size."""
         now, values = self.size_in(example), sum(tensor.numel() for tensor in example)
         most = min(self.high, max(_FAR * now, _FAR_SIZE), max(now * _MOST_VALUES // max(values, 1), now))
         ends = (-(-self.low // self.multiple) * self.multiple, most // self.multiple * self.multiple)
         return [size for size in dict.fromkeys(ends) if size != now]
 
     def sizes_to_try(self, example: Tensors) -> list[int]:
-        """Return a size near to the example's, and those of `far_sizes`; the example's is left out."""
+        """Return a size near the example's, and the sizes of `far_sizes`; without the example's size."""
         found = dict.fromkeys([self.other_size(example), *self.far_sizes(example)])
         return [size for size in found if size != self.size_in(example)]
 
     def sizes_to_compare(self, example: Tensors) -> list[int]:
-        """Return those of `sizes_to_try` at which a packed model is compared with the original.
+        """Return the sizes in `sizes_to_try` at which a packed model is compared with the original.
 
-        It is one of a batch: large batches take long.
+        For a batch it is one size, because large batches take long.
         """
         found = self.sizes_to_try(example)
         return found[:1] if self.is_batch(example) else found
@@ -88,11 +88,11 @@ class FreeSize:
 
 
 def parse_range(text: str, what: str) -> tuple[int, int, int]:
-    """Parse a range into least, largest and step: `1:64`, `64:` (at least 64), `64:1024:32`, `32*k`.
+    """Parse a range into minimum, maximum and step: `1:64`, `64:` (at least 64), `64:1024:32`, `32*k`.
 
     Raises:
-        ModelRefused: the text has another form, or the first number is zero or larger than the second, or no
-            multiple of the step is between them.
+        ModelRefused: the text has another form, the first number is zero or larger than the second, or no
+            multiple of the step lies between them.
     """
     if found := _MULTIPLES.fullmatch(text.strip()):
         text = f"{found[1]}::{found[1]}"
@@ -110,7 +110,7 @@ def batch_of(example: Tensors, bounds: tuple[int, ...]) -> FreeSize:
     """Return the first dimension of every input as a free size within `bounds`.
 
     Raises:
-        ModelRefused: an input has no dimension, or the first ones differ, or lie outside of the bounds.
+        ModelRefused: an input has no dimension, or the first dimensions differ or are out of bounds.
     """
     return _checked(FreeSize(BATCH, tuple((index, 0) for index in range(len(example))), *bounds), example)
 
@@ -146,12 +146,12 @@ def sizes_of(options: BuildOptions, names: Sequence[str], example: Tensors) -> l
     found = [parse_free_size(text, names, example) for text in options.dynamic_sizes]
     if options.dynamic_batch is not None:
         batch = batch_of(example, parse_range(options.dynamic_batch, "--dynamic-batch"))
-        found.append(replace(batch, low=1))  # a server makes batches of rows, of one where no other waits
+        found.append(replace(batch, low=1))  # a server may run a single row, if no other waits
     return found
 
 
 def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:
-    """Return the example with another size; its slices are repeated."""
+    """Return the example with another size, by repeating or dropping slices."""
     places = dict(free.places)
     picked = torch.arange(size) % free.size_in(example)
     return tuple(
