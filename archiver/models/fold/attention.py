@@ -3,7 +3,7 @@
 The projections are a third of a transformer's weights; left in fp32, they would be most of the size of the
 quantised file. `nn.MultiheadAttention` keeps them as its own parameters, which layer quantisers don't find,
 and torch's encoder layers pass them to one fused operator. In the layers here they are ordinary linear
-layers. These are for inference only: they have no dropout. All are thread-safe, and TorchScript, FX and
+layers. The layers here are for inference only, without dropout. They are thread-safe, and TorchScript, FX and
 torch.export accept them.
 """
 
@@ -24,7 +24,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.measure.difference import difference, flattened
 
 _MAX_DRIFT = 1e-3  # only the order of sums differs
-# The errors of a model whose own code reads the weights of an attention layer, which are no longer there.
+# The errors of a model whose own code reads the weights of an attention layer, which was replaced.
 _LOOKED_INTO = (
     AssertionError,
     AttributeError,
@@ -40,7 +40,7 @@ _LOOKED_INTO = (
 class Opened:
     """A model, and the number of its attention layers that were replaced by plain layers."""
 
-    module: nn.Module  # the model itself if `attentions` is 0; else a copy in eval mode
+    module: nn.Module  # the model itself if `attentions` is 0, otherwise a copy in eval mode
     attentions: int
 
 
@@ -168,7 +168,7 @@ def attend(
     """Compute the scaled dot-product attention of projected tensors.
 
     Args:
-        query: [batch, length, width] if `batch_first`, else [length, batch, width]; or [length, width].
+        query: [batch, length, width] if `batch_first`, otherwise [length, batch, width]; or [length, width].
         key: likewise, with its own length.
         value: likewise, with the length of `key`.
         heads: the number of heads; divides all widths.
@@ -228,8 +228,8 @@ def without_padding(
 ) -> torch.Tensor:
     """Set the states at the padding, [batch, length], to 0 in rows with padding only at their end.
 
-    Return the states unchanged if there is a mask, or if they have no batch dimension. A padding position is
-    true or not 0.
+    Return the states unchanged if there is a mask, or if they have no batch dimension. A position is padding
+    if its value is true or not 0.
 
     `nn.TransformerEncoder` gives the same result for a single row, because it skips padding by a nested
     tensor. For a batch, it does so only if all rows have their padding at the end, so a row's result would
@@ -417,7 +417,7 @@ class Encoder(nn.Module):
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """Make a linear layer of the weight and bias; parameters are shared, other tensors are copied."""
+    """Create a linear layer from the weight and bias; parameters are shared, other tensors are copied."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = _parameter(weight)
     if bias is not None:

@@ -28,16 +28,16 @@ _SAME = 1e-4  # the largest drift of a folded model: only the order of sums diff
 
 @dataclass(frozen=True)
 class Folded:
-    """A model as a graph of plain layers, and the numbers of folded operations."""
+    """A model as a graph of plain layers, and how many operations were folded."""
 
     module: fx.GraphModule  # eval mode; shares no tensor with the original model
-    functional: int  # convolutions that were called as functions
+    functional: int  # number of convolutions that were called as functions
     paddings: int
     normalisations: int
 
     @property
     def note(self) -> str:
-        """The numbers of folded operations in one line; empty if there are none."""
+        """One line that counts the folded operations; "" if there are none."""
         counts = (
             (self.functional, "functional convolutions"),
             (self.paddings, "paddings"),
@@ -89,7 +89,7 @@ def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
 
 
 def _answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> bool:
-    """Compare the results on the example, and on the variations of it that the model takes."""
+    """Compare the results on the example, and on those variations of it that the model accepts."""
     with torch.inference_mode():
         if not _is_alike(answers(model, example), graph, example):
             return False
@@ -126,7 +126,7 @@ def only_user_of(node: fx.Node) -> fx.Node | None:
 
 
 def calls_of(graph: fx.GraphModule, node: fx.Node) -> int:
-    """Count the calls of the node's layer: a shared layer must not be changed for one caller."""
+    """Count the calls of the node's layer, because a shared layer must not be changed for one caller."""
     return sum(other.op == "call_module" and other.target == node.target for other in graph.graph.nodes)
 
 
@@ -183,7 +183,7 @@ _ORDER = ("input", "weight", *_DEFAULTS)
 def lift_functional_convolutions(graph: fx.GraphModule) -> int:
     """Turn each `F.conv2d` call whose weight is a parameter into a layer; return the count.
 
-    A call whose bias or settings are computed stays.
+    A call whose bias or settings are computed is not replaced.
     """
     lifted = 0
     for node in list(graph.graph.nodes):
@@ -235,10 +235,10 @@ def _pair(value: Any) -> tuple[int, int]:
 
 # `ZeroPad2d` or `F.pad` before a convolution moves into the convolution.
 #
-# A plain convolution pads both ends of an axis alike. Where the padding is uneven the kernel grows by
-# taps of zero: one more pixel on the right and at the bottom, as a stride of 2 often has it, is a kernel
-# with one more row and column of zeros in front, padded by the larger number on all sides. Its other taps
-# fall where they belong, and the result has the same size.
+# A plain convolution pads both ends of an axis alike. If the padding is uneven, the kernel grows by taps of
+# zero. For example, a stride of 2 often comes with one more pixel on the right and at the bottom. The kernel
+# then gets one more row and column of zeros in front, and all sides are padded by the larger number. The
+# other taps still meet the same pixels, and the result has the same size.
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ def _fold(graph: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _padding_of(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, tuple[int, ...] | None]:
-    """Return the input of a zero-padding node and its left, right, top and bottom pixels; else None twice."""
+    """Return the input of a zero-padding node and its pixels (left, right, top, bottom); or (None, None)."""
     layer: Any = module_at(graph, node)
     pads = isinstance(layer, nn.ZeroPad2d) or (isinstance(layer, nn.ConstantPad2d) and layer.value == 0)
     if pads and not has_hooks(layer):
@@ -350,7 +350,7 @@ _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _number_paddings(graph: fx.GraphModule) -> None:
-    """Replace paddings that are words by numbers; where none do the same, by a separate padding before."""
+    """Replace paddings that are words by numbers, or, if no numbers do the same, by a layer that pads."""
     for node in list(graph.graph.nodes):
         layer: Any = module_at(graph, node)
         if type(layer) not in _PLAIN or not isinstance(layer.padding, str) or has_hooks(layer):
@@ -368,7 +368,7 @@ def _number_paddings(graph: fx.GraphModule) -> None:
 
 
 def _ends(layer: Any, axis: int) -> tuple[int, int]:
-    """Return the padding before and after an axis, as torch computes it: the odd one is after."""
+    """Return the padding before and after an axis, as torch computes it: the larger half is after."""
     if layer.padding == "valid":
         return 0, 0
     total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
@@ -422,7 +422,7 @@ def _fold_norm(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 class Recorder(fx.Interpreter):
-    """Runs a graph, and records `fact(result)` of each node in `found`, unless it is None."""
+    """Runs a graph, and records `fact(result)` for each node in `found`, unless that is None."""
 
     def __init__(self, graph: fx.GraphModule, fact: Callable[[Any], Any]) -> None:
         super().__init__(graph)
@@ -444,7 +444,7 @@ class Recorder(fx.Interpreter):
 
 
 def _ranks(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> dict[fx.Node, int]:
-    """Return the number of dimensions of each result; if the graph fails, of those before the failure."""
+    """Return the number of dimensions of each result; if the graph fails, of the results before that."""
     run = Recorder(graph, lambda result: result.dim() if isinstance(result, torch.Tensor) else None)
     # Broad: an incorrectly traced graph may raise any error; it is compared with the model later.
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Folding for models that stay in fp32: worth it only where a padding moves into a convolution."""
+"""Folding for models that stay in fp32, which helps only if a padding moves into a convolution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Fol
         return None  # saves the copy that `fold` makes
     try:
         folded = fold(module, example)
-    # Broad: tracing runs the model's own code in a way that its author did not intend. Folding is optional.
+    # Broad: tracing runs the model's code in a way that its author did not intend, and folding is optional.
     except Exception as error:
         if not _pads(module, example):
             return None

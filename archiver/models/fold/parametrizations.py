@@ -1,7 +1,7 @@
 """Folding of parametrisations, such as weight normalisation, into plain weights, before quantisation.
 
-A parametrised layer has a class of its own and computes its weight at each call. Quantisers know layers by
-their class, and would count the parts of a parametrisation as layers with weights.
+A parametrised layer has a class of its own and computes its weight at each call. Quantisers recognise layers
+by their class, and would count the parts of a parametrisation as layers with weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HOOKS: dict[type, Any] = {WeightNorm: remove_weight_norm, SpectralNorm: remove_
 
 
 def without_parametrizations(module: nn.Module) -> nn.Module:
-    """Copy the module with the current values of its parametrised weights; without any, return it itself."""
+    """Copy the module with the current values of its parametrised weights; without any, return the module."""
     if not any(parametrize.is_parametrized(layer) or _hooks(layer) for layer in module.modules()):
         return module
     made = copied(module)
@@ -32,10 +32,10 @@ def without_parametrizations(module: nn.Module) -> nn.Module:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Copy the module; torch copies no tensor with a gradient, as hooks may have left in its layers."""
+    """Copy the module; hooks may have left computed tensors in its layers, which torch can't copy."""
     for layer in module.modules():
         for hook in _hooks(layer):
-            setattr(layer, hook.name, getattr(layer, hook.name).detach())  # each call computes it anew
+            setattr(layer, hook.name, getattr(layer, hook.name).detach())  # each call computes it again
     return copy.deepcopy(module)
 
 

@@ -1,8 +1,8 @@
 """Tracing of a model as a graph of operations, before layers are folded or quantised.
 
-Passes over a graph take each node for a value of its own. They delete a change in place, such as
-`y.clamp_(0, 1)`, whose result no node reads, and quantise the value as it was before. So the nodes behind a
-change read its result here.
+Passes over a graph treat each node as a separate value. They would delete a change in place, such as
+`y.clamp_(0, 1)`, whose result no node reads, and quantise the value before the change. So here the nodes
+after a change are made to read its result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_CHANGE = "let it make a new value (y = y.clamp(0, 1)), and keep no state"
 class NotTraceable(ModelRefused):
     """The model's forward can't be traced as one graph of operations.
 
-    `reason` is the text without advice, and `mend` the advice for a model that stays in fp32.
+    `reason` is the text without advice, and `mend` is the advice for a model that stays in fp32.
     """
 
     def __init__(self, reason: str, advice: str, mend: str = NO_BRANCH) -> None:
@@ -40,7 +40,7 @@ class NotTraceable(ModelRefused):
 
 
 def not_traceable(module: nn.Module, reason: str, mend: str = NO_BRANCH) -> NotTraceable:
-    """Make the refusal of a model that is to be quantised, with advice that suits its layers."""
+    """Return the error for a model that is to be quantised, with advice that suits its layers."""
     if any(isinstance(layer, (nn.Linear, nn.LSTM, nn.GRU)) for layer in module.modules()):
         return NotTraceable(reason, "use int8-dynamic, which needs no graph", mend)
     return NotTraceable(reason, f"{mend}, or leave --quantize out", mend)
@@ -79,8 +79,8 @@ def traced(module: nn.Module, example: tuple[torch.Tensor, ...]) -> fx.GraphModu
 def _with_inputs(module: nn.Module, count: int) -> nn.Module:
     """Give the module a class whose forward has only the first `count` parameters; others have defaults.
 
-    FX would make a symbol of a flag that the example lacks, and fail where the forward branches on it. Its
-    `concrete_args` fix such parameters, but keep them as inputs of the graph, with checks of their values.
+    FX would turn a flag that the example lacks into a symbol, and fail where the forward branches on it. The
+    `concrete_args` of FX fix such parameters, but keep them as inputs of the graph that checks their values.
     """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module.forward).parameters.values())
@@ -101,10 +101,10 @@ def _with_inputs(module: nn.Module, count: int) -> nn.Module:
 def _follow_changes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> str | None:
     """Let each node that reads a changed value read the result of the change.
 
-    The graph is run on a copy of the example, to see which nodes change memory, and which others share it.
+    The graph is run on a copy of the example, to see which nodes change memory, and which nodes share it.
 
     Returns:
-        The change that can't be followed, as the object of "the forward changes"; None if there is none.
+        Words for a change that can't be followed, to end "the forward changes"; None if there is none.
     """
     run = _Changes(graph)
     with torch.inference_mode(False), torch.no_grad():  # inference mode does not count changes
@@ -136,7 +136,7 @@ class _Changes(fx.Interpreter):
     def _follow(self, change: fx.Node, result: Any, changed: list[torch.Tensor]) -> None:
         if _overlap(changed, [*self.module.parameters(), *self.module.buffers()]):
             self.lost = f"in place ({change.name}) a tensor that stays from call to call"
-        for node, value in self.env.items():  # of the nodes that are read later, and of some others
+        for node, value in self.env.items():  # values of nodes that are read later, and of some others
             is_read = any(user > change for user in node.users)
             if not (is_read and _overlap(changed, _tensors(value))):
                 continue
@@ -153,7 +153,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _overlap(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Return whether two tensors share an element; those of one memory but different types count as such."""
+    """Return whether two tensors share an element; tensors of different types in one memory count, too."""
     for one, other in itertools.product(some, others):
         if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
             continue
@@ -164,6 +164,6 @@ def _overlap(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the place of each element in the memory that the tensor may share."""
+    """Return the offset of each element in the tensor's storage, which other tensors may share."""
     length = tensor.untyped_storage().nbytes() // tensor.element_size()
     return torch.arange(length).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
