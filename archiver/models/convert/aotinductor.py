@@ -30,9 +30,9 @@ from torchere.archiver.models.steps import Say, line_of
 # leaves the cache. Which one wins depends on the shapes and on the CPU, so both are compiled and
 # measured.
 
-# The number of parts of a template multiplication, and so the most threads that compute one: each part takes
-# one thread. Inductor's default is the core count of this machine, which can differ from the server's. On a
-# single thread, one part would be up to 5 % faster.
+# The number of parts of a template multiplication, and so the maximum number of threads, because each part
+# runs on one thread. Inductor's default is the core count of this machine, which can differ from the
+# server's. On a single thread, one part would be up to 5 % faster.
 _PARTS = 8
 # `TEMPLATES` names a single backend: with two, Inductor benchmarks each shape itself, on all cores. That
 # takes a compiler run per shape, and its result is arbitrary on a busy machine.
@@ -45,7 +45,7 @@ _MULTIPLYING = ("aten::linear", "aten::addmm", "aten::mm")
 _BATCHES = (1, 8)
 _BUDGET_S = 4.0  # timing budget per batch size, for both builds together
 _EQUAL = 0.95  # on a busy machine, the measured ratio of two equal models can be this low
-_GAIN = 1.03  # least geometric mean of the speed-ups for the templates to be chosen
+_GAIN = 1.03  # minimum geometric mean of the speed-ups for the templates to be chosen
 _MOST_DRIFT = 1e-4  # both builds compute in fp32 and differ only in the order of sums
 
 
@@ -117,8 +117,8 @@ def timed(plain: Model, templates: Model, given: Sequence[Tensors]) -> Timed:
 # The compiler may use only the instructions that every CPU of the level has: "native" would tie the archive
 # to this CPU model. x86-64-v3 is AVX2 with FMA and F16C, x86-64-v4 AVX-512 F, BW, CD, DQ, VL (x86-64 psABI).
 _LEVELS = {"avx2": ("x86-64-v3", 256), "avx512": ("x86-64-v4", 512)}
-# The operators that gain from packed weights: oneDNN's convolutions and LSTM. Linear layers lose: with a
-# dynamic batch they would use oneDNN's multiplication instead of MKL's, which is faster for few rows.
+# The operators that gain from packed weights: oneDNN's convolutions and LSTM. Linear layers lose, because
+# with a dynamic batch they would use oneDNN's multiplication instead of MKL's, which is faster for few rows.
 _PACKED = ("aten::conv", "aten::_conv", "aten::lstm")
 
 
@@ -146,13 +146,13 @@ def compile_aoti(
     Args:
         program: for the CPU, with its example inputs.
         path: must end in `.pt2`.
-        isa: "avx2" or "avx512"; None: the best of this machine.
+        isa: "avx2" or "avx512"; None: the best that this machine has.
         say: receives progress lines.
         freezing: fold and pack constants during compilation, which int8 needs to be fast; None: only if the
             model has layers that gain from it.
 
     Raises:
-        ModelRefused: this machine lacks the instruction set, and the compiler has to test it here.
+        ModelRefused: this machine lacks the instruction set, which the compiler tests on this machine.
         Exception: any error of the compilers.
     """
     _refuse_unrolled(program)
@@ -169,7 +169,7 @@ def compile_aoti(
 
 
 def _refuse_unrolled(program: ExportedProgram) -> None:
-    """Raise ModelRefused for a recurrent layer whose length may vary: it would be compiled for one length."""
+    """Raise ModelRefused if a recurrent layer has a variable length: it would be compiled for one length."""
     for node in program.graph.nodes:
         if node.op != "call_function" or node.target not in _UNROLLED:
             continue
@@ -187,7 +187,7 @@ def _compiles_frozen(program: ExportedProgram, path: Path, isa: str | None, say:
         _compile(program, path, _settings(isa, freezing=True))
     except ModelRefused:
         raise
-    # Broad, because freezing runs passes of its own over the model, which may fail in any way.
+    # Broad, because freezing runs further passes over the model, which may fail in any way.
     except Exception as error:
         say(
             f"with weights packed for oneDNN it can't be compiled ({line_of(error)}); compiling again "
@@ -247,8 +247,8 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
             f"--isa is {isa}, and this machine has {', '.join(sorted(found)) or 'none'}; "
             "leave --isa out, or pack on a machine that has it"
         )
-    wanted = isa or str(pick_vec_isa()).partition(" ")[0]  # "avx512 avx512_vnni": the level comes first
-    # With dynamic_threads, the kernels read the thread count at run time; else that of this machine is fixed.
+    wanted = isa or str(pick_vec_isa()).partition(" ")[0]  # the level in "avx512 avx512_vnni"
+    # With dynamic_threads, kernels read the thread count at run time, not that of this machine.
     # One compile process is enough, because all kernels are in one C++ file.
     settings: dict[str, Any] = {"cpp.dynamic_threads": True, "freezing": freezing, "compile_threads": 1}
     if hasattr(torch._inductor.config.aot_inductor, "check_lowerbound"):
@@ -277,7 +277,7 @@ def private_cache(folder: Path) -> Iterator[None]:
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list  # noqa: PLC0415  # torch._inductor takes seconds
     from torch._inductor.utils import clear_inductor_caches  # noqa: PLC0415
 
-    with suppress(OSError):  # the usual place may be read-only: then they go into `folder`, too
+    with suppress(OSError):  # if the usual place is read-only, the programs go into `folder`, too
         valid_vec_isa_list()  # the process remembers the result
     before = os.environ.get(_VARIABLE)
     with tempfile.TemporaryDirectory(dir=folder, prefix="inductor-", ignore_cleanup_errors=True) as cache:

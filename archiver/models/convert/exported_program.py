@@ -39,7 +39,7 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
         sizes: the dynamic dimensions and their ranges.
 
     Raises:
-        ModelRefused: the module keeps state that is no buffer.
+        ModelRefused: the module keeps state in attributes that are not buffers.
         Exception: any error of torch.export.
     """
     refuse_attributes(module, example)
@@ -59,14 +59,14 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
 
 
 def refuse_attributes(module: torch.nn.Module, example: Tensors) -> None:
-    """Raise ModelRefused for an eager module that keeps state in attributes, which no program keeps.
+    """Raise ModelRefused for an eager module that keeps state in attributes, which a program can't keep.
 
-    Call it for the module that the user gave: a graph that was made from it has its values as constants.
+    Call it for the user's own module, because a graph made from it has the values as constants.
     """
     if isinstance(module, (torch.jit.ScriptModule, fx.GraphModule)):
         return
     with torch.no_grad(), unchanged_buffers(module):
-        seeded(module, example)  # a cache that the first run fills is no state
+        seeded(module, example)  # a cache that the first run fills is not state
         buffers = {name for name, _ in module.named_buffers()}
         refuse_lost_state(module, example, "an exported program", keeps=buffers)
 
@@ -81,7 +81,7 @@ def exportable(module: torch.nn.Module) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", FutureWarning)  # of torch's loops, about torch's own functions
+        warnings.simplefilter("ignore", FutureWarning)  # torch's loops use deprecated functions of torch
         stack.enter_context(traceable_lengths(module))
         stack.enter_context(_whole_recurrent_layers())
         layers: Any = transformer
@@ -101,7 +101,7 @@ def _whole_recurrent_layers() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for register, layer in zip(found, layers, strict=True):
             if register is not None:
-                layer._dispatch_cache.clear()  # else torch keeps the implementation that it chose before
+                layer._dispatch_cache.clear()  # otherwise torch keeps the implementation that it chose before
                 stack.callback(layer._dispatch_cache.clear)
                 stack.enter_context(register())
         yield
@@ -133,7 +133,7 @@ def save_program(program: ExportedProgram, path: Path) -> None:
     Raises:
         ModelRefused: the saved file has content that servers do not load.
     """
-    program._example_inputs = None  # the property of torch 2.6 takes no None
+    program._example_inputs = None  # the property can't be set to None in torch 2.6
     _forget_origins(program)
     torch.export.save(program, path)
     try:
@@ -147,14 +147,14 @@ def save_program(program: ExportedProgram, path: Path) -> None:
 
 
 def _forget_origins(program: ExportedProgram) -> None:
-    """Delete the origin graph of each node: it holds a memory address, which differs between runs."""
+    """Delete the origin graph of each node, because its memory address differs between runs."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             node.meta.pop("from_node", None)
 
 
 def _take_classes_out(program: ExportedProgram) -> None:
-    """Replace tuple subclasses in the outputs (named tuples, torch.max's) by tuples, as TorchScript does.
+    """Replace tuple subclasses in the outputs (named tuples, as of torch.max) by tuples, as TorchScript does.
 
     The server can't import a model's own tuple classes, and torch.export refuses to save them.
     """
@@ -170,7 +170,7 @@ def _plain(result: Any) -> Any:
 
 
 def by_parameter(module: torch.nn.Module, shapes: Sequence[dict[int, Any]]) -> tuple[Any, ...]:
-    """Return `dynamic_shapes` for torch.export, by parameter: the inputs of `*inputs` form one tuple."""
+    """Return `dynamic_shapes` for torch.export, by parameter; the inputs in `*inputs` form one tuple."""
     return tuple(inspect.signature(module.forward).bind(*shapes).arguments.values())
 
 

@@ -77,7 +77,7 @@ def write_model(
 
     Args:
         module: in eval mode.
-        program: the exported program that the module comes from, if the module and `sizes` are its own.
+        program: the exported program, if the module and `sizes` come unchanged from it.
         example: see `to_program`.
         sizes: the dynamic dimensions.
         options: `model_format` is TORCHSCRIPT, EXPORT or AOTI.
@@ -141,7 +141,7 @@ _SMALL = (torch.int8, torch.uint8, torch.int16)
 def needed_isa(isa: str, program: torch.export.ExportedProgram) -> str:
     """Return the instruction sets of `isa` that the compiled program needs.
 
-    VNNI multiplies integers of 8 and 16 bits; a program without such tensors needs no VNNI.
+    VNNI multiplies integers of 8 and 16 bits, so a program without such tensors does not need it.
     """
     values = pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes])
     if any(isinstance(one, torch.Tensor) and one.dtype in _SMALL for one in values):
@@ -150,7 +150,7 @@ def needed_isa(isa: str, program: torch.export.ExportedProgram) -> str:
 
 
 def changes_inputs(run: Run, example: Tensors) -> bool:
-    """Return whether a model writes into the tensors that it is given."""
+    """Return whether a model writes into its input tensors."""
     given = tuple(tensor.clone() for tensor in example)
     with torch.no_grad():
         run(*given)
@@ -165,7 +165,7 @@ def _freezing(module: torch.nn.Module, options: BuildOptions) -> bool | None:
 
 
 def refuse_full_disk(module: torch.nn.Module, work: Path, copies: int = 1) -> None:
-    """Raise ModelRefused if the disk space is too small: torch's writer ends the process on a full disk."""
+    """Raise ModelRefused if the disk space is too small, because torch's writer crashes on a full disk."""
     weights = {id(one): one.nbytes for one in (*module.parameters(), *module.buffers())}
     needed, free = copies * sum(weights.values()), shutil.disk_usage(work).free
     if needed > free:
@@ -232,7 +232,7 @@ def with_section(config: Path | None, section: str, work: Path) -> Path:
 
 
 def members_of(config: Path | None) -> set[str] | None:
-    """Return the members of the `torchscript` section, each as `name: value`; None without a section."""
+    """Return the lines `name: value` of the section `torchscript`; None without that section."""
     found: set[str] | None = None
     inside = False
     for line in config_text(config).splitlines():
@@ -271,13 +271,13 @@ def _section(config: Path | None) -> dict[str, str]:
 
 
 def may_say(config: Path | None) -> bool:
-    """Return whether `config` can get a `torchscript` section: it has none, and does not use autocast."""
+    """Return whether a `torchscript` section can be added: `config` has none, and does not use autocast."""
     text = config_text(config)
     return members_of(config) is None and takes_sections(text) and not _AUTOCAST.search(text)
 
 
 def takes_sections(text: str) -> bool:
-    """Return whether a section can be appended: not after a flow mapping, a list or several documents."""
+    """Return whether a section can be appended: not to a flow mapping, a list or several documents."""
     starts = [line[:1] for line in text.splitlines() if line.strip()]
     return not {"{", "[", "-", "."} & set(starts)
 
@@ -349,7 +349,7 @@ def _built(source: Source, options: BuildOptions, work: Path) -> Built:
 
 
 def _with_suffix(source: Source, work: Path) -> Path:
-    """Return the file, or a link to it with the suffix of its format: the server selects the loader by it."""
+    """Return the file, or a link to it with the suffix by which the server selects the loader."""
     wanted = {kinds.TORCHSCRIPT: ".pt", kinds.ONNX: ".onnx"}.get(source.kind, ".pt2")
     if source.path.suffix == wanted:
         return source.path
@@ -361,7 +361,7 @@ def _with_suffix(source: Source, work: Path) -> Path:
 def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | None:
     """Return a file with the weights as a plain state dict, or None if the source has no weights file.
 
-    A server loads a state dict if the archive has a model file.
+    A server loads a state dict only if the archive has a model file.
     """
     path = options.serialized_file
     module: Any = source.module
@@ -400,7 +400,7 @@ def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say
 
 
 def _in_inference_mode(run: Run) -> Run:
-    """Return the model as a server runs it, where gradients can't be switched on again."""
+    """Return the model as a server runs it: in inference mode, in which gradients can't be enabled."""
 
     def served(*inputs: torch.Tensor) -> Any:
         with torch.inference_mode():

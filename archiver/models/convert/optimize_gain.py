@@ -27,17 +27,17 @@ from torchere.archiver.signature import ANY, Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 MAX_DRIFT = 1e-3  # from the unoptimised model; only the order of sums differs
-LEAST_GAIN = 1.05  # at every batch size: less is noise, and the second copy of the weights costs memory
+LEAST_GAIN = 1.05  # at every batch size; less is noise, and the second copy of the weights needs memory
 _BUDGET_S = 1.5  # timing budget per batch size, for both models together
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The measured effect of the optimisation. Processor time in milliseconds, by batch size."""
+    """The measured effect of the optimisation: processor times in milliseconds, by batch size."""
 
     plain_ms: Mapping[int, float]
     optimized_ms: Mapping[int, float]
-    drift: float  # of the optimised model's outputs
+    drift: float  # of the optimised model's outputs from the original's
 
     @property
     def is_worthwhile(self) -> bool:
@@ -81,7 +81,7 @@ def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None
 
     Args:
         file: TorchScript.
-        samples: arguments of the model, at least one.
+        samples: arguments of the model, for at least one call.
         batched: see `verify`.
     """
     plain = loaded(file, TorchScriptOptions())

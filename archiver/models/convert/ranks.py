@@ -1,7 +1,7 @@
-"""`--parallel`: tries a model over ranks, and writes their number and division into its configuration.
+"""`--parallel`: tries a model over ranks, and writes their number and the split into its configuration.
 
-The trial compares the answers of the ranks with those of one process. The ranks are forked and talk by gloo
-over loopback. A model that ends or blocks them ends the trial (`probe/isolation.py`), not the packer.
+The trial compares the outputs of the ranks with those of one process. The ranks are forked and communicate by
+gloo over loopback. A model that ends or blocks a rank ends the trial (`probe/isolation.py`), not the packer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchere.archiver.models.steps import Say, step
 from torchere.archiver.request import KEEP, BuildOptions
 from torchere.archiver.split import SECTION, Split
 
-# The section `parallel` with its block; other programs may have a section of this name.
+# The section `parallel` and its lines; the section of another program may have this name.
 _SECTION = re.compile(rf"""^["']?{SECTION}["']?:(.*(?:\n[ \t]+.*)*)""", re.MULTILINE)
 _IS_OURS = re.compile(r"""[{\s,"'](?:tensor|pipeline)["']?\s*:""")
 MOST_DIFFERENCE = 1e-4  # of the largest value, or of 1 if that is smaller
@@ -45,9 +45,9 @@ _OTHER_PLAN = "name other layers, or take pipeline instead of tensor, or the oth
 
 
 def _refuse_ranks(config: Path | None) -> None:
-    """Raise ModelRefused if `config` spreads the model over ranks: such a model has to stay a class.
+    """Raise ModelRefused if `config` spreads the model over ranks, because it then has to stay a class.
 
-    Its weights may be elsewhere, and the class alone would be converted with its initial weights.
+    The weights may be in another place, and the class alone would be converted with its initial weights.
     """
     section = _SECTION.search(config_text(config))
     if section is not None and _IS_OURS.search(section[1]):
@@ -63,7 +63,7 @@ def with_ranks(
     """Try the model over the ranks of `options.parallel`; return options whose config file asks for them.
 
     Raises:
-        ModelRefused: the model can't be spread, answers differently, or the configuration takes no section.
+        ModelRefused: the model can't be spread or has other outputs then, or no section can be appended.
     """
     module, path, split = source.module, source.path, options.parallel
     if options.model_format != KEEP:
@@ -126,17 +126,17 @@ def try_split(
     example: Tensors,
     say: Say,
 ) -> Outcome:
-    """Run the example in one process and over ranks; return how the answers differ.
+    """Run the example in one process and over ranks; return how far the outputs differ.
 
     Args:
         whole: the model.
         part: returns this rank's part of the model; called in the process of each rank.
         ranks: the number of ranks.
         example: inputs.
-        say: takes lines about the trial.
+        say: receives lines about the trial.
 
     Raises:
-        ModelRefused: the model can't be split like this, fails in a rank, or answers differently.
+        ModelRefused: the model can't be split like this, fails in a rank, or has other outputs.
     """
 
     def work(tell: Say, _say: Say) -> str:
@@ -174,7 +174,7 @@ def largest_difference(wanted: Named, found: Named) -> float:
             continue
         apart = distances(one, other)
         limit = at_least_rounding(MOST_DIFFERENCE, one.dtype)
-        # In proportion to the largest value, but for values that fill a mask (-1e9): each to its own.
+        # Relative to the largest value; for values that fill a mask (-1e9), relative to each value itself.
         sizes = one.double().abs().nan_to_num(0.0, 0.0).clamp(min=max(1.0, largest_magnitude(one.double())))
         difference = float(apart.amax())
         if bool((apart > limit * sizes).any()):
@@ -187,7 +187,7 @@ def largest_difference(wanted: Named, found: Named) -> float:
 
 
 def in_ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Do the work in forked processes that are joined by gloo; return their results, which are JSON values.
+    """Do the work in forked processes that gloo connects; return their results, which are JSON values.
 
     Raises:
         ModelRefused: a rank failed, or its process ended; the text names it.
@@ -264,7 +264,7 @@ def _serve(
 
 
 def _told(outcome: Outcome) -> str:
-    """Return a line for the user about a trial that went well."""
+    """Return a line for the user about a successful trial."""
     ranks = ", ".join(f"{size / 1e6:.1f}" for size in _short(outcome.rank_bytes))
     return (
         f"over {len(outcome.rank_bytes)} ranks: the answers differ by {outcome.difference:.1g} at most from "
@@ -273,5 +273,5 @@ def _told(outcome: Outcome) -> str:
 
 
 def _short(sizes: Sequence[int]) -> list[int]:
-    """Return one size if all are equal, else all."""
+    """Return one size if all are equal, otherwise all sizes."""
     return [sizes[0]] if len(set(sizes)) == 1 else list(sizes)

@@ -41,10 +41,10 @@ def to_torchscript(
     Args:
         module: in eval mode; TorchScript is frozen, unless it is frozen already.
         example: the inputs of the trace. Tracing keeps only the branches that this example takes.
-        sizes: the sizes that requests vary, with which the trace is compared, too.
+        sizes: the sizes that differ between requests; the trace is also compared at other values of these.
         script: compile the source of the module, with its branches and loops, instead of tracing.
-        only_trace: do not compile the source where tracing fails or gives other results.
-        say: receives a line if tracing may have fixed a value, or the source was compiled instead.
+        only_trace: do not compile the source if tracing fails or gives other results.
+        say: receives a line if tracing may have made a value constant, or the source was compiled instead.
 
     Raises:
         ModelRefused: the trace differs from the module (see `trace`, `tell_unused`), and the compiled source
@@ -72,7 +72,7 @@ def _frozen(compiled: torch.jit.ScriptModule, example: Tensors) -> torch.jit.Scr
 
 
 class _NormalisedRows(OperatorWatch):
-    """Sees whether the batch normalisations that run take rows only."""
+    """Records whether all batch normalisations that run have rows as inputs."""
 
     only_rows = True
 
@@ -92,7 +92,7 @@ def _traced_or_scripted(
         with unchanged_buffers(module):  # those of the trace, too
             tell_unused(module, made, example, say)
         return made
-    # Broad: the tracer runs the model's own code, and the compiler may take code that the tracer does not.
+    # Broad: the tracer runs the model's own code, and the compiler may support code that the tracer does not.
     except Exception as error:
         if only_trace:
             raise
@@ -102,7 +102,7 @@ def _traced_or_scripted(
         with unchanged_buffers(module), unchanged_buffers(scripted):
             _refuse_other_answers(module, scripted, example, sizes)
         made = _frozen(scripted, example)
-    # Broad: see above. The refusal of the trace has the advice.
+    # Broad: see above. The error of the trace has the advice.
     except Exception as error:
         raise _both(refusal, error) from refusal
     say(f"the source was compiled, as with --script, because tracing fails: {line_of(refusal)}")
@@ -121,7 +121,7 @@ def _both(traced: Exception, scripted: Exception) -> ModelRefused:
 
 @contextmanager
 def readable_properties(module: torch.nn.Module) -> Iterator[None]:
-    """Make properties that raise look missing in the block: torch's compiler reads every module attribute.
+    """Make properties that raise look missing in the block, as torch's compiler reads every attribute.
 
     A LightningModule without its Trainer raises RuntimeError, and the compiler expects AttributeError only.
     """
@@ -160,9 +160,9 @@ def _missing(part: torch.nn.Module) -> None:
 def _make_traceable(graph: torch.fx.GraphModule) -> None:
     """Rewrite the untraceable operations of an exported program's module; its results stay the same.
 
-    The rewrite removes checks of input shapes, reads sizes from the tensors, and calls operators that take
-    sizes through their torch functions: in direct operator calls, tracing would fix the sizes of the example
-    as constants. Cases that are missed here are found when the packed model is tried with other sizes.
+    The rewrite removes checks of input shapes and reads sizes from the tensors. It calls operators that take
+    sizes through their torch functions, because tracing a direct call would make these sizes constant. Cases
+    that are missed here are found when the packed model is tried with other sizes.
     """
     graph._forward_pre_hooks.clear()
     for node in list(graph.graph.nodes):
@@ -182,13 +182,13 @@ def _takes_sizes(node: torch.fx.Node) -> bool:
     return any(isinstance(item.meta.get("val"), torch.SymInt) for item in node.all_input_nodes)
 
 
-# For models that no compiler takes, so that the advice of one does not only name the other.
+# Advice for models that neither converter supports: the advice for one would only name the other.
 AS_PYTHON = (
     "where neither works, serve it as Python: a class by --format keep with --model-file, others by a "
     "--handler of your own that loads them from --extra-files"
 )
 _BAKED = "We can't record the data flow of Python values"  # torch's warning for a value read from a tensor
-# Layers of torch and of the archiver are made for tracing; `_refuse_other_answers` finds errors.
+# Code of torch and of the archiver is made for tracing; `_refuse_other_answers` finds errors in it.
 _MADE_FOR_IT = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _WAYS_OUT = "--script keeps branches and loops, and --format export refuses those it can't keep"
 
@@ -233,7 +233,7 @@ def tell_unused(module: torch.nn.Module, frozen: torch.jit.ScriptModule, example
     """Report the inputs that the graph does not use.
 
     Raises:
-        ModelRefused: the module does use such an input, and the trace fixed its value as a constant.
+        ModelRefused: the module uses such an input, and the trace made its value constant.
     """
     graph: Any = frozen.graph
     values = list(graph.inputs())[1:]  # the first is the module itself
@@ -264,7 +264,7 @@ def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
     """Replace the module's encoders in the block by ones whose trace is correct for padding anywhere.
 
     Torch's encoder skips padding if it is at the end of every row. A trace would keep this branch, and mix up
-    the tokens of rows with padding elsewhere.
+    the tokens of rows whose padding is not at the end.
     """
     changed = [
         (parent, name, layer)
@@ -296,7 +296,7 @@ def _is_plain(result: Any) -> bool:
 
 @contextmanager
 def _baked() -> Iterator[list[str]]:
-    """Yield a list that is filled at block exit with the values that the trace fixed and their locations."""
+    """Yield a list that block exit fills with the values that the trace made constant and their locations."""
     places: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", torch.jit.TracerWarning)  # type: ignore[attr-defined]
@@ -338,13 +338,13 @@ def _refuse_other_answers(
     try:
         isolated(work, silent)
     except ModelEndedProcess:
-        return  # `signature_of` tries these sizes, too, and has the advice
+        return  # `signature_of` tries these sizes, too, and raises the error
 
 
 def _fixes(module: torch.nn.Module, made: Run, resized: Iterator[Tensors], tell: Say) -> bool:
-    """Return whether the trace differs on the first of the inputs, all of one size, that the module takes.
+    """Return whether the trace differs on the first inputs in `resized` that the module accepts.
 
-    A trace that fails is left to `signature_of`, which finds the sizes that it takes.
+    All have the same size. If the trace fails, `signature_of` finds the sizes that it accepts.
     """
     for inputs in resized:
         tell(shapes(inputs))
@@ -356,13 +356,13 @@ def _fixes(module: torch.nn.Module, made: Run, resized: Iterator[Tensors], tell:
 
 
 def _contradicts(module: torch.nn.Module, inputs: Tensors, wanted: Named, found: Named | None) -> bool:
-    """Return whether the results differ although the module repeats its own.
+    """Return whether the results differ although the module gives equal results for equal inputs.
 
     A module that does not keeps state, which `signature_of` reports.
     """
     if not _differ(wanted, found) or _differ(wanted, _answers(module, inputs)):
         return False
-    # In bfloat16 a trace, which runs fused operators, may round a value to the other of two steps.
+    # A trace runs fused operators, which in bfloat16 may round a value to the next step.
     return precision_of(module, inputs) is not COARSE or _differ(wanted, found, COARSE)
 
 
