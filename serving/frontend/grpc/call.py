@@ -67,7 +67,7 @@ class Call:
     Attributes:
         started_s: monotonic seconds when its headers arrived.
         deadline_s: deadline of the client in monotonic seconds, or `NO_DEADLINE`.
-        read_s: monotonic seconds when its only message was complete; 0: a stream of messages, or not yet.
+        read_s: monotonic seconds when its only message was complete; 0: incomplete, or a stream of messages.
     """
 
     if not TYPE_CHECKING:  # a type checker would take these for the complete list of attributes
@@ -84,7 +84,7 @@ class Call:
         timeout_s = stream.timeout_s
         self.deadline_s = NO_DEADLINE if timeout_s is None else self.started_s + timeout_s
         self.read_s = 0.0
-        self._has_line = False  # in the access log; a call that is cancelled may have ended, or end later
+        self._has_line = False  # the access log has a line: a cancelled call may end twice
         self._message: Received | Compressed | None = None
 
     @property
@@ -94,11 +94,11 @@ class Call:
 
     @property
     def metadata(self) -> Metadata:
-        """The client's metadata: names in lower case; values are bytes under names that end in `-bin`."""
+        """The client's metadata, with names in lower case; a name that ends in `-bin` has values of bytes."""
         return self.stream.head.metadata
 
     def operation(self) -> Operation:
-        """Return the call in OpenTelemetry's words for RPC, for spans."""
+        """Return the call by OpenTelemetry's conventions for RPC, for spans."""
         attributes = {"rpc.system.name": "grpc", "rpc.method": self.method.path}
         if isinstance(self.stream.client, tuple):
             attributes["client.address"] = str(self.stream.client[0])
@@ -108,7 +108,7 @@ class Call:
         """Decode a message of the client.
 
         Raises:
-            MessageFailed: it is not a valid message of this method.
+            MessageFailed: the bytes are not a valid message of this method.
         """
         try:
             return self.method.decode(message)
@@ -116,12 +116,12 @@ class Call:
             raise MessageFailed(StatusCode.INTERNAL, "Exception deserializing request!") from err
 
     def takes_long(self, message: Received) -> bool:
-        """Tell whether a message takes so long to decode that a thread is to do it."""
+        """Return whether a message takes so long to decode that a thread must decode it."""
         takes_long = self.method.takes_long
         return len(message) >= LONG_BYTES and takes_long is not None and takes_long(message)
 
     def decoded_apart(self, message: Received) -> Any:
-        """As `decoded`, but return `MessageFailed`; None if the call has ended. For the thread of decodes."""
+        """As `decoded`, but return a `MessageFailed`; None if the call has ended. For the decoding thread."""
         return None if self.stream.ended else outcome_of(partial(self.decoded, message), MessageFailed)
 
     def end(self) -> None:
@@ -157,18 +157,18 @@ class Call:
         self.fail(error)
 
     def on_cancel(self) -> None:
-        """End the call as cancelled; subclasses stop the work that runs."""
+        """End the call as cancelled; subclasses also stop its running work."""
         self._ended(StatusCode.CANCELLED)
 
     def on_drain(self, *, is_stop: bool) -> None:
-        """Do nothing: the call ends by itself."""
+        """Do nothing, because the call ends by itself."""
 
     def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:
         self.stream.end(code, message, details)
         self._ended(code)
 
     def _ended(self, code: StatusCode) -> None:
-        self.stream.consumed_all()  # the client may take its time for the answer
+        self.stream.consumed_all()  # the client may read the answer slowly
         if access_log.enabled and not self._has_line:
             self._has_line = True
             line = f"gRPC {self.method.path} HTTP/2.0"
@@ -193,7 +193,7 @@ class UnaryCall(Call, ABC):
             self.on_failure(MessageFailed(StatusCode.INTERNAL, "found several messages, expected one"))
 
     def on_half_close(self) -> None:
-        """Decode the message and begin, after decompressing it if needed."""
+        """Decompress the message if needed, decode it, and begin."""
         message = self._message
         if message is None:
             self.on_failure(MessageFailed(StatusCode.INTERNAL, "found no message, expected one"))
@@ -214,7 +214,7 @@ class UnaryCall(Call, ABC):
         self.begin(request)
 
     def _decode_apart(self, message: Received) -> None:
-        """Decode the message in a thread, under a lease: it waits there even if the call ends before."""
+        """Decode the message in a thread, under a lease, because it stays queued even if the call ends."""
         self._message = b""
         self.stream.consumed_all()
         try:
@@ -229,18 +229,18 @@ class UnaryCall(Call, ABC):
         self.stream.budgets.decodes.add(decode, then, self.stream.caller)
 
     def _keep(self, size: int) -> None:
-        """Hold the message of `size` bytes until the call ends: a request may wait in a queue."""
+        """Count the message of `size` bytes until the call ends, because a request may wait in a queue."""
         self.read_s = time.monotonic()
         self._message = b""
         self.stream.consumed_all()
-        if not self.stream.key_free:  # a watch of health lasts for hours, and needs nothing of it
+        if not self.stream.key_free:  # a health watch lasts for hours, and does not need its message
             self.stream.keep(size)
 
     def _inflate(self, message: Compressed) -> None:
         """Decompress the message and decode it.
 
-        A long message is decompressed in a thread, under a lease for its maximum decompressed size. Then it
-        is decoded in its turn: a few kilobytes can hold fields that take tens of milliseconds.
+        A long message is decompressed in a thread, under a lease for its maximum decompressed size. Then its
+        decoding is queued, because a few kilobytes can hold fields that take tens of milliseconds.
         """
         self._message = b""
         try:
@@ -257,7 +257,7 @@ class UnaryCall(Call, ABC):
     def _inflated(self, lease: Lease, inflating: asyncio.Future[bytes]) -> None:
         # `result` would add this frame to the error's traceback. The frame references the future, which
         # references the error: a cycle that keeps the message's bytes until the garbage collector runs.
-        error = None if inflating.cancelled() else inflating.exception()  # asyncio logs one that is not read
+        error = None if inflating.cancelled() else inflating.exception()  # unread, asyncio would log it
         if inflating.cancelled() or self.stream.ended:
             lease.end()
             return  # the client cancelled the call
@@ -331,7 +331,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
 
     @property
     def prediction(self) -> Request | None:
-        """This call itself, once its message was read; None before."""
+        """This call itself once it has its request id, which `begin` sets; None before."""
         return self if self.request_id else None
 
     @abstractmethod
@@ -339,7 +339,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
         """Translate the client's message.
 
         Raises:
-            ServingError: it is not a valid request.
+            ServingError: the message is not a valid request.
         """
 
     @abstractmethod
@@ -358,7 +358,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
             self._version = dataplane.admit(self, model, version)
         except Exception as error:  # the top of a call
             if isinstance(error, ServingError):
-                self.error = error  # `fail` sets it for requests that have got their id
+                self.error = error  # `fail` sets it only for requests with an id
             self.fail(error)
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
@@ -370,7 +370,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
                 self._take_parts(outcome)
             else:
                 self.fail(outcome)
-        except Exception as error:  # catch all: the other calls of the batch are answered after this one
+        except Exception as error:  # broad, because the other calls of the batch are answered after this one
             self.fail(error)
 
     def on_cancel(self) -> None:
@@ -381,7 +381,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
             self._joining.cancel()
 
     def withdraw(self) -> None:
-        """Withdraw the prediction from its batcher: it does not run, or its outcome is dropped."""
+        """Withdraw the prediction from its batcher, so that it does not run, or its outcome is dropped."""
         if self._version is not None:
             self._version.batcher.withdraw(self)
 
@@ -402,7 +402,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
             async for chunk in response.chunks:
                 chunks.append(chunk)
                 size += len(chunk)
-                self.stream.check(size)  # else an answer over the limit would be buffered before it fails
+                self.stream.check(size)  # before an answer over the limit is buffered whole
             self.answer(self.message_of(InferResponse(b"".join(chunks))))
         except Exception as error:  # the top of a task
             self.fail(error)

@@ -1,7 +1,7 @@
 """Tables from our errors to gRPC: a status code, and a two-line text that TorchServe's clients know.
 
 The second line is the name of TorchServe's Java exception class. The inference service answers INTERNAL even
-where a more specific code exists, because its clients compare with that. The trailer
+where a more specific code exists, because its clients compare with INTERNAL. The trailer
 `grpc-status-details-bin`, a `google.rpc.Status`, carries the error's own name and the retry delay.
 """
 
@@ -42,7 +42,7 @@ class Failure(NamedTuple):
 
     def trailers(self) -> tuple[StatusCode, str, bytes]:
         """Return code, text, and the status as a serialized `google.rpc.Status`; b"" for a long text."""
-        if len(self.details) > MAX_MESSAGE_BYTES:  # not sent with its details, nor worth a place in the cache
+        if len(self.details) > MAX_MESSAGE_BYTES:  # its details are not sent, and it is not cached
             return self.code, self.details, b""
         retry_tenths = None if self.retry_after_s is None else math.ceil(self.retry_after_s * 10)
         return self.code, self.details, _status(self.code, self.details, self.error, retry_tenths)
@@ -70,7 +70,7 @@ def _packed(info: ErrorInfo | RetryInfo) -> Any:
 Row = tuple[StatusCode, str]
 Table = dict[type[e.ServingError], Row]
 
-# Looked up along the class's MRO, so a new subclass inherits its parent's row.
+# Rows are looked up along the class's MRO, so a new subclass inherits its parent's row.
 MANAGEMENT: Table = {
     e.InvalidRequest: (StatusCode.INVALID_ARGUMENT, BAD_REQUEST),
     e.Quarantined: (StatusCode.INVALID_ARGUMENT, BAD_REQUEST),
@@ -86,7 +86,7 @@ MANAGEMENT: Table = {
     e.DependenciesFailed: (StatusCode.INVALID_ARGUMENT, f"{_MODEL}ModelException"),
     e.DownloadFailed: (StatusCode.INVALID_ARGUMENT, "org.pytorch.serve.archive.DownloadArchiveException"),
     e.Unavailable: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
-    e.CutOff: (StatusCode.INTERNAL, INTERNAL_SERVER),  # clients and proxies send again at UNAVAILABLE
+    e.CutOff: (StatusCode.INTERNAL, INTERNAL_SERVER),  # not UNAVAILABLE, at which clients and proxies retry
     e.TooManyRequests: (StatusCode.RESOURCE_EXHAUSTED, ""),  # TorchServe has no such limits
     e.DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, INTERNAL_SERVER),
     e.Cancelled: (StatusCode.CANCELLED, INTERNAL_SERVER),
@@ -101,7 +101,7 @@ INFERENCE: Table = {
     e.VersionNotFound: (StatusCode.INTERNAL, f"{_MODEL}ModelVersionNotFoundException"),
     e.Unavailable: (StatusCode.INTERNAL, "InternalServerException.()"),
     e.CutOff: (StatusCode.INTERNAL, "InternalServerException.()"),
-    # TorchServe has no such answer; proxies and clients retry at UNAVAILABLE.
+    # TorchServe has no such error; proxies and clients retry at UNAVAILABLE.
     e.Restarting: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
 }
 # The Open Inference Protocol has no Java class names: the status text is the message alone.

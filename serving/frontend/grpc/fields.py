@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from torchere.serving.frontend.http2.messages import MessageFailed, Received, StatusCode
 
-MOST_FIELDS = 20_000  # of a long message; ones of the Open Inference Protocol have at most ten thousand
+MOST_FIELDS = 20_000  # of a long message; in the Open Inference Protocol they have at most ten thousand
 LONG_BYTES = 65_536  # a shorter message has too few fields to matter
 _VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
 _FIXED_BYTES = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
@@ -37,7 +37,7 @@ class Fields:
 
         Raises:
             DecodeError: the bytes are not valid fields.
-            MessageFailed: there are too many.
+            MessageFailed: there are too many fields.
         """
         message = self._message
         while at < end:
@@ -65,7 +65,7 @@ class Fields:
             at += size
 
     def _number(self, at: int, most_bytes: int = _MOST_VARINT_BYTES) -> tuple[int, int]:
-        """Return the varint at an offset, and the offset behind it."""
+        """Return the varint at an offset, and the offset after it."""
         value = 0
         for place, byte in enumerate(self._message[at : at + most_bytes]):
             value |= (byte & 0x7F) << 7 * place

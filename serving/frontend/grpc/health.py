@@ -20,16 +20,16 @@ from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import NO_DEADLINE
 
 HEALTH = DESCRIPTOR.services_by_name["Health"]
-# Between two checks of readiness: an executor that is lost or comes back does not call `look`.
+# Interval of readiness checks, because no event calls `look` when an executor is lost or comes back.
 LOOK_S = 1.0
-# Watches need no key, and each takes 7 KiB for as long as it likes. Clients of gRPC hold one a channel.
+# Watches need no key, and each holds 7 KiB without a time limit. gRPC clients hold one watch per channel.
 MAX_CONNECTION_WATCHES = 64
 MAX_WATCHES = 4096  # of a port
 MAX_NAME = 100  # characters of a service's name in errors
 
 
 class HealthService:
-    """The standard health service. The server ("") and all services of its port have one state."""
+    """The standard health service. The server ("") and all services of its port share one state."""
 
     def __init__(
         self, dataplane: DataPlane, services: frozenset[str], budgets: Budgets | None = None
@@ -56,7 +56,7 @@ class HealthService:
     def watch(self, watch: _Watch, service: str) -> None:
         """Send the state of a service to a watch, now and on each change.
 
-        An unknown service does not end the call: clients would call again at once.
+        An unknown service does not end the call, because clients would call again at once.
         """
         if not self._has_room(watch):
             self._refuse(watch)
@@ -74,10 +74,10 @@ class HealthService:
         watch.tell(_response(self._told))
 
     def _has_room(self, watch: _Watch) -> bool:
-        """Tell whether a watch may begin; above `MAX_WATCHES` the oldest one ends for it.
+        """Return whether a watch may begin; above `MAX_WATCHES` the oldest watch is ended for it.
 
-        Only the first watch of a connection ends another one. So a few connections can't take all watches,
-        and every client that loses its watch gets it back when it calls again.
+        Only the first watch of a connection ends another watch. So a few connections can't take all watches,
+        and every client that loses its watch gets a new one when it calls again.
         """
         held = self._held[watch.stream.connection]
         if len(self._open) < MAX_WATCHES or held:
@@ -149,7 +149,7 @@ class _Watch(UnaryCall):
         self._end_with(StatusCode.RESOURCE_EXHAUSTED, "There are too many watches: try again later")
 
     def on_drain(self, *, is_stop: bool) -> None:
-        """Send the last state and end the call: a watch would keep the connection open."""
+        """Send the last state and end the call, because a watch would keep the connection open."""
         self._draining = True
         if self._begun:
             self._service.look()

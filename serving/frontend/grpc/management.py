@@ -80,7 +80,7 @@ class ManagementService:
         return ManagementResponse(msg=wording.registered(await self._controlplane.register(wish)))
 
     async def scale(self, request: ScaleWorkerRequest, call: Call) -> ManagementResponse:
-        """Change how many executors a version has. Over gRPC 0 means unset, which is 1."""
+        """Change how many executors a version has. Over gRPC, 0 means unset, for which the default is 1."""
         version = request.model_version or None
         minimum = _said(request.min_worker) or 1
         progress = await self._controlplane.scale(

@@ -57,8 +57,9 @@ WANTS_FINAL = (
 class Tensors(NamedTuple):
     """Dependencies of the inference calls of one service. Used on the data plane's event loop only.
 
-    `as_torchserve` is set for the service under TorchServe's name. It selects TorchServe's error codes, and
-    behind an envelope base64 for BYTES elements in the handler's JSON, and JSON for those of the response.
+    `as_torchserve` is set for the service under TorchServe's name. It selects TorchServe's error codes. With
+    an envelope, it also selects base64 for BYTES elements in the handler's JSON, and JSON for BYTES elements
+    of the response.
     """
 
     context: PredictionContext
@@ -119,7 +120,7 @@ class _ModelInfer(GrpcPrediction):
         self._id = ""
 
     def asked(self, message: TensorMessage) -> Asked:
-        if message.size > self.stream.kept_bytes:  # its tensors are longer than the message
+        if message.size > self.stream.kept_bytes:  # the decoded tensors are longer than the message
             self.stream.keep(message.size - self.stream.kept_bytes)
         asked = self._tensors.asked(message, self)
         self._raw, self._id = message.is_raw, message.id
@@ -137,7 +138,7 @@ class _ModelInfer(GrpcPrediction):
         super().reply(outcome)
 
     def fail(self, error: Exception) -> None:
-        """End the call with an error, in the words of this protocol under its own name."""
+        """End the call with an error; under the protocol's own name, with the protocol's wording."""
         ours = isinstance(error, ServingError) and not self._tensors.as_torchserve
         super().fail(in_plain_words(error) if ours else error)  # type: ignore[arg-type]
 
@@ -175,7 +176,7 @@ class InferStream:
     def __init__(self, tensors: Tensors, call: Call) -> None:
         self._tensors = tensors
         self._call = call
-        self._ahead_bytes = 0  # of answers that wait for those before them
+        self._ahead_bytes = 0  # of answers that wait for earlier answers
         self._answered = asyncio.Event()
         self._unanswered: dict[TensorMessage, None] = {}  # in the order of their answers
 
@@ -193,7 +194,7 @@ class InferStream:
             self._call.stream.release(self._ahead_bytes)
 
     async def _paced(self, requests: AsyncIterator[TensorMessage]) -> AsyncIterator[TensorMessage]:
-        """Yield the requests; wait while unanswered ones hold `IN_FLIGHT_BYTES`."""
+        """Yield the requests; wait while unanswered requests hold `IN_FLIGHT_BYTES`."""
         async for request in requests:
             while self._call.stream.kept_bytes >= IN_FLIGHT_BYTES:
                 self._answered.clear()
@@ -216,7 +217,7 @@ class InferStream:
             self._call.stream.let_go(request.size)
             self._unanswered.pop(request, None)
             self._answered.set()
-        # Cut: dozens of answers wait in memory, and megabytes of a name compress to a kilobyte.
+        # Truncated, because dozens of answers wait in memory, and megabytes of a name compress to a kilobyte.
         names = request.fields.model_name[:MAX_NAME_LENGTH], request.fields.id[:MAX_NAME_LENGTH]
         named = ModelInferResponse(model_name=names[0], id=names[1])
         yield self._held(ModelStreamInferResponse(error_message=text, infer_response=named), request)
@@ -224,10 +225,10 @@ class InferStream:
     def _held(
         self, part: ModelStreamInferResponse, request: TensorMessage
     ) -> tuple[ModelStreamInferResponse, int]:
-        """Count the bytes of a part until it is sent; return the part with them.
+        """Count the bytes of a part until it is sent; return the part with its bytes.
 
         Raises:
-            MessageFailed: it is too long, or clients have left too much of their answers.
+            MessageFailed: the part is too long, or clients have too many unread bytes of answers.
         """
         size = part.ByteSize()
         self._call.stream.check(size)  # when it is sent, an error would end the stream with all its requests
@@ -283,7 +284,7 @@ Part = TypeVar("Part")
 Item = TypeVar("Item")
 
 IN_FLIGHT = 64  # requests of one stream read ahead of the answers; beyond that reading pauses
-IN_FLIGHT_BYTES = 2**24  # of them, likewise: far below the budget of their connection
+IN_FLIGHT_BYTES = 2**24  # of these requests, also a limit; far below the budget of their connection
 PARTS_AHEAD = 16  # parts of one answer buffered while earlier answers are sent
 
 

@@ -24,7 +24,7 @@ Filled = TypeVar("Filled", bound=Message)
 
 
 class ModelCalls:
-    """All methods but inference; used on the event loop of the planes only.
+    """All methods except inference; used only on the event loop of the data plane and control plane.
 
     `metadata` fills both JSON bodies and gRPC messages, because members and fields have the same names.
 
@@ -32,7 +32,7 @@ class ModelCalls:
         dataplane: supplies the facts of the models.
         controlplane: loads and unloads models.
         unknown_is_unready: report an unknown model as not ready, as Triton does (its clients poll for a model
-            that way); else `ModelReady` of an unknown model is an error, as in TorchServe.
+            that way); otherwise `ModelReady` for an unknown model is an error, as in TorchServe.
     """
 
     def __init__(self, dataplane: DataPlane, controlplane: ControlPlane, *, unknown_is_unready: bool) -> None:
@@ -57,7 +57,7 @@ class ModelCalls:
         }
 
     def server_live(self, request: pb.ServerLiveRequest, call: Call) -> pb.ServerLiveResponse:
-        """Report that the server is live: it is live when it can respond."""
+        """Report that the server is live, as it is whenever it can respond."""
         return pb.ServerLiveResponse(live=True)
 
     def server_ready(self, request: pb.ServerReadyRequest, call: Call) -> pb.ServerReadyResponse:

@@ -4,7 +4,7 @@ Triton's and KServe's clients call `inference.GRPCInferenceService`. TorchServe'
 with the same messages, in another package. Client libraries register these messages in the default descriptor
 pool of the process, so our messages use a pool of their own (`protos/generate.py`).
 
-Version 1 of reflection has the messages of version 1alpha, by which the library knows it, in another package.
+Version 1 of reflection has the messages of version 1alpha, the library's version, in another package.
 """
 
 from __future__ import annotations

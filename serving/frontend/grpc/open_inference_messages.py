@@ -51,7 +51,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
 from torchere.serving.types import InferResponse
 
 MAX_CLASSES = 2**31 - 1
-# Which field of InferTensorContents holds a datatype; FP16 and BF16 have none.
+# The field of InferTensorContents for each datatype; FP16 and BF16 have no field.
 _FIELDS = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -106,8 +106,8 @@ def infer_response(answer: TensorAnswer, *, raw: bool, call_id: str = "") -> Ten
 
     Args:
         answer: the answer of the model.
-        raw: send the outputs as raw bytes; else in typed fields, unless an output's datatype has none.
-        call_id: the id that the client gave its request, unless the answer has it.
+        raw: send the outputs as raw bytes; otherwise in typed fields, unless a datatype has no field.
+        call_id: the id that the client gave its request; used if the answer has no id.
 
     Raises:
         HandlerFailed: the handler wrote a BYTES output with an invalid layout.
@@ -132,7 +132,7 @@ def parameters(given: Mapping[str, InferParameter], where: str) -> dict[str, Par
     """Return parameters as plain values.
 
     Raises:
-        InvalidRequest: a parameter has no value, or a float that is not finite: they are passed on as JSON.
+        InvalidRequest: a parameter has no value, or is not finite, which JSON can't represent.
     """
     values: dict[str, ParameterValue] = {}
     for name, parameter in given.items():
@@ -223,8 +223,8 @@ def _fill(contents: InferTensorContents, output: OutputTensor) -> None:
 
 Raw = bytes | memoryview
 
-MOST_TENSORS = 256  # cut out of one message; with more of them the library needs less memory
-MOST_CUT_FIELDS = 256  # of a short message; the library is faster at more of them
+MOST_TENSORS = 256  # that are cut out of one message; with more tensors, the library needs less memory
+MOST_CUT_FIELDS = 256  # of a short message; with more fields, the library is faster
 # Tags: field number and wire type 2 (length-delimited).
 _ID_TAG = 3 << 3 | 2  # of `id`, in requests and in responses
 _INPUT_TAG = 7 << 3 | 2  # of `raw_input_contents`
@@ -233,10 +233,10 @@ _TENSOR_TAGS = (5 << 3 | 2, 6 << 3 | 2)  # of `inputs` and `outputs` of a reques
 
 
 class TensorMessage:
-    """A request with its raw tensors and its id held apart from the rest, its head.
+    """A request whose raw tensors and id are kept separate from its head, the rest of the message.
 
-    `head` is empty if the message was decoded at once; `fields` may lack the tensors. `size`: bytes of the
-    message as it was received, or of its tensors, whichever are more.
+    `head` is empty if the message was decoded at once; `fields` may lack the tensors. `size` is the size of
+    the received message or of its tensors, whichever is larger, in bytes.
     """
 
     __slots__ = ("_fields", "_translated", "head", "id", "raw", "size")
@@ -253,10 +253,10 @@ class TensorMessage:
 
     @classmethod
     def of_library(cls, message: Received) -> TensorMessage:
-        """Return a message that the library decoded whole.
+        """Return a message that the library decodes whole.
 
         Raises:
-            DecodeError: it is not a valid request.
+            DecodeError: the message is not a valid request.
         """
         fields = ModelInferRequest.FromString(bytes(message))
         whole = cls(b"", fields.id, fields.raw_input_contents)
@@ -271,13 +271,13 @@ class TensorMessage:
         return self._fields
 
     def translate(self) -> None:
-        """Translate the message for `translated`. It may take long, so it belongs to the decoding."""
+        """Translate the message for `translated`. Call it with the decoding, because it may take long."""
         self._translated = found = outcome_of(partial(tensor_request, self), InvalidRequest)
         if isinstance(found, TensorRequest):
             self.size = max(self.size, sum([len(tensor.raw) for tensor in found.inputs]))
 
     def translated(self) -> TensorRequest:
-        """Return the translation, and forget it; see `tensor_request`.
+        """Return the translation, and drop the reference to it; see `tensor_request`.
 
         Raises:
             InvalidRequest: a field is invalid; the text names it.
@@ -297,7 +297,7 @@ class TensorMessage:
 
     @property
     def is_raw(self) -> bool:
-        """Whether the client reads raw outputs: the form of its inputs; without any, that of most clients."""
+        """Whether the client expects raw outputs: if its inputs are raw or, as with most clients, absent."""
         return bool(self.raw) or not self.fields.inputs
 
 
@@ -314,15 +314,15 @@ class TensorReply(NamedTuple):
 
 
 def decode_request(message: Received, known: Container[Hashable] = ()) -> TensorMessage:
-    """Decode a request. The raw tensors are slices of `message`: views, if that is a view or long.
+    """Decode a request. The raw tensors are slices of `message`, or views if `message` is a view or long.
 
     Args:
         message: the bytes received.
-        known: the heads that need not be decoded, because they were before.
+        known: the heads that need no decoding, because they were decoded before.
 
     Raises:
         DecodeError: the message is not a valid request.
-        MessageFailed: it has too many fields.
+        MessageFailed: the message has too many fields.
     """
     cut = _cut(message) or TensorMessage.of_library(message)
     cut.size = len(message)
@@ -332,14 +332,14 @@ def decode_request(message: Received, known: Container[Hashable] = ()) -> Tensor
 
 
 def takes_long(message: Received) -> bool:
-    """Tell whether a request is long without its raw tensors, which are cut out of it and not translated."""
+    """Return whether a request is long without its raw tensors, which are cut out and not translated."""
     size = len(message)
     try:
         for tag, start, _, after in Fields(message).between(0, len(message)):
             if tag == _INPUT_TAG:
                 size -= after - start
     except (DecodeError, MessageFailed):
-        return True  # its decoding finds the same
+        return True  # decoding it raises the same error
     return size >= LONG_BYTES
 
 
@@ -383,7 +383,7 @@ class RawAnswers:
         return _with_tensors(parts, tensors_behind(body, start, known.sizes))
 
     def _encode_anew(self, head: bytes, body: Raw, size: int, call_id: str) -> Encoded:
-        """Encode a framed body, and keep its head if the `size` bytes behind it are the tensors."""
+        """Encode a framed body, and keep its head if the `size` bytes after it are the tensors."""
         answer = read_framed_body(body)
         sizes = [len(output.raw) for output in answer.outputs]
         if not answer.id and sum(sizes) == size and len(head) <= KNOWN_HEAD_BYTES:
@@ -400,7 +400,7 @@ def _with_tensors(parts: list[Raw], tensors: Sequence[Raw]) -> Encoded:
 
 
 def _cut(message: Received) -> TensorMessage | None:
-    """Cut the raw tensors and the id out of a message; None: the library is to read it whole.
+    """Cut the raw tensors and the id out of a message; None: the library must decode it whole.
 
     Raises:
         DecodeError: a long message has invalid fields, or the head or an id is invalid.

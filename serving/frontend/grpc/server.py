@@ -46,7 +46,7 @@ Api = Literal["inference", "management"]
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
 _BACKLOG = 1024
-_AGE_SPREAD = 0.1  # random share of the maximum age, up or down, so that clients do not reconnect all at once
+_AGE_SPREAD = 0.1  # random share by which the maximum age varies, so that reconnects do not coincide
 _ENDING_S = 5.0  # how long to wait for cancelled calls to end
 
 
@@ -134,7 +134,7 @@ class GrpcServer:
             return Connection(listener)
 
         if context is None and address.unix_path is not None:
-            Path(address.unix_path).unlink(missing_ok=True)  # may be left over from a killed server
+            Path(address.unix_path).unlink(missing_ok=True)  # a killed server may have left it
             return [await loop.create_unix_server(connected, address.unix_path, backlog=_BACKLOG)]
         sockets = await bound_sockets(address, _BACKLOG)
         if context is not None:
@@ -209,8 +209,8 @@ def _tls(services: Services) -> ssl.SSLContext | None:
     return services.certificates.server_context(http2=True)
 
 
-# TorchServe's service answers INTERNAL to an inference request for a model that is not there, as its other
-# inference service does, and NOT_FOUND to questions about one.
+# TorchServe's service answers INTERNAL to an inference request for a model that is not registered, as its
+# other inference service does, and NOT_FOUND to other calls for such a model.
 _TORCHSERVE_MODELS: Table = {
     **INFERENCE,
     ModelNotFound: MANAGEMENT[ModelNotFound],
@@ -221,7 +221,7 @@ _TORCHSERVE_MODELS: Table = {
 def open_inference_services(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> list[Service]:
-    """Return both services. They differ in error codes, and in the encoding of BYTES for an envelope."""
+    """Return both services, which differ in error codes and in the encoding of BYTES with an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
     context = PredictionContext(dataplane, services.metrics)
     answers = RawAnswers()

@@ -44,11 +44,11 @@ _UNMANAGED = (
 _CANCELLED = StatusCode.CANCELLED.name
 _NOT_POST, _NOT_GRPC = 405, 415
 _GRPC = "application/grpc"
-MAX_LOGGED_PATH = 200  # characters of the path of a refused call, which may name no method
+MAX_LOGGED_PATH = 200  # characters of the path of a refused call, whose method may not exist
 
 Opener = Callable[[Stream], CallListener]
 Openers = dict[str, Opener]
-Service = Callable[[set[Any], Metrics], Openers]  # a set that will hold running tasks > openers by path
+Service = Callable[[set[Any], Metrics], Openers]  # takes a set for running tasks; returns openers by path
 
 
 class Callback(NamedTuple):
@@ -58,7 +58,7 @@ class Callback(NamedTuple):
 
 
 class WithCodec(NamedTuple):
-    """A method with its own codec for its messages; None: the codec of the descriptor.
+    """A method with its own codec for its messages; a part that is None is the descriptor's.
 
     `takes_long`: see `Method`.
     """
@@ -69,7 +69,7 @@ class WithCodec(NamedTuple):
     takes_long: Callable[[Received], bool] | None = None
 
 
-Function = Callable[[Any, Call], Any]  # answers at once
+Function = Callable[[Any, Call], Any]  # answers without waiting
 Implementation = Function | Waiting | Streaming | Callback | WithCodec
 
 
@@ -164,7 +164,7 @@ def dispatcher(
         port: the API whose port it is, and the role that methods without a row need.
         metrics: counts calls refused because of their key or the limits of their client.
         changes: who may change models without authorization; see `ServerSettings.allows_management`.
-        limits: of each client, for calls with the inference role; None: there are none.
+        limits: the limits of each client, for calls with the inference role; None: no limits.
     """
     roles = {path: row.needs for path, row in grpc_rows(port).items() if row.needs != API_KEY}
     changing = frozenset(path for path, row in grpc_rows(port).items() if row.actions)
@@ -207,7 +207,7 @@ def dispatcher(
 def _refuse(
     stream: Stream, code: StatusCode, message: str, details: bytes = b"", *, http_status: int = 200
 ) -> None:
-    """Refuse a call, and write its line to the access log; `Call` does so for those that are let in."""
+    """Refuse a call, and write its line to the access log; for admitted calls, `Call` writes it."""
     stream.refuse(code, message, details, http_status=http_status)
     if access_log.enabled:
         line = f"gRPC {stream.head.path[1:MAX_LOGGED_PATH]} HTTP/2.0"
@@ -222,7 +222,7 @@ def _is_grpc(content_type: str) -> bool:
 def _refusal(
     stream: Stream, keys: Keys | None, role: Role | None, limits: ClientLimits | None
 ) -> Unauthorized | TooManyRequests | None:
-    """Set the caller of a call; return the error of one without the role, or over its client's limits."""
+    """Set the caller of a call; return the error if the caller lacks the role, or is over its limits."""
     stream.caller = address_of(stream.client)
     try:
         if keys is not None and role is not None:
@@ -254,12 +254,12 @@ def audit(
 
 
 class ChangingCall(UnaryTaskCall):
-    """A call that changes something: also audited if it ends before its message is decoded."""
+    """A call that changes models; it is audited even if it ends before its message is decoded."""
 
     __slots__ = ()
 
     def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:
-        if self.task is None:  # else `audited` writes the line
+        if self.task is None:  # otherwise `audited` writes the line
             audit(self.stream, code.name)
         super()._end_with(code, message, details)
 

@@ -26,11 +26,11 @@ Answerer = Callable[["TaskCall", Any], Awaitable[None]]
 # Limits of one call's queued messages; at either limit its stream is paused.
 MESSAGES_AHEAD = 16
 BYTES_AHEAD = 2**20
-MESSAGE_S = 0.0001  # of the event loop for a short message: its decoding, its tasks and its answer
+MESSAGE_S = 0.0001  # event loop's time for a short message: its decoding, its tasks and its answer
 # Delay after its deadline until a call is ended here. The data plane ends and counts predictions at their
-# deadline; this timer is for calls that wait for something else.
+# deadline; this timer is for calls that wait for other things.
 LATE_S = 0.1
-FIRST_MESSAGE_S = 1.0  # for the first message of a stream that its client began before it knew of the stop
+FIRST_MESSAGE_S = 1.0  # wait for the first message of a stream that the client began before the stop
 
 
 class TaskCall(Call):
@@ -46,7 +46,7 @@ class TaskCall(Call):
         self.task: asyncio.Task[None] | None = None
 
     def run(self, request: Any, *, many: bool) -> None:
-        """Start the task; `many`: the client may send several predictions."""
+        """Start the task; `many`: the client may send several prediction requests."""
         loop = asyncio.get_running_loop()
         self.task = loop.create_task(self._run(request, many=many))
         self.method.tasks.add(self.task)
@@ -143,16 +143,16 @@ class StreamTaskCall(TaskCall):
         self._wake()
 
     def on_drain(self, *, is_stop: bool) -> None:
-        """If the server stops, end the call after the answers to the messages that came.
+        """If the server stops, end the call after the answers to the received messages.
 
-        Clients keep such calls open, idle: the stop would wait for each until its time is over.
+        Clients keep idle calls open, for which the stop would otherwise wait for its whole grace period.
         """
         if is_stop:
             delay_s = 0.0 if self.stream.messages else FIRST_MESSAGE_S
             asyncio.get_running_loop().call_later(delay_s, self._stop)
 
     def _ended(self, code: StatusCode) -> None:
-        self._messages.clear()  # the budget gets their bytes back, and the answer may wait for its client
+        self._messages.clear()  # frees their bytes in the budget: the client may read the answer slowly
         super()._ended(code)
 
     async def _requests(self) -> AsyncIterator[Message]:
@@ -163,10 +163,10 @@ class StreamTaskCall(TaskCall):
                 return
             self.stream.resume()
             if self._messages:
-                # They were received before: clients of many small ones would keep the loop to themselves.
+                # Already received: a client that sends many small messages would otherwise block the loop.
                 await self.stream.budgets.turns.another(len(self._messages) * MESSAGE_S)
             elif not self._half_closed:
-                if self._stops and not self.stream.waits_for_client:  # else in the middle of a message
+                if self._stops and not self.stream.waits_for_client:  # not within a message
                     raise MessageFailed(StatusCode.UNAVAILABLE, "The server is shutting down: call again")
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
@@ -186,13 +186,13 @@ class StreamTaskCall(TaskCall):
         return decoded
 
     async def _inflated_and_decoded(self, message: Compressed) -> Any:
-        """Decompress a message and decode it; if it is long, both in threads, and the latter in its turn."""
+        """Decompress a message and decode it; if it is long, in threads, where the decoding is queued."""
         inflated = message.inflated_if_short()
         if inflated is not None:
             return self.decoded(inflated)
         decodes, caller = self.stream.budgets.decodes, self.stream.caller
         lease = self.stream.hold_while_inflating(message)
-        if len(message) <= INLINE_BYTES:  # one read has hundreds of them, and each hand-over costs the loop
+        if len(message) <= INLINE_BYTES:  # one read has hundreds, and each hand-over takes the loop's time
             try:
                 return _decoded(await decodes.run(partial(self._inflated_apart, message), caller))
             finally:
@@ -227,11 +227,11 @@ def _decoded(found: Any) -> Any:
             raise found
         return found
     finally:
-        del found  # the error's traceback has this frame: a cycle that keeps the message
+        del found  # the error's traceback references this frame: a cycle that keeps the message
 
 
 def _inflating(message: Compressed, lease: Lease) -> asyncio.Future[bytes]:
-    """Decompress a message in a thread, and end the lease then. Not to be cancelled: the thread goes on."""
+    """Decompress a message in a thread, then end the lease. Do not cancel it, because the thread goes on."""
 
     def end(done: asyncio.Future[bytes]) -> None:
         lease.end()
