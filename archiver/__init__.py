@@ -5,8 +5,8 @@ from torchere.archiver import ArchiveRequest, open_archive, write_archive
 path = write_archive(ArchiveRequest(model_name="mlp", version="1.0", handler="service.py"))
 open_archive(path).extract("unpacked")
 
-The names are imported when they are first used: a server's command line reads one file of this package, and
-starts without the others.
+The names are imported when they are first used, because a server's command line needs only one file of this
+package, and starts without the others.
 """
 
 from __future__ import annotations

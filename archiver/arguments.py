@@ -11,14 +11,13 @@ from typing import Any, NoReturn
 
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
-_LONG_USAGE = 6  # lines: a longer one hides the message behind it
+_LONG_USAGE = 6  # lines: a longer usage hides the message after it
 
 
 class Parser(argparse.ArgumentParser):
     """Suggests the nearest option, command or choice; shows the usage of the command that was given.
 
-    `hints` has the advice for options and commands that other programs have and this one has not, by their
-    names.
+    `hints` maps options and commands of other programs, which this program lacks, to advice.
     """
 
     hints: Mapping[str, str] = {}

@@ -13,7 +13,7 @@ _UNFINISHED = re.compile(r"\.torchere-[0-9a-f]{16}\.part")
 
 
 def is_unfinished(name: str) -> bool:
-    """Return whether a file name is that of such a sibling, in use by another run or left by a killed one."""
+    """Return whether a file name is that of a hidden sibling, used by another run or left by a killed one."""
     return _UNFINISHED.fullmatch(name) is not None
 
 
@@ -27,8 +27,8 @@ def staged(target: Path, *, merge: bool = False) -> Iterator[Path]:
     half-way leaves a mix of old and new files.
 
     Raises:
-        OSError: nothing was written, the path can't be renamed, or (without `merge`) `target` is a directory
-            that is not empty.
+        OSError: the block wrote nothing, the path can't be renamed, or (without `merge`) `target` is a
+            directory that is not empty.
     """
     work = target.with_name(f".torchere-{os.urandom(8).hex()}.part")  # of the same length for every target
     try:

@@ -1,7 +1,7 @@
 """The command lines: `torch-model-archiver`, and `torchere archive`, `convert` and `inspect`.
 
-`torchere archive` takes the flags of `torch-model-archiver`, and further ones that convert the model first.
-Only the latter need PyTorch. This module alone reads the environment (SOURCE_DATE_EPOCH) and prints.
+`torchere archive` has the flags of `torch-model-archiver`, and further flags that convert the model first.
+Only the latter need PyTorch. Only this module reads the environment (SOURCE_DATE_EPOCH) and prints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchere.archiver.request import (
 from torchere.archiver.scan import weights as kinds
 from torchere.archiver.writer import Progress, write_archive
 
-_SUFFIX_OF = {  # by which a server selects the loader
+_SUFFIX_OF = {  # a server selects the loader by the suffix
     kinds.TORCHSCRIPT: ".pt",
     kinds.EXPORTED_PROGRAM: ".pt2",
     kinds.AOTINDUCTOR: ".pt2",
@@ -76,9 +76,9 @@ def run_archive(namespace: argparse.Namespace) -> int:
 
 
 def _warn_of_faults(request: ArchiveRequest) -> None:
-    """Print a warning of Python that does not compile and of weights that do not load.
+    """Print a warning about Python that does not compile, and about weights that do not load.
 
-    They are packed, as by TorchServe's archiver.
+    These files are packed all the same, as by TorchServe's archiver.
     """
     for check in (check_python, check_weights):
         try:
@@ -173,14 +173,14 @@ def run_inspect(namespace: argparse.Namespace) -> int:
 
 
 def check_weights(request: ArchiveRequest) -> None:
-    """Check that a built-in handler can load the model as it is, by the name and the bytes of its file.
+    """Check that a built-in handler can load the unchanged model file, by its name and bytes.
 
-    Files of a format that is not known here pass.
+    Files of an unknown format pass.
 
     Raises:
-        PackingError: it needs the class of its model, or another suffix, or a class is in a file that no
-            server can import.
-        OSError: it can't be read.
+        PackingError: the file needs another suffix or the model's class, or this class is in a file that a
+            server can't import.
+        OSError: the file can't be read.
     """
     path = Path(request.serialized_file or "")
     is_built_in = request.handler in BUILT_IN_HANDLERS and request.runtime != "LSP"
@@ -235,7 +235,7 @@ def epoch_of(text: str) -> int:
 def tidy_when_ended() -> Iterator[None]:
     """Exit by an exception on SIGTERM or SIGHUP, so that partial output is removed; main thread only.
 
-    SIGHUP is sent when the terminal goes away. A signal that is ignored (nohup) stays ignored.
+    SIGHUP is sent when the terminal is closed. A signal that is ignored (nohup) stays ignored.
     """
     found = {number: signal.getsignal(number) for number in _ENDS}
     before = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}

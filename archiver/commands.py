@@ -32,13 +32,14 @@ from torchere.archiver.signature import SIGNATURE_NAME, Signature, parse
 from torchere.archiver.writer import Progress, check_target, write_archive
 
 Say = Callable[[str], None]
-# Returns what a handler does to the body of a request. Its arguments are the handler as in the manifest, the
-# folder of its file (None if it is built in), and the model-config.yaml, if there is one.
+# Returns the function by which a handler turns the body of a request into inputs. The arguments are the
+# handler as in the manifest, the folder of its file (None if it is built in), and the model-config.yaml, if
+# there is one.
 PrepareFor = Callable[[str, Path | None, Path | None], Prepare]
 
 
 def prepared(options: BuildOptions, request: ArchiveRequest, prepare_for: PrepareFor | None) -> BuildOptions:
-    """Return the options with what the handler of `request` does to pictures among example and samples."""
+    """Return the options with the handler's preparation of bodies, for the example and the samples."""
     if prepare_for is None or not request.handler or request.runtime == "LSP":
         return options
     file = request.handler_file()
@@ -84,7 +85,7 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
 
 
 def packed_line(path: Path) -> str:
-    """Return the line that tells the path and the size of a new archive."""
+    """Return a line with the path and the size of a new archive."""
     if not path.is_file():
         return f"packed: {path}"
     size = path.stat().st_size
@@ -140,7 +141,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_code(_body: bytes) -> NoReturn:
-    """Stand in for a handler whose code may not be run; see `Prepare`."""
+    """Refuse to prepare a body, for a handler whose code may not be run; see `Prepare`."""
     raise ValueError(
         "the archive's own handler prepares pictures, and that runs its code; say --allow-code if you trust "
         "the archive, or give what the model takes, as .npy or .pt"
@@ -148,7 +149,7 @@ def refuse_code(_body: bytes) -> NoReturn:
 
 
 def convert_archive(namespace: argparse.Namespace, say: Say, prepare_for: PrepareFor | None = None) -> Path:
-    """Convert an archive as the arguments say; return the path of the new one.
+    """Convert an archive according to the arguments; return the path of the new archive.
 
     Raises:
         ArchiveError: the old archive can't be used.
@@ -224,7 +225,7 @@ def _request(namespace: argparse.Namespace, old: Archive, folder: Path) -> Archi
     )
     anew = {SIGNATURE_NAME, FALLBACK_NAME, manifest.serialized_file, manifest.config_file}
     given = request.handler_file() if namespace.handler else None
-    if given is not None and given.is_file():  # the user's, in place of the archive's file of that name
+    if given is not None and given.is_file():  # the user's file replaces the archive's file of that name
         anew.add(given.name)
     elif any((folder / name).is_file() for name in handler_files(request.handler, manifest.runtime)):
         request = replace(request, handler=str(folder / request.handler))

@@ -13,7 +13,7 @@ class ArchiveError(Exception):
     """An archive can't be read: its bytes, its names or its manifest are wrong.
 
     `str(error)` is one line with the archive, the entry (if the error is about one), the reason and the
-    advice. Callers that have a message of their own use `reason` alone.
+    advice. Callers with a message of their own use only `reason`.
     """
 
     def __init__(self, archive: str | Path, reason: str, advice: str, entry: str | None = None) -> None:
@@ -28,16 +28,16 @@ class ArchiveError(Exception):
 class PackingError(Exception):
     """An archive can't be written: an input is missing or wrong, or the output is already there.
 
-    Where TorchServe's archiver has a text for the case, `str(error)` is exactly that text, which may have
-    more than one line.
+    If TorchServe's archiver has a text for the case, `str(error)` is exactly that text, which may have more
+    than one line.
     """
 
 
 class ModelRefused(PackingError):
     """A model, example or option can't be used; `str(error)` is one line: the value found and expected.
 
-    Raised for damaged files, files of another kind or machine than they seem, and files that would run code
-    of their own. Nothing in them was run.
+    Raised for damaged files, files for another purpose or machine than their names say, and files that would
+    run code of their own. None of their code was run.
     """
 
     def __init__(self, text: str) -> None:
@@ -45,14 +45,14 @@ class ModelRefused(PackingError):
 
 
 class EndedBySignal(SystemExit):
-    """A signal ends this process, as told apart from a model's own code that calls `sys.exit`."""
+    """A signal ends this process, in contrast to a model's own code that calls `sys.exit`."""
 
 
 @contextmanager
 def naming_files_of(archive: Path, folder: Path, advice: str = "") -> Iterator[None]:
     """Name the archive instead of `folder`, where it is unpacked, in each PackingError from the block.
 
-    One that names a file of the archive ends with `advice`.
+    An error that names a file of the archive ends with `advice`.
     """
     try:
         yield
@@ -68,7 +68,7 @@ def naming_files_of(archive: Path, folder: Path, advice: str = "") -> Iterator[N
 def plainly(error: BaseException) -> str:
     """Return the text of an error; an OSError about a file gives "FILE: reason", without its number.
 
-    A full disk has no file in its error: name the two folders that are written to.
+    The error for a full disk names no file, so the text names the two folders that are written to.
     """
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
         place = tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""Tokenizer and names of classes of a Hugging Face folder, which handlers of texts need in the archive."""
+"""Packs the tokenizer and class names of a Hugging Face folder, which text handlers need in the archive."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TOKENIZED = (_CLASSES, "text_embedding")
 
 
 def check_texts(request: ArchiveRequest, folder: Path | None) -> None:
-    """Raise ModelRefused when the handler would miss its tokenizer or vocabulary.
+    """Raise ModelRefused if the archive would lack the tokenizer or vocabulary that its handler needs.
 
     Args:
-        request: with the handler and the extra files.
+        request: the request, which names the handler and the extra files.
         folder: the Hugging Face folder to pack; None for a model of another kind.
     """
     if folder is None or not folder.is_dir():
@@ -38,9 +38,9 @@ def check_texts(request: ArchiveRequest, folder: Path | None) -> None:
 
 
 def add_texts(request: ArchiveRequest, folder: Path | None, beside: Path) -> None:
-    """Put the folder's tokenizer and names of classes beside the model, where no extra file has their names.
+    """Put the folder's tokenizer and class names beside the model, unless an extra file has the same name.
 
-    Raises ModelRefused when config.json can't be read.
+    Raises ModelRefused if config.json can't be read.
     """
     if folder is None or not folder.is_dir() or request.handler not in _TOKENIZED:
         return

@@ -62,7 +62,7 @@ class Report:
         return json.dumps(report, indent=2)
 
     def as_text(self) -> str:
-        """Return the report as text; strings from the archive can't end a line of it or steer a terminal."""
+        """Return the report as text; strings from the archive are escaped: they could control a terminal."""
         manifest = "none" if self.manifest is None else json.dumps(self.manifest, indent=2)
         verified = "not present" if self.digests_verified is None else "verified (sha256)"
         parts = [
@@ -139,7 +139,7 @@ def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
 
 
 def _is_handler(archive: Archive, found: Weights) -> bool:
-    """Return whether a file is the library of a handler in C++, which has a sentence of its own."""
+    """Return whether a file is the library of a handler in C++, for which the report has another sentence."""
     manifest = archive.manifest
     is_library = manifest.runtime == "LSP" and found.kind == SHARED_LIBRARY
     return is_library and found.name in handler_files(manifest.handler, manifest.runtime)
@@ -185,7 +185,7 @@ def _file_sentence(role: str, name: str, names: set[str], what: str) -> str:
 
 
 def _alignment(entry: Entry) -> int | None:
-    """Return the largest power of two, at most a page, that divides the data's offset; None without one."""
+    """Return the largest power of two, at most a page, that divides the data's offset; None: no offset."""
     if entry.offset is None:
         return None
     return min(entry.offset & -entry.offset or _MAX_ALIGNMENT, _MAX_ALIGNMENT)

@@ -1,8 +1,8 @@
 """`MAR-INF/MANIFEST.json`: the metadata of an archive.
 
 The layout is TorchServe 0.12.0's, so that its server loads the archives of this package. One more member,
-`torchere`, holds the SHA-256 of every other file; TorchServe ignores members it does not know, and so does
-this package.
+`torchere`, holds the SHA-256 of every other file. TorchServe ignores members that it does not know, and so
+does this package.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from torchere.archiver.container.entries import MANIFEST_NAME, problem_with
 from torchere.archiver.errors import ArchiveError
 
-# Version of TorchServe's archiver that defines the format. Tools compare it, so it is not this package's.
+# Version of TorchServe's archiver, which defines the format. Not this package's, because tools compare it.
 FORMAT_VERSION = "0.12.0"
 RUNTIMES = ("python", "python3", "LSP")
 DEFAULT_VERSION = "1.0"
-# 1980-01-01, also the earliest time a zip can hold. A fixed date, because the time of packing, or of a
-# checkout, would make two archives of the same inputs differ; SOURCE_DATE_EPOCH replaces it.
+# 1980-01-01, the earliest time that a zip can hold. The date is fixed, because the time of packing, or of a
+# checkout, would make two archives of the same inputs differ; SOURCE_DATE_EPOCH replaces the date.
 EPOCH_S = 315532800
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -40,7 +40,7 @@ VERSION_RULE = "1 to 255 printable characters without '/'"
 
 
 def is_version(text: str) -> bool:
-    """Return whether a server takes the text for the version of a model: `VERSION_RULE`."""
+    """Return whether a server accepts the text as the version of a model: `VERSION_RULE`."""
     return bool(text.strip()) and len(text) <= 255 and "/" not in text and text.isprintable()
 
 
@@ -72,8 +72,8 @@ class Manifest:
         """Parse a manifest; `archive` is the name that errors give.
 
         Raises:
-            ArchiveError: It is not JSON, its `model` is null or its `runtime` unknown, or a member has a
-                wrong type or points outside the archive. A missing `model` or `modelName` is allowed:
+            ArchiveError: The text is not JSON, `model` is null, `runtime` is unknown, or a member has a wrong
+                type or points outside the archive. A missing `model` or `modelName` is allowed, because
                 registration may supply their values.
         """
         return _Parser(text, archive).manifest()
@@ -111,7 +111,7 @@ def created_on(epoch_s: int) -> str:
 
 
 class _Parser:
-    """Parser of one manifest; `_refuse` makes the error of every check."""
+    """Parser of one manifest; `_refuse` returns the error of every check."""
 
     def __init__(self, text: str, archive: str) -> None:
         self._text = text
@@ -169,7 +169,7 @@ class _Parser:
         return value
 
     def _remark(self, members: Mapping[str, Any], key: str) -> str | None:
-        """Return a member that nothing depends on, as text; a number is accepted, too."""
+        """Return a member as text, for members that no code depends on; a number is accepted, too."""
         value = members.get(key)
         return str(value) if isinstance(value, (int, float)) else self._optional_text(members, key)
 

@@ -1,6 +1,6 @@
 """The flags of `torch-model-archiver`, and of `torchere archive`, `convert` and `serve MODEL`.
 
-Standard library only, and little of it: each start of a server imports this module.
+Imports only a little of the standard library, because each start of a server imports this module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
     """Add every flag of `torch-model-archiver`; with `models`, also those about the model."""
     add = parser.add_argument
     add("--model-name", required=True, metavar="NAME", help="name of the model and of the archive's file")
-    # torch-model-archiver takes any version, as TorchServe's does: it may pack for another server.
+    # torch-model-archiver accepts any version, as TorchServe's does, because it may pack for another server.
     default: dict[str, Any] = (
         {"default": DEFAULT_VERSION, "type": version_name} if models else {"required": True}
     )
@@ -169,7 +169,7 @@ def _add_source_arguments(parser: argparse._ActionsContainer) -> None:
 def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> None:
     """Add the flags that convert the model; `format_flag` is the name of the flag for its format.
 
-    That is also `--format` everywhere, because refusals of models name it.
+    `--format` is a name of this flag for all commands, because error texts about models use it.
     """
     group = parser.add_argument_group("model conversion (requires PyTorch)")
     add = group.add_argument
@@ -297,7 +297,7 @@ def _positive(text: str) -> int:
 
 
 def version_name(text: str) -> str:
-    """Return the version if a server takes it, for argparse."""
+    """Return the version if a server accepts it, for argparse."""
     if not is_version(text):
         raise argparse.ArgumentTypeError(f"{text[:80]!r}; expected {VERSION_RULE}")
     return text
@@ -317,7 +317,7 @@ def allowed_drift(text: str) -> float:
 def wants_model(namespace: argparse.Namespace) -> bool:
     """Return whether torch is needed: a flag requires it, or no handler is named, or the model is a folder.
 
-    Without a handler, the signature has to be derived from the model; no server loads a folder as it is.
+    Without a handler, the signature has to be derived from the model, and no server loads a folder unchanged.
     """
     if namespace.handler is None or any(getattr(namespace, name, None) for name in _ASK_FOR_TORCH):
         return True

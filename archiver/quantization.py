@@ -15,8 +15,8 @@ class Method:
 
     help: str
     max_drift: float  # of the outputs (`measure/difference.py`), unless the user sets another limit
-    tries: tuple[str, ...] = ()  # the methods that it chooses from
-    gains: str = ""  # where it is faster than fp32, for models where it is not
+    tries: tuple[str, ...] = ()  # the methods that this method chooses from
+    gains: str = ""  # where this method is faster than fp32: advice for models that do not gain
 
 
 _BY_WEIGHTS = (
@@ -61,7 +61,7 @@ METHODS: dict[str, Method] = {
 
 
 def limits_in_words() -> str:
-    """Return the default limits for a help text: each limit with its methods, and that without one."""
+    """Return the default limits for a help text: each with its methods, and the one without quantisation."""
     of_limit: dict[float, list[str]] = {}
     for name, method in METHODS.items():
         of_limit.setdefault(method.max_drift, []).append(name)
@@ -70,5 +70,5 @@ def limits_in_words() -> str:
 
 
 def max_drift_of(method: str | None) -> float:
-    """Return the default limit of a method; of a conversion without quantisation for None."""
+    """Return the default limit of a method; None: that of a conversion without quantisation."""
     return SAME_DRIFT if method is None else METHODS[method].max_drift

@@ -34,7 +34,7 @@ _REPACK = "pack the archive again"
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An opened archive: names, limits and manifest are checked, contents only when they are read.
+    """An opened archive, whose names, limits and manifest are checked; contents are checked when read.
 
     Immutable, holds no file open, may be shared between threads. `entries` lists every file.
     """
@@ -52,7 +52,7 @@ class Archive:
 
     @property
     def root(self) -> Path:
-        """The archive's file, or the folder that has its files: `path` or the only folder in it."""
+        """The archive's file; for a directory, the folder with its files: `path` or the only folder in it."""
         return self.container.root if isinstance(self.container, FolderContainer) else self.path
 
     def entry(self, name: str) -> Entry:
@@ -65,7 +65,7 @@ class Archive:
         )
 
     def chunks(self) -> Iterator[tuple[Entry, Chunks]]:
-        """Stream every file; each is verified by its digest when its last chunk was taken."""
+        """Stream every file; each is verified by its digest when its last chunk was read."""
         with _one_error(self.path):
             for entry, chunks in self.container.walk(lambda _: True):
                 yield entry, self._verified(entry, chunks)
@@ -74,7 +74,7 @@ class Archive:
         """Read a UTF-8 file of at most `max_bytes`, verified by its digest.
 
         Raises:
-            ArchiveError: It is missing, larger, damaged or not UTF-8.
+            ArchiveError: The file is missing, larger, damaged or not UTF-8.
         """
         try:
             return self.read_bytes(name, max_bytes).decode()
@@ -85,7 +85,7 @@ class Archive:
         """Read a file of at most `max_bytes`, verified by its digest.
 
         Raises:
-            ArchiveError: It is missing, larger or damaged.
+            ArchiveError: The file is missing, larger or damaged.
         """
         entry = self.entry(name)
         if entry.size > max_bytes:
@@ -112,7 +112,7 @@ class Archive:
                 work.mkdir()
                 for entry, chunks in self.chunks():
                     _write(chunks, work / entry.name)
-            except OSError as error:  # reading raises ArchiveError: this is the disk of `target`
+            except OSError as error:  # an error of `target`, because reading raises ArchiveError
                 total = sum(entry.size for entry in self.entries)
                 reason = f"{error.strerror or error}: {total} bytes of {self.path} can't be unpacked there"
                 advice = "free space, or name a folder on a larger disk in TEMP, or TMPDIR"

@@ -1,4 +1,4 @@
-"""The request to pack an archive, and all decisions about it that need no open file."""
+"""The request to pack an archive, and all decisions about it that are made without opening a file."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ BUILD_NAME = "MAR-INF/build.json"
 FALLBACK_NAME = "model.exported.pt2"  # beside a model compiled for one instruction set
 DEFAULT_HANDLER = "tensor"
 MAX_SAMPLES = 100
-# From the body of a request to the model's input tensors, in order, as the archive's handler makes them; None
-# where the handler prepares nothing. Raises ValueError.
+# Turns the body of a request into the model's input tensors, in order, as the archive's handler does; returns
+# None if the handler prepares nothing. Raises ValueError.
 Prepare = Callable[[bytes], Any]
 
 
@@ -39,8 +39,8 @@ Prepare = Callable[[bytes], Any]
 class BuildOptions:
     """A model and the conversion to apply to it; see `torchere archive --help` for each option.
 
-    `model_format` None keeps the format. It means TorchScript when the model is quantised, or when no server
-    loads it as it is: a Hugging Face folder, a pickled module, a class made by `factory`.
+    `model_format` None keeps the format. It means TorchScript if the model is quantised, or if no server
+    loads it unchanged: a Hugging Face folder, a pickled module, a class made by `factory`.
     """
 
     serialized_file: Path | None = None
@@ -48,18 +48,18 @@ class BuildOptions:
     factory: str | None = None
     model_format: str | None = None
     script: bool = False  # compile the source for TorchScript instead of tracing a run
-    trace: bool = False  # do not compile the source where tracing fails
+    trace: bool = False  # do not compile the source if tracing fails
     example: Path | None = None
-    example_signature: Path | None = None  # a signature.json to make an example from, if none is given
+    example_signature: Path | None = None  # a signature.json to make an example from, if no example is given
     dynamic_batch: str | None = None  # "1:64"
     dynamic_sizes: tuple[str, ...] = ()  # "ids,mask:1=2:512"
-    isa: str | None = None  # None: that of this machine
+    isa: str | None = None  # None: the instruction set of this machine
     allow_pickle: bool = False
     strict: bool = True  # False: weights may be left out and missing
     quantize: str | None = None
     samples: Path | None = None
-    max_samples: int = MAX_SAMPLES  # files of a folder; the rest is not read
-    prepare: Prepare | None = None  # what the handler does to pictures among the example and the samples
+    max_samples: int = MAX_SAMPLES  # limit on the files of a folder; the rest is not read
+    prepare: Prepare | None = None  # the handler's preparation of bodies, for the example and the samples
     verify: bool = True
     max_drift: float | None = None  # None: the limit for the kind of conversion
     accept_drift: bool = False  # pack the model even if the verification refuses it
@@ -70,7 +70,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The files to pack. All paths exist; generated files lie in the work folder of the call."""
+    """The files to pack. All paths exist; generated files are in the caller's work folder."""
 
     serialized_file: Path | None
     model_file: Path | None
@@ -161,11 +161,11 @@ class ArchiveRequest:
             return None
         suffix = _cpp_suffix() if self.runtime == "LSP" else ".py"
         path = Path(self.handler)
-        name = path.name.partition(":")[0]  # as the server reads it; a colon before the name is a drive's
+        name = path.name.partition(":")[0]  # as the server reads it; a colon in the folder belongs to a drive
         return path.parent / (name if name.endswith(suffix) else f"{name}{suffix}")
 
     def name_of(self, file: str | Path | None) -> str | None:
-        """Return the name in the archive of a file that is named, or of a handler."""
+        """Return the name that a file, or a handler, has in the archive."""
         if not file:
             return None
         path = Path(file)
@@ -176,7 +176,7 @@ class ArchiveRequest:
     def manifest(self, digests: Mapping[str, str]) -> Manifest:
         """Return the manifest of the archive whose files have these digests.
 
-        A folder records no digests: weights are moved into it, and its files edited, after it was made.
+        A folder records no digests, because users move weights into it and edit its files later.
         """
         return Manifest(
             model_name=self.model_name,
@@ -195,7 +195,7 @@ class ArchiveRequest:
 
 
 def handler_files(handler: str | None, runtime: str | None) -> tuple[str, ...]:
-    """Return the files of an archive that its handler may name: as written, and with the suffix."""
+    """Return the files in an archive that its handler may name: the name as written, and with the suffix."""
     path = (handler or "").partition(":")[0]
     return (path, path + (_cpp_suffix() if runtime == "LSP" else ".py")) if path else ()
 
@@ -206,7 +206,7 @@ def _cpp_suffix() -> str:
 
 # Checks that the named files exist, before anything is read or built; the error is one line.
 #
-# `write_archive` finds the same later, in the words of TorchServe's archiver.
+# `write_archive` raises errors for them later, too, with the texts of TorchServe's archiver.
 
 
 def check_inputs(request: ArchiveRequest) -> None:
@@ -232,7 +232,7 @@ def check_inputs(request: ArchiveRequest) -> None:
 
 
 def check_python(request: ArchiveRequest) -> None:
-    """Check that the handler and the model file are valid Python, as far as they exist; run nothing in them.
+    """Check that the handler and the model file, if they exist, are valid Python; do not run their code.
 
     Raises:
         PackingError: the text names the flag, the file, the line and the reason.
@@ -246,7 +246,7 @@ def check_python(request: ArchiveRequest) -> None:
 def _check_syntax(flag: str, file: Path) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escapes: the file works
+            warnings.simplefilter("ignore")  # about invalid escapes, with which the file works
             compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
@@ -261,7 +261,7 @@ def check_model_name(model_file: Path) -> None:
     """Check that a server can import the model file, which it does by the file's name.
 
     Raises:
-        ModelRefused: the name has a point before its suffix, which an import takes for a package's.
+        ModelRefused: the name has a point before its suffix, so an import takes its first part for a package.
     """
     if "." in model_file.stem:
         named = f"{model_file.stem.replace('.', '_')}{model_file.suffix}"

@@ -11,9 +11,9 @@ flattened. Datatypes are those of the Open Inference Protocol. Other members are
 
 * `limits` of an input, `[{"dimension": 2, "least": 64, "most": 1024, "multiple": 32}]`;
   dimensions whose limits have the same `"name"` have one size in all inputs.
-* `values` of an input, `{"least": 0, "most": 30521}`: the numbers that it may hold.
-* `"batched": false` beside `inputs`, which needs version 2: the first dimensions are free, and requests go
-  through the model one by one all the same.
+* `values` of an input, `{"least": 0, "most": 30521}`: the numbers that the input may hold.
+* `"batched": false` beside `inputs`, which needs version 2: the model runs requests one by one, although the
+  first dimensions are free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIGNATURE_NAME = "signature.json"
 FORMAT = 2  # the latest; 1 has no `batched`
 MAX_TEXT_BYTES = 2**20  # the largest text that a reader must accept; thousands of tensors
 MAX_DIMENSIONS = 64  # torch's own limit
-ANY = -1  # a dimension that is free; the first one is then the batch
+ANY = -1  # a free dimension; a free first dimension is the batch
 
 # Open Inference Protocol, "Tensor Data Types"; BF16 is the extension that Triton and KServe share.
 DATATYPES = (
@@ -96,8 +96,8 @@ class Values:
 class TensorSpec:
     """One tensor: its name, datatype and shape. `ANY` in the shape is a dimension that may have any size.
 
-    Inputs alone have the other two: `limits` of the free dimensions that do not take every size, and `values`
-    that the tensor may hold (None: all of the datatype).
+    Only inputs have the other two fields: `limits` for the free dimensions that do not allow every size, and
+    `values` that the tensor may hold (None: all of the datatype).
     """
 
     name: str
@@ -107,7 +107,7 @@ class TensorSpec:
     values: Values | None = None
 
     def exceeded(self, shape: Sequence[int]) -> Limit | None:
-        """Return the first limit that the shape, which has as many dimensions, is outside of."""
+        """Return the first limit that the shape violates; the shape has as many dimensions as the tensor."""
         return next((limit for limit in self.limits if not limit.takes(shape[limit.dimension])), None)
 
     @property
@@ -120,7 +120,7 @@ class TensorSpec:
 class Signature:
     """Inputs and outputs of a model, in order. Made by `parse`, or validated by `check`.
 
-    `one_by_one`: a free first dimension is not a batch, as the points of a cloud or the nodes of a graph.
+    `one_by_one`: a free first dimension is not a batch, but, for example, the points of a cloud.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -131,7 +131,7 @@ class Signature:
     def batched(self) -> bool:
         """Whether rows of several requests can go through the model together.
 
-        They can when every input and every output has the batch as its first dimension.
+        They can if every input and every output has the batch as its first dimension.
         """
         return not self.one_by_one and all(spec.batched for spec in (*self.inputs, *self.outputs))
 
@@ -155,7 +155,7 @@ def parse(text: str) -> Signature:
     """Read the text of a `signature.json`.
 
     Raises:
-        SignatureError: it is not JSON, or a field is missing or wrong; the text names the field.
+        SignatureError: the text is not JSON, or a field is missing or wrong; the error names the field.
     """
     try:
         whole = json.loads(text)
@@ -289,7 +289,7 @@ def archive_signature(model_dir: str | Path) -> Signature | None:
 def smallest_shapes(specs: Sequence[TensorSpec]) -> list[list[int]]:
     """Return the smallest shape of each input; free dimensions without a limit have the size 1.
 
-    Dimensions whose limits share a name get one size, which is within the limits of them all.
+    Dimensions whose limits share a name get the same size, which is within the limits of all of them.
     """
     named: dict[str, list[Limit]] = {}
     for spec in specs:

@@ -10,7 +10,7 @@ from typing import Any
 
 SECTION = "parallel"
 AUTO = "auto"
-# What a plan says of a linear or embedding layer; the names are those of Hugging Face's plans.
+# The ways in which a plan may split a linear or embedding layer, by their names in Hugging Face's plans.
 STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
 _COUNTS = ("tensor", "pipeline")
 _WEIGHTS = "weights"
@@ -33,7 +33,7 @@ class Split:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> Split | None:
-        """Return the section of a model config; None: the config has no such section, or another program's.
+        """Return the section of a model config; None if the section is missing or belongs to another program.
 
         Raises:
             ValueError: the section is wrong.
@@ -71,7 +71,7 @@ class Split:
         `weights=s3://bucket/key` names weights that are not in the archive.
 
         Raises:
-            ValueError: it is wrong.
+            ValueError: the flag's value is wrong.
         """
         section: dict[str, Any] = {}
         plan: dict[str, str] = {}

@@ -18,8 +18,8 @@ class TorchScriptOptions:
     def read(config: Mapping[str, Any]) -> TorchScriptOptions:
         """Read the options from a whole model-config.yaml; unknown members of the section are ignored.
 
-        With `autocast`, `optimize_for_inference` is off: weights that are packed in float32 take no other
-        type.
+        With `autocast`, `optimize_for_inference` is off, because weights that are packed in float32 can't be
+        multiplied by another type.
 
         Raises:
             ValueError: `optimize_for_inference` is neither true nor false.

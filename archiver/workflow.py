@@ -1,7 +1,7 @@
 """Writes `.war` files: the specification of a workflow, its handler and further files, packed as one zip.
 
-The layout is TorchServe's: all files at the root, and a manifest in `WAR-INF`. As with models, the same files
-give the same bytes.
+The layout is TorchServe's, with all files at the root and a manifest in `WAR-INF`. As with models, the same
+files give the same bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_workflow(request: WorkflowRequest) -> Path:
     """Write the archive and return its path; a failed call leaves nothing behind.
 
     Raises:
-        PackingError: a name or the output place is wrong; nothing was written.
+        PackingError: a name or the output path is wrong; nothing was written.
         OSError: a file can't be read or written (`FileNotFoundError` for a missing input).
     """
     _check(request)

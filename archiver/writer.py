@@ -31,7 +31,7 @@ _REDRAW_S = 0.1
 
 
 class Progress:
-    """A progress bar over the bytes of one file after the other; used by one thread.
+    """A progress bar for the bytes of the current file; used by one thread.
 
     Shows progress only if `stream` is a terminal and the file is large.
     """
@@ -81,12 +81,12 @@ def gather(request: ArchiveRequest) -> list[Input]:
     """List the files of `request`, sorted by entry name, links followed.
 
     Files get the names of `ArchiveRequest.name_of`; below a directory in `extra_files` the structure
-    is kept, without hidden directories, `__pycache__` and `__MACOSX`. An existing output is never an input,
-    unless it is itself the directory that is given; nor is the unfinished output of another run.
+    is kept, without hidden directories, `__pycache__` and `__MACOSX`. The unfinished output of another run is
+    never an input, and neither is an existing output, unless it is itself a given directory.
 
     Raises:
         FileNotFoundError: A named file does not exist.
-        PackingError: Two different files have one name, or a name or file type can't be packed.
+        PackingError: Two different files have the same name, or a name or file type can't be packed.
         ModelRefused: The handler needs a file that is not among them.
     """
     chosen: dict[str, Input] = {}
@@ -124,7 +124,7 @@ def _named_files(request: ArchiveRequest) -> Iterator[Input]:
         request.config_file,
     )
     for path in [Path(file) for file in files if file]:
-        os.stat(path)  # raises the FileNotFoundError that names it
+        os.stat(path)  # raises a FileNotFoundError that names the file
         yield _flat(path, request)
 
 
@@ -210,7 +210,7 @@ _log = logging.getLogger("torchere.archiver")
 _WEIGHT_SUFFIXES = frozenset({".pt", ".pth", ".pt2", ".onnx", ".so", ".safetensors", ".bin"})
 _SAMPLED_FROM_BYTES = 2**18
 _SAMPLE_BYTES = 2**16
-_WORTH_DEFLATING = 0.9  # compressed / plain; above it the reader's time is worth more than the space
+_WORTH_DEFLATING = 0.9  # compressed / plain; above this ratio, the reader's time is worth more than the space
 
 
 def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> Path:
@@ -236,13 +236,13 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
             sink.add(
                 MANIFEST_NAME, len(manifest), io.BytesIO(manifest), request.archive_format == "zip-store"
             )
-        _refuse_existing(request)  # again: another run may have written it meanwhile
+        _refuse_existing(request)  # again, because another run may have written it meanwhile
     return target
 
 
 @contextmanager
 def _saying_what_does_not_fit(target: Path) -> Iterator[None]:
-    """Add the archive's path to a disk-full error that names no file: other disks are in use, too."""
+    """Add the archive's path to a disk-full error that names no file, because several disks are in use."""
     try:
         yield
     except OSError as error:
@@ -254,7 +254,7 @@ def _saying_what_does_not_fit(target: Path) -> Iterator[None]:
 def check_target(request: ArchiveRequest) -> None:
     """Check that the archive may be written to its target; change nothing.
 
-    `write_archive` does this, too. For callers that have long work to do before they write.
+    For callers that have long work to do before `write_archive`, which checks it, too.
 
     Raises:
         PackingError: the target exists already, or its folder is not a directory.
