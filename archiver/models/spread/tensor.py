@@ -49,6 +49,9 @@ def split_layers(
             are skipped.
         styles: see `styles_of`.
         group: the ranks that share each layer.
+
+    Raises:
+        ValueError: a weight can't be split, see `_check_parts`.
     """
     layers = dict(model.named_modules())
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -66,7 +69,28 @@ def split_layers(
             if layer.bias is not None and run is _columns:
                 parts[f"{name}.bias"] = Part(0, rank, ranks)
         layer.forward = _Call(run, layer, style, group)
+    _check_parts(model, parts)
     return parts
+
+
+def _check_parts(model: torch.nn.Module, parts: Mapping[str, Part]) -> None:
+    """Raise ValueError for a weight that stays whole, or that another layer has with another part or whole.
+
+    A layer that computes with a part would give wrong outputs with such a weight, and no error.
+    """
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for name in parts:
+        if name not in weights:  # a hook or a parametrization makes it, as weight_norm does
+            raise ValueError(f"{SECTION}.plan: {name} is no parameter, so it can't be split over ranks")
+    first: dict[int, str] = {}
+    for name, weight in weights.items():
+        other = first.setdefault(id(weight), name)
+        if parts.get(name) != parts.get(other):
+            raise ValueError(
+                f"{SECTION}.plan: {other} and {name} are one weight, and can't be split in different ways; "
+                "give their layers styles that split it alike (an embedding rowwise, a linear layer "
+                "colwise_rep), or leave both out"
+            )
 
 
 def _dimension(layer: torch.nn.Module, style: str) -> int:

@@ -1,8 +1,11 @@
 """Which layers tensor parallelism splits, and what is refused; no rank is started but in the last test."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.ranks import in_ranks
 from torchere.archiver.models.spread import spread
 from torchere.archiver.models.spread.tensor import styles_of
@@ -85,3 +88,43 @@ def test_a_split_embedding_finds_each_word(style: str) -> None:
         return (found - wanted).abs().max().item()
 
     assert in_ranks(2, work) == [0.0, 0.0]
+
+
+class Tied(torch.nn.Module):
+    """An embedding and a linear layer that have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(self.words(x))
+
+
+@pytest.mark.parametrize("plan", [{"head": "colwise_rep"}, {"words": "rowwise"}])
+def test_a_weight_that_layers_share_is_not_split_for_one_of_them(plan: dict[str, str]) -> None:
+    with pytest.raises(ModelRefused, match=r"words\.weight and head\.weight are one weight"):
+        in_ranks(2, lambda _rank: bool(spread(Tied(), Split(tensor=2, plan=plan), torch.device("cpu"))))
+
+
+def test_a_weight_that_layers_share_is_split_for_all_of_them() -> None:
+    model, given = Tied(), torch.tensor([[0, 5, 3]])
+    plan = {"words": "rowwise", "head": "colwise_rep"}
+
+    def work(_rank: int) -> float:
+        with torch.inference_mode():
+            wanted = model(given)
+            found = spread(model, Split(tensor=2, plan=plan), torch.device("cpu"))(given)
+        return (found - wanted).abs().max().item()
+
+    assert max(in_ranks(2, work)) <= 1e-6
+
+
+@pytest.mark.parametrize("normed", [torch.nn.utils.weight_norm, torch.nn.utils.parametrizations.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_a_weight_that_is_computed_is_not_split(normed: Callable[..., torch.nn.Module]) -> None:
+    model = torch.nn.Sequential(normed(torch.nn.Linear(4, 6, bias=False)))
+    split = Split(tensor=2, plan={"0": "colwise_rep"})
+    with pytest.raises(ModelRefused, match=r"0\.weight is no parameter"):
+        in_ranks(2, lambda _rank: bool(spread(model, split, torch.device("cpu"))))
