@@ -193,6 +193,8 @@ def _check(layer: torch.nn.Module, name: str, style: str, ranks: int) -> None:
         )
     if type(layer).forward not in (torch.nn.Linear.forward, torch.nn.Embedding.forward):
         raise ValueError(f"{SECTION}.plan: {name}, a {type(layer).__name__}, computes in a way of its own")
+    if getattr(layer, "max_norm", None) is not None:
+        raise ValueError(f"{SECTION}.plan: {name} has a max_norm, which needs whole rows of its weight")
     size = layer.weight.shape[_dimension(layer, style)]
     if size % ranks:
         raise ValueError(f"{SECTION}.plan: {name} of size {size} can't be split over {ranks} ranks")

@@ -74,6 +74,8 @@ def test_an_embedding_is_split_by_words_or_by_features() -> None:
         styles_of(words, {"0": "rowwise"}, 4)
     with pytest.raises(ValueError, match="0 of size 4 can't be split over 3 ranks"):
         styles_of(words, {"0": "colwise_rep"}, 3)
+    with pytest.raises(ValueError, match="0 has a max_norm"):
+        styles_of(torch.nn.Sequential(torch.nn.Embedding(6, 4, max_norm=1.0)), {"0": "rowwise"}, 2)
 
 
 @pytest.mark.parametrize("style", ["rowwise", "embedding_rowwise", "colwise_rep"])
