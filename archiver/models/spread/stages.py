@@ -68,8 +68,10 @@ def cut(model: torch.nn.Module, place: Place, stage: int) -> None:
     for number, layer in place.layers(model):
         if not place.bounds[stage] <= number < place.bounds[stage + 1]:
             # The layer itself stays: models read settings of their layers between calls.
-            for held in (layer._modules, layer._parameters, layer._buffers, layer._forward_hooks):
+            for held in (layer._modules, layer._parameters, layer._buffers):
                 held.clear()
+            layer._forward_pre_hooks.clear()
+            layer._forward_hooks.clear()
 
 
 class _Handed(BaseException):

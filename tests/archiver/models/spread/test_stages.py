@@ -173,6 +173,15 @@ def test_only_a_stage_has_the_weights_of_its_layers() -> None:
     assert [layer.kind for layer in model.layers] == ["wide"] * 6
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_layers_whose_weights_a_hook_computes_answer_as_one_process() -> None:
+    model = torch.nn.Sequential(*(torch.nn.utils.weight_norm(torch.nn.Linear(4, 4)) for _ in range(4)))
+    given = torch.rand(3, 4)
+    wanted = model(given).detach()
+    for found in over(Split(pipeline=2), lambda: model, lambda each: each(given).tolist()):
+        torch.testing.assert_close(torch.tensor(found), wanted)
+
+
 def test_stages_are_made_of_the_list_with_most_weights() -> None:
     model = torch.nn.Module()
     model.short = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(9))
