@@ -401,11 +401,16 @@ def _floats(flat: list[Any], datatype: Datatype, name: str, first: int) -> Array
     else:
         with np.errstate(over="ignore"):
             array = exact.astype(datatype.numpy, copy=False)
-    overflows = ~np.isfinite(array) & np.isfinite(exact)
-    if overflows.any():
-        place = int(np.argmax(overflows))
-        raise _beyond(flat[place], datatype, name, first + place)
+    check_within(array, exact, datatype, name, first)
     return array
+
+
+def check_within(cast: Array, exact: Array, datatype: Datatype, name: str, first: int = 0) -> None:
+    """Raise TensorError if a number of `exact`, the elements from `first` on, became infinite in `cast`."""
+    infinite = ~np.isfinite(cast)
+    if infinite.any() and (overflows := infinite & np.isfinite(exact)).any():
+        place = int(np.argmax(overflows))
+        raise _beyond(float(exact.flat[place]), datatype, name, first + place)
 
 
 def _beyond(item: float, datatype: Datatype, name: str, place: int) -> TensorError:

@@ -32,7 +32,13 @@ from torchere.handlers.tensors import (
     datatype_of_torch,
     shown,
 )
-from torchere.handlers.tensors.codec import NO_JSON, quoted_non_finite, tensor_from_bytes, tensor_from_json
+from torchere.handlers.tensors.codec import (
+    NO_JSON,
+    check_within,
+    quoted_non_finite,
+    tensor_from_bytes,
+    tensor_from_json,
+)
 from torchere.handlers.tensors.npy import is_npy, read_npy
 
 _ROWS = ("inputs", "instances")
@@ -299,7 +305,9 @@ def _cast(value: Any, datatype: Datatype, field: str) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     with np.errstate(over="ignore"):
-        return value.astype(datatype.numpy)
+        cast = value.astype(datatype.numpy)
+    check_within(cast, value, datatype, f"{field}.data")
+    return cast
 
 
 def _wanted(spec: TensorSpec) -> str:

@@ -376,6 +376,7 @@ def test_an_npy_file_holds_one_output(make_handler: Callable[..., Asked]) -> Non
         (bytearray(b'["\xff"]'), "input: found text that is no JSON"),
         ("word", "input: found text that is no JSON"),
         (npy(np.array([1, 2, 3])), "input: found INT64, expected FP32"),
+        (npy(np.array([1, np.inf, 1e39])), "input.data[2]: found 1e+39, expected a number within FP32"),
         (npy(np.array(["a"])), "a .npy file of <U1"),
         (bytearray(b"\x80\x04\x95"), "input: found 3 bytes, expected 12 bytes for FP32 of shape [1, 3]"),
     ],
