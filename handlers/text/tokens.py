@@ -69,7 +69,9 @@ class TextTokens:
         self._tokenizer: Any = _load(path)
         padding, truncation = self._tokenizer.padding or {}, self._tokenizer.truncation or {}
         most = max_tokens or truncation.get("max_length") or _MAX_TOKENS
-        self.max_tokens: int = min(most, lengths.most or most)
+        # `padded` rounds up to the multiple, and must not get beyond the most.
+        longest = (lengths.most or 0) // lengths.multiple * lengths.multiple
+        self.max_tokens: int = min(most, longest or most)
         self._lengths = lengths
         self._pad_id: int = padding.get("pad_id", 0)
         # `padded` pads to the longest text of a run instead of the length set in the file.

@@ -63,6 +63,8 @@ def test_texts_have_a_length_that_the_model_takes(file: Path) -> None:
     assert fixed.padded([fixed.of(short)])["ids"].tolist() == [[1, 3, 2, 9, 9, 9]]
     even = TextTokens(file, 64, Limit(1, 2, 8, 2))
     assert even.padded([even.of(short)])["mask"].tolist() == [[1, 1, 1, 0]]
+    odd = TextTokens(file, 64, Limit(1, 2, 5, 2))
+    assert odd.padded([odd.of(long)])["ids"].tolist() == [[1, 3, 5, 2]]
 
 
 def test_a_missing_or_broken_file_says_what_to_do(file: Path) -> None:
