@@ -74,6 +74,12 @@ def test_a_file_that_fails_spoils_no_other(started: list[Any], tmp_path: Path) -
     assert printing < 30e6
 
 
+def test_a_file_that_takes_too_long_has_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.jit.script(nn.Linear(8, 4)).save(str(tmp_path / "slow.pt"))
+    monkeypatch.setattr("torchere.archiver.models.verify.memory._TIMEOUT_S", 0.01)
+    assert resident_bytes([tmp_path / "slow.pt"], [PLAIN], EXAMPLE) == [None]
+
+
 def test_without_torchscript_no_process_is_started(started: list[Any], tmp_path: Path) -> None:
     other = tmp_path / "state.pt"
     torch.save({"weight": torch.zeros(2)}, other)
