@@ -25,6 +25,7 @@ class Split:
     pipeline: int = 1
     plan: str | Mapping[str, str] = AUTO  # for `tensor`: styles by patterns of layers' names
     weights: str = ""  # s3://bucket/key of a safetensors file, or of a folder; "": they are in the archive
+    batched: bool = True  # the rows of the inputs are independent; of the signature, not of the section
 
     @property
     def ranks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,6 +106,10 @@ class TensorHandler(BaseHandler):
         if not callable(self.model):
             self.model = run_of_session(self.model)
             self.device = CPU.device  # its inputs are CPU tensors on any execution provider
+
+    def _load_part(self, split: Split, *given: Any) -> Any:
+        # A pipeline cuts inputs of the same first size into rows, which those of this model may not have.
+        return super()._load_part(replace(split, batched=self.signature.batched), *given)
 
     def _load_folder_part(self, model_dir: str, split: Split) -> Any:
         from torchere.archiver.models.load.huggingface import Loaded  # noqa: PLC0415 - few models need it

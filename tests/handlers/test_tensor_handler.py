@@ -12,6 +12,8 @@ import torch
 
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.signature import Signature, SignatureError, TensorSpec
+from torchere.archiver.split import Split
+from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.compile import autocasting
@@ -525,3 +527,13 @@ def test_no_envelope_is_taken_off_before_it(tmp_path: Path, make_context: Callab
     entry = load_entry_point("tensor", context, envelope="kserve")
     context.begin_batch([RequestProcessor({}, "id")], None)
     assert entry([{"body": {"instances": [[1, 2, 3]]}}], context) == [{"predictions": [[2, 4, 6]]}]
+
+
+@pytest.mark.parametrize(("signature", "batched"), [(ONE, True), (WHOLE, False)])
+def test_a_pipeline_is_told_whether_inputs_are_a_batch(
+    monkeypatch: pytest.MonkeyPatch, signature: Signature, batched: bool
+) -> None:
+    monkeypatch.setattr(BaseHandler, "_load_part", lambda _self, split, *_given: split)
+    handler = TensorHandler()
+    handler.signature = signature
+    assert handler._load_part(Split(pipeline=2)) == Split(pipeline=2, batched=batched)

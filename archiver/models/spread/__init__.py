@@ -60,7 +60,7 @@ def spread(
     else:
         fill(model, weights, parts, device)
     if place is not None:
-        in_stages(model, place, mesh, device)
+        in_stages(model, place, mesh, device, batched=split.batched)
     return model
 
 
@@ -80,9 +80,11 @@ def join(split: Split, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (split.pipeline, split.tensor), mesh_dim_names=(PIPELINE, TENSOR))
 
 
-def in_stages(model: torch.nn.Module, place: Place, mesh: DeviceMesh, device: torch.device) -> None:
+def in_stages(
+    model: torch.nn.Module, place: Place, mesh: DeviceMesh, device: torch.device, *, batched: bool
+) -> None:
     """Replace `forward` of a model that was `cut` by one that runs the model in all stages."""
-    stages = Stages(model, place, mesh.get_group(PIPELINE), device)
+    stages = Stages(model, place, mesh.get_group(PIPELINE), device, batched=batched)
 
     @functools.wraps(model.forward)  # callers read the names of its parameters
     def forward(*args: Any, **kwargs: Any) -> Any:

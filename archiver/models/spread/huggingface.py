@@ -51,7 +51,7 @@ def spread_folder(path: Path, split: Split, device: torch.device) -> Any:
     model = loaded(_class_of_rank(known, split, mesh, device), path, False, **options)
     if split.pipeline > 1:
         model.config.use_cache = False  # other stages do not know the length of a stage's cache
-        in_stages(model, model.place_in_pipeline, mesh, device)
+        in_stages(model, model.place_in_pipeline, mesh, device, batched=split.batched)
     return model.to(device).eval()
 
 

@@ -89,6 +89,7 @@ class Stages:
         place: the result of `stage_bounds` for the whole model.
         group: the ranks, one for each stage.
         device: where this rank computes.
+        batched: the rows of the inputs are independent, so that micro-batches of them may be run.
     """
 
     def __init__(
@@ -97,10 +98,12 @@ class Stages:
         place: Place,
         group: dist.ProcessGroup,
         device: torch.device,
+        *,
+        batched: bool,
     ) -> None:
         stage, stages = dist.get_rank(group), dist.get_world_size(group)
         self._is_first, self._is_last = stage == 0, stage == stages - 1
-        self._parts = PARTS_FOR_A_STAGE * stages
+        self._parts = PARTS_FOR_A_STAGE * stages if batched else 1
         self._sending: list[Any] = []
         ranks = dist.get_process_group_ranks(group)
 

@@ -85,6 +85,13 @@ class Trimmed(Net):
         return Pair(scores) if scale[0, 0] < 0 else scores[:, : int(scale[0, 0])]
 
 
+class Table(Net):
+    """Looks the rows of one input up in the other, so that its rows are no batch."""
+
+    def forward(self, x, table):
+        return super().forward((x @ table.T).argmax(1, keepdim=True), x[:, :1])["scores"]
+
+
 def inputs(rows: int, length: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(rows)
     return (
@@ -117,6 +124,14 @@ def test_all_ranks_answer_as_one_process_for_any_number_of_rows(split: Split) ->
 
     for differences in over(Split(split.tensor, split.pipeline, plan), Net, use):
         assert max(differences) <= 1e-5
+
+
+def test_inputs_that_are_no_batch_are_not_cut() -> None:
+    x, table = torch.rand(10, 8), torch.rand(10, 8)
+    with torch.inference_mode():
+        wanted = Table()(x, table)
+    for found in over(Split(pipeline=2, batched=False), Table, lambda model: model(x, table).tolist()):
+        torch.testing.assert_close(torch.tensor(found), wanted)
 
 
 @pytest.mark.parametrize("kind", [Dense, Backwards, Twice])
