@@ -211,7 +211,8 @@ class AccessLog:
         self._put_down(line, self._outputs)
         if not self._is_noted:
             self._is_noted = True
-            self._wake()
+            if not self._wake():
+                self._is_noted = False  # the next line tries again
 
     def _put_down(self, line: AccessLine, outputs: list[_Output]) -> None:
         for output in outputs:
@@ -252,12 +253,17 @@ class AccessLog:
             found.append(known.get(handler) or _Output(handler))
         return found
 
-    def _wake(self) -> None:
+    def _wake(self) -> bool:
+        """Wake the thread, which starts with the first line; return whether there is one."""
         writer = self._writer
         if writer is None:
-            self._writer = writer = _Writer(self.flush, self._flush_s)
+            try:
+                self._writer = writer = _Writer(self.flush, self._flush_s)
+            except RuntimeError:  # no thread can start now; the request is answered all the same
+                return False
             atexit.register(self.close)
         writer.wake()  # if the writer is closing, `close` writes the line
+        return True
 
 
 class _Writer:

@@ -154,6 +154,20 @@ def test_lines_that_come_during_the_end_and_after_it_are_written_by_themselves(l
     assert [line.split()[2] for line in keeper.lines] == ["/1", "/2", "/3"]
 
 
+def test_without_a_thread_lines_wait_until_one_starts(log, keeper, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        add(log, 1)
+        add(log, 2)
+    assert not keeper.lines
+    add(log, 3)
+    assert keeper.written.wait(10)
+    assert [line.split()[2] for line in keeper.lines] == ["/1", "/2", "/3"]
+
+
 def test_with_a_handler_that_takes_single_lines_only_they_go_through_logging(log, keeper):
     single = logging.handlers.BufferingHandler(100)
     log.logger.addHandler(single)
