@@ -77,6 +77,7 @@ _OWN_PROCESS_ONLY = (
     ("prlimit64", 0, 0),
     ("setpriority", 0, 0),
     ("setpriority", 1, 0),
+    ("ioprio_set", 0, 1),  # 2 and 3: a group, a user
     ("ioprio_set", 1, 0),
     ("sched_setscheduler", 0, 0),
     ("sched_setparam", 0, 0),

@@ -129,6 +129,8 @@ RAW_CALLS = {
     "asks for an io_uring": "refused(libc.syscall(425, 1, 0))",
     "asks for page faults": "refused(libc.syscall(323, 0))",
     "reads keys of the kernel": "refused(libc.syscall(250, 0, -3, 0, 0, 0))",
+    "slows the disk of all processes of its user down": "refused(libc.syscall(251, 3, 0, 2 << 13 | 4))",
+    "slows the disk of all processes of its group down": "refused(libc.syscall(251, 2, 0, 2 << 13 | 4))",
 }
 
 if platform.machine() != "x86_64":
