@@ -67,9 +67,10 @@ DENIED = (
     *("settimeofday", "clock_settime", "clock_settime64", "clock_adjtime", "adjtimex", "stime"),
     *("sethostname", "setdomainname", "iopl", "ioperm", "vm86", "vm86old", "vhangup", "personality"),
     "inotify_add_watch",  # Landlock does not govern it, and it names each file of a folder that is used
-    # IPC of System V has no paths, so Landlock does not govern it: it would join workers of all models that
-    # have one user, and its memory stays when they end.
-    *("shmget", "shmat", "msgget", "semget"),
+    # IPC of System V and POSIX's queues have no paths, so Landlock does not govern them: they would join
+    # workers of all models that have one user, and stay when these end. An id may name those of others.
+    *("shmget", "shmat", "shmctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
+    *("semget", "semop", "semtimedop", "semctl", "mq_open", "mq_unlink"),
 )
 # System calls that may name another process of the same user, here the server: (name, argument, value
 # allowed). Landlock does not govern them.

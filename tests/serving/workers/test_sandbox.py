@@ -131,6 +131,15 @@ RAW_CALLS = {
     "reads keys of the kernel": "refused(libc.syscall(250, 0, -3, 0, 0, 0))",
     "slows the disk of all processes of its user down": "refused(libc.syscall(251, 3, 0, 2 << 13 | 4))",
     "slows the disk of all processes of its group down": "refused(libc.syscall(251, 2, 0, 2 << 13 | 4))",
+    "opens a named queue": "refused(libc.syscall(240, b'of-another-model', 0, 0, 0))",
+    "deletes a named queue": "refused(libc.syscall(241, b'of-another-model'))",
+    "deletes the memory of others": "refused(libc.syscall(31, 1 << 30, 0, 0))",
+    "sends to a queue of others": "refused(libc.syscall(69, 1 << 30, bytes(16), 0, 0))",
+    "reads a queue of others": "refused(libc.syscall(70, 1 << 30, bytes(16), 0, 0, 0))",
+    "deletes a queue of others": "refused(libc.syscall(71, 1 << 30, 0, 0))",
+    "takes a semaphore of others": "refused(libc.syscall(65, 1 << 30, bytes(6), 1))",
+    "takes a semaphore of others for a time": "refused(libc.syscall(220, 1 << 30, bytes(6), 1, 0))",
+    "deletes a semaphore of others": "refused(libc.syscall(66, 1 << 30, 0, 0))",
 }
 
 if platform.machine() != "x86_64":
