@@ -118,6 +118,19 @@ def test_a_variable_of_the_values_takes_the_place_of_the_charts(
             assert {"name": "HOME", "value": home} in container["env"]
 
 
+def test_a_spread_has_the_servers_labels_only_where_it_names_none(
+    rendered: Callable[[Object], dict[str, Object]],
+) -> None:
+    spread = {"maxSkew": 2, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}
+    selectors: list[Object] = [{"matchLabels": {"team": "vision"}}, {}]
+    given = [spread, *(spread | {"labelSelector": each} for each in selectors)]
+
+    deployment = rendered({"topologySpreadConstraints": given})["Deployment/rel-torchere"]["spec"]
+
+    made = deployment["template"]["spec"]["topologySpreadConstraints"]
+    assert made == [spread | {"labelSelector": deployment["selector"]}, *given[1:]]
+
+
 def test_recreate_has_nothing_of_the_rolling_update_that_helm_merges_in(
     rendered: Callable[[Object], dict[str, Object]],
 ) -> None:

@@ -185,8 +185,9 @@ spec:
   terminationGracePeriodSeconds: {{ include "torchere.grace" . }}
   {{- if .Values.topologySpreadConstraints }}
   topologySpreadConstraints:
+    {{- $ours := dict "labelSelector" (dict "matchLabels" (include "torchere.selector" . | fromYaml)) }}
     {{- range .Values.topologySpreadConstraints }}
-    - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" (include "torchere.selector" $ | fromYaml)))) | nindent 6 }}
+    - {{- toYaml (ternary . (merge (deepCopy .) $ours) (kindIs "map" .labelSelector)) | nindent 6 }}
     {{- end }}
   {{- else if .Values.topologySpread }}
   topologySpreadConstraints:
