@@ -52,7 +52,6 @@ def _file_only(key: Key) -> Key:
 
 
 _PORT = kinds.whole(0, kinds.MAX_PORT)
-_AGE = kinds.whole(1)
 _NO_NETTY = "there is no Netty here; event loops need no tuning"
 _NO_JVM = "there is no JVM here; remove it"
 _NO_LOG4J = "there is no JVM here, and log4j2 files are not read: PUT /log-level changes levels; remove it"
@@ -77,7 +76,7 @@ _LISTENERS = (
     _key("grpc_management_address", kinds.HOST, "grpc_management_address.host"),
     _key("grpc_management_port", _PORT, "grpc_management_address.port"),
     *(
-        _key(name, _AGE, name)
+        _key(name, kinds.AGE, name)
         for name in (
             "grpc_inference_max_connection_age_ms",
             "grpc_inference_max_connection_age_grace_ms",

@@ -107,6 +107,14 @@ def whole(minimum: int, maximum: int | None = None) -> Kind:
     return Kind(f"a whole number {bounds}", read)
 
 
+def _read_age(text: str) -> object:
+    return None if text == _NO_LIMIT else _AGE.read(text)
+
+
+_AGE = whole(1)
+_NO_LIMIT = str(2**63 - 1)  # TorchServe's default, the largest long of Java
+AGE = Kind(_AGE.expected, _read_age)
+
 _UNITS = {
     "": 1,
     **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},

@@ -182,6 +182,13 @@ def test_envelopes_may_have_the_names_of_earlier_releases(name: str, meant: str)
     assert settings(f"service_envelope={name}").service_envelope == meant
 
 
+def test_torchserves_default_for_the_age_of_connections_is_no_limit() -> None:
+    for key in ("grpc_inference_max_connection_age_ms", "grpc_management_max_connection_age_grace_ms"):
+        assert getattr(settings(f"{key}=9223372036854775807\n"), key) is None
+        assert getattr(settings(f"{key}=60000\n"), key) == 60_000
+        assert key in error(f"{key}=9223372036854775808\n")
+
+
 @pytest.mark.parametrize("value", ["yes", "1", "on"])
 def test_any_word_but_true_is_false_and_said_so(value: str) -> None:
     assert settings(f"disable_token_authorization={value}").token_auth_enabled is True
