@@ -122,10 +122,11 @@ def _packed(model: Path, name: str, options: argparse.Namespace, environ: Mappin
     if archive.is_file() and _is_current(archive, options):
         print(f"{model}: packed before: {archive}", file=sys.stderr)
     else:
-        archive.parent.mkdir(exist_ok=True)
+        _make(archive.parent)
         _pack(model, name, archive.parent, options)
-    os.utime(archive)  # the time of its last use
-    _prune(cache, archive)
+    with suppress(OSError):  # a cache that this user may only read serves all the same
+        os.utime(archive)  # the time of its last use
+        _prune(cache, archive)
     return archive
 
 
@@ -133,6 +134,13 @@ def _cache(environ: Mapping[str, str]) -> Path:
     """Return the folder of the cache, which belongs to this user alone; make it if it is missing."""
     home = environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(home).expanduser() / "torchere" / "archives"
+    _make(folder)
+    if folder.stat().st_uid != os.geteuid():
+        raise LaunchRefused(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of yours")
+    return folder
+
+
+def _make(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -140,9 +148,6 @@ def _cache(environ: Mapping[str, str]) -> Path:
             f"{folder} can't be made: {error.strerror}; it is to hold packed models: set XDG_CACHE_HOME to a "
             "folder that you may write to"
         ) from error
-    if folder.stat().st_uid != os.geteuid():
-        raise LaunchRefused(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of yours")
-    return folder
 
 
 def _key(model: Path, name: str, options: argparse.Namespace) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -211,6 +212,34 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(LaunchRefused, match=r"cache/torchere/archives can't be made: .*set XDG_CACHE_HOME"):
         served("net.pt", "--handler", "handler.py")
+
+
+def test_a_folder_that_the_cache_has_no_room_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Path.mkdir
+
+    def full(folder: Path, *arguments: Any, **named: Any) -> None:
+        if folder.parent.name == "archives":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make(folder, *arguments, **named)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(LaunchRefused, match="can't be made: No space left on device"):
+        served("net.pt", "--handler", "handler.py")
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.ENOENT])
+def test_a_cache_that_cannot_be_tidied_serves_all_the_same(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read-only, or another server has just deleted an archive of it."""
+    first = archive_of(served("net.pt", "--handler", "handler.py"))
+
+    def refuse(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    place = (os, "utime") if error == errno.EROFS else (serve_model, "_prune")
+    monkeypatch.setattr(*place, refuse)
+    assert archive_of(served("net.pt", "--handler", "handler.py")) == first
 
 
 def test_a_packing_that_is_stopped_leaves_no_child_and_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
