@@ -131,7 +131,7 @@ class Loader:
             raise LoadFailed(f"No enough gpu devices for model:{key.name} parallelLevel:{level}")
         self._refuse_without_network(key, config)
         isolation: Placement = "process"
-        if not (in_cpp or archive.environment or settings.parallel):
+        if not (in_cpp or archive.environment or settings.parallel or _needs_own_lanes(settings)):
             isolation = _isolation(archive, settings, handler, self._may_share_process)
         _tell_unshared(key, settings, isolation)
         origin = Origin(
@@ -254,8 +254,7 @@ class Loader:
             gpu_ids=settings.gpu_ids,
             max_response_bytes=self._server.limits.max_response_bytes,
             pinned=_is_stateful(settings),
-            # The state is in the handler, so a request must run in the worker it is sent to.
-            shares_weights=LANES_SHARE[origin.isolation] and not _needs_own_lanes(settings),
+            shares_weights=LANES_SHARE[origin.isolation],
             at_once=settings.batch.at_once,
             sandbox=None if self._is_confined_first(origin) else self._sandbox_of(origin, settings),
             ranks=parallel.ranks if parallel else 1,
@@ -300,7 +299,6 @@ def _isolation(archive: StoredArchive, settings: ModelSettings, handler: str, ma
         on_gpu=on_gpu,
         needs_own_process=not may_share
         or settings.device_type == "xla"
-        or _needs_own_lanes(settings)
         or _switches_engine(archive)
         or archive.has_python,
     )
@@ -327,6 +325,7 @@ def _is_stateful(settings: ModelSettings) -> bool:
 
 
 def _needs_own_lanes(settings: ModelSettings) -> bool:
+    """Return whether each executor is a process: its handler has the state that later requests need."""
     return _is_stateful(settings) or settings.batch.at_once > 1
 
 

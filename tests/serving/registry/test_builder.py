@@ -87,6 +87,7 @@ def test_a_model_that_asks_for_a_gpu_where_none_is_is_warned_of(
         ("minWorkers: 1", False, False),  # its handler is Python of its own
         ("isolation: thread\ncontinuousBatching: true", False, True),
         ("isolation: thread\nsequenceBatching: true\nsequenceMaxIdleMSec: 1000", False, True),
+        ("isolation: thread\nasyncCommunication: true", False, False),
     ],
 )
 def test_executors_are_lanes_of_one_process_unless_they_keep_state_or_are_to_be_apart(
@@ -95,6 +96,7 @@ def test_executors_are_lanes_of_one_process_unless_they_keep_state_or_are_to_be_
     version = version_of(tmp_path, config)
     spec = version.pool._spec
     assert (spec.shares_weights, spec.pinned) == (shares_weights, pinned)
+    assert version.origin.isolation == ("thread" if shares_weights else "process")
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,9 @@ def test_runs_are_sent_ahead_unless_so_few_may_wait_that_each_counts(
     ("more", "files", "isolation"),
     [
         ("", COMPILED, "shared"),
-        ("continuousBatching: true\n", COMPILED, "thread"),
-        ("sequenceBatching: true\nsequenceMaxIdleMSec: 1000\n", COMPILED, "thread"),
+        ("continuousBatching: true\n", COMPILED, "process"),
+        ("asyncCommunication: true\n", COMPILED, "process"),
+        ("sequenceBatching: true\nsequenceMaxIdleMSec: 1000\n", COMPILED, "process"),
         ("torchscript:\n  quantized_engine: onednn\n", COMPILED, "thread"),
         ("torchscript:\n  optimize_for_inference: true\n", COMPILED, "shared"),
         ("", COMPILED | {"base_handler.py": b"import os\n"}, "thread"),
@@ -129,7 +132,7 @@ def test_a_version_shares_a_process_unless_it_needs_one_of_its_own(
 ) -> None:
     version = version_of(tmp_path, f"isolation: shared\n{more}", files, "base_handler")
     assert version.origin.isolation == isolation
-    assert version.pool._spec.shares_weights is not version.pool._spec.pinned
+    assert version.pool._spec.shares_weights is (isolation != "process")
 
 
 @pytest.mark.parametrize(
