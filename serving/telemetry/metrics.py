@@ -80,7 +80,8 @@ class Metrics:
         tracing: SpanMaker | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._host = hostname or socket.gethostname()
+        # A byte that is not UTF-8 would be half a surrogate pair, which no exposition can hold.
+        self._host = (hostname or socket.gethostname()).encode(errors="replace").decode()
         config = built_in_config() if config is None else config
         # For handlers' `context.metrics.get_metric`; handlers do not set the host label.
         self.declared = tuple(

@@ -62,6 +62,13 @@ def test_answers_are_counted_by_the_class_of_their_status(metrics):
     ]
 
 
+def test_a_hosts_name_that_is_not_utf_8_can_be_written():
+    metrics = Metrics("caf\udce9")
+    metrics.request_finished(200)
+    assert lines(metrics, "Requests2XX") == ['Requests2XX{Level="Host",Hostname="caf?",} 1.0']
+    metrics.exposition().encode()
+
+
 def test_a_probe_that_says_no_is_not_counted_as_an_answer_of_the_server(metrics):
     metrics.request_finished(503, is_probe=True)
     metrics.request_finished(200, is_probe=True)
