@@ -23,7 +23,13 @@ from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.source import read_source
-from torchere.archiver.models.load.weight_only import BY_PROCESSOR, Int4Linear, Int8Linear, weight_only
+from torchere.archiver.models.load.weight_only import (
+    BY_PROCESSOR,
+    Int4Linear,
+    Int8Embedding,
+    Int8Linear,
+    weight_only,
+)
 from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize import pt2e
 from torchere.archiver.models.quantize.methods import quantise
@@ -133,6 +139,14 @@ def test_a_weight_that_layers_share_is_held_once() -> None:
     program = torch.export.export(made, (ids,))
     held = {tensor.data_ptr(): tensor.nbytes for tensor in program.state_dict.values()}
     assert sum(held.values()) == 500 * 64 + 500 * 2 + 500 * 4  # in 8 bits, scales in 16, the bias in 32
+
+
+def test_a_layer_with_several_names_is_small_under_each() -> None:
+    words = nn.Embedding(500, 64)
+    made, note = weight_only(nn.ModuleDict({"encoder": words, "decoder": words}), 8)
+    assert "1 embeddings in 8 bits" in note
+    assert isinstance(made.get_submodule("encoder"), Int8Embedding)
+    assert made.get_submodule("decoder") is made.get_submodule("encoder")
 
 
 @pytest.mark.parametrize("shape", [(256,), (3, 256), (2, 3, 256)])
