@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 CONVOLUTIONS = ("aten::_convolution", "aten::conv2d", "aten::conv3d")  # as traced, as scripted
+_OF_SHAPE = ("aten::dim", "aten::size")  # the same after a fold; scripted normalisations check their inputs
 _FOLDS = ("conv_bn", "conv_add_or_sub", "conv_mul_or_div")
 
 
@@ -18,8 +19,9 @@ def frozen(module: Any, *, fold_linear: bool = False) -> torch.jit.ScriptModule:
 
     Args:
         module: TorchScript.
-        fold_linear: fold batch normalisation into linear layers, too. torch scales their last dimension,
-            which is right for rows only, because the channels of [N, C, L] are in the middle.
+        fold_linear: fold batch normalisation into linear layers, too, if only the normalisation reads their
+            outputs: torch changes these for all readers. It scales their last dimension, which is right for
+            rows only, because the channels of [N, C, L] are in the middle.
     """
     if not module._c.hasattr("training"):  # the Python object has it also after `eval()` of a frozen module
         made: torch.jit.ScriptModule = module
@@ -27,11 +29,18 @@ def frozen(module: Any, *, fold_linear: bool = False) -> torch.jit.ScriptModule:
     made = torch.jit.freeze(module.eval(), optimize_numerics=False)
     if not made._c._has_method("forward"):  # for example, an int8 recurrent layer that is scripted by itself
         return made
-    names = (*_FOLDS, "linear_bn") if fold_linear else _FOLDS
+    names = (*_FOLDS, "linear_bn") if fold_linear and _normalised_alone(made.graph) else _FOLDS
     folds = [getattr(torch._C, f"_jit_pass_fold_frozen_{name}") for name in names]
     while any([fold(made.graph) for fold in folds]):  # a list, so that each runs
         pass
     return made
+
+
+def _normalised_alone(graph: Any) -> bool:
+    """Return whether no linear layer's output is read both by a batch normalisation and elsewhere."""
+    normalised = [next(node.inputs()) for node in _nodes(graph) if node.kind() == "aten::batch_norm"]
+    linear = [value for value in normalised if value.node().kind() == "aten::linear"]
+    return all(sum(use.user.kind() not in _OF_SHAPE for use in value.uses()) == 1 for value in linear)
 
 
 def loses_writes(graph: Any) -> bool:

@@ -393,6 +393,27 @@ def test_normalisation_is_folded_into_a_linear_layer_where_it_takes_rows(
     assert torch.allclose(made(example), net(example), atol=1e-5)
 
 
+class Residual(nn.Module):
+    """Adds a linear layer's output to its normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 6), nn.BatchNorm1d(6)
+        self.norm.running_mean = torch.linspace(-1, 1, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return self.norm(y).relu() + y
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_normalisation_is_not_folded_into_a_linear_layer_that_others_read(script: bool) -> None:
+    net, example = Residual().eval(), torch.rand(3, 8)
+    made = to_torchscript(net, (example,), script=script)
+    assert "aten::batch_norm" in str(made.graph)
+    assert torch.allclose(made(example), net(example), atol=1e-5)
+
+
 class Rounded(nn.Module):
     """Computes in bfloat16, with an operator that TorchScript splits into two."""
 
