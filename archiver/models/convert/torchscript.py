@@ -66,20 +66,24 @@ def _frozen(compiled: torch.jit.ScriptModule, example: Tensors) -> torch.jit.Scr
     watch = _NormalisedRows()
     has_forward = compiled._c._has_method("forward")
     if has_forward and has_linear_layers(compiled) and "aten::batch_norm" in str(compiled.inlined_graph):
-        with torch.no_grad(), unchanged_buffers(compiled.eval()), watch:
+        # Inference mode shows `aten::linear` to the watch; otherwise autograd takes it apart first.
+        with torch.inference_mode(), unchanged_buffers(compiled.eval()), watch:
             compiled(*_copies(example))
     return frozen(compiled, fold_linear=watch.only_rows)
 
 
 class _NormalisedRows(OperatorWatch):
-    """Records whether all batch normalisations that run have rows as inputs."""
+    """Records whether all batch normalisations of a linear layer's output have rows as inputs."""
 
     only_rows = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "batch_norm" in func.name() and args[0].dim() == 3:
+        if "batch_norm" in func.name() and args[0].dim() != 2 and hasattr(args[0], "is_of_linear_layer"):
             self.only_rows = False
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.name() == "aten::linear":
+            result.is_of_linear_layer = True  # on the tensor: its `id` may be another's later
+        return result
 
 
 def _traced_or_scripted(

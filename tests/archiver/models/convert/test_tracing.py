@@ -381,12 +381,20 @@ def test_a_batch_that_the_code_takes_by_len_stays_free(made: Callable[..., Any])
 
 
 @pytest.mark.parametrize("script", [False, True])
-@pytest.mark.parametrize(("example", "folded"), [(torch.rand(3, 8), True), (torch.rand(3, 6, 8), False)])
+@pytest.mark.parametrize(
+    ("norm", "shape", "folded"),
+    [
+        (nn.BatchNorm1d(6), (3, 8), True),
+        (nn.BatchNorm1d(6), (3, 6, 8), False),
+        (nn.BatchNorm2d(6), (3, 6, 4, 8), False),
+        (nn.BatchNorm3d(6), (3, 6, 2, 4, 8), False),
+    ],
+)
 def test_normalisation_is_folded_into_a_linear_layer_where_it_takes_rows(
-    example: torch.Tensor, folded: bool, script: bool
+    norm: Any, shape: tuple[int, ...], folded: bool, script: bool
 ) -> None:
-    norm = nn.BatchNorm1d(6)
     norm.running_mean = torch.linspace(-1, 1, 6)
+    example = torch.rand(shape)
     net = nn.Sequential(nn.Linear(8, 6), norm).eval()
     made = to_torchscript(net, (example,), script=script)
     assert ("aten::batch_norm" not in str(made.graph)) is folded
@@ -412,6 +420,16 @@ def test_normalisation_is_not_folded_into_a_linear_layer_that_others_read(script
     made = to_torchscript(net, (example,), script=script)
     assert "aten::batch_norm" in str(made.graph)
     assert torch.allclose(made(example), net(example), atol=1e-5)
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_normalised_pictures_do_not_keep_it_from_being_folded_into_a_linear_layer(script: bool) -> None:
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        *(nn.Linear(4, 6), nn.BatchNorm1d(6)),
+    ).eval()
+    made = to_torchscript(net, (torch.rand(2, 3, 8, 8),), script=script)
+    assert str(made.graph).count("aten::batch_norm") == 1  # the one of the pictures, behind a ReLU
 
 
 class Rounded(nn.Module):
