@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 CompiledModel = Callable[..., Any]
 _UNCHECKED = (
-    "A wrong shape or type makes it read memory out of bounds; pack a file of aoti_compile_and_package, with "
-    "the source that this puts in"
+    "A wrong shape or type makes it read memory out of bounds; pack a file of a recent torch's "
+    "aoti_compile_and_package, with the source that this puts in"
 )
 _LIBRARY_FOLDER = ".aot"  # in the unpacked archive, and deleted with it
 # torch keeps the exported program that it is reading in a global, and refuses to read a second one meanwhile.

@@ -109,13 +109,18 @@ def _metadata(file: zipfile.ZipFile, names: list[str]) -> dict[str, str]:
 def is_checkable(package: Package) -> bool:
     """Return whether the code of a package can check its inputs without refusing a free dimension of 1.
 
-    The checks that torch generates by default refuse it; the package's source tells. False without a source.
+    The checks that torch generates by default refuse it, and an older torch generates none; the package's
+    source tells. False without a source.
 
     Raises:
         RuntimeError: the package is damaged.
     """
-    taking_one = [source is not None and _LEAST_TWO.search(source) is None for source in _sources(package)]
+    taking_one = [source is not None and _checks_and_takes_one(source) for source in _sources(package)]
     return bool(taking_one) and all(taking_one)
+
+
+def _checks_and_takes_one(source: bytes) -> bool:
+    return any(kind.search(source) for kind in (_DTYPE, _EQUAL, _BOUND)) and not _LEAST_TWO.search(source)
 
 
 def lacks_weights(package: Package) -> bool:
