@@ -343,6 +343,7 @@ class _Inputs:
                     400,
                 )
             _check_layout(index, tensor, rule)
+        _check_free_sizes(tensors, self._rules)
 
 
 def _check_layout(index: int, tensor: torch.Tensor, rule: InputRule) -> None:
@@ -364,6 +365,21 @@ def _check_layout(index: int, tensor: torch.Tensor, rule: InputRule) -> None:
                 f"input {index} of the compiled model: found the strides {list(strides)}, expected {stride} "
                 f"at dimension {at}; pass a tensor that is contiguous as the example was"
             )
+
+
+def _check_free_sizes(tensors: Sequence[torch.Tensor], rules: Sequence[InputRule]) -> None:
+    """Refuse sizes that contradict each other: the code reads one of them, and computes the others by it."""
+    found: dict[str, int] = {}
+    for index, (tensor, rule) in enumerate(zip(tensors, rules, strict=False)):
+        for at, size in rule.sizes.items():
+            value, rest = divmod(tensor.shape[at] - size.offset, size.factor)
+            first = found.setdefault(size.symbol, value)
+            if rest or first != value:
+                raise PredictionException(
+                    f"input {index} of the compiled model: found the size {tensor.shape[at]} at dimension "
+                    f"{at}, expected {size.where(first)}; send inputs whose sizes belong together",
+                    400,
+                )
 
 
 def _told(rule: InputRule) -> str:

@@ -33,6 +33,8 @@ _INPUT = re.compile(rb"ConstantHandle (\w+) = ConstantHandle\(input_handles\[(\d
 _DTYPE = re.compile(rb"int32_t (\w+)_expected_dtype = aoti_torch_dtype_(\w+)\(\);")
 _EQUAL = re.compile(rb"if \((\d+) != (\w+)_(size|stride)\[(\d+)\]\)")
 _BOUND = re.compile(rb"if \((\w+)_size\[(\d+)\] ([<>]) (\d+)\)")
+_SIZES = re.compile(rb"assert_size_stride\((\w+), \{([^{}]*)\}")  # in sources of newer torch
+_SIZE = re.compile(rb"\d+L|(?:\(?(-?\d+)L\)? \+ )?(?:(\d+)L\*)?(s\d+)")  # 8L, s77, or 1L + 2L*s77
 _NONE_INSIDE = re.compile(  # inputs, outputs, constants, ..., whether the library holds the constants
     rb"AOTInductorModelBase\(\s*\d+,\s*\d+,\s*[1-9]\d*,\s*device_str,\s*std::move\(cubin_dir\),\s*false\)"
 )
@@ -136,6 +138,19 @@ def lacks_weights(package: Package) -> bool:
     return any(source is not None and _NONE_INSIDE.search(source) for source in _sources(package))
 
 
+@dataclass(frozen=True, slots=True)
+class LinearSize:
+    """A size that follows from a free one, as `2*b + 1` does from `b`, or is that size itself."""
+
+    symbol: str
+    factor: int = 1
+    offset: int = 0
+
+    def where(self, value: int) -> int:
+        """Return the size where the free one has that value."""
+        return self.factor * value + self.offset
+
+
 @dataclass(slots=True)
 class InputRule:
     """Conditions that the code of a package assumes of one input. Keys are dimensions."""
@@ -144,11 +159,12 @@ class InputRule:
     least: dict[int, int] = field(default_factory=dict)
     most: dict[int, int] = field(default_factory=dict)
     strides: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, LinearSize] = field(default_factory=dict)  # none from sources of older torch
 
     @property
     def dimensions(self) -> int:
         """How many there are: by default torch writes a lower bound for each one whose size is free."""
-        return max((*self.least, *self.most, *self.strides), default=-1) + 1
+        return max((*self.least, *self.most, *self.strides, *self.sizes), default=-1) + 1
 
 
 def read_rules(package: Package) -> list[InputRule]:
@@ -174,13 +190,28 @@ def _rules(source: bytes) -> list[InputRule]:
             rules[name].strides[int(dimension)] = int(number)
         elif name in rules:
             rules[name].least[int(dimension)] = rules[name].most[int(dimension)] = int(number)
+    _read_sizes(source, rules)
     for name, dimension, sign, number in _BOUND.findall(source):
         if name in rules and sign == b">":
             rules[name].most[int(dimension)] = int(number)
         elif name in rules:
-            rules[name].least[int(dimension)] = 1 if int(number) == 2 else int(number)
+            size = rules[name].sizes.get(int(dimension), LinearSize(""))
+            least = size.where(1) if int(number) == size.where(2) else int(number)
+            rules[name].least[int(dimension)] = least
     complete = sorted(places.values()) == list(range(len(places))) and all(r.dtype for r in rules.values())
     return list(rules.values()) if complete else []
+
+
+def _read_sizes(source: bytes, rules: dict[bytes, InputRule]) -> None:
+    for name, listed in _SIZES.findall(source):
+        for dimension, size in enumerate(listed.split(b", ")):
+            form = _SIZE.fullmatch(size)
+            if form is None:  # the arguments of a function, so that those behind it have other places
+                break
+            offset, factor, symbol = form.groups()
+            if name in rules and symbol:
+                linear = LinearSize(symbol.decode(), int(factor or 1), int(offset or 0))
+                rules[name].sizes[dimension] = linear
 
 
 def _sources(package: Package) -> Iterator[bytes | None]:

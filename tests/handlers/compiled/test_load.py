@@ -24,7 +24,7 @@ from torchere.handlers.compiled import library as aot_model
 from torchere.handlers.compiled import load as aot
 from torchere.handlers.compiled import package as aot_gil
 from torchere.handlers.compiled.library import AotModel, BoundModel
-from torchere.handlers.compiled.package import extracted_library, holds_gil, read_package
+from torchere.handlers.compiled.package import extracted_library, holds_gil, read_package, read_rules
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.weights import SharedModels
 
@@ -163,6 +163,51 @@ def test_a_package_compiled_by_default_has_its_inputs_checked_for_it(
         assert info.value.error_code == 400
     with pytest.raises(ValueError, match=r"found the strides \[1, 2\], expected 256 at dimension 0"):
         model(x.t().contiguous().t(), count, scale=SCALE)
+
+
+DERIVED_SCRIPT = """
+import sys, torch
+
+class Doubled(torch.nn.Module):
+    def forward(self, x, y, z):
+        return torch.cat([x, x]) + y + torch.cat([z, z])
+
+rows = torch.export.Dim("b")
+example = tuple(torch.zeros(count, 8) for count in (3, 6, 3))
+program = torch.export.export(Doubled(), example, dynamic_shapes=({0: rows}, {0: 2 * rows}, {0: rows}))
+torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def derived_sizes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package compiled with torch's defaults, for inputs of b, 2*b and b rows, which it adds."""
+    if shutil.which("g++") is None:
+        pytest.skip("this needs g++")
+    path = tmp_path_factory.mktemp("derived") / "net.pt2"
+    subprocess.run([sys.executable, "-c", DERIVED_SCRIPT, str(path)], check=True, capture_output=True)
+    if not any(rule.sizes for rule in read_rules(read_package(str(path)))):
+        pytest.skip("this needs a torch that writes the sizes of inputs into the source")
+    return path
+
+
+@pytest.mark.parametrize("by_binding", [False, True])
+def test_sizes_of_several_inputs_are_compared(
+    derived_sizes: Path, monkeypatch: pytest.MonkeyPatch, by_binding: bool
+) -> None:
+    monkeypatch.setattr(aot_abi, "available", lambda: not by_binding)
+    model = aot.load_package(str(derived_sizes), str(derived_sizes.parent), "cpu")
+    for rows in (1, 3):
+        x, y, z = (torch.rand(count, 8) for count in (rows, 2 * rows, rows))
+        torch.testing.assert_close(model(x, y, z), torch.cat([x, x]) + y + torch.cat([z, z]))
+    for counts, reason in {
+        (4, 6, 4): "input 1 of the compiled model: found the size 6 at dimension 0, expected 8",
+        (3, 7, 3): "input 1 of the compiled model: found the size 7 at dimension 0, expected 6",
+        (3, 6, 1): "input 2 of the compiled model: found the size 1 at dimension 0, expected 3",
+    }.items():
+        with pytest.raises(PredictionException, match=reason) as info:
+            model(*(torch.rand(count, 8) for count in counts))
+        assert info.value.error_code == 400
 
 
 def test_torchs_own_binding_has_the_code_check_its_inputs(

@@ -15,6 +15,7 @@ import pytest
 from torchere.handlers.compiled import package as package_module
 from torchere.handlers.compiled.package import (
     InputRule,
+    LinearSize,
     extracted_library,
     holds_gil,
     is_checkable,
@@ -94,6 +95,24 @@ def test_the_rules_for_each_input_stand_in_the_source(tmp_path: Path) -> None:
     assert (first.dimensions, second) == (3, InputRule("bool"))
     entries[FOLDER + "a.wrapper.cpp"] = CHECKS.replace("handles[0]", "handles[2]")  # one is missing
     assert read_rules(read_package(write(tmp_path / "net.pt2", entries))) == []
+
+
+SIZES = """
+    if (a_size[1] < 4) {
+    if (b_size[0] < 5) {
+    if (b_size[1] < 1) {
+    if (b_size[2] < 20) {
+    assert_size_stride(a, {s7, 2L*s7, 64L}, {128L*s7, 64L, 1L}, "input");
+    assert_size_stride(b, {1L + 2L*s7, (-1L) + s7, s8, std::max(s7, 2L), s8}, {s8, 1L}, "input");
+"""
+
+
+def test_sizes_that_follow_from_a_free_one_are_bound_by_it(tmp_path: Path) -> None:
+    entries = {FOLDER + "a.wrapper.so": "code", FOLDER + "a.wrapper.cpp": CHECKS + SIZES}
+    first, second = read_rules(read_package(write(tmp_path / "net.pt2", entries)))
+    assert first.sizes == {0: LinearSize("s7"), 1: LinearSize("s7", 2)}
+    assert second.sizes == {0: LinearSize("s7", 2, 1), 1: LinearSize("s7", 1, -1), 2: LinearSize("s8")}
+    assert (first.least, second.least) == ({0: 1, 1: 2, 2: 64}, {0: 3, 1: 0, 2: 20})
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
