@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
@@ -66,9 +67,11 @@ def _frozen(compiled: torch.jit.ScriptModule, example: Tensors) -> torch.jit.Scr
     watch = _NormalisedRows()
     has_forward = compiled._c._has_method("forward")
     if has_forward and has_linear_layers(compiled) and "aten::batch_norm" in str(compiled.inlined_graph):
-        # Inference mode shows `aten::linear` to the watch; otherwise autograd takes it apart first.
-        with torch.inference_mode(), unchanged_buffers(compiled.eval()), watch:
-            compiled(*_copies(example))
+        # A copy runs, because the module may keep tensors, and could not write into those of inference mode
+        # later. That mode shows `aten::linear` to the watch; otherwise autograd takes it apart first.
+        run = copy.deepcopy(compiled.eval())
+        with torch.inference_mode(), watch:
+            run(*_copies(example))
     return frozen(compiled, fold_linear=watch.only_rows)
 
 

@@ -401,6 +401,27 @@ def test_normalisation_is_folded_into_a_linear_layer_where_it_takes_rows(
     assert torch.allclose(made(example), net(example), atol=1e-5)
 
 
+class Keeping(nn.Module):
+    """Makes a tensor in its first run, and writes into it in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
+        self.kept: Any = torch.jit.Attribute({}, dict[str, torch.Tensor])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "sum" not in self.kept:
+            self.kept["sum"] = torch.zeros(6)
+        return self.layers(x) + self.kept["sum"].mul_(0.5)
+
+
+def test_a_module_that_keeps_tensors_runs_behind_the_look_at_its_normalisations() -> None:
+    net, example = torch.jit.script(Keeping().eval()), torch.rand(3, 8)
+    made = to_torchscript(net, (example,))
+    with torch.no_grad():
+        assert torch.allclose(made(example), net(example), atol=1e-5)
+
+
 class Residual(nn.Module):
     """Adds a linear layer's output to its normalisation."""
 
