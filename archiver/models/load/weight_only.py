@@ -184,20 +184,12 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
             f"{name} changes linear layers and embeddings of {LARGE:,} weights and more, and the model has "
             "none; leave --quantize out, or take --quantize auto"
         )
-    made, told = _with_small_weights(made, found, bits)
-    return made, f"{name}: {told}; products in bfloat16, all else in fp32"
-
-
-def _with_small_weights(
-    module: nn.Module, layers: Mapping[str, nn.Linear | nn.Embedding], bits: int
-) -> tuple[nn.Module, str]:
-    """Replace the layers in the module, under each name that they have, and return it with their numbers."""
-    names: dict[nn.Module, list[str]] = {}
-    for path, one in module.named_modules(remove_duplicate=False):
+    names: dict[nn.Module, list[str]] = {}  # a layer may have several
+    for path, one in made.named_modules(remove_duplicate=False):
         names.setdefault(one, []).append(path)
     counts: Counter[str] = Counter()
     shared = functools.cache(in_8_bits)  # layers with one weight get one result
-    for layer in layers.values():
+    for layer in found.values():
         new: nn.Module
         if isinstance(layer, nn.Embedding):
             new = Int8Embedding(layer, *shared(layer.weight))
@@ -206,9 +198,10 @@ def _with_small_weights(
         else:
             new = Int8Linear(layer, *shared(layer.weight))
         for path in names[layer]:
-            module = _replaced(module, path, new)
+            made = _replaced(made, path, new)
         counts[_NAMES[type(new)]] += 1
-    return module, ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return made, f"{name}: {told}; products in bfloat16, all else in fp32"
 
 
 _NAMES: dict[type[nn.Module], str] = {
