@@ -186,7 +186,13 @@ class Worker:
                         raise
                     await self.start()
                     continue
-            break
+            except asyncio.CancelledError:
+                if self._lanes:  # they finish their runs
+                    self._enter_service()
+                raise
+            return self._enter_service()
+
+    def _enter_service(self) -> None:
         self._heartbeat.start()
         if self._supervisor is None:
             self._supervisor = asyncio.ensure_future(self._supervise())

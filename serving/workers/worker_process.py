@@ -176,6 +176,7 @@ class WorkerProcess:
         Raises:
             LoadFailed: as for `load`, or with `beside` as for `add_lanes`.
             TimeoutError: as for `add_lanes`.
+            CancelledError: lanes in service continue; without any, the process has ended.
         """
         await self._step(messages.WarmUp(), timeout_s, beside=beside)
         if self.serving < len(self._lanes):  # it is hostile
@@ -194,8 +195,8 @@ class WorkerProcess:
             await within(self._step_reply, timeout_s)
         except BaseException as err:
             self._drop_unready()
-            if beside:
-                raise
+            if beside or (self.serving and isinstance(err, asyncio.CancelledError)):
+                raise  # lanes in service may have runs
             if not isinstance(err, asyncio.TimeoutError):
                 await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
                 raise

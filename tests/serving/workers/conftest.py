@@ -109,8 +109,16 @@ ONE_IS_WARM = """
                     while not os.path.exists(os.path.join(self.folder, "go")):
                         time.sleep(0.005)
                 self.warm = True
+            while data[0] and data[0]["body"] == b"wait" and not os.path.exists(f"{self.folder}/go"):
+                time.sleep(0.005)
             return ["warm"] * len(data)
 """
+
+
+@pytest.fixture
+def one_is_warm(make_spec: Callable[..., LoadSpec]) -> Callable[..., LoadSpec]:
+    """Makes the spec of executors of which one is warm at once, and the others when a file `go` is there."""
+    return lambda **changes: make_spec(ONE_IS_WARM, **changes)
 
 
 @pytest.fixture

@@ -860,6 +860,34 @@ def test_a_worker_that_crashes_between_load_and_warm_up_fails_at_once_and_leaves
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("shares", [True, False], ids=["lanes", "alone"])
+def test_an_executor_that_serves_keeps_its_run_when_the_warm_up_of_the_others_is_given_up(
+    one_is_warm: Any, make_sink: Any, make_request: Any, shares: bool, killed: bool
+) -> None:
+    async def main() -> None:
+        spec = one_is_warm(shares_weights=shares)
+        async with pool_in_service(spec, count=0) as pool:
+            await pool.resize(2)
+            pool.freed.clear()
+            warming = asyncio.ensure_future(pool.warm_up())
+            await asyncio.wait_for(pool.freed.wait(), 60)
+            sink = make_sink()
+            sink.submit(pool, [make_request("wait")])
+            await asyncio.sleep(0.2)  # it has begun
+            warming.cancel()
+            await asyncio.wait({warming}, timeout=30)
+            assert not sink.report.done()
+            if killed:
+                os.kill(next(each.pid for each in pool.statuses() if each.state is ExecutorState.READY), 9)
+                assert isinstance(await sink.outcome(), ExecutorDied)
+            Path(spec.archive_dir, "go").touch()
+            if not killed:
+                assert (await sink.outcome()).body == b"warm"
+
+    asyncio.run(main())
+
+
 KILLED_AT_FIRST = """
     import os, signal
     class Handler:
