@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes
-from torchere.archiver.models.inputs.sizes import Tensors, resized
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
 from torchere.archiver.models.measure.cost import Model, one_thread, processor_ms
 from torchere.archiver.models.measure.difference import answers, difference
@@ -91,13 +91,19 @@ def samples(program: ExportedProgram) -> list[Tensors]:
     Return the unchanged example if the batch size is fixed, and an empty list if the example is not made of
     positional tensors only.
     """
-    args, keywords = program.example_inputs or ((), {})
-    if keywords or not args or not all(isinstance(one, torch.Tensor) for one in args):
+    args = _example(program)
+    if not args:
         return []
     batch = next((size for size in free_sizes(program, args) if size.is_batch(args)), None)
     if batch is None:
         return [args]
     return [resized(args, batch, size) for size in _BATCHES if batch.low <= size <= batch.high]
+
+
+def _example(program: ExportedProgram) -> Tensors:
+    """Return the program's example inputs; nothing if they are not positional tensors only."""
+    args, keywords = program.example_inputs or ((), {})
+    return () if keywords or not all(isinstance(one, torch.Tensor) for one in args) else args
 
 
 def timed(plain: Model, templates: Model, given: Sequence[Tensors]) -> Timed:
@@ -152,10 +158,12 @@ def compile_aoti(
             model has layers that gain from it.
 
     Raises:
-        ModelRefused: this machine lacks the instruction set, which the compiler tests on this machine.
+        ModelRefused: this machine lacks the instruction set, which the compiler tests on this machine, or the
+            code takes fewer sizes than the program.
         Exception: any error of the compilers.
     """
     _refuse_unrolled(program)
+    sizes = free_sizes(program, _example(program))  # before the compiler notes its conditions in the program
     frozen = gains_by_freezing(program) if freezing is None else freezing
     with private_cache(path.parent):
         if frozen and not _compiles_frozen(program, path, isa, say):
@@ -165,6 +173,7 @@ def compile_aoti(
             _compile(program, path, settings)
         given = [] if frozen or not multiplies(program) else samples(program)
         found = _with_templates(program, path, settings, given, say) if given else None
+    _refuse_narrowed(program, sizes)
     return Compiled(aoti_metadata(path).get("AOTI_CPU_ISA", "").lower(), frozen, found)
 
 
@@ -210,8 +219,50 @@ def load_aoti(path: Path) -> Any:
 
 
 def _compile(program: ExportedProgram, path: Path, settings: dict[str, Any]) -> None:
-    with torch._inductor.config.patch(settings), torch.no_grad():
+    with torch._inductor.config.patch(settings), torch.no_grad(), _unlimited_convolutions():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+
+
+@contextmanager
+def _unlimited_convolutions() -> Iterator[None]:
+    """Keep the compiler from limiting sizes to those for which torch runs a convolution in the same way.
+
+    Torch compares the batch with 16, and takes the result for the example as a condition on all inputs. The
+    compiler only reads the memory format of the convolution's result from it. Not thread-safe.
+    """
+    module: Any = torch._C
+    choose = module._select_conv_backend
+
+    def chosen(*given: Any, **named: Any) -> Any:
+        mode = (given[0] if given else named["input"]).fake_mode
+        with mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
+            return choose(*given, **named)
+
+    module._select_conv_backend = chosen
+    try:
+        yield
+    finally:
+        module._select_conv_backend = choose
+
+
+def _refuse_narrowed(program: ExportedProgram, sizes: Sequence[FreeSize]) -> None:
+    """Raise ModelRefused if the compiler has narrowed the range of a size: servers refuse all other sizes.
+
+    A lower bound of 2 is none, see `_settings`.
+    """
+    example = _example(program)
+    inputs = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for free in sizes if example else ():
+        index, dimension = free.places[0]
+        name = program.graph_signature.user_inputs[index]
+        size = inputs[name].meta["val"].shape[dimension].node
+        found = size.shape_env.bound_sympy(size.expr)
+        low = free.low if found.lower <= 2 * free.multiple else found.lower
+        if not all(low <= one <= found.upper for one in free.far_sizes(example)):
+            raise ModelRefused(
+                f"the compiled code takes {low} to {found.upper} for dimension {dimension} of {name}; "
+                f"expected {free.text}; narrow --dynamic-batch or --dynamic"
+            )
 
 
 def _with_templates(

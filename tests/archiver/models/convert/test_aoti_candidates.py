@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert import aotinductor as aoti_candidates
 from torchere.archiver.models.convert import aotinductor as to_aoti
 from torchere.archiver.models.convert.aotinductor import Timed, multiplies, samples, timed
@@ -149,3 +151,63 @@ def test_a_program_that_can_not_be_frozen_is_compiled_without(
         "with weights packed for oneDNN it can't be compiled (a pass of freezing failed); compiling again "
         "without, which may be slower ..."
     ]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of the compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_a_convolution_leaves_the_batch_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch compares the batch with 16 to choose how it is run; once frozen, once without."""
+
+    def compiler(*_args: Any, **_named: Any) -> None:
+        raise RuntimeError("enough is known")
+
+    monkeypatch.setattr("torch._inductor.codecache.AotCodeCompiler.compile", compiler)
+    pictures = (torch.rand(2, 3, 8, 8),)
+    sizes = [batch_of(pictures, (1, 64))]
+    program = to_program(nn.Conv2d(3, 4, 3).eval(), pictures, sizes)
+
+    with pytest.raises(RuntimeError, match="enough is known"):
+        to_aoti.compile_aoti(program, tmp_path / "model.pt2", None, lambda _line: None)
+
+    size = size_of(program, 0).node
+    assert size.shape_env.bound_sympy(size.expr).upper == 64
+
+
+@pytest.mark.parametrize(("bounds", "multiple"), [((1, 64), 1), ((1, 2**31), 1), ((64, 1024), 32)])
+def test_a_size_that_the_compiler_has_narrowed_is_refused(
+    bounds: tuple[int, int], multiple: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dimension, limits = 0 if multiple == 1 else 1, [bounds[1] + multiple, 16 * multiple]
+
+    def compiler(program: Any, _path: Path, _settings: dict[str, Any]) -> None:
+        assert size_of(program, dimension) < limits.pop(0)  # torch notes this as a condition
+
+    monkeypatch.setattr(to_aoti, "_compile", compiler)
+    monkeypatch.setattr(to_aoti, "aoti_metadata", lambda path: {})
+    rows = (torch.rand(2, 64),)
+    program = to_program(nn.ReLU().eval(), rows, [FreeSize("size", ((0, dimension),), *bounds, multiple)])
+    to_aoti.compile_aoti(program, tmp_path / "model.pt2", None, lambda _line: None)
+
+    with pytest.raises(
+        ModelRefused, match=rf"takes {bounds[0]} to {15 * multiple} for dimension \d of input"
+    ):
+        to_aoti.compile_aoti(program, tmp_path / "model.pt2", None, lambda _line: None)
+
+
+def test_a_size_that_the_compiler_has_fixed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiler(program: Any, _path: Path, _settings: dict[str, Any]) -> None:
+        assert size_of(program, 0) == 2
+
+    monkeypatch.setattr(to_aoti, "_compile", compiler)
+    program = to_program(nn.ReLU().eval(), *free((1, 64)))
+
+    with pytest.raises(ModelRefused, match="takes 1 to 2 for dimension 0 of input; expected 1:64;"):
+        to_aoti.compile_aoti(program, tmp_path / "model.pt2", None, lambda _line: None)
+
+
+def size_of(program: Any, dimension: int) -> Any:
+    """Return a free size of the only input."""
+    (name,) = program.graph_signature.user_inputs
+    return next(node for node in program.graph.nodes if node.name == name).meta["val"].shape[dimension]
