@@ -226,7 +226,7 @@ def trace(
                 module if is_plain else _Flat(module), _copies(example), strict=False, check_trace=False
             )
     with unchanged_buffers(module):  # those of the trace, too
-        _refuse_other_answers(module, made, example, sizes)
+        _refuse_other_answers(module, made, example, sizes, ends=bool(places))
     if places:
         say(
             f"tracing fixed values that the model's code takes out of tensors, in {_places(len(places))} "
@@ -319,8 +319,13 @@ def _is_made_for_it(file: Path) -> bool:
 
 
 def _refuse_other_answers(
-    module: torch.nn.Module, made: torch.jit.ScriptModule, example: Tensors, sizes: Sequence[FreeSize]
+    module: torch.nn.Module,
+    made: torch.jit.ScriptModule,
+    example: Tensors,
+    sizes: Sequence[FreeSize],
+    ends: bool = False,
 ) -> None:
+    """Raise ModelRefused if the results differ for other values or sizes; `ends`: see `sizes_to_compare`."""
     for variation in VARIATIONS:
         inputs = tuple(variation(tensor) for tensor in example)
         wanted = _answers(module, inputs)
@@ -334,7 +339,7 @@ def _refuse_other_answers(
 
     def work(tell: Say, say: Say) -> str:
         for free in sizes:
-            for size in free.sizes_to_compare(example):
+            for size in free.sizes_to_compare(example, ends):
                 if _fixes(module, made, examples_of_size(example, free, size), tell):
                     raise ModelRefused(
                         f"tracing fixed the size of {free.name}: the example has {free.size_in(example)}, "

@@ -20,6 +20,7 @@ BATCH = "batch"
 TOKENS, DECODER_TOKENS = "tokens", "decoder_tokens"  # lengths that vary by default for a Hugging Face folder
 _FAR = 16  # sizes are tried up to this multiple of the example's, or up to `_FAR_SIZE`
 _FAR_SIZE = 1024
+_MOST_ROWS = 64  # limit on the rows of a batch at which models are compared
 _MOST_VALUES = 2**24  # limit on the elements of all inputs together in one trial
 
 
@@ -69,13 +70,17 @@ class FreeSize:
         found = dict.fromkeys([self.other_size(example), *self.far_sizes(example)])
         return [size for size in found if size != self.size_in(example)]
 
-    def sizes_to_compare(self, example: Tensors) -> list[int]:
+    def sizes_to_compare(self, example: Tensors, ends: bool = False) -> list[int]:
         """Return the sizes in `sizes_to_try` at which a packed model is compared with the original.
 
-        For a batch it is one size, because large batches take long.
+        For a batch it is one size, because large batches take long; with `ends` also the smallest and the
+        largest one, up to 64 rows.
         """
-        found = self.sizes_to_try(example)
-        return found[:1] if self.is_batch(example) else found
+        if not self.is_batch(example):
+            return self.sizes_to_try(example)
+        most = max(_MOST_ROWS, self.size_in(example) + 2 * self.multiple)
+        found = replace(self, high=min(self.high, most)).sizes_to_try(example)
+        return found if ends else found[:1]
 
     @property
     def text(self) -> str:

@@ -237,6 +237,17 @@ def test_a_size_that_is_fixed_at_the_end_of_its_range_is_found() -> None:
     to_torchscript(Net(lambda x: x.sum(1)).eval(), rows, sizes=sizes, only_trace=True)
 
 
+@pytest.mark.parametrize(("limit", "size"), [(1, 1), (8, 16), (32, 64)])
+def test_a_branch_by_the_batch_is_found_at_the_ends_of_its_range(limit: int, size: int) -> None:
+    def branching(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > limit else x * 3
+
+    rows = (torch.rand(2, 4),)
+    sizes = [batch_of(rows, (1, size if size > 1 else 64))]
+    with pytest.raises(ModelRefused, match=f"the size of batch: the example has 2, and when it is {size} "):
+        to_torchscript(Net(branching).eval(), rows, sizes=sizes, only_trace=True)
+
+
 def test_a_model_that_the_tracer_raises_on_is_compiled_from_its_source() -> None:
     class Untraceable(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
