@@ -15,7 +15,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 
 GROUP = 32  # 4-bit weights of a row that share a scale and a zero; these make it 5 bits for each weight
 _OUTPUTS_OF_4_BITS = 16  # torch's kernel supports multiples of this number
+# With other numbers torch's kernel reads memory behind the weights: `weightpack` of int8mm_kernel.cpp steps
+# by 16 inputs with AVX-512, and by 8 with AVX2. An archive may come to any processor.
+_INPUTS_OF_8_BITS = 16
 # Smaller layers stay in fp32: they are a small part of a file, and converting costs more than multiplying.
 LARGE = 2**14
 BY_PROCESSOR = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
@@ -156,14 +159,18 @@ def fits_4_bits(layer: nn.Linear) -> bool:
 
 
 def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
-    """Return the linear layers and embeddings that are large enough to gain from fewer bits, by name."""
+    """Return the linear layers and embeddings that fewer bits suit and that are large enough, by name."""
     return {
         name: layer
         for name, layer in module.named_modules()
-        if (type(layer) is nn.Linear or (type(layer) is nn.Embedding and layer.max_norm is None))
-        and layer.weight.numel() >= LARGE
-        and layer.weight.dtype == torch.float32
+        if _takes_8_bits(layer) and layer.weight.numel() >= LARGE and layer.weight.dtype == torch.float32
     }
+
+
+def _takes_8_bits(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
+    if type(layer) is nn.Linear:
+        return layer.in_features % _INPUTS_OF_8_BITS == 0
+    return type(layer) is nn.Embedding and layer.max_norm is None
 
 
 def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
@@ -181,8 +188,9 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
     found = large_layers(made)
     if not found:
         raise ModelRefused(
-            f"{name} changes linear layers and embeddings of {LARGE:,} weights and more, and the model has "
-            "none; leave --quantize out, or take --quantize auto"
+            f"{name} changes linear layers and embeddings of {LARGE:,} weights and more (linear layers with "
+            f"inputs in multiples of {_INPUTS_OF_8_BITS}), and the model has none; leave --quantize out, or "
+            "take --quantize auto"
         )
     names: dict[nn.Module, list[str]] = {}  # a layer may have several
     for path, one in made.named_modules(remove_duplicate=False):
