@@ -264,6 +264,7 @@ class Registry:
         if version in self.versions():
             self._missing.taken_back(version.key)
         self._take_out(version)
+        self._snapshots.discarded(version)
 
     def _take_out(self, version: Version) -> None:
         self._serving = routing.without_version(self._serving, version)

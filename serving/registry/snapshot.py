@@ -257,6 +257,11 @@ class SnapshotKeeper:
                 self._waiting[task] = version
                 task.add_done_callback(self._left_waiting)
 
+    def discarded(self, version: Version) -> None:
+        """Write a snapshot without a version that failed to load, if the last one begun names it."""
+        if _holds(self._noted, version):
+            self.changed()
+
     async def written(self) -> None:
         """Wait until every settled change is written to disk, so that it may be reported as done."""
         settled = [

@@ -560,6 +560,25 @@ def test_a_download_stays_until_a_snapshot_on_disk_names_it_no_more(
     asyncio.run(main())
 
 
+def test_a_download_that_would_not_load_is_deleted_if_a_snapshot_named_it_meanwhile(tmp_path: Path) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    pack(tmp_path / "fetched.mar")
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, allowed_urls=("file://.*",)) as registry:
+            await registry.opened()
+            failing = await registry.register(Wanted(f"file://{tmp_path}/fetched.mar", Asked(), name="a"))
+            await failing.settled.wait()
+            await registry.written()
+            assert {model.name for model in restored(snapshots.directory)} == {"a"}
+            registry.discard(failing)  # as if it had not loaded
+            await failing.settled.wait()
+            assert not (tmp_path / "store" / "fetched.mar").exists()
+            assert not restored(snapshots.directory)
+
+    asyncio.run(main())
+
+
 def test_an_unwritable_folder_of_snapshots_keeps_no_downloads(tmp_path: Path) -> None:
     pack(tmp_path / "fetched.mar")
     (tmp_path / "config").touch()
