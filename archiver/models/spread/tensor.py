@@ -42,7 +42,7 @@ class Part:
 def split_layers(
     model: torch.nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup
 ) -> dict[str, Part]:
-    """Let the layers compute with a part of their weights; return the part of each weight, by its name.
+    """Let the layers compute with a part of their weights; return the part of each weight, by each name.
 
     Args:
         model: the weights stay whole; the caller replaces them by their parts. Layers that `cut` has removed
@@ -53,21 +53,25 @@ def split_layers(
     Raises:
         ValueError: a weight can't be split, see `_check_parts`.
     """
-    layers = dict(model.named_modules())
+    layers = dict(model.named_modules(remove_duplicate=False))
+    names: dict[torch.nn.Module, list[str]] = {}  # a layer may have several
+    for name, module in layers.items():
+        names.setdefault(module, []).append(name)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     parts: dict[str, Part] = {}
     for name, style in styles.items():
         layer: Any = layers.get(name)
         if layer is None:
             continue
-        parts[f"{name}.weight"] = Part(_dimension(layer, style), rank, ranks)
+        part = Part(_dimension(layer, style), rank, ranks)
+        parts |= {f"{each}.weight": part for each in names[layer]}
         run: Callable[[_Call, torch.Tensor], torch.Tensor]
         if isinstance(layer, torch.nn.Embedding):
             run = _words if "rowwise" in style else _features
         else:
             run = _rows if "rowwise" in style else _columns
             if layer.bias is not None and run is _columns:
-                parts[f"{name}.bias"] = Part(0, rank, ranks)
+                parts |= {f"{each}.bias": Part(0, rank, ranks) for each in names[layer]}
         layer.forward = _Call(run, layer, style, group)
     _check_parts(model, parts)
     return parts

@@ -123,6 +123,29 @@ def test_a_weight_that_layers_share_is_split_for_all_of_them() -> None:
     assert max(in_ranks(2, work)) <= 1e-6
 
 
+class Listed(Pair):
+    """Its layers have a second name each, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(self.up, torch.nn.ReLU(), self.down)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_a_layer_with_two_names_is_split_under_both() -> None:
+    model, given = Listed(), torch.rand(3, 8)
+
+    def work(_rank: int) -> float:
+        with torch.inference_mode():
+            wanted = model(given)
+            found = spread(model, Split(tensor=2), torch.device("cpu"))(given)
+        return (found - wanted).abs().max().item()
+
+    assert max(in_ranks(2, work)) <= 1e-6
+
+
 @pytest.mark.parametrize("normed", [torch.nn.utils.weight_norm, torch.nn.utils.parametrizations.weight_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 def test_a_weight_that_is_computed_is_not_split(normed: Callable[..., torch.nn.Module]) -> None:
