@@ -46,7 +46,7 @@ def split_layers(
 
     Args:
         model: the weights stay whole; the caller replaces them by their parts. Layers that `cut` has removed
-            are skipped.
+            or emptied are skipped.
         styles: see `styles_of`.
         group: the ranks that share each layer.
 
@@ -61,7 +61,7 @@ def split_layers(
     parts: dict[str, Part] = {}
     for name, style in styles.items():
         layer: Any = layers.get(name)
-        if layer is None:
+        if layer is None or not (layer._parameters or layer._modules):  # `cut` has removed or emptied it
             continue
         part = Part(_dimension(layer, style), rank, ranks)
         parts |= {f"{each}.weight": part for each in names[layer]}

@@ -126,6 +126,17 @@ def test_all_ranks_answer_as_one_process_for_any_number_of_rows(split: Split) ->
         assert max(differences) <= 1e-5
 
 
+def test_layers_of_the_list_itself_are_split_in_each_stage() -> None:
+    kinds = (torch.nn.Embedding, torch.nn.Linear, torch.nn.Linear, torch.nn.Linear)
+    sizes = ((6, 8), (8, 16), (16, 8), (8, 4))
+    model = torch.nn.Sequential(*(kind(*size) for kind, size in zip(kinds, sizes, strict=True)))
+    given = torch.tensor([[0, 5, 3]])
+    wanted = model(given).detach()
+    split = Split(2, 2, {"0": "rowwise", "1": "colwise", "2": "rowwise", "3": "colwise_rep"})
+    for found in over(split, lambda: model, lambda each: each(given).tolist()):
+        torch.testing.assert_close(torch.tensor(found), wanted)
+
+
 def test_inputs_that_are_no_batch_are_not_cut() -> None:
     x, table = torch.rand(10, 8), torch.rand(10, 8)
     with torch.inference_mode():
