@@ -75,13 +75,13 @@ dynamic int8, the rows of a batch share no scale, and it needs no samples. It ga
 meet few rows and the time goes into reading weights: one layer of 4096 x 1024 takes 0.22 instead of 0.72 ms
 for a row, 0.85 instead of 2.4 ms for 8, and no less for 128
 ([decision 30](decisions/0030-weights-in-8-and-4-bits.md)). It changes linear layers and embeddings of 16,384
-weights and more; recurrent layers, convolutions, `nn.EmbeddingBag`, and linear layers whose number of inputs
-is no multiple of 16 stay in fp32: torch's kernel reads beyond the weights of such. `int4-weight` is as
-fast, and smaller: 5 bits for each weight with its scales. It drifts ten times as far. Embeddings, and
-layers of sizes that its kernel does not take (outputs that are no multiple of 16, inputs of 32), get 8
-bits. An archive of it that was compiled on a processor with AVX-512 runs on one without as the exported
-program that lies beside it, and the other way round. Both use operators of torch's own: neither packing
-nor serving needs torchao.
+weights and more; recurrent layers, convolutions, `nn.EmbeddingBag`, layers with hooks, and linear layers
+whose number of inputs is no multiple of 16 stay in fp32: torch's kernel reads beyond the weights of the last
+kind. `int4-weight` is as fast, and smaller: 5 bits for each weight with its scales. It drifts ten times as
+far. Embeddings, and layers of sizes that its kernel does not take (outputs that are no multiple of 16,
+inputs of 32), get 8 bits. An archive of it that was compiled on a processor with AVX-512 runs on one without
+as the exported program that lies beside it, and the other way round. Both use operators of torch's own:
+neither packing nor serving needs torchao.
 
 A model that was quantised with torchao's `quantize_` keeps its bits with `--format export` and `aoti`: give a
 factory that makes it, or its class and the state dict (`torch.save(model.state_dict(), ...)`). Its answers

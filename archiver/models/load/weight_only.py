@@ -159,7 +159,10 @@ def fits_4_bits(layer: nn.Linear) -> bool:
 
 
 def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
-    """Return the linear layers and embeddings that fewer bits suit and that are large enough, by name."""
+    """Return the linear layers and embeddings that fewer bits suit and that are large enough, by name.
+
+    Layers with hooks are left out: the layers that replace them would not call these.
+    """
     return {
         name: layer
         for name, layer in module.named_modules()
@@ -168,6 +171,8 @@ def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
 
 
 def _takes_8_bits(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return False
     if type(layer) is nn.Linear:
         return layer.in_features % _INPUTS_OF_8_BITS == 0
     return type(layer) is nn.Embedding and layer.max_norm is None
@@ -188,9 +193,9 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
     found = large_layers(made)
     if not found:
         raise ModelRefused(
-            f"{name} changes linear layers and embeddings of {LARGE:,} weights and more (linear layers with "
-            f"inputs in multiples of {_INPUTS_OF_8_BITS}), and the model has none; leave --quantize out, or "
-            "take --quantize auto"
+            f"{name} changes linear layers and embeddings of {LARGE:,} weights and more, without hooks (linear "
+            f"layers with inputs in multiples of {_INPUTS_OF_8_BITS}), and the model has none; leave "
+            "--quantize out, or take --quantize auto"
         )
     names: dict[nn.Module, list[str]] = {}  # a layer may have several
     for path, one in made.named_modules(remove_duplicate=False):
