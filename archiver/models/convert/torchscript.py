@@ -84,7 +84,10 @@ class _NormalisedRows(OperatorWatch):
         if "batch_norm" in func.name() and args[0].dim() != 2 and hasattr(args[0], "is_of_linear_layer"):
             self.only_rows = False
         result = func(*args, **(kwargs or {}))
-        if func.name() == "aten::linear":
+        # Freezing removes `detach`, and then folds into the layer before it.
+        if func.name() == "aten::linear" or (
+            func.name() == "aten::detach" and hasattr(args[0], "is_of_linear_layer")
+        ):
             result.is_of_linear_layer = True  # on the tensor: its `id` may be another's later
         return result
 

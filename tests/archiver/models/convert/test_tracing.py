@@ -391,7 +391,13 @@ def test_a_batch_that_the_code_takes_by_len_stays_free(made: Callable[..., Any])
     assert len is module.forward.__globals__.get("len", len)
 
 
+class Detach(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+
 @pytest.mark.parametrize("script", [False, True])
+@pytest.mark.parametrize("between", [(), (Detach(),)])
 @pytest.mark.parametrize(
     ("norm", "shape", "folded"),
     [
@@ -402,11 +408,11 @@ def test_a_batch_that_the_code_takes_by_len_stays_free(made: Callable[..., Any])
     ],
 )
 def test_normalisation_is_folded_into_a_linear_layer_where_it_takes_rows(
-    norm: Any, shape: tuple[int, ...], folded: bool, script: bool
+    norm: Any, shape: tuple[int, ...], folded: bool, between: tuple[nn.Module, ...], script: bool
 ) -> None:
     norm.running_mean = torch.linspace(-1, 1, 6)
     example = torch.rand(shape)
-    net = nn.Sequential(nn.Linear(8, 6), norm).eval()
+    net = nn.Sequential(nn.Linear(8, 6), *between, norm).eval()
     made = to_torchscript(net, (example,), script=script)
     assert ("aten::batch_norm" not in str(made.graph)) is folded
     assert torch.allclose(made(example), net(example), atol=1e-5)
