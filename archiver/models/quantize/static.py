@@ -118,10 +118,17 @@ class Calibrated:
         """Return the int8 model, its weights packed for the engine of `torch.backends.quantized`."""
         converted = convert_fx(copy.deepcopy(self.prepared))
         layers: dict[str, Any] = dict(converted.named_modules())
+        weights = {name: _weight(layer) for name, layer in self.prepared.named_modules(remove_duplicate=False)}
         for name, original in self.copies.items():
-            if hasattr(layers.get(name), "_packed_params"):  # so that the file has the weights once
+            # torch folds the normalisation behind each call into weights of this call.
+            is_same = weights.get(name) is weights.get(original)
+            if is_same and hasattr(layers.get(name), "_packed_params"):  # so that the file has them once
                 layers[name]._packed_params = layers[original]._packed_params
         return converted
+
+
+def _weight(layer: nn.Module) -> Any:
+    return getattr(next(layer.children(), layer), "weight", None)  # a layer with its ReLU has two children
 
 
 def calibrate(

@@ -221,6 +221,40 @@ def test_a_layer_called_several_times_has_a_scale_for_each_call_and_its_weights_
     assert made.notes[0].startswith("int8-static: 1 layers")
 
 
+class Normalised(nn.Module):
+    """Calls a layer for several levels, each with a normalisation of its own, as heads of detectors do."""
+
+    def __init__(self, layer: nn.Module, norms: list[Any]) -> None:
+        super().__init__()
+        self.layer, self.norms = layer, nn.ModuleList(norms)
+        for norm in norms:
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.layer(x), *(norm(self.layer(x)).relu() for norm in self.norms)
+
+
+NORMALISED: dict[str, tuple[Callable[[], Normalised], tuple[int, ...]]] = {
+    "convolution": (
+        lambda: Normalised(nn.Conv2d(8, 8, 3), [nn.BatchNorm2d(8), nn.BatchNorm2d(8)]),
+        (4, 8, 6, 6),
+    ),
+    "linear": (lambda: Normalised(nn.Linear(8, 8), [nn.BatchNorm1d(8), nn.BatchNorm1d(8)]), (4, 8)),
+}
+
+
+@needs_engine
+@pytest.mark.parametrize("kind", NORMALISED)
+def test_a_layer_before_several_normalisations_has_weights_for_each(kind: str) -> None:
+    torch.manual_seed(0)
+    make, shape = NORMALISED[kind]
+    network, x = make().eval(), torch.randn(shape)
+    with using(supported()[0]), quiet(), torch.no_grad():
+        pairs = zip(network(x), calibrate(network, [(x,)]).convert()(x), strict=True)
+        assert all((found - wanted).norm() < 0.1 * wanted.norm() for wanted, found in pairs)
+
+
 @needs_engine
 def test_a_layer_that_is_kept_is_kept_in_each_call() -> None:
     network = nn.Sequential(layer := nn.Linear(8, 8), nn.ReLU(), layer, nn.ReLU(), nn.Linear(8, 4)).eval()
