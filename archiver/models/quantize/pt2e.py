@@ -64,6 +64,7 @@ def quantised_program(
     with quiet_torchao():
         pt2e, quantizers = _torchao()
         graph = _exported(_folded(module, samples[0]), samples[0], inputs)
+        _keep_normalisations(graph)
         _keep_inputs(graph)
         quantizer = quantizers.X86InductorQuantizer()
         # 7-bit activations, because without VNNI the sum of two 8-bit products overflows.
@@ -144,6 +145,28 @@ def _keep_inputs(graph: fx.GraphModule) -> None:
         for made in (once, twice):
             made.meta = {"val": node.meta["val"]}
     graph.recompile()
+
+
+def _keep_normalisations(graph: fx.GraphModule) -> None:
+    """Hide each batch normalisation from torchao that it would fold wrongly, behind a view of its input.
+
+    torchao changes the layer for all its readers, and a weight or bias that several layers share for the
+    first normalisation only. Of a transposed convolution with groups it takes the wrong channels.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
+        layer = node.args[0]
+        changed = [layer, *(one for one in layer.all_input_nodes if one.op == "get_attr")]
+        if any(len(one.users) > 1 for one in changed) or _has_groups(layer):
+            with graph.graph.inserting_before(node):
+                view = graph.graph.call_function(torch.ops.aten.alias.default, (layer,))
+            view.meta = {"val": layer.meta["val"]}
+            node.replace_input_with(layer, view)
+    graph.recompile()
+
+
+def _has_groups(node: fx.Node) -> bool:
+    transposed = str(node.target).startswith("aten.conv_transpose")
+    return transposed and node.args[6:7] not in ((), (1,))
 
 
 def _forget_unused(graph: fx.GraphModule) -> None:

@@ -71,6 +71,40 @@ def test_a_convolution_that_is_called_twice_is_quantised_for_each_call(method: s
     assert 0 < drift < 0.1
 
 
+class Normalised(nn.Module):
+    """Calls layers for several normalisations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.linear = nn.Conv2d(4, 8, 3), nn.Linear(8, 8)
+        self.read, self.wide = nn.Conv2d(8, 8, 3), nn.ConvTranspose2d(8, 8, 3, groups=2)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+        self.rows = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(2))
+        for norm in (*self.norms, *self.rows):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = (norm(self.shared(x)) for norm in self.norms[:2])
+        read = self.read(first)
+        wide = self.norms[3](self.wide(second))
+        rows = second.mean((2, 3))
+        return self.norms[2](read) + read, wide, *(norm(self.linear(rows)) for norm in self.rows)
+
+
+@needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_each_normalisation_has_its_own_share_in_the_answer(method: str) -> None:
+    network, example = Normalised().eval(), (torch.randn(2, 4, 9, 9),)
+    spec = (TensorSpec("x", "FP32", (-1, 4, 9, 9)),)
+    model = LoadedModel(network, example, Signature(spec, ()), "eager", Path("net.py"))
+    made = quantise(model, method, [example], target="export").module
+    with torch.no_grad():
+        pairs = zip(network(*example), made(*example), strict=True)
+        assert all((found - wanted).norm() < 0.1 * wanted.norm() for wanted, found in pairs)
+
+
 @needs_torchao
 @pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
 def test_the_quantised_program_agrees_and_can_be_exported_for_any_batch(
