@@ -55,7 +55,9 @@ DEPTHWISE_LIMIT = 128  # 8 bits: -128 ... 127
 _LEVELS: dict[str, Any] = {"dtype": torch.quint8, "quant_min": 0, "quant_max": 255}
 _RELU6_SCALE = 6 / 255
 _COARSE = 2.0  # a range that is wider by this than that of the values costs a bit
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _KEPT_IN_FP32: tuple[Any, ...] = (
+    *_TRANSPOSED,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.InstanceNorm1d,
@@ -69,9 +71,6 @@ _KEPT_IN_FP32: tuple[Any, ...] = (
     nn.LSTM,
     nn.GRU,
     nn.MultiheadAttention,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
     nn.GELU,
     nn.SiLU,
     nn.Softmax,
@@ -118,7 +117,9 @@ class Calibrated:
         """Return the int8 model, its weights packed for the engine of `torch.backends.quantized`."""
         converted = convert_fx(copy.deepcopy(self.prepared))
         layers: dict[str, Any] = dict(converted.named_modules())
-        weights = {name: _weight(layer) for name, layer in self.prepared.named_modules(remove_duplicate=False)}
+        weights = {
+            name: _weight(layer) for name, layer in self.prepared.named_modules(remove_duplicate=False)
+        }
         for name, original in self.copies.items():
             # torch folds the normalisation behind each call into weights of this call.
             is_same = weights.get(name) is weights.get(original)
@@ -205,12 +206,15 @@ class _InFp32(nn.Module):
 def _wrap_unsupported(graph: fx.GraphModule) -> set[str]:
     """Wrap the layers that torch would change by fusing or converting them; return their names.
 
-    Its layers have no hooks, and its int8 convolutions know two kinds of padding only.
+    Its layers have no hooks, and its int8 convolutions know two kinds of padding only. Its fold of a
+    normalisation into a transposed convolution knows no groups.
     """
     names = set()
     for node in graph.graph.find_nodes(op="call_module"):
-        layer = graph.get_submodule(str(node.target))
-        if has_hooks(layer) or getattr(layer, "padding_mode", "zeros") not in {"zeros", "reflect"}:
+        layer: Any = graph.get_submodule(str(node.target))
+        has_groups = isinstance(layer, _TRANSPOSED) and layer.groups > 1
+        is_padded = getattr(layer, "padding_mode", "zeros") not in {"zeros", "reflect"}
+        if has_hooks(layer) or is_padded or has_groups:
             replace_module(graph, node, _InFp32(layer))
             names.add(str(node.target))
     return names

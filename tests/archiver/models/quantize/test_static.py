@@ -350,6 +350,16 @@ def test_convolutions_may_pad_in_each_way(mode: Any) -> None:
     check_static(net, 2 if mode == "reflect" else 1)
 
 
+@needs_engine
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_a_normalisation_behind_a_transposed_convolution_of_groups_stays(groups: int) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(8)
+    nn.init.uniform_(norm.weight, 0.5, 2)
+    wide = nn.ConvTranspose2d(8, 8, 3, groups=groups)
+    check_static(nn.Sequential(nn.Conv2d(4, 8, 3), wide, norm).eval(), 1)
+
+
 def check_static(net: nn.Module, least: int) -> None:
     samples = [(3 * torch.randn(2, 4, 9, 9),) for _ in range(8)]
     with using("x86" if "x86" in supported() else supported()[0]), quiet(), torch.no_grad():
