@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,29 +45,31 @@ def _normalised_alone(graph: Any) -> bool:
 
 
 def loses_writes(graph: Any) -> bool:
-    """Return whether a convolution reads values written through a view, as by `y[:, 0] = 0`.
+    """Return whether a traced convolution would be moved in front of a write, as `y[:, 0] = 0`, to its input.
 
-    `torch.jit.optimize_for_inference` may join such a convolution with the one before the write, and then
-    removes the write.
+    `torch.jit.optimize_for_inference` rewrites `aten::_convolution`, and puts it right behind the last of its
+    inputs, also out of a loop. Convolutions as scripted stay where they are.
     """
-    aliases = graph.alias_db()
-    views: list[Any] = []
-    written: list[Any] = []  # and all values computed from these
-    for node in _nodes(graph):
-        given, made = list(node.inputs()), list(node.outputs())
-        if any(_shares(aliases, one, written) for one in given):
-            if node.kind() in CONVOLUTIONS:
+    order = _Order(graph)
+    # The schema of a write is such as `fill_(Tensor(a!) self, Scalar value)`.
+    writes = [at for at, node in enumerate(order.nodes) if "!)" in node.schema()]
+    aliases = None
+    for at, node in enumerate(order.nodes):
+        if node.kind() != CONVOLUTIONS[0]:
+            continue
+        given = list(node.inputs())[:3]  # input, weight and bias
+        start = max(order.starts.get(value.debugName(), 0) for value in given)
+        end = max([at, *(last for first, last in order.loops if start <= first <= at < last)])
+        for write in writes[bisect_left(writes, start) : bisect_left(writes, end)]:
+            aliases = aliases or graph.alias_db()  # only now, because most models have no such write
+            if _may_write(aliases, order.nodes[write], given):
                 return True
-            written += made
-        if "!)" in node.schema():  # a write, such as `fill_(Tensor(a!) self, Scalar value)`
-            written += [one for one in given[:1] if _shares(aliases, one, views)]
-        else:
-            views += [one for one in made if _shares(aliases, one, given)]
     return False
 
 
-def _shares(aliases: Any, value: Any, others: list[Any]) -> bool:
-    return any(aliases.may_contain_alias(value, other) for other in others)
+def _may_write(aliases: Any, write: Any, values: list[Any]) -> bool:
+    written = [*list(write.inputs())[:1], *write.outputs()]  # the outputs are for `out=`
+    return any(aliases.may_contain_alias(one, value) for one in written for value in values)
 
 
 def _nodes(block: Any) -> Iterator[Any]:
@@ -74,3 +77,31 @@ def _nodes(block: Any) -> Iterator[Any]:
         yield node
         for inner in node.blocks():
             yield from _nodes(inner)
+
+
+class _Order:
+    """The nodes of a graph in the order in which they end, inner ones before the node that has them.
+
+    Attributes:
+        nodes: all of them.
+        starts: for each value by name, the index of the first node after the one that makes it.
+        loops: for each node with inner nodes, the index of the first of these and its own.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self.nodes: list[Any] = []
+        self.starts: dict[str, int] = {}
+        self.loops: list[tuple[int, int]] = []
+        self._add(graph)
+
+    def _add(self, block: Any) -> None:
+        for node in block.nodes():
+            first = len(self.nodes)
+            for inner in node.blocks():
+                self.nodes.append(inner.paramNode())  # so that values of the turn start after the loop does
+                self.starts.update({value.debugName(): len(self.nodes) for value in inner.inputs()})
+                self._add(inner)
+            if len(self.nodes) > first:
+                self.loops.append((first, len(self.nodes)))
+            self.nodes.append(node)
+            self.starts.update({value.debugName(): len(self.nodes) for value in node.outputs()})

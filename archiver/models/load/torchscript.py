@@ -365,7 +365,7 @@ def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = No
     if not has_convolutions(made):
         return made
     if loses_writes(made.graph):
-        raise RuntimeError("torch would lose its writes into parts of tensors, as by y[:, 0] = 0")
+        raise RuntimeError("torch would lose its writes to tensors, as by y[:, 0] = 0")
     fast: torch.jit.ScriptModule = torch.jit.optimize_for_inference(made)
     return fast
 

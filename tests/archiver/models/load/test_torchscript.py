@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load import freezing
 from torchere.archiver.models.load.torchscript import (
     has_convolutions,
     has_linear_layers,
@@ -355,6 +356,43 @@ class WrittenInPieces(Written):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.first(x)
         y.chunk(2, 1)[0].relu_()
+        return self.second(y)
+
+
+class WrittenByAnotherName(Written):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        y.detach().mul_(2)  # freezing removes `detach`, and then no view is left
+        return self.second(y)
+
+
+class WrittenInTurns(Written):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.jit.trace(self.second.eval().requires_grad_(False), torch.rand(2, 8, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        result = y
+        for _ in range(x.size(0)):
+            result = self.second(y)
+            y[:, :4] = 0
+        return result
+
+
+class WrittenInTurnsBefore(WrittenInTurns):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        for _ in range(x.size(0)):
+            y[:, :4].clamp_(-0.1, 0.1)
+            y = self.second(y)
+        return y
+
+
+class WrittenAndCopied(Written):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        y[:, :4] = 0
         return self.second(y.view(-1, 8, 8, 8).relu())
 
 
@@ -366,17 +404,44 @@ class WrittenAtTheEnd(Written):
         return y
 
 
-@pytest.mark.parametrize("kind", [Written, WrittenInPieces])
-def test_a_part_that_is_written_before_a_convolution_is_not_optimised(kind: type[Written]) -> None:
-    with pytest.raises(RuntimeError, match="lose its writes into parts of tensors"):
-        optimized(again(torch.jit.trace(kind().eval().requires_grad_(False), torch.rand(2, 3, 8, 8))))
+def made_by(net: nn.Module, script: bool) -> Any:
+    net = net.eval().requires_grad_(False)
+    return again(torch.jit.script(net) if script else torch.jit.trace(net, torch.rand(2, 3, 8, 8)))
 
 
-def test_other_writes_are_optimised() -> None:
-    net, x = WrittenAtTheEnd().eval(), torch.rand(2, 3, 8, 8)
-    fast = optimized(again(torch.jit.trace(net, x)))
+@pytest.mark.parametrize(
+    ("kind", "script"),
+    [
+        *((Written, False), (WrittenInPieces, False), (WrittenByAnotherName, False)),
+        *((WrittenInTurns, True), (WrittenInTurnsBefore, True)),
+    ],
+)
+def test_a_tensor_that_is_written_before_a_convolution_is_not_optimised(
+    kind: type[Written], script: bool
+) -> None:
+    with pytest.raises(RuntimeError, match="lose its writes to tensors"):
+        optimized(made_by(kind(), script))
+
+
+@pytest.mark.parametrize(
+    ("kind", "script"), [(WrittenAtTheEnd, False), (WrittenAndCopied, False), (Written, True)]
+)
+def test_other_writes_are_optimised(kind: type[Written], script: bool) -> None:
+    net, x = kind().eval(), torch.rand(2, 3, 8, 8)
+    fast = optimized(made_by(net, script))
     assert "mkldnn_convolution" in str(fast.graph)
     assert torch.allclose(fast(x), net(x), atol=1e-5)
+
+
+def test_only_writes_between_a_convolution_and_its_input_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at: list[Any] = []
+    monkeypatch.setattr(freezing, "_may_write", lambda aliases, write, values: looked_at.append(write.kind()))
+    optimized(made_by(WrittenAtTheEnd(), script=False))
+    assert looked_at == []
+    optimized(made_by(Written(), script=False))
+    assert looked_at == ["aten::clamp_"]
 
 
 def test_normalised_channels_of_sequences_are_not_folded_into_linear_layers() -> None:
