@@ -81,7 +81,19 @@ def _replace(model: torch.nn.Module, state: dict[str, Any]) -> None:
             if id(tensor) in alone:
                 tensor.data = state[name]
             else:
-                tensor.copy_(state[name])
+                _copy(tensor, state[name])
+
+
+def _copy(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy the values; of an expanded tensor each repeated element once, as torch refuses to write it."""
+    once, given = tensor, values
+    for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
+        if stride == 0 and tensor.numel():
+            once, given = once.narrow(dimension, 0, 1), given.narrow(dimension, 0, 1)
+    if once is not tensor and torch.equal(given.expand_as(values), values):
+        once.copy_(given)
+    else:
+        tensor.copy_(values)  # torch's error, if an expanded tensor has no room for them
 
 
 def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:

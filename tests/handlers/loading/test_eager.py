@@ -273,6 +273,36 @@ def test_only_tensors_that_may_share_their_memory_are_copied(
     assert mapped == (loaded.keys() - {"ruler"} if counts_owners else set())
 
 
+EXPANDED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        ones = torch.ones(2, 1)
+        self.register_buffer("scale", ones.expand(2, 3))
+        self.views = [ones]
+"""
+
+
+@pytest.mark.parametrize("stored", [torch.Tensor.clone, torch.Tensor.contiguous])
+def test_an_expanded_buffer_gets_the_values_that_it_has_room_for(
+    write_archive: Callable[..., Path], tmp_path: Path, stored: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    directory = str(write_archive({"model.py": EXPANDED}))
+    modules = open_archive("expanded", "1.0", directory)
+    path, values = str(tmp_path / "w.pth"), torch.tensor([[3.0], [5.0]])
+    torch.save({"scale": stored(values.expand(2, 3))}, path)
+    model: Any = load_eager(modules, "model.py", path)
+    assert torch.equal(model.scale, values.expand(2, 3))
+    assert torch.equal(model.views[0], values)
+    torch.save({"scale": torch.arange(6.0).view(2, 3)}, path)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        load_eager(modules, "model.py", path)
+    forget_archive(directory)
+
+
 def test_large_weights_of_another_type_are_converted(wide_archive: ArchiveModules, tmp_path: Path) -> None:
     path = tmp_path / "w.pth"
     weights = torch.nn.Linear(600, 600).double().state_dict()
