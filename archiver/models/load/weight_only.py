@@ -193,8 +193,8 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
     found = large_layers(made)
     if not found:
         raise ModelRefused(
-            f"{name} changes linear layers and embeddings of {LARGE:,} weights and more, without hooks (linear "
-            f"layers with inputs in multiples of {_INPUTS_OF_8_BITS}), and the model has none; leave "
+            f"{name} changes linear layers and embeddings of {LARGE:,} weights and more, without hooks "
+            f"(linear layers with inputs in multiples of {_INPUTS_OF_8_BITS}), and the model has none; leave "
             "--quantize out, or take --quantize auto"
         )
     names: dict[nn.Module, list[str]] = {}  # a layer may have several

@@ -152,7 +152,7 @@ def test_a_layer_with_several_names_is_small_under_each() -> None:
 def test_a_layer_with_a_hook_keeps_it(network: nn.Module) -> None:
     network.get_submodule("0").register_forward_hook(lambda _layer, _given, found: found.clamp(max=1.0))
     network.get_submodule("2").register_forward_pre_hook(lambda _layer, given: (given[0] / 2,))
-    with pytest.raises(ModelRefused, match="the model has none without hooks"):
+    with pytest.raises(ModelRefused, match="without hooks"):
         weight_only(network, 8)
     wider = nn.Sequential(network, nn.Linear(4, 64), nn.Linear(64, 256)).eval()
     made, note = weight_only(wider, 8)
@@ -180,7 +180,7 @@ def test_linear_layers_whose_weights_the_kernel_would_read_beyond_stay_as_they_a
 
 
 def test_a_model_without_large_layers_is_refused() -> None:
-    with pytest.raises(ModelRefused, match=r"16,384 weights and more, without hooks \(.*\), and the model has none"):
+    with pytest.raises(ModelRefused, match=r"16,384 weights and more, .*, and the model has none"):
         weight_only(nn.Sequential(nn.Linear(8, 8), nn.Conv2d(3, 3, 3)), 8)
 
 
