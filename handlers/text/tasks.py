@@ -97,9 +97,10 @@ class TextEmbedding(TransformerHandler):
 
     def _pooled(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if self.settings["pooling"] == "first":
-            return states[:, 0]
-        kept = mask[:, :, None].float()
-        return (states * kept).sum(1) / kept.sum(1).clamp(min=1)  # a text may have no tokens
+            states, mask = states[:, :1], mask[:, :1]
+        kept = mask[:, :, None]
+        # A text may have no tokens, and a model NaN for it, which a product with 0 would keep.
+        return states.masked_fill(kept == 0, 0).sum(1) / kept.sum(1).clamp(min=1)
 
     def answer_of(self, result: torch.Tensor) -> list[float]:
         """Return the numbers."""

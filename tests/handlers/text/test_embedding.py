@@ -26,6 +26,14 @@ class States(torch.nn.Module):
         return torch.stack([number, torch.ones_like(number)], dim=2)
 
 
+class Attending(torch.nn.Module):
+    """Attends to the tokens of a text: NaN if it has none, as a softmax gives."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        share = torch.log(mask.float()).softmax(1)
+        return (share * ids.float())[:, :, None] + mask[:, :, None]
+
+
 class Sums(torch.nn.Module):
     """Takes its inputs in another order, as int32, and gives one vector a text, in a dict."""
 
@@ -151,6 +159,14 @@ def test_a_batch_of_refusals_runs_no_model(make: Any) -> None:
 
 def test_a_text_without_any_token_has_an_embedding_nevertheless(make: Any) -> None:
     assert make()({"body": {"text": ["", "cats"]}}) == [[[0.0, 0.0], unit(2, 1)]]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_a_text_without_any_token_for_which_a_model_has_no_number_has_an_embedding_nevertheless(
+    make: Any, pooling: str
+) -> None:
+    answer = make(Attending(), pooling=pooling, normalize=False)
+    assert answer({"body": {"text": ["", "cats"]}}) == [[[0.0], [3.0]]]
 
 
 def test_the_configuration_chooses_pooling_length_and_tokens(make: Any) -> None:
