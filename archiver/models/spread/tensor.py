@@ -107,15 +107,15 @@ def _dimension(layer: torch.nn.Module, style: str) -> int:
 
 @dataclass(frozen=True)
 class _Call:
-    """The `forward` of a layer that is split."""
+    """The `forward` of a layer that is split; its input has the name that torch gives it."""
 
     run: Callable[[_Call, torch.Tensor], torch.Tensor]
     layer: Any
     style: str
     group: dist.ProcessGroup
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        return self.run(self, given)
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return self.run(self, input)
 
     @property
     def rank(self) -> int:
@@ -217,13 +217,18 @@ def _pairs(model: torch.nn.Module) -> dict[str, str]:
     for node in graph.nodes:
         if not _is_linear(model, node):
             continue
-        before = node.args[0]
+        before = _given(node)
         while _is_elementwise(model, before) and len(before.users) == 1:
-            before = before.args[0]
+            before = _given(before)
         if _is_linear(model, before) and len(before.users) == 1 and before.target not in styles:
             styles |= {before.target: "colwise", node.target: "rowwise"}
     calls = [node.target for node in graph.nodes if node.op == "call_module"]
     return styles if all(calls.count(name) == 1 for name in styles) else {}
+
+
+def _given(node: torch.fx.Node) -> Any:
+    """Return the first argument of a call, which torch's functions call `input`."""
+    return node.args[0] if node.args else node.kwargs.get("input")
 
 
 def _is_linear(model: torch.nn.Module, node: Any) -> bool:

@@ -41,6 +41,24 @@ def test_auto_splits_pairs_of_linear_layers_with_elementwise_functions_between()
     }
 
 
+class Named(Pair):
+    def forward(self, x):
+        return self.down(input=torch.nn.functional.gelu(input=self.up(input=x))) + x
+
+
+def test_auto_splits_pairs_that_take_their_inputs_by_name() -> None:
+    assert styles_of(Named(), "auto", 2) == {"up": "colwise", "down": "rowwise"}
+    model, given = Named(), torch.rand(3, 8)
+
+    def work(_rank: int) -> float:
+        with torch.inference_mode():
+            wanted = model(given)
+            found = spread(model, Split(tensor=2), torch.device("cpu"))(given)
+        return (found - wanted).abs().max().item()
+
+    assert max(in_ranks(2, work)) <= 1e-6
+
+
 def test_auto_takes_the_plan_that_a_model_has() -> None:
     model = Pair()
     model.tp_plan = {"up": "colwise_rep"}  # type: ignore[assignment]  # as a class of transformers has it
