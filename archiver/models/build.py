@@ -337,7 +337,8 @@ class _Compilation:
         if self.options.verify and not self.options.accept_drift and (quantised or target != TORCHSCRIPT):
             limit = self._limit(job, None if method == FP32 else method)
             with unchanged_buffers(job.model.module):
-                refuse_other_sizes(job.model.module, packed.run, job.model.example, job.sizes, limit)
+                given = job.model.module, packed.run, job.model.example, job.sizes
+                refuse_other_sizes(*given, limit, quantised=quantised is not None)
         load = self._load(packed, job, signature, quantised, target)
         return Trial(method, packed, load, signature, quantised)
 
@@ -378,10 +379,8 @@ class _Compilation:
                 timed=job.timed,
                 say=self.say,
             )
-        warnings = (
-            *shared_scale(job.model, made.method),
-            *one_size(made.method, job.samples.tensors, job.sizes),
-        )
+        warnings = shared_scale(job.model, made.method)
+        warnings += one_size(made.method, job.samples.tensors, job.sizes)
         made = replace(made, notes=(*made.notes, *warnings))
         for note in made.notes:
             self.say(note)

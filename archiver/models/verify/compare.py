@@ -12,7 +12,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.buffers import is_same, unchanged_buffers
-from torchere.archiver.models.inputs.run import shapes
+from torchere.archiver.models.inputs.run import DATATYPES, shapes
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.measure.cost import (
     BATCH_SIZES,
@@ -149,12 +149,15 @@ def refuse_other_sizes(
     example: tuple[torch.Tensor, ...],
     sizes: Sequence[FreeSize],
     max_drift: float,
+    *,
+    quantised: bool = True,
 ) -> None:
     """Raise DriftRefused when the packed model answers differently at another size than the example's.
 
     A compiler may have fixed a size that is said to be free, as the number of steps of an unrolled loop; the
     shapes of the answers need not show it. In static int8, values that grow with a size leave the ranges of
     the samples. A size that the original does not take is left out. Both models get the same random numbers.
+    `quantised` chooses the advice, as in `refuse_drift`.
     """
 
     def work(tell: Say, _say: Say) -> str:
@@ -169,8 +172,8 @@ def refuse_other_sizes(
                 found = difference([pair])
             if not found.undefined and found.drift > max_drift:
                 return (
-                    f"the packed model is right for the example, and answers differently when {free.name} is "
-                    f"{size}: drift {found.drift:.3g}, expected at most {max_drift:.3g}"
+                    f"answers differently when {free.name} is {size}: drift {found.drift:.3g}"
+                    f"{_worst(*pair)}, expected at most {max_drift:.3g}"
                 )
         return ""
 
@@ -178,11 +181,27 @@ def refuse_other_sizes(
         refusal = isolated(work, silent) if sizes else ""
     except ModelEndedProcess:
         return  # see above
-    advice = "take --format torchscript --script, which keeps loops over a size, or leave --dynamic out"
-    if isinstance(packed, torch.jit.ScriptModule):  # quantised: a trace in fp32 is compared when it is made
-        advice = "narrow --dynamic, calibrate with --samples of all its sizes, or take another --quantize"
-    if refusal:
-        raise DriftRefused(f"{refusal}; {advice}")
+    if not refusal:
+        return
+    if quantised:  # a form in fp32 is compared with the original at the example's sizes when it is made
+        raise DriftRefused(
+            f"the quantised model {refusal}; narrow --dynamic, calibrate with --samples of all its sizes, "
+            "take another --quantize, or allow more by --max-drift; --accept-drift packs it all the same"
+        )
+    raise DriftRefused(
+        f"the packed model is right for the example, and {refusal}; take --format torchscript --script, "
+        "which keeps loops over a size, or leave --dynamic out"
+    )
+
+
+def _worst(wanted: Outputs, found: Outputs) -> str:
+    """Return which of several outputs drifts most: of indices, few may change places by a small drift."""
+    if len(wanted) == 1:
+        return ""
+    drifts = [difference([((one,), (other,))]).drift for one, other in zip(wanted, found, strict=True)]
+    worst = drifts.index(max(drifts))
+    kind = wanted[worst].dtype
+    return f" in output {worst} ({DATATYPES.get(kind, kind)})"
 
 
 def _seeded(run: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -198,7 +198,8 @@ def test_a_batch_may_have_one_row_whatever_its_least_size_is(
 def test_the_limit_of_drift_and_its_acceptance_count_for_other_sizes_too(
     forms: Any, pack: Pack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def differ(*given: Any) -> None:
+    def differ(*given: Any, quantised: bool) -> None:
+        assert not quantised
         raise DriftRefused(f"at most {given[-1]}")
 
     monkeypatch.setattr(build, "refuse_other_sizes", differ)

@@ -263,7 +263,7 @@ def test_another_answer_at_another_size_is_refused() -> None:
     refuse_other_sizes(original, original, example, sizes, 1e-3)
     refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, [], 1e-3)
     with pytest.raises(DriftRefused, match=r"when length is 9: drift .* --format torchscript --script, "):
-        refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, sizes, 1e-3)
+        refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, sizes, 1e-3, quantised=False)
     with pytest.raises(DriftRefused, match=r"when length is 50: drift "):
         refuse_other_sizes(original, lambda x: x[:, :40].sum(1), example, sizes, 1e-3)
 
@@ -273,3 +273,20 @@ def test_a_random_model_gets_the_same_numbers_in_both_forms_at_another_size() ->
     refuse_other_sizes(
         lambda x: x + torch.rand_like(x), lambda x: x + torch.rand_like(x), (torch.rand(2, 7),), sizes, 1e-3
     )
+
+
+def test_indices_of_a_quantised_model_that_change_places_are_named_with_advice_on_that() -> None:
+    sizes = [FreeSize("batch", ((0, 0),), 1, 64)]
+
+    def original(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x.argsort(1)
+
+    def packed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x.argsort(1, descending=len(x) != 4)
+
+    with pytest.raises(
+        DriftRefused, match=r"^the quantised model answers .* in output 1 \(INT64\), "
+    ) as refusal:
+        refuse_other_sizes(original, packed, (torch.rand(4, 8),), sizes, 0.05)
+    assert "another --quantize, or allow more by --max-drift; --accept-drift" in str(refusal.value)
+    assert "--script" not in str(refusal.value)
