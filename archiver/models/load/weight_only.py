@@ -45,7 +45,7 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.values = values  # int8 [out, in]
         self.scales = scales  # bfloat16 [out]
-        self.bias = None if layer.bias is None else nn.Buffer(layer.bias.detach().clone())
+        self.bias = _parameter(layer.bias)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Int4Linear(nn.Module):
         # uint8 [out, in / 2]: two weights in a byte, the first one in the lower half
         self.values = nn.Buffer((values[:, ::2] | (values[:, 1::2] << 4)).to(torch.uint8))
         self.scales = nn.Buffer(scales.clone())  # bfloat16 or float32 [in / group, out, 2]: scales and zeros
-        self.bias = None if bias is None else nn.Buffer(bias.detach().clone())
+        self.bias = _parameter(bias)
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Int4Linear:
@@ -138,6 +138,11 @@ class Int8Embedding(nn.Module):
         """Look rows up, in fp32."""
         rows = nn.functional.embedding(ids, self.values)
         return rows.float() * nn.functional.embedding(ids, self.scales.unsqueeze(1)).float()
+
+
+def _parameter(bias: torch.Tensor | None) -> nn.Parameter | None:
+    """Copy a bias as a parameter, since models read their dtype from `next(self.parameters())`."""
+    return None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
 
 
 def _plus(found: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

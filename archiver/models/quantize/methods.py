@@ -39,6 +39,10 @@ _FLOAT32_IN_IT = (
     "its code makes tensors of float32, or casts to it: let it take the dtype of its inputs (dtype=x.dtype), "
     "or leave --quantize out"
 )
+_NO_PARAMETER = (
+    "none of its layers with fewer bits has a bias, so that no parameter is left for code as "
+    "next(self.parameters()): let it take the dtype of its inputs (x.dtype), or take another --quantize"
+)
 FORMATS = ("torchscript", "export", "aoti")
 _BY_PT2E = ("int8-static", "int8-dynamic", "int8")  # in other formats than TorchScript
 _WEIGHTS = {"int8-weight": 8, "int4-weight": 4}  # bits
@@ -120,7 +124,8 @@ def quantise(
 
 def _weight_only(model: LoadedModel, method: str) -> Quantised:
     made, note = weight_only(_plain(model).module, _WEIGHTS[method])
-    with refusing(f"running the model with weights of {_WEIGHTS[method]} bits"):
+    advice = _NO_PARAMETER if next(made.parameters(), None) is None else ""
+    with refusing(f"running the model with weights of {_WEIGHTS[method]} bits", advice):
         made(*(tensor.clone() for tensor in model.example))
     return Quantised(made, method, None, (), (note,))
 

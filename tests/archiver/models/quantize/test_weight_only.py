@@ -410,3 +410,36 @@ def test_a_program_with_tensors_of_torchao_is_refused_with_advice_that_works(tmp
     source = read_source(file, None, None, False)
     assert source.module is not None
     assert torch.allclose(source.module(rows), wanted, atol=1e-6)
+
+
+class OfItsDtype(nn.Module):
+    """Asks its parameters for their dtype, as many models do."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 192, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x.to(next(self.parameters()).dtype))
+        return found
+
+
+def of_its_dtype(bias: bool) -> LoadedModel:
+    specs = (TensorSpec("x", "FP32", (-1, 256)),), (TensorSpec("y", "FP32", (-1, 192)),)
+    example = (torch.randn(2, 256),)
+    return LoadedModel(OfItsDtype(bias).eval(), example, Signature(*specs), "eager", Path("net.py"))
+
+
+@pytest.mark.parametrize("method", ["int8-weight", "int4-weight"])
+def test_a_model_finds_the_dtype_of_its_parameters_in_a_bias(method: str) -> None:
+    model = of_its_dtype(bias=True)
+    made = quantise(model, method, [], target="export")
+    program = to_program(made.module, model.example, BATCH).module()
+    assert 0 < drift_of(model.module, program, torch.randn(5, 256)) < 0.2
+
+
+def test_without_any_bias_the_refusal_says_that_no_parameter_is_left() -> None:
+    with pytest.raises(
+        ModelRefused, match=r"StopIteration: no text; none of its layers .* \(x\.dtype\), or take"
+    ):
+        quantise(of_its_dtype(bias=False), "int8-weight", [])
