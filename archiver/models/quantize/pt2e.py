@@ -31,6 +31,8 @@ _LAYERS = {
     torch.ops.aten.conv3d.default,
     torch.ops.aten.linear.default,
 }
+# The layers that torchao finds by their module, as a graph names these.
+_MODULES = {f"{kind.__module__}.{kind.__qualname__}" for kind in (nn.Linear, nn.Conv2d)}
 _PT2E = "torchao.quantization.pt2e.quantize_pt2e"
 _QUANTIZER = "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"
 
@@ -66,6 +68,7 @@ def quantised_program(
         graph = _exported(_folded(module, samples[0]), samples[0], inputs)
         _keep_normalisations(graph)
         _keep_inputs(graph)
+        _set_hooks_apart(graph)
         quantizer = quantizers.X86InductorQuantizer()
         # 7-bit activations, because without VNNI the sum of two 8-bit products overflows.
         quantizer.set_global(
@@ -167,6 +170,17 @@ def _keep_normalisations(graph: fx.GraphModule) -> None:
 def _has_groups(node: fx.Node) -> bool:
     transposed = str(node.target).startswith("aten.conv_transpose")
     return transposed and node.args[6:7] not in ((), (1,))
+
+
+def _set_hooks_apart(graph: fx.GraphModule) -> None:
+    """Attribute the operators of a layer's hooks to the module around it.
+
+    torchao takes the last operator of a layer's module for the layer.
+    """
+    for node in graph.graph.nodes:
+        around = dict(node.meta.get("nn_module_stack") or {})
+        if around and node.target not in _LAYERS and around.popitem()[1][1] in _MODULES:
+            node.meta["nn_module_stack"] = around
 
 
 def _forget_unused(graph: fx.GraphModule) -> None:

@@ -236,6 +236,24 @@ def test_an_activation_that_is_called_twice_is_no_obstacle(model: LoadedModel) -
 
 
 @needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_layers_with_hooks_become_int8_and_keep_these(model: LoadedModel, method: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 4)).eval()
+    for layer in (network[0], network[3]):
+        layer.register_forward_pre_hook(lambda _layer, given: (given[0] * 1.5,))
+        layer.register_forward_hook(lambda _layer, _given, found: found.abs() + 0.1)
+    hooked = replace(model, module=network)
+
+    made = quantise(hooked, method, [model.example], target="export").module
+
+    given = torch.rand(5, 3, 8, 8)
+    with torch.no_grad():
+        assert 0 < difference([((network(given),), (made(given),))]).drift < 0.1
+    assert {one.dtype for one in made.buffers() if one.dim() > 1} == {torch.int8}
+
+
+@needs_torchao
 def test_a_process_without_torchao_loads_the_exported_program(model: LoadedModel, tmp_path: Path) -> None:
     made = quantise(model, "int8-static", [(torch.rand(2, 3, 8, 8),)], target="export")
     program = torch.export.export(made.module, (torch.rand(2, 3, 8, 8),))
