@@ -154,6 +154,8 @@ class ArchiveRequest:
             raise PackingError(f"archive format is {self.archive_format!r}; use one of {', '.join(FORMATS)}")
         if self.runtime not in RUNTIMES:
             raise PackingError(f"runtime is {self.runtime!r}; use one of {', '.join(RUNTIMES)}")
+        if self.output is None:
+            refuse_two_dots(self.target.name)
 
     def handler_file(self) -> Path | None:
         """Return the file that `handler` names; None if it is built in or for the server to choose."""
@@ -191,6 +193,15 @@ class ArchiveRequest:
             archiver_version=FORMAT_VERSION,
             digests=None if self.archive_format == "no-archive" else digests,
             unknown=self.manifest_members,
+        )
+
+
+def refuse_two_dots(archive: str) -> None:
+    """Raise PackingError for a file's name with `..`, which servers take for a relative path in a URL."""
+    if ".." in archive:
+        raise PackingError(
+            f"{archive}: no server loads an archive with two dots side by side in its name; expected a name "
+            "without these, and without a dot at its end"
         )
 
 

@@ -18,7 +18,7 @@ from torchere.archiver.container.entries import first_clash, problem_with
 from torchere.archiver.container.sinks import open_sink
 from torchere.archiver.errors import PackingError
 from torchere.archiver.manifest import EPOCH_S, created_on
-from torchere.archiver.request import MODEL_NAME_PATTERN
+from torchere.archiver.request import MODEL_NAME_PATTERN, refuse_two_dots
 
 MANIFEST_NAME = "WAR-INF/MANIFEST.json"
 FORMAT_VERSION = "0.2.15"  # of TorchServe's archiver of workflows, which defines the format
@@ -68,6 +68,7 @@ def _check(request: WorkflowRequest) -> None:
             "Workflow name contains special characters.\n"
             f"The allowed regular expression filter for workflow name is: ^{pattern}$"
         )
+    refuse_two_dots(request.target.name)
     if not request.export_path.is_dir():
         raise PackingError(
             f"Given export-path {request.export_path} is not a directory. "

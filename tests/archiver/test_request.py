@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ def test_a_model_name_with_special_characters_is_refused_with_the_known_text(nam
         "Model name contains special characters.\n"
         r"The allowed regular expression filter for model name is: ^[A-Za-z0-9][A-Za-z0-9_\-.]*$"
     )
+
+
+@pytest.mark.parametrize(("name", "file"), [("n.", "n..mar"), ("n..v2", "n..v2.mar")])
+def test_a_model_name_of_which_no_server_loads_the_archive_is_refused(name: str, file: str) -> None:
+    with pytest.raises(PackingError, match=f"^{re.escape(file)}: no server loads .* two dots"):
+        request_of(model_name=name).check()
+    request_of(model_name=name, output="other.mar").check()
+    request_of(model_name="n.", archive_format="no-archive").check()
 
 
 @pytest.mark.parametrize("fields", [{"runtime": "ruby"}, {"archive_format": "rar"}])

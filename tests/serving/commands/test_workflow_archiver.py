@@ -60,6 +60,7 @@ def test_the_same_files_give_the_same_bytes(folder):
         (SPEC, ["--handler", "h.py", "--extra-files", "none"], "File does not exist: none"),
         (SPEC, ["--handler", "h.py", "--export-path", "none"], "export-path none is not a directory"),
         (SPEC, ["--handler", "h.py", "--workflow-name", "a/b"], "Workflow name contains special characters."),
+        (SPEC, ["--handler", "h.py", "--workflow-name", "a."], "a..war: no server loads an archive"),
     ],
 )
 def test_what_can_not_be_packed_is_one_error_and_leaves_no_file(folder, capsys, change, more, told):
