@@ -99,7 +99,7 @@ def gather(request: ArchiveRequest) -> list[Input]:
         if item.name == MANIFEST_NAME:
             _log.warning("Leaving out %s: the archiver writes a manifest of its own", item.path)
             continue
-        _check(item)
+        _check(item, request)
         _check_agreement(chosen.setdefault(item.name, item), item)
     if clash := first_clash(sorted(chosen)):
         raise PackingError(
@@ -180,7 +180,7 @@ def _is_output(path: Path, target: Path) -> bool:
     return is_unfinished(path.name) or (target.exists() and path.exists() and os.path.samefile(path, target))
 
 
-def _check(item: Input) -> None:
+def _check(item: Input, request: ArchiveRequest) -> None:
     if problem := problem_with(item.name):
         raise PackingError(f"{item.path} can't be packed: {problem}; rename it")
     if item.path.is_symlink() and not item.path.exists():
@@ -189,6 +189,8 @@ def _check(item: Input) -> None:
         )
     if not stat.S_ISREG(os.stat(item.path).st_mode):
         if item.path.is_dir():
+            if not request.serialized_file or item.path != Path(request.serialized_file):
+                raise PackingError(f"{item.path} is a folder; expected a file, such as one in it")
             raise PackingError(
                 f"{item.path} is a folder, which no server loads by itself; expected --format torchscript, "
                 "export or aoti for a Hugging Face folder or a distributed checkpoint"

@@ -64,6 +64,14 @@ def test_a_missing_named_file_is_an_error_that_names_it(request_for: Any, field:
         gather(request_for(**{field: "gone.x"}))
 
 
+@pytest.mark.parametrize("field", ["model_file", "requirements_file", "config_file"])
+def test_a_folder_in_the_place_of_a_file_is_refused(request_for: Any, sources: Path, field: str) -> None:
+    with pytest.raises(PackingError, match=r"extra is a folder; expected a file, such as one in it$"):
+        gather(request_for(**{field: sources / "extra", "extra_files": ()}))
+    with pytest.raises(PackingError, match=r"extra is a folder, which no server loads .* Hugging Face"):
+        gather(request_for(serialized_file=sources / "extra", extra_files=()))
+
+
 def test_the_same_file_given_twice_is_one_file(request_for: Any, sources: Path) -> None:
     assert names(request_for(extra_files=(sources / "service.py",))).count("service.py") == 1
 
