@@ -14,6 +14,7 @@ AUTO = "auto"
 STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
 _COUNTS = ("tensor", "pipeline")
 _WEIGHTS = "weights"
+_BATCHED = "batched"
 _S3 = re.compile(r"s3://[^/?#\s]+/[^?#\s]+")
 
 
@@ -25,7 +26,7 @@ class Split:
     pipeline: int = 1
     plan: str | Mapping[str, str] = AUTO  # for `tensor`: styles by patterns of layers' names
     weights: str = ""  # s3://bucket/key of a safetensors file, or of a folder; "": they are in the archive
-    batched: bool = True  # the rows of the inputs are independent; of the signature, not of the section
+    batched: bool = True  # for `pipeline`: the rows of the inputs are independent, and may run in parts
 
     @property
     def ranks(self) -> int:
@@ -45,10 +46,11 @@ class Split:
         weights = section.get(_WEIGHTS, "")
         if not section.keys() & {*_COUNTS} and not str(weights).startswith("s3://"):
             return None
-        if unknown := section.keys() - {*_COUNTS, "plan", _WEIGHTS}:
+        if unknown := section.keys() - {*_COUNTS, "plan", _WEIGHTS, _BATCHED}:
             named = ", ".join(sorted(map(str, unknown)))
             raise ValueError(
-                f"{SECTION}: {named} is not known, expected tensor or pipeline, and plan or {_WEIGHTS}"
+                f"{SECTION}: {named} is not known, expected tensor or pipeline, and plan, {_BATCHED} or "
+                f"{_WEIGHTS}"
             )
         counts = [section.get(key, 1) for key in _COUNTS]
         if any(type(count) is not int or count < 1 for count in counts):
@@ -60,7 +62,10 @@ class Split:
             isinstance(weights, str) and _S3.fullmatch(weights) and ".." not in weights
         ):
             raise ValueError(f"{SECTION}.{_WEIGHTS} is {weights!r:.200}, expected s3://bucket/key")
-        split = Split(counts[0], counts[1], plan, weights)
+        batched = section.get(_BATCHED, True)
+        if not isinstance(batched, bool):
+            raise ValueError(f"{SECTION}.{_BATCHED} is {batched!r:.200}, expected true or false")
+        split = Split(counts[0], counts[1], plan, weights, batched)
         if weights and split.ranks == 1:
             raise ValueError(f"{SECTION}.{_WEIGHTS} is for two ranks or more, expected tensor or pipeline: 2")
         return split
@@ -100,4 +105,6 @@ class Split:
             members.append(f"plan: {json.dumps(self.plan)}")  # JSON's strings are YAML's
         if self.weights:
             members.append(f"{_WEIGHTS}: {json.dumps(self.weights)}")
+        if not self.batched:
+            members.append(f"{_BATCHED}: false")
         return f"{SECTION}: {{{', '.join(members)}}}"

@@ -109,7 +109,8 @@ class TensorHandler(BaseHandler):
 
     def _load_part(self, split: Split, *given: Any) -> Any:
         # A pipeline cuts inputs of the same first size into rows, which those of this model may not have.
-        return super()._load_part(replace(split, batched=self.signature.batched), *given)
+        batched = split.batched and self.signature.batched
+        return super()._load_part(replace(split, batched=batched), *given)
 
     def _load_folder_part(self, model_dir: str, split: Split) -> Any:
         from torchere.archiver.models.load.huggingface import Loaded  # noqa: PLC0415 - few models need it

@@ -16,6 +16,7 @@ from torchere.archiver.split import Split
         ({"pipeline": 4}, Split(pipeline=4)),
         ({"tensor": 2, "pipeline": 3}, Split(2, 3)),
         ({"tensor": 2, "plan": {"a": "colwise"}}, Split(tensor=2, plan={"a": "colwise"})),
+        ({"pipeline": 2, "batched": False}, Split(pipeline=2, batched=False)),
         ({"tensor": 2, "weights": "s3://b/a%20key/"}, Split(tensor=2, weights="s3://b/a%20key/")),
         ({"weights": [0.5, 0.5]}, None),  # a section of the user's own
     ],
@@ -30,6 +31,7 @@ def test_the_section_is_read(section, expected) -> None:
         ({"tensor": 0}, "expected whole numbers from 1"),
         ({"tensor": "2"}, "expected whole numbers from 1"),
         ({"tensor": 2, "plans": {}}, "plans is not known"),
+        ({"pipeline": 2, "batched": "no"}, "batched is 'no', expected true or false"),
         ({"tensor": 2, "plan": {"a": "diagonal"}}, "expected auto, or colwise"),
         ({"tensor": 2, "plan": "all"}, "expected auto, or colwise"),
         ({"tensor": 2, "weights": 3}, "weights is 3, expected s3://bucket/key"),

@@ -84,18 +84,36 @@ def with_ranks(
                 "them, and give the class (--model-file)"
             )
         say(f"the weights are those that the class makes; those at {split.weights} are not read here")
-    config = _config_with(options.config_file, split, work)
+    _config_with(options.config_file, split, work)  # refuses before the trial
 
-    def part(device: torch.device) -> torch.nn.Module:
-        if source.folder is None:
-            return spread(module, split, device)
-        model = spread_folder(path, split, device)
-        return replace(source.folder, model=model).module(source.names_of_inputs(len(example)))
+    def tried(split: Split) -> Outcome:
+        def part(device: torch.device) -> torch.nn.Module:
+            if source.folder is None:
+                return spread(module, split, device)
+            model = spread_folder(path, split, device)
+            return replace(source.folder, model=model).module(source.names_of_inputs(len(example)))
 
-    with step(say, f"trying {split.ranks} ranks"):
-        outcome = try_split(module, part, split.ranks, example, say)
+        with step(say, f"trying {split.ranks} ranks"):
+            return try_split(module, part, split.ranks, example, say)
+
+    split, outcome = _that_works(split, tried, say)
     say(_told(outcome))
-    return replace(options, config_file=config)
+    return replace(options, config_file=_config_with(options.config_file, split, work))
+
+
+def _that_works(split: Split, tried: Callable[[Split], Outcome], say: Say) -> tuple[Split, Outcome]:
+    """Try the split, and for a pipeline that refuses it also without cutting the rows into parts."""
+    try:
+        return split, tried(split)
+    except ModelRefused as refusal:
+        if split.pipeline == 1:
+            raise
+        whole = replace(split, batched=False)
+        say(f"{refusal}; tried once more with all rows in one part")
+        try:
+            return whole, tried(whole)
+        except ModelRefused:
+            raise refusal from None
 
 
 def _config_with(config: Path | None, split: Split, work: Path) -> Path:
