@@ -43,6 +43,10 @@ CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 INLINE_BYTES = 1024  # compressed
 # What it says may take more: 4 KB of inputs for a model take 3 ms to translate.
 INLINE_INFLATED_BYTES = 4096
+# Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
+GZIP_BITS = 31
+MAX_MEMBERS = 64  # of a gzip body; zlib copies the bytes behind each: many short ones would take minutes
+_MEMBER_START = b"\x1f\x8b"
 
 
 def inflated_if_short(data: bytes | memoryview, window_bits: int) -> bytes | None:
@@ -55,6 +59,30 @@ def inflated_if_short(data: bytes | memoryview, window_bits: int) -> bytes | Non
     except zlib.error:
         return None
     return found if unpacker.eof and not unpacker.unused_data else None
+
+
+def inflated(data: bytes | memoryview, window_bits: int, max_bytes: int) -> bytes:
+    """Decompress bytes, all members of a gzip body one after the other (RFC 1952, 2.2).
+
+    It stops at one byte more than `max_bytes`, to bound the memory: a longer result is not whole.
+
+    Raises:
+        zlib.error: the bytes are malformed, end too early, go on behind their end, or have too many members.
+    """
+    pieces: list[bytes] = []
+    left, rest = max_bytes + 1, data
+    while len(pieces) < MAX_MEMBERS:
+        unpacker = zlib.decompressobj(window_bits)
+        pieces.append(unpacker.decompress(rest, left))
+        left -= len(pieces[-1])
+        if left and not unpacker.eof:
+            raise zlib.error(f"it ends too early, after {len(data)} bytes")
+        rest = unpacker.unused_data
+        if not (left and rest):
+            return b"".join(pieces)
+        if window_bits != GZIP_BITS or not rest.startswith(_MEMBER_START):
+            raise zlib.error(f"{len(rest)} bytes stand behind its end")
+    raise zlib.error(f"it has more than {MAX_MEMBERS} members: compress it as one")
 
 
 class BudgetExceeded(Exception):

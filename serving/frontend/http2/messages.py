@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from torchere.serving.frontend.alignment import room_before
-from torchere.serving.frontend.budgets import INLINE_INFLATED_BYTES, inflated_if_short
+from torchere.serving.frontend.budgets import GZIP_BITS, INLINE_INFLATED_BYTES, inflated, inflated_if_short
 
 PREFIX_BYTES = 5
 SPLIT_AT_ONCE = 16  # messages; each takes hundreds of bytes more than its own, which may be none
-# Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
-_WINDOW_BITS = {"gzip": 31, "deflate": 15}
+_WINDOW_BITS = {"gzip": GZIP_BITS, "deflate": 15}
 
 Received = bytes | memoryview
 
@@ -89,22 +88,19 @@ class Compressed:
                 f"a message is compressed, and grpc-encoding is {self._encoding[:100]!r}; "
                 "expected gzip or deflate",
             )
-        inflating = zlib.decompressobj(bits)
+        message, flaw = b"", ""
         try:
-            inflated = inflating.decompress(self._message, self._limit_bytes + 1)
+            message = inflated(self._message, bits, self._limit_bytes)
         except zlib.error as err:
-            text = f"a message is no {self._encoding}: {err}"
-        else:
-            length, is_whole = len(inflated), inflating.eof
-            if length <= self._limit_bytes and is_whole:
-                return inflated
-            del inflated
-            check_size(length, self._limit_bytes)
-            text = f"a message is no whole {self._encoding}"
+            flaw = f"a message is no {self._encoding}: {err}"
         finally:
             self._message = b""  # the frames of a traceback reference `self`, and it is not read again
-            del inflating  # it holds the bytes that it has not decompressed
-        raise MessageFailed(StatusCode.INTERNAL, text)
+        length = len(message)
+        if not flaw and length <= self._limit_bytes:
+            return message
+        del message
+        check_size(length, self._limit_bytes)
+        raise MessageFailed(StatusCode.INTERNAL, flaw)
 
 
 class MessageReader:

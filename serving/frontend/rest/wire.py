@@ -13,7 +13,7 @@ import msgspec
 
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
-from torchere.serving.frontend.budgets import inflated_if_short
+from torchere.serving.frontend.budgets import GZIP_BITS, inflated, inflated_if_short
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding, error_body, status_and_type
@@ -140,7 +140,7 @@ Coding: TypeAlias = Literal["gzip", "deflate"]
 
 KNOWN = "gzip, deflate"
 _CODINGS: dict[str, Coding] = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
-_WINDOW: dict[Coding, int] = {"gzip": 31, "deflate": 15}  # zlib's wbits; 15: inside zlib's own frame
+_WINDOW: dict[Coding, int] = {"gzip": GZIP_BITS, "deflate": 15}  # zlib's wbits; 15: inside zlib's own frame
 _BARE = -15  # raw deflate without zlib's frame, as some clients send it (RFC 9110, 8.4.1.2)
 _LEVEL = 1  # higher levels hardly shrink tensors more, and take several times as long
 # zlib releases the GIL. Above this size the loop would be blocked for longer than a thread costs.
@@ -220,14 +220,9 @@ def deflate(body: bytes, coding: Coding) -> bytes:
 
 
 def _inflate(body: bytes | memoryview, window: int, max_bytes: int) -> bytes:
-    unpacker = zlib.decompressobj(window)
-    found = unpacker.decompress(body, max_bytes + 1)
+    found = inflated(body, window, max_bytes)
     if len(found) > max_bytes:
         raise InflatesTooFar(f"the body inflates to more than max_request_size={max_bytes} bytes")
-    if not unpacker.eof:
-        raise zlib.error(f"it ends too early, after {len(body)} bytes")
-    if unpacker.unused_data:
-        raise zlib.error(f"{len(unpacker.unused_data)} bytes stand behind its end")
     return found
 
 

@@ -149,6 +149,24 @@ def test_what_is_not_compressed_as_it_says_is_refused(encoding, spoilt):
     assert encoding in text
 
 
+@pytest.mark.parametrize("size", [10, 10_000])
+def test_a_gzip_message_may_have_several_members(size):
+    first, second = random.Random(0).randbytes(size), bytes(size // 2)
+    packed = gzip.compress(first) + gzip.compress(b"") + gzip.compress(second)
+    assert read(MessageReader(LIMIT, "gzip"), framed(packed, 1)) == [first + second]
+    with pytest.raises(MessageFailed, match="larger than max"):
+        Compressed(packed, "gzip", len(first + second) - 1).inflated()
+
+
+@pytest.mark.parametrize("size", [10, 10_000])
+@pytest.mark.parametrize("encoding", list(PACKED))
+@pytest.mark.parametrize("junk", [b"\0", b"junk", b"\x1f", zlib.compress(b"more"), PACKED["gzip"](b"m")[:-1]])
+def test_a_message_that_goes_on_behind_its_end_is_refused(encoding, size, junk):
+    code, text = failure(encoding, framed(PACKED[encoding](random.Random(0).randbytes(size)) + junk, 1))
+    assert code == 13
+    assert encoding in text
+
+
 @pytest.mark.parametrize(("encoding", "code"), [("identity", 13), ("snappy", 12), ("x" * 500, 12)])
 def test_a_compressed_message_in_an_unknown_encoding_is_refused(encoding, code):
     found, text = failure(encoding, framed(b"?", 1))

@@ -1,11 +1,13 @@
 """Compressed bodies: what is inflated, how far, and what is packed for whom."""
 
 import gzip
+import time
 import zlib
 
 import pytest
 
 from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.budgets import MAX_MEMBERS
 from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding
 from torchere.serving.frontend.rest.wire import (
     answer_coding,
@@ -92,6 +94,26 @@ def test_a_bomb_stops_at_the_limit():
 def test_a_broken_body_is_refused(coding, spoil, text):
     with pytest.raises(InvalidRequest, match=f"no {coding} .*{text}"):
         inflate(spoil(deflate(TEXT, coding)), coding, 10_000)
+
+
+def test_a_gzip_body_may_have_several_members_and_one_limit_holds_for_all():
+    body = gzip.compress(TEXT) + gzip.compress(b"") + gzip.compress(b"end")
+    assert inflate(body, "gzip", len(TEXT) + 3) == TEXT + b"end"
+    with pytest.raises(InflatesTooFar):
+        inflate(body, "gzip", len(TEXT) + 2)
+    with pytest.raises(InvalidRequest, match="1 bytes stand behind its end"):
+        inflate(body + b"\0", "gzip", 10_000)
+    with pytest.raises(InvalidRequest, match="stand behind its end"):
+        inflate(zlib.compress(TEXT) * 2, "deflate", 10_000)
+
+
+def test_a_body_of_a_great_many_members_is_refused_soon():
+    member = gzip.compress(b"")
+    assert inflate(member * MAX_MEMBERS, "gzip", 10) == b""
+    begun_s = time.monotonic()
+    with pytest.raises(InvalidRequest, match="it has more than 64 members: compress it as one"):
+        inflate(member * 300_000, "gzip", 10)
+    assert time.monotonic() - begun_s < 10  # not the minutes that it takes to read them all
 
 
 def test_deflate_without_its_frame_is_no_gzip():
