@@ -13,12 +13,11 @@ from torchere.serving.frontend.rest.errors import ParametersTooLong
 
 MAX_LINE_BYTES = 16_384  # of a chunk-size or trailer line; else a client could send an endless one
 MAX_TRAILER_BYTES = 8192  # the same limit as for the headers of a head
-# RFC 9112, 7.1: the size in hexadecimal digits, then extensions, which are ignored.
+# RFC 9112, 7.1: the size in hexadecimal digits, then extensions, which are ignored. Blanks may stand before
+# and behind `;` and `=`, but at no other place.
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_EXTENSION = rb';%b(?:=(?:%b|"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\[\t\x20-\x7e\x80-\xff])*"))?' % (
-    _TOKEN,
-    _TOKEN,
-)
+_QUOTED = rb'"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\[\t\x20-\x7e\x80-\xff])*"'
+_EXTENSION = rb"[ \t]*;[ \t]*%b(?:[ \t]*=[ \t]*(?:%b|%b))?" % (_TOKEN, _TOKEN, _QUOTED)
 _SIZE_LINE = re.compile(rb"([0-9a-fA-F]+)(?:%b)*\r\n" % _EXTENSION)
 _TRAILER = re.compile(rb"(%b):[^\x00-\x08\x0a-\x1f\x7f]*\r\n" % _TOKEN)
 _MAX_SIZE = 2**63

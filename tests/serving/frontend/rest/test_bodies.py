@@ -1,4 +1,5 @@
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,28 @@ def test_chunks_are_decoded_in_pieces_of_any_size_up_to_their_end(size):
     assert text[start + end - len(b"before") :] == b"GET / HTTP/1.1"
 
 
+@pytest.mark.parametrize(
+    "extensions", [" ;a=1", "; a=1", ";a = 1", "\t;\ta\t=\t1", ' ; a = "b ;c" ; d', ";a ;b", ";a= 1; b =2"]
+)
+def test_blanks_around_the_signs_of_an_extension_are_ignored(extensions):
+    chunks, line_end = Chunks(), extensions.encode() + b"\r\n"
+    text = b"3" + line_end + b"abc\r\n0" + line_end + b"\r\n"
+    assert chunks.feed(text, 0) == (len(text), [b"abc"])
+    assert chunks.over
+
+
+@pytest.mark.parametrize(
+    "unit", [b" ", b"\t;", b" ; a", b" ; a = b", b';a = " "', b"; a =", b'; a = "\\ ', b"a", b" ;a ;"]
+)
+def test_a_long_line_of_blanks_and_extensions_is_judged_soon(unit):
+    for start in (b"3", b"3;", b"3;a", b"3;a =", b'3;a="'):
+        text = start + unit * ((MAX_LINE_BYTES - 20) // len(unit)) + b"\x00\r\n"
+        begun_s = time.thread_time()
+        with pytest.raises(BadBody, match="a chunk has no size"):
+            Chunks().feed(text, 0)
+        assert time.thread_time() - begun_s < 0.1
+
+
 BROKEN = {
     "longer than its size": b"3\r\nabcd\r\n",
     "no size": b"zz\r\n",
@@ -118,7 +141,13 @@ BROKEN = {
     "a prefix": b"0x3\r\n",
     "an empty size": b"\r\n",
     "a size and more": b"3 x\r\n",
+    "a size and a blank": b"3 \r\n",
+    "a blank and a size": b" 3\r\n",
     "an extension without a name": b"3;\r\nabc",
+    "an extension of blanks": b"3 ; \r\nabc",
+    "an extension and a blank": b"3;a \r\nabc",
+    "an extension of two words": b"3;a b\r\nabc",
+    "an extension without a value": b"3;a= \r\nabc",
     "an extension that is no token": b"3;a=\xee\r\nabc",
     "an extension with an open quote": b'3;a="b\r\nabc',
     "a size out of range": b"8000000000000000\r\n",
