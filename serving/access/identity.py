@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -69,6 +69,14 @@ def bearer_key(authorization: str | None) -> bytes:
     """
     match = _BEARER.fullmatch(authorization or "")
     return match.group(1).encode("utf-8", "surrogatepass") if match else b""
+
+
+def authorization_of(values: Collection[str]) -> str | None:
+    """Return the value of a request's `Authorization` headers; None: there is none, or they differ.
+
+    A proxy may have added its own to the client's, and neither may win (RFC 9110, 5.3).
+    """
+    return next(iter(values)) if len(set(values)) == 1 else None
 
 
 # Short names of RFC 4514; other types of attributes keep OpenSSL's long name.

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from torchere.serving.access.client_limits import ClientLimits
-from torchere.serving.access.identity import Role, address_of, is_from_this_machine
+from torchere.serving.access.identity import Role, address_of, authorization_of, is_from_this_machine
 from torchere.serving.access.keys import Keys
 from torchere.serving.errors import ServingError, TooManyRequests, Unauthorized
 from torchere.serving.frontend.authorisation import API_KEY, HEALTH_ROUTES, grpc_actions, grpc_rows
@@ -290,7 +290,4 @@ def audited(implementation: Waiting) -> Waiting:
 
 
 def _authorization(metadata: Metadata) -> str | None:
-    for name, value in metadata:
-        if name == "authorization":
-            return value if isinstance(value, str) else None
-    return None
+    return authorization_of([str(value) for name, value in metadata if name == "authorization"])

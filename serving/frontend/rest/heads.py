@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote, unquote_plus
 
 import httptools
 
-from torchere.serving.access.identity import Role, bearer_key
+from torchere.serving.access.identity import Role, authorization_of, bearer_key
 from torchere.serving.config.kinds import shown_url
 from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, is_probe
@@ -232,8 +232,8 @@ class Head:
             and self.origin is not None
             and b"access-control-request-method" in lines
         )
-        key = lines.get(b"authorization")
-        self.authorization = None if key is None else key.decode("latin-1")
+        keys = [value.decode("latin-1") for name, value in reader.headers if name.lower() == b"authorization"]
+        self.authorization = authorization_of(keys)
         # Content-Length, or `CHUNKED`. The parser accepts digits only; the last 20 are enough for any length.
         self.length = int(lines.get(b"content-length", b"0")[-20:])
         if reader.method == b"CONNECT":

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from torchere.handlers.tensors.codec import NO_JSON
+from torchere.serving.access.identity import authorization_of
 from torchere.serving.access.keys import Keys
 from torchere.serving.config.bounded_yaml import read_yaml
 from torchere.serving.errors import InvalidRequest, ServingError
@@ -273,7 +274,9 @@ def token_routes(keys: Keys) -> list[Route]:
     """Return the route `/token?type=inference|management`; it writes the new key to the key file only."""
 
     async def renew(request: Request) -> Response:
-        keys.renew(request.query_params.get("type"), request.headers.get("authorization"))
+        keys.renew(
+            request.query_params.get("type"), authorization_of(request.headers.getlist("authorization"))
+        )
         return json_answer("")
 
     return [route("/token", renew, ANY_METHOD)]

@@ -66,9 +66,15 @@ def test_the_access_log_shows_a_url_without_its_query(heads, asked, logged):
 
 
 def test_of_two_headers_of_one_name_the_first_counts(heads):
-    lines = b"Authorization: one\r\ncontent-type: a/b\r\nAUTHORIZATION: two\r\nContent-Type: c/d\r\nHost"
+    lines = b"Origin: one\r\ncontent-type: a/b\r\nORIGIN: two\r\nContent-Type: c/d\r\nHost"
     head = read(heads, BYTES.replace(b"Host", lines))
-    assert (head.authorization, head.content_type) == ("one", "a/b")
+    assert (head.origin, head.content_type) == (b"one", "a/b")
+
+
+@pytest.mark.parametrize(("second", "counts"), [("two", None), ("", None), ("one", "one")])
+def test_of_two_different_keys_none_counts(heads, second, counts):
+    lines = f"Authorization: one\r\nAUTHORIZATION: {second}\r\nHost".encode()
+    assert read(heads, BYTES.replace(b"Host", lines)).authorization == counts
 
 
 @pytest.mark.parametrize(

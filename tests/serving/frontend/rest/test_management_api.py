@@ -340,6 +340,14 @@ def test_nobody_else_gets_a_new_key(ask, planes, target, authorization):
     assert planes.keys.renewed == []
 
 
+def test_a_request_with_two_different_keys_gets_no_new_key(ask, planes):
+    two = {"authorization": "Bearer api", "Authorization": "Bearer another"}
+    assert ask("management", "GET", "/token?type=inference", keys=planes.keys, **two).status == 400
+    two["Authorization"] = two["authorization"]
+    assert ask("management", "GET", "/token?type=inference", keys=planes.keys, **two).status == 200
+    assert planes.keys.renewed == ["inference"]
+
+
 def test_without_its_key_nothing_changes(ask, planes):
     for method, target in (("POST", "/models?url=echo.mar"), ("DELETE", "/models/echo"), ("GET", "/models")):
         answer = ask("management", method, target, keys=planes.keys, authorization="Bearer inference")
