@@ -35,8 +35,10 @@ from torchere.serving.frontend.grpc.open_inference_descriptors import (
 from torchere.serving.frontend.grpc.open_inference_messages import RawAnswers
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.service import Openers, Service, dispatcher, service
+from torchere.serving.frontend.grpc.streams import SHUTTING_DOWN
 from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listener import Listener
+from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
 from torchere.serving.frontend.open_inference.service import TensorService
 from torchere.serving.frontend.services import Services
 from torchere.serving.frontend.tls_server import TlsServer, bound_sockets
@@ -47,6 +49,7 @@ _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
 _BACKLOG = 1024
 _AGE_SPREAD = 0.1  # random share by which the maximum age varies, so that reconnects do not coincide
+_SENDING_S = 0.5  # how long to wait for clients to read how their calls have ended
 _ENDING_S = 5.0  # how long to wait for cancelled calls to end
 
 
@@ -113,13 +116,15 @@ class GrpcServer:
         return self.address
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new connections, let running calls finish for at most `grace_s`, then cancel them."""
+        """Refuse new connections; end calls that still run after `grace_s` with UNAVAILABLE."""
         if not self._servers:
             return
         for server in self._servers:
             server.close()
         self._listener.drain()
         await self._listener.all_closed(grace_s)
+        self._listener.end_calls(MessageFailed(StatusCode.UNAVAILABLE, SHUTTING_DOWN))
+        await self._listener.all_closed(_SENDING_S)
         self._listener.abort()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_ENDING_S)

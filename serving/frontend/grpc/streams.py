@@ -30,6 +30,7 @@ MESSAGE_S = 0.0001  # event loop's time for a short message: its decoding, its t
 # Delay after its deadline until a call is ended here. The data plane ends and counts predictions at their
 # deadline; this timer is for calls that wait for other things.
 LATE_S = 0.1
+SHUTTING_DOWN = "The server is shutting down: call again"
 FIRST_MESSAGE_S = 1.0  # wait for the first message of a stream that the client began before the stop
 
 
@@ -167,7 +168,7 @@ class StreamTaskCall(TaskCall):
                 await self.stream.budgets.turns.another(len(self._messages) * MESSAGE_S)
             elif not self._half_closed:
                 if self._stops and not self.stream.waits_for_client:  # not within a message
-                    raise MessageFailed(StatusCode.UNAVAILABLE, "The server is shutting down: call again")
+                    raise MessageFailed(StatusCode.UNAVAILABLE, SHUTTING_DOWN)
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
 

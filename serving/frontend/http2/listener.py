@@ -10,6 +10,7 @@ from typing import Protocol
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.connection_limit import ConnectionLimit, IdleConnection
 from torchere.serving.frontend.http2.graceful_close import GracefulClose
+from torchere.serving.frontend.http2.messages import MessageFailed
 from torchere.serving.frontend.http2.stream import CallListener, Stream
 
 READ_BUFFER_BYTES = 262_144
@@ -67,6 +68,11 @@ class Listener:
         if self.connections:
             self._all_closed = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._all_closed}, timeout=timeout_s)
+
+    def end_calls(self, error: MessageFailed) -> None:
+        """End every open call with an error, and its connection behind it."""
+        for connection in list(self.connections):
+            connection.closing.end_calls(error)
 
     def abort(self) -> None:
         """Close every connection now."""

@@ -372,6 +372,13 @@ class Stream(StreamFlow):
                 self._half_closed()
         self._inbound.extend(self)
 
+    def fail(self, error: MessageFailed) -> None:
+        """End the call with an error, and stop its work."""
+        if not self.ended:
+            listener = self.listener  # which `on_failure` may replace
+            listener.on_failure(error)
+            listener.on_cancel()
+
     def cancel(self) -> None:
         """End the call, because the client cancelled it: nothing more is sent."""
         self._complete()

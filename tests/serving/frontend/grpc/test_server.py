@@ -24,6 +24,7 @@ from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
 from torchere.serving.frontend.grpc.service import service
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.types import InferResponse, StreamedResponse
 
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -160,6 +161,41 @@ def test_a_change_that_is_announced_is_told_to_every_watch_at_once(serving, plan
 
     serving_, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     assert asyncio.run(main()) == [[serving_] * 3, [not_serving] * 3]
+
+
+@pytest.mark.parametrize(
+    ("method", "parts"), [("Predictions", 0), ("StreamPredictions", 1), ("StreamPredictions2", 1)]
+)
+def test_a_call_that_outlasts_the_stop_is_told_so_and_its_work_is_stopped(serving, planes, method, parts):
+    began, stopped = asyncio.Event(), asyncio.Event()
+
+    async def made():
+        try:
+            yield b"first"
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    async def behave(request):
+        return StreamedResponse(InferResponse(b""), made())
+
+    planes.data.behave = behave
+
+    async def main():
+        async with serving("inference") as served:
+            request = inference_pb2.PredictionsRequest(
+                model_name="echo", input={"data": b"x"}, sequence_id="s"
+            )
+            told = served.call(method, iter([request]) if method.endswith("2") else request, timeout=20)
+            found = [await told.read() for _ in range(parts)]
+            await began.wait()
+            await served.server.stop(0.05)
+            await asyncio.wait_for(stopped.wait(), 5)
+            return [one.prediction for one in found], await told.code(), await told.details()
+
+    code = grpc.StatusCode.UNAVAILABLE
+    assert asyncio.run(main()) == ([b"first"] * parts, code, "The server is shutting down: call again")
 
 
 class WatchStream:
