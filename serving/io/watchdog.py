@@ -89,6 +89,14 @@ class Silence:
             self._timer.cancel()
             self._timer = None
 
+    def hurry(self, timeout_s: float) -> None:
+        """Lower the timeout; a silence that has begun counts from now."""
+        is_expected = self.began_s is not None
+        self.stop()
+        self._timeout_s = timeout_s
+        if is_expected:
+            self.watch()
+
     def _look_in(self, left_s: float) -> None:
         self._timer = self._loop.call_later(left_s, self._look, time.monotonic() + left_s)
 
@@ -136,6 +144,11 @@ class Upload(Silence):
         self._counts_since_s, self._bytes = now_s, 0
         if is_slow:
             self._on_timeout()
+
+    def hurry(self, timeout_s: float) -> None:
+        """Lower the timeout, and the bytes of the minimum rate with it."""
+        self._min_bytes *= timeout_s / self._timeout_s
+        super().hurry(timeout_s)
 
     def pause(self) -> None:
         """Stop counting time, because the server stops reading."""

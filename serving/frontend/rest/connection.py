@@ -189,12 +189,8 @@ class Connection(asyncio.BufferedProtocol):
             exchange.run(body)
 
     def _begin(self, head: Head) -> None:
-        exchange: Exchange
-        if head.target is None:
-            exchange = AppExchange(self, head)
-        else:
-            exchange = TensorPrediction(self, head) if head.is_tensors else Prediction(self, head)
-        self.exchange = exchange
+        kind = AppExchange if head.target is None else TensorPrediction if head.is_tensors else Prediction
+        exchange = self.exchange = kind(self, head)
         if head.length == CHUNKED:
             self._chunks = Chunks()
         else:
@@ -424,11 +420,15 @@ class Connection(asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """Answer the requests that have arrived, then close, because the listener is closed.
 
-        An idle connection stays open for `DRAIN_LINGER_S`, because a request may be on its way. If the
-        connection closed, the client could not know whether the request was run, so it could not retry.
+        An idle one stays open for `DRAIN_LINGER_S`: a client could not know if a request on its way was run.
         """
         self.announce_end()
         self._loop.call_later(DRAIN_LINGER_S, self._close_if_idle)
+        if self._reader is not None:
+            self._end_timer()
+            self._mind_the_head()
+        elif self._upload is not None:
+            self._upload.hurry(self.listener.timeout_s(BODY_TIMEOUT_S))
 
     def _close_if_idle(self) -> None:
         if self._reader is None and self._ahead is None and not self.is_busy():
@@ -479,7 +479,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _mind_the_head(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+            self._timer = self._loop.call_later(self.listener.timeout_s(HEAD_TIMEOUT_S), self.transport.close)
 
     def _end_timer(self) -> None:
         if self._timer is not None:
@@ -490,7 +490,7 @@ class Connection(asyncio.BufferedProtocol):
         """Start the read timeout after `size` bytes of a body that is incomplete."""
         if self._upload is None:
             rate = self.listener.limits.min_upload_rate
-            self._upload = Upload(BODY_TIMEOUT_S, rate, self._body_stalled)
+            self._upload = Upload(self.listener.timeout_s(BODY_TIMEOUT_S), rate, self._body_stalled)
         self._upload.arrived(size)
 
     def _body_stalled(self) -> None:

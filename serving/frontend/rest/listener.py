@@ -28,6 +28,7 @@ KEEP_ALIVE_S = 75.0  # idle connections; longer than the 60 s of common load bal
 # Size of one read: enough for a head and a small body. More would copy bytes of a large body, which can be
 # read directly into its own buffer.
 READ_BYTES = 32_768
+STOPPING_TIMEOUT_S = 5.0  # a request whose rest does not come for so long must not hold up the stop
 # Parsing more JSON than this blocks the loop for longer than a hand-over to a thread.
 INLINE_JSON_BYTES = 65_536
 
@@ -124,12 +125,17 @@ class Listener:
         self.view = memoryview(self.buffer)
         self.keep_alive_s = KEEP_ALIVE_S
         self.draining = False  # True: a response closes its connection
-        self.stopping = False  # True: connections whose TLS handshakes end now are closed once they are idle
+        # True: connections whose TLS handshakes end now are closed once they are idle; see `timeout_s`, too
+        self.stopping = False
         self.connections: set[ListedConnection] = set()
         self.connection_limit = limit_of_listener(
             "inference" in surfaces, settings.limits.max_connections, services.budgets
         )
         self.tasks: set[asyncio.Task[None]] = set()  # tasks that answer requests
+
+    def timeout_s(self, usual_s: float) -> float:
+        """Return the timeout of an incomplete request, which is shorter while the server stops."""
+        return min(usual_s, STOPPING_TIMEOUT_S) if self.stopping else usual_s
 
     def keep(self, task: asyncio.Task[None]) -> None:
         """Keep a reference to a task that answers a request; the server waits for it when it stops."""

@@ -15,7 +15,7 @@ import uvloop
 
 from torchere.serving.batching.request import Request
 from torchere.serving.io import watchdog as silence
-from torchere.serving.io.watchdog import Silence, within
+from torchere.serving.io.watchdog import Silence, Upload, within
 from torchere.serving.workers import lanes
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.lanes import LanePage
@@ -82,6 +82,39 @@ def test_a_watch_that_begins_while_the_old_timer_runs_gets_its_whole_time() -> N
         assert await asyncio.wait_for(watched.fired, 10) >= TIMEOUT_S - TICK_S
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_expected", [True, False], ids=["now", "later"])
+def test_a_lower_time_out_counts_for_a_silence_that_has_begun_and_for_the_next(is_expected: bool) -> None:
+    async def main() -> float:
+        loop, fired = asyncio.get_running_loop(), asyncio.Event()
+        patient = Silence(60, fired.set)
+        patient.watch()
+        if not is_expected:
+            patient.over()
+        patient.hurry(TIMEOUT_S)
+        began_s = loop.time()
+        if not is_expected:
+            patient.watch()
+        await asyncio.wait_for(fired.wait(), 10)
+        return loop.time() - began_s
+
+    assert asyncio.run(main()) >= TIMEOUT_S - TICK_S
+
+
+@pytest.mark.parametrize(("size", "is_slow"), [(400, True), (600, False)])
+def test_a_lower_time_out_of_an_upload_leaves_its_least_rate(size: int, is_slow: bool) -> None:
+    async def main() -> bool:
+        fired = asyncio.Event()
+        upload = Upload(60, 1000, fired.set)  # bytes a second
+        upload.arrived(1)
+        upload.hurry(0.5)
+        upload._counts_since_s -= 0.5  # as if the time were over
+        upload.arrived(size)
+        upload.stop()
+        return fired.is_set()
+
+    assert asyncio.run(main()) is is_slow
 
 
 def test_while_the_loop_stands_still_nobody_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchere.serving.frontend.rest import listener
+
 DIRECT = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx"
 FRAMEWORK = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -104,6 +106,63 @@ def test_a_head_that_has_begun_may_end(planes):
             stopping = asyncio.create_task(served.server.stop())
             await asyncio.wait([stopping], timeout=1)  # longer than idle connections stay
             connection.writer.write(DIRECT[20:])
+            answer = await head(connection)
+            await stopping
+            return answer
+
+    assert asyncio.run(main()) == [b"connection: close"]
+
+
+HEAD = DIRECT.removesuffix(b"x")
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["begun before the stop", "begun within it"])
+@pytest.mark.parametrize(
+    ("beginning", "said"),
+    [
+        (DIRECT[:20], b""),
+        (HEAD, b"HTTP/1.1 408 Request Timeout"),
+        (
+            HEAD.replace(b"Content-Length: 1", b"Transfer-Encoding: chunked") + b"5\r\nx",
+            b"HTTP/1.1 408 Request Timeout",
+        ),
+    ],
+    ids=["head", "body", "chunk"],
+)
+def test_a_request_whose_rest_does_not_come_does_not_hold_up_the_end(
+    planes, monkeypatch, beginning, said, is_late
+):
+    monkeypatch.setattr(listener, "STOPPING_TIMEOUT_S", 0.3)
+
+    async def main():
+        async with serving(planes) as served:
+            connection = await served.connect()
+            pieces = [beginning[:1], beginning[1:]] if is_late else [beginning]
+            connection.writer.write(pieces[0])
+            await asyncio.sleep(0.1)
+            stopping = asyncio.create_task(served.server.stop())
+            await asyncio.sleep(0.1)
+            connection.writer.write(b"".join(pieces[1:]))
+            answer = await asyncio.wait_for(connection.reader.read(), 3)
+            connection.writer.close()
+            await asyncio.wait_for(stopping, 1)
+            return answer.partition(b"\r\n")[0]
+
+    assert asyncio.run(main()) == said
+
+
+def test_a_body_that_keeps_coming_in_a_stop_is_waited_for(planes, monkeypatch):
+    monkeypatch.setattr(listener, "STOPPING_TIMEOUT_S", 0.3)
+
+    async def main():
+        async with serving(planes) as served:
+            connection = await served.connect()
+            connection.writer.write(HEAD.replace(b"Length: 1", b"Length: 1600"))
+            await asyncio.sleep(0.1)
+            stopping = asyncio.create_task(served.server.stop())
+            for _ in range(8):
+                await asyncio.sleep(0.1)
+                connection.writer.write(b"x" * 200)
             answer = await head(connection)
             await stopping
             return answer
