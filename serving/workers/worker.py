@@ -187,7 +187,7 @@ class Worker:
                     await self.start()
                     continue
             except asyncio.CancelledError:
-                if self._lanes:  # they finish their runs
+                if self._lanes and not self._retiring:  # they finish their runs
                     self._enter_service()
                 raise
             return self._enter_service()

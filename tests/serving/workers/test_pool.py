@@ -888,6 +888,25 @@ def test_an_executor_that_serves_keeps_its_run_when_the_warm_up_of_the_others_is
     asyncio.run(main())
 
 
+def test_a_worker_that_is_closed_while_its_next_process_warms_up_asks_it_for_no_sign_of_life(
+    one_is_warm: Any,
+) -> None:
+    async def main() -> None:
+        spec = one_is_warm(shares_weights=True)
+        first, go = Path(spec.archive_dir, "first"), Path(spec.archive_dir, "go")
+        go.touch()
+        async with pool_in_service(spec, count=2) as pool:
+            (closed,) = pool._workers
+            first.unlink()
+            go.unlink()
+            os.kill(closed._process.pid, signal.SIGKILL)
+            await until(lambda: closed._restarting and closed.in_service == 1)
+            await pool.close()
+            assert closed._heartbeat._timer is None
+
+    asyncio.run(main())
+
+
 KILLED_AT_FIRST = """
     import os, signal
     class Handler:
