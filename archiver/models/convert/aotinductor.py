@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
@@ -301,7 +302,12 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
     wanted = isa or str(pick_vec_isa()).partition(" ")[0]  # the level in "avx512 avx512_vnni"
     # With dynamic_threads, kernels read the thread count at run time, not that of this machine.
     # One compile process is enough, because all kernels are in one C++ file.
-    settings: dict[str, Any] = {"cpp.dynamic_threads": True, "freezing": freezing, "compile_threads": 1}
+    settings: dict[str, Any] = {
+        "cpp.dynamic_threads": True,
+        "freezing": freezing,
+        "compile_threads": 1,
+        "joint_custom_post_pass": _block_folds,  # the last pass before those of freezing
+    }
     if hasattr(torch._inductor.config.aot_inductor, "check_lowerbound"):
         # torch.export specialises a size of 1, so it records 2 as the lower bound; the code also runs with 1.
         settings["aot_inductor.check_lowerbound"] = False
@@ -311,6 +317,25 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
         if hasattr(torch._inductor.config.cpp, "march"):  # torch 2.12 on
             settings["cpp.march"] = march
     return settings
+
+
+def _block_folds(graph: fx.Graph) -> None:
+    """Keep freezing from folding arithmetic into a convolution's weights where it does so wrongly.
+
+    It scales dimension 0 of the weights, which is the inputs of a transposed convolution. And it takes the
+    second dimension of a constant for the channels, also if the constant has fewer dimensions than a picture.
+    It does not look behind an alias, and a later pass removes that.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
+        weight, users = node.args[1].meta["val"], list(node.users)
+        values = [one.meta.get("val") for user in users for one in user.all_input_nodes]
+        is_short = any(isinstance(one, torch.Tensor) and 1 < one.dim() < weight.dim() - 1 for one in values)
+        if node.args[6] or is_short:  # 6: whether it is transposed
+            with graph.inserting_after(node):
+                alias = graph.call_function(torch.ops.aten.alias.default, (node,))
+            alias.meta.update(node.meta)
+            for user in users:
+                user.replace_input_with(node, alias)
 
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it each time, and sets it itself

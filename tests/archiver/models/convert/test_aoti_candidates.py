@@ -173,6 +173,35 @@ def test_a_convolution_leaves_the_batch_free(tmp_path: Path, monkeypatch: pytest
     assert size.shape_env.bound_sympy(size.expr).upper == 64
 
 
+class Scaled(nn.Module):
+    """Arithmetic behind convolutions: a normalisation, scales of channels, and scales of columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed, self.norm = nn.ConvTranspose2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.grouped, self.channels = nn.ConvTranspose1d(8, 8, 3, groups=2), nn.Buffer(torch.rand(8, 1))
+        self.plain, self.columns = nn.Conv2d(8, 8, 1), nn.Buffer(torch.rand(1, 8))
+        nn.init.uniform_(self.norm.weight, 0.5, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        grouped = self.grouped(x.flatten(2))
+        return self.norm(self.transposed(x)), grouped / self.channels, self.plain(x) * self.columns
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of the compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_arithmetic_behind_convolutions_stays_right_when_frozen(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network, pictures = Scaled().eval(), (torch.rand(2, 8, 8, 8),)
+    program = to_program(network, pictures, [batch_of(pictures, (1, 8))])
+
+    assert to_aoti.compile_aoti(program, tmp_path / "model.pt2", None, lambda _line: None).frozen
+
+    with torch.inference_mode():
+        found = to_aoti.load_aoti(tmp_path / "model.pt2")(*pictures)
+        torch.testing.assert_close(tuple(found), network(*pictures))
+
+
 @pytest.mark.parametrize(("bounds", "multiple"), [((1, 64), 1), ((1, 2**31), 1), ((64, 1024), 32)])
 def test_a_size_that_the_compiler_has_narrowed_is_refused(
     bounds: tuple[int, int], multiple: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
