@@ -19,6 +19,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
+from torchere.archiver.models.load.weight_only import INPUTS_OF_8_BITS
 from torchere.archiver.models.measure.cost import Model, one_thread, processor_ms
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.steps import Say, line_of
@@ -306,7 +307,7 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
         "cpp.dynamic_threads": True,
         "freezing": freezing,
         "compile_threads": 1,
-        "joint_custom_post_pass": _block_folds,  # the last pass before those of freezing
+        "joint_custom_post_pass": _block_rewrites,  # the last pass before those of freezing
     }
     if hasattr(torch._inductor.config.aot_inductor, "check_lowerbound"):
         # torch.export specialises a size of 1, so it records 2 as the lower bound; the code also runs with 1.
@@ -317,6 +318,12 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
         if hasattr(torch._inductor.config.cpp, "march"):  # torch 2.12 on
             settings["cpp.march"] = march
     return settings
+
+
+def _block_rewrites(graph: fx.Graph) -> None:
+    """Change the graph, with equal results, so that the compiler's passes rewrite no part of it wrongly."""
+    _block_folds(graph)
+    _block_8_bits(graph)
 
 
 def _block_folds(graph: fx.Graph) -> None:
@@ -336,6 +343,26 @@ def _block_folds(graph: fx.Graph) -> None:
             alias.meta.update(node.meta)
             for user in users:
                 user.replace_input_with(node, alias)
+
+
+def _block_8_bits(graph: fx.Graph) -> None:
+    """Keep the compiler from calling torch's kernel for weights of 8 bits where this reads beyond them.
+
+    It looks for a product in bfloat16 as the first factor of a multiplication, and scales as the second.
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        if not all(isinstance(one, fx.Node) for one in node.args):
+            continue
+        product, scales = node.args
+        while product.target in (aten.view.default, aten.reshape.default):
+            product = product.args[0]
+        if product.target not in (aten.mm.default, aten.bmm.default):
+            continue
+        weight = product.args[1].meta["val"]
+        inputs = weight.shape[-2]
+        if weight.dtype == torch.bfloat16 and isinstance(inputs, int) and inputs % INPUTS_OF_8_BITS:
+            node.args = (scales, node.args[0])
 
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it each time, and sets it itself

@@ -28,7 +28,7 @@ GROUP = 32  # 4-bit weights of a row that share a scale and a zero; these make i
 _OUTPUTS_OF_4_BITS = 16  # torch's kernel supports multiples of this number
 # With other numbers torch's kernel reads memory behind the weights: `weightpack` of int8mm_kernel.cpp steps
 # by 16 inputs with AVX-512, and by 8 with AVX2. An archive may come to any processor.
-_INPUTS_OF_8_BITS = 16
+INPUTS_OF_8_BITS = 16
 # Smaller layers stay in fp32: they are a small part of a file, and converting costs more than multiplying.
 LARGE = 2**14
 BY_PROCESSOR = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
@@ -179,7 +179,7 @@ def _takes_8_bits(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
     if layer._forward_hooks or layer._forward_pre_hooks:
         return False
     if type(layer) is nn.Linear:
-        return layer.in_features % _INPUTS_OF_8_BITS == 0
+        return layer.in_features % INPUTS_OF_8_BITS == 0
     return type(layer) is nn.Embedding and layer.max_norm is None
 
 
@@ -199,7 +199,7 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
     if not found:
         raise ModelRefused(
             f"{name} changes linear layers and embeddings of {LARGE:,} weights and more, without hooks "
-            f"(linear layers with inputs in multiples of {_INPUTS_OF_8_BITS}), and the model has none; leave "
+            f"(linear layers with inputs in multiples of {INPUTS_OF_8_BITS}), and the model has none; leave "
             "--quantize out, or take --quantize auto"
         )
     names: dict[nn.Module, list[str]] = {}  # a layer may have several

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert import aotinductor as aoti_candidates
@@ -200,6 +201,37 @@ def test_arithmetic_behind_convolutions_stays_right_when_frozen(tmp_path: Path) 
     with torch.inference_mode():
         found = to_aoti.load_aoti(tmp_path / "model.pt2")(*pictures)
         torch.testing.assert_close(tuple(found), network(*pictures))
+
+
+class In8Bits(nn.Module):
+    """Two layers in bfloat16 with weights of 8 bits, as torchao makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Buffer(torch.randint(-9, 9, size).char()) for size in [(64, 300), (8, 64)]
+        )
+        self.scales = nn.Buffer(torch.rand(64).bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = functional.linear(x, self.first.bfloat16()) * self.scales
+        return functional.linear(hidden, self.second.bfloat16()) * self.scales[:8]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of the compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_weights_of_8_bits_are_not_read_beyond_their_end(tmp_path: Path) -> None:
+    """Torch's kernel steps by 16 inputs; the layer with 300 does without, and the one with 64 has it."""
+    network, rows = In8Bits().eval(), (torch.rand(2, 3, 300).bfloat16(),)
+    path = tmp_path / "model.pt2"
+    to_aoti.compile_aoti(to_program(network, rows, []), path, None, lambda _line: None)
+
+    with zipfile.ZipFile(path) as package:
+        sources = [package.read(name) for name in package.namelist() if name.endswith("wrapper.cpp")]
+    assert b"".join(sources).count(b"_weight_int8pack_mm(") == 1
+    with torch.inference_mode():
+        found = to_aoti.load_aoti(path)(*rows)
+        torch.testing.assert_close(found, network(*rows), atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize(("bounds", "multiple"), [((1, 64), 1), ((1, 2**31), 1), ((64, 1024), 32)])
