@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,30 +221,53 @@ def load_aoti(path: Path) -> Any:
 
 
 def _compile(program: ExportedProgram, path: Path, settings: dict[str, Any]) -> None:
-    with torch._inductor.config.patch(settings), torch.no_grad(), _unlimited_convolutions():
+    with torch._inductor.config.patch(settings), torch.no_grad(), _unlimited_sizes():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
 @contextmanager
-def _unlimited_convolutions() -> Iterator[None]:
-    """Keep the compiler from limiting sizes to those for which torch runs a convolution in the same way.
+def _unlimited_sizes() -> Iterator[None]:
+    """Keep the compiler from limiting sizes to those that are computed in the same way as the example.
 
-    Torch compares the batch with 16, and takes the result for the example as a condition on all inputs. The
-    compiler only reads the memory format of the convolution's result from it. Not thread-safe.
+    Torch takes the result of a comparison for the example as a condition on all inputs. For a convolution it
+    compares the batch with 16, and the compiler only reads the memory format of the result from it. For a sum
+    it compares the length with 4096, to add up long ones more precisely; either code takes all lengths. Not
+    thread-safe.
     """
-    module: Any = torch._C
-    choose = module._select_conv_backend
+    from torch._inductor.codegen.cpp import CppKernel  # noqa: PLC0415  # torch._inductor takes seconds
+    from torch._inductor.virtualized import V  # noqa: PLC0415
+
+    def of_convolution(*given: Any, **named: Any) -> Any:
+        return (given[0] if given else named["input"]).fake_mode.shape_env
+
+    def of_sum(*_given: Any) -> Any:
+        return V.graph.sizevars.shape_env
+
+    with (
+        _without_conditions(torch._C, "_select_conv_backend", of_convolution),
+        _without_conditions(CppKernel, "need_use_acc_helper", of_sum),
+    ):
+        yield
+
+
+@contextmanager
+def _without_conditions(owner: Any, name: str, sizes_of: Callable[..., Any]) -> Iterator[None]:
+    """Let a function of torch's compare sizes without conditions; `sizes_of` finds the sizes of a call."""
+    choose = getattr(owner, name, None)
+    if choose is None:  # other versions of torch
+        yield
+        return
 
     def chosen(*given: Any, **named: Any) -> Any:
-        mode = (given[0] if given else named["input"]).fake_mode
-        with mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
+        sizes = sizes_of(*given, **named)
+        with sizes.suppress_guards() if sizes else nullcontext():
             return choose(*given, **named)
 
-    module._select_conv_backend = chosen
+    setattr(owner, name, chosen)
     try:
         yield
     finally:
-        module._select_conv_backend = choose
+        setattr(owner, name, choose)
 
 
 def _refuse_narrowed(program: ExportedProgram, sizes: Sequence[FreeSize]) -> None:

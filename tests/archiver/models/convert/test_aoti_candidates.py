@@ -156,22 +156,31 @@ def test_a_program_that_can_not_be_frozen_is_compiled_without(
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of the compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
-def test_a_convolution_leaves_the_batch_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch compares the batch with 16 to choose how it is run; once frozen, once without."""
+@pytest.mark.parametrize(
+    ("layer", "side", "free_size"),
+    [
+        # Torch compares the batch with 16 to choose how it is run, and the number of pixels with 4096.
+        (nn.Conv2d(3, 4, 3), 8, FreeSize("batch", ((0, 0),), 1, 64)),
+        (nn.AdaptiveAvgPool2d(1), 64, FreeSize("height", ((0, 2),), 8, 1024)),
+    ],
+    ids=["convolution", "sum"],
+)
+def test_another_way_to_compute_leaves_a_size_free(
+    layer: nn.Module, side: int, free_size: FreeSize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The convolution is compiled twice: frozen, and without."""
 
     def compiler(*_args: Any, **_named: Any) -> None:
         raise RuntimeError("enough is known")
 
     monkeypatch.setattr("torch._inductor.codecache.AotCodeCompiler.compile", compiler)
-    pictures = (torch.rand(2, 3, 8, 8),)
-    sizes = [batch_of(pictures, (1, 64))]
-    program = to_program(nn.Conv2d(3, 4, 3).eval(), pictures, sizes)
+    program = to_program(layer.eval(), (torch.rand(2, 3, side, side),), [free_size])
 
     with pytest.raises(RuntimeError, match="enough is known"):
         to_aoti.compile_aoti(program, tmp_path / "model.pt2", None, lambda _line: None)
 
-    size = size_of(program, 0).node
-    assert size.shape_env.bound_sympy(size.expr).upper == 64
+    size = size_of(program, free_size.places[0][1]).node
+    assert size.shape_env.bound_sympy(size.expr).upper == free_size.high
 
 
 class Scaled(nn.Module):
