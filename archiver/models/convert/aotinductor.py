@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes
-from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, resized
+from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
 from torchere.archiver.models.load.weight_only import INPUTS_OF_8_BITS
 from torchere.archiver.models.measure.cost import Model, one_thread, processor_ms
@@ -283,7 +283,10 @@ def _refuse_narrowed(program: ExportedProgram, sizes: Sequence[FreeSize]) -> Non
         size = inputs[name].meta["val"].shape[dimension].node
         found = size.shape_env.bound_sympy(size.expr)
         low = free.low if found.lower <= 2 * free.multiple else found.lower
-        if not all(low <= one <= found.upper for one in free.far_sizes(example)):
+        needed = free.far_sizes(example)
+        if free.high < LARGEST // free.multiple * free.multiple:  # the end of a range is a promise to clients
+            needed.append(free.high)
+        if not all(low <= one <= found.upper for one in needed):
             raise ModelRefused(
                 f"the compiled code takes {low} to {found.upper} for dimension {dimension} of {name}; "
                 f"expected {free.text}; narrow --dynamic-batch or --dynamic"

@@ -243,11 +243,15 @@ def test_weights_of_8_bits_are_not_read_beyond_their_end(tmp_path: Path) -> None
         torch.testing.assert_close(found, network(*rows), atol=0.1, rtol=0.05)
 
 
-@pytest.mark.parametrize(("bounds", "multiple"), [((1, 64), 1), ((1, 2**31), 1), ((64, 1024), 32)])
+@pytest.mark.parametrize(
+    ("bounds", "multiple", "limit"),
+    # The last one ends beyond the sizes that are tried.
+    [((1, 64), 1, 15), ((1, 2**31), 1, 15), ((64, 1024), 32, 480), ((1, 8192), 1, 4096)],
+)
 def test_a_size_that_the_compiler_has_narrowed_is_refused(
-    bounds: tuple[int, int], multiple: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bounds: tuple[int, int], multiple: int, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dimension, limits = 0 if multiple == 1 else 1, [bounds[1] + multiple, 16 * multiple]
+    dimension, limits = 0 if multiple == 1 else 1, [bounds[1] + multiple, limit + multiple]
 
     def compiler(program: Any, _path: Path, _settings: dict[str, Any]) -> None:
         assert size_of(program, dimension) < limits.pop(0)  # torch notes this as a condition
@@ -258,9 +262,7 @@ def test_a_size_that_the_compiler_has_narrowed_is_refused(
     program = to_program(nn.ReLU().eval(), rows, [FreeSize("size", ((0, dimension),), *bounds, multiple)])
     to_aoti.compile_aoti(program, tmp_path / "model.pt2", None, lambda _line: None)
 
-    with pytest.raises(
-        ModelRefused, match=rf"takes {bounds[0]} to {15 * multiple} for dimension \d of input"
-    ):
+    with pytest.raises(ModelRefused, match=rf"takes {bounds[0]} to {limit} for dimension \d of input"):
         to_aoti.compile_aoti(program, tmp_path / "model.pt2", None, lambda _line: None)
 
 
