@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 CONVOLUTIONS = ("aten::_convolution", "aten::conv2d", "aten::conv3d")  # as traced, as scripted
 _OF_SHAPE = ("aten::dim", "aten::size")  # the same after a fold; scripted normalisations check their inputs
+# As in the schema `fill_(Tensor(a!) self, Scalar value)`. `append.t(t[](a!) self, ...)` changes no tensor.
+_WRITE = re.compile(r"Tensor\(\w+!\)")
 _FOLDS = ("conv_bn", "conv_add_or_sub", "conv_mul_or_div")
 
 
@@ -51,8 +54,7 @@ def loses_writes(graph: Any) -> bool:
     inputs, also out of a loop. Convolutions as scripted stay where they are.
     """
     order = _Order(graph)
-    # The schema of a write is such as `fill_(Tensor(a!) self, Scalar value)`.
-    writes = [at for at, node in enumerate(order.nodes) if "!)" in node.schema()]
+    writes = [at for at, node in enumerate(order.nodes) if _WRITE.search(node.schema())]
     aliases = None
     for at, node in enumerate(order.nodes):
         if node.kind() != CONVOLUTIONS[0]:

@@ -404,6 +404,20 @@ class WrittenAtTheEnd(Written):
         return y
 
 
+class Listed(Written):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, layer in list(self.named_children()):
+            given = torch.rand(2, layer.in_channels, 8, 8)  # type: ignore[call-overload]
+            setattr(self, name, torch.jit.trace(layer.eval().requires_grad_(False), given))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, features = self.first(x), [x[:, :0]]
+        features.append(y)
+        features.append(self.second(y))
+        return torch.cat(features, 1)
+
+
 def made_by(net: nn.Module, script: bool) -> Any:
     net = net.eval().requires_grad_(False)
     return again(torch.jit.script(net) if script else torch.jit.trace(net, torch.rand(2, 3, 8, 8)))
@@ -424,7 +438,8 @@ def test_a_tensor_that_is_written_before_a_convolution_is_not_optimised(
 
 
 @pytest.mark.parametrize(
-    ("kind", "script"), [(WrittenAtTheEnd, False), (WrittenAndCopied, False), (Written, True)]
+    ("kind", "script"),
+    [(WrittenAtTheEnd, False), (WrittenAndCopied, False), (Written, True), (Listed, True)],
 )
 def test_other_writes_are_optimised(kind: type[Written], script: bool) -> None:
     net, x = kind().eval(), torch.rand(2, 3, 8, 8)
