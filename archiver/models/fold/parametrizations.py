@@ -1,4 +1,4 @@
-"""Folding of parametrisations, such as weight normalisation, into plain weights, before quantisation.
+"""Folding of parametrisations, as weight normalisation or pruning, into plain weights, before quantisation.
 
 A parametrised layer has a class of its own and computes its weight at each call. Quantisers recognise layers
 by their class, and would count the parts of a parametrisation as layers with weights.
@@ -7,15 +7,13 @@ by their class, and would count the parts of a parametrisation as layers with we
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-
-# Normalisations that older code adds as hooks.
-_HOOKS: dict[type, Any] = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
 
 
 def without_parametrizations(module: nn.Module) -> nn.Module:
@@ -24,8 +22,8 @@ def without_parametrizations(module: nn.Module) -> nn.Module:
         return module
     made = copied(module)
     for layer in made.modules():
-        for hook in _hooks(layer):
-            _HOOKS[type(hook)](layer, hook.name)
+        for name, remove in _hooks(layer).items():
+            remove(layer, name)
         if parametrize.is_parametrized(layer):
             _remove(layer)
     return made
@@ -34,13 +32,34 @@ def without_parametrizations(module: nn.Module) -> nn.Module:
 def copied(module: nn.Module) -> nn.Module:
     """Copy the module; hooks may have left computed tensors in its layers, which torch can't copy."""
     for layer in module.modules():
-        for hook in _hooks(layer):
-            setattr(layer, hook.name, getattr(layer, hook.name).detach())  # each call computes it again
+        for name in _hooks(layer):
+            setattr(layer, name, getattr(layer, name).detach())  # each call computes it again
     return copy.deepcopy(module)
 
 
-def _hooks(layer: nn.Module) -> list[Any]:
-    return [hook for hook in layer._forward_pre_hooks.values() if type(hook) in _HOOKS]
+def _hooks(layer: nn.Module) -> dict[str, Callable[[nn.Module, str], Any]]:
+    """Return the names of weights that hooks compute, each with the function that makes it a plain one."""
+    found: dict[str, Callable[[nn.Module, str], Any]] = {}
+    for hook in layer._forward_pre_hooks.values():
+        for kind, attribute, remove in _HOOKS:
+            if isinstance(hook, kind):
+                found[getattr(hook, attribute)] = remove
+    return found
+
+
+def _remove_pruning(layer: Any, name: str) -> None:
+    # torch writes the pruned values into this parameter, which another layer may share.
+    setattr(layer, f"{name}_orig", nn.Parameter(getattr(layer, f"{name}_orig").detach().clone()))
+    prune.remove(layer, name)
+
+
+# Normalisations that older code adds as hooks, and pruning: each with the attribute that holds the weight's
+# name, and the function that removes the hook.
+_HOOKS: tuple[tuple[type, str, Any], ...] = (
+    (WeightNorm, "name", remove_weight_norm),
+    (SpectralNorm, "name", remove_spectral_norm),
+    (prune.BasePruningMethod, "_tensor_name", _remove_pruning),
+)
 
 
 def _remove(layer: Any) -> None:

@@ -9,13 +9,25 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from torchere.archiver.models.fold.parametrizations import without_parametrizations
 from torchere.archiver.models.quantize.methods import bf16
 
 Normalise = Callable[[nn.Module], nn.Module]
-NORMALISED = [parametrizations.weight_norm, parametrizations.spectral_norm, weight_norm, spectral_norm]
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    """Prune the weight twice, and the bias."""
+    for name in ("weight", "weight", "bias"):
+        prune.l1_unstructured(layer, name, 0.3)
+    return layer
+
+
+NORMALISED = [
+    *(parametrizations.weight_norm, parametrizations.spectral_norm),
+    *(weight_norm, spectral_norm, pruned),
+]
 ROWS = (torch.randn(4, 16),)
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 
@@ -49,6 +61,13 @@ def test_weights_that_ran_with_gradients_are_copied(normalise: Normalise) -> Non
     assert [type(layer) for layer in made] == [nn.Linear, nn.ReLU, nn.Linear]
     torch.testing.assert_close(made(*ROWS), wanted)
     assert bf16(model, has_bf16=True)(*ROWS).dtype is torch.float32
+
+
+def test_a_weight_that_a_pruned_layer_shares_stays_whole_in_the_other() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
+    model.get_submodule("1").weight = model.get_submodule("0").weight
+    prune.l1_unstructured(model.get_submodule("1"), "weight", 0.5)
+    torch.testing.assert_close(without_parametrizations(model)(*ROWS), model(*ROWS))
 
 
 def test_copies_of_one_parametrised_layer_become_plain_each() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import to_program
@@ -158,6 +159,22 @@ def test_a_layer_with_a_hook_keeps_it(network: nn.Module) -> None:
     made, note = weight_only(wider, 8)
     assert "1 linear layers in 8 bits" in note
     assert drift_of(wider, made, 10 * torch.randn(5, 256)) < 0.02
+
+
+@pytest.mark.parametrize("method", ["int8-weight", "int4-weight"])
+def test_the_weights_of_pruned_layers_get_fewer_bits(network: nn.Module, method: str) -> None:
+    for name in ("0", "2"):
+        prune.l1_unstructured(network.get_submodule(name), "weight", 0.5)
+    specs = (TensorSpec("x", "FP32", (-1, 256)),), (TensorSpec("y", "FP32", (-1, 4)),)
+    example = (torch.randn(2, 256),)
+    network(*example)  # with gradients
+    made = quantise(
+        LoadedModel(network, example, Signature(*specs), "eager", Path("net.py")), method, [], target="export"
+    )
+    assert [type(layer) for layer in made.module.children()][2:] == [Int8Linear, nn.ReLU, nn.Linear]
+    assert (
+        0 < drift_of(network, made.module, torch.randn(5, 256)) < (0.01 if method == "int8-weight" else 0.15)
+    )
 
 
 @pytest.mark.parametrize("shape", [(256,), (3, 256), (2, 3, 256)])
