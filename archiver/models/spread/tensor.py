@@ -164,7 +164,7 @@ def _words(call: _Call, words: torch.Tensor) -> torch.Tensor:
 
 
 def styles_of(model: torch.nn.Module, plan: str | Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Return the style of each layer that is split, by its name.
+    """Return the style of each layer that is split, by its name, the first of several.
 
     Raises:
         ValueError: no layer is split, a pattern matches no layer, or a layer can't be split by the number of
@@ -172,9 +172,11 @@ def styles_of(model: torch.nn.Module, plan: str | Mapping[str, str], ranks: int)
     """
     if isinstance(plan, str):
         plan = getattr(model, "tp_plan", None) or _pairs(model)
+    firsts = {layer: name for name, layer in model.named_modules()}
+    names = {name: firsts[layer] for name, layer in model.named_modules(remove_duplicate=False)}
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
-        fitting = [name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+        fitting = [first for name, first in names.items() if fnmatch.fnmatchcase(name, pattern)]
         if not fitting:
             raise ValueError(f"{SECTION}.plan: no layer is called {pattern}")
         if style not in STYLES:

@@ -152,13 +152,15 @@ class Listed(Pair):
         return self.layers(x)
 
 
-def test_a_layer_with_two_names_is_split_under_both() -> None:
+@pytest.mark.parametrize("plan", ["auto", {"layers.0": "colwise", "layers.2": "rowwise"}])
+def test_a_layer_with_two_names_is_split_under_both(plan: str | dict[str, str]) -> None:
     model, given = Listed(), torch.rand(3, 8)
+    assert styles_of(model, plan, 2) == {"up": "colwise", "down": "rowwise"}
 
     def work(_rank: int) -> float:
         with torch.inference_mode():
             wanted = model(given)
-            found = spread(model, Split(tensor=2), torch.device("cpu"))(given)
+            found = spread(model, Split(tensor=2, plan=plan), torch.device("cpu"))(given)
         return (found - wanted).abs().max().item()
 
     assert max(in_ranks(2, work)) <= 1e-6
