@@ -50,7 +50,7 @@ def _hooks(layer: nn.Module) -> dict[str, Callable[[nn.Module, str], Any]]:
 def _remove_pruning(layer: Any, name: str) -> None:
     # torch writes the pruned values into this parameter, which another layer may share.
     setattr(layer, f"{name}_orig", nn.Parameter(getattr(layer, f"{name}_orig").detach().clone()))
-    prune.remove(layer, name)
+    prune.remove(layer, name)  # type: ignore[no-untyped-call]
 
 
 # Normalisations that older code adds as hooks, and pruning: each with the attribute that holds the weight's
