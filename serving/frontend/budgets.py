@@ -45,7 +45,10 @@ INLINE_BYTES = 1024  # compressed
 INLINE_INFLATED_BYTES = 4096
 # Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
 GZIP_BITS = 31
-MAX_MEMBERS = 64  # of a gzip body; zlib copies the bytes behind each: many short ones would take minutes
+# Of a gzip body. zlib copies what it is given behind the end of a member, with the GIL held: so the members
+# behind the first one get so many bytes at a time.
+MAX_MEMBERS = 4096
+_MEMBER_BYTES = 65_536
 _MEMBER_START = b"\x1f\x8b"
 
 
@@ -70,18 +73,23 @@ def inflated(data: bytes | memoryview, window_bits: int, max_bytes: int) -> byte
         zlib.error: the bytes are malformed, end too early, go on behind their end, or have too many members.
     """
     pieces: list[bytes] = []
-    left, rest = max_bytes + 1, data
-    while len(pieces) < MAX_MEMBERS:
+    left, rest, size = max_bytes + 1, memoryview(data), len(data)
+    for _ in range(MAX_MEMBERS):
         unpacker = zlib.decompressobj(window_bits)
-        pieces.append(unpacker.decompress(rest, left))
-        left -= len(pieces[-1])
-        if left and not unpacker.eof:
-            raise zlib.error(f"it ends too early, after {len(data)} bytes")
-        rest = unpacker.unused_data
-        if not (left and rest):
+        while not unpacker.eof:
+            if not rest:
+                raise zlib.error(f"it ends too early, after {len(data)} bytes")
+            given = rest[:size]
+            pieces.append(unpacker.decompress(given, left))
+            left -= len(pieces[-1])
+            rest = rest[len(given) - len(unpacker.unused_data) :]
+            if not left:
+                return b"".join(pieces)
+        if not rest:
             return b"".join(pieces)
-        if window_bits != GZIP_BITS or not rest.startswith(_MEMBER_START):
+        if window_bits != GZIP_BITS or rest[:2] != _MEMBER_START:
             raise zlib.error(f"{len(rest)} bytes stand behind its end")
+        size = _MEMBER_BYTES
     raise zlib.error(f"it has more than {MAX_MEMBERS} members: compress it as one")
 
 
