@@ -424,10 +424,10 @@ class Connection(asyncio.BufferedProtocol):
         """
         self.announce_end()
         self._loop.call_later(DRAIN_LINGER_S, self._close_if_idle)
-        if self._reader is not None:
+        if not (self.is_busy() or self._is_in_body()):  # a head has begun, or may come
             self._end_timer()
             self._mind_the_head()
-        elif self._upload is not None:
+        if self._upload is not None:
             self._upload.hurry(self.listener.timeout_s(BODY_TIMEOUT_S))
 
     def _close_if_idle(self) -> None:
