@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
+from torchere.archiver.cli import tidy_when_ended
 from torchere.archiver.commands import refuse_code
 from torchere.archiver.errors import ArchiveError, ModelRefused, naming_files_of, plainly
 from torchere.archiver.model_flags import allowed_drift
@@ -103,7 +104,7 @@ def run_compare(options: argparse.Namespace) -> int:
 
     try:
         # Warnings of handlers (such as on class names) are irrelevant to a comparison.
-        with errors_only("torchere.handlers"):
+        with tidy_when_ended(), errors_only("torchere.handlers"):
             report = _compared(options)
     except (ArchiveError, ModelRefused, OSError) as error:
         print(f"torchere compare: {plainly(error)}", file=sys.stderr)

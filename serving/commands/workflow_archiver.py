@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchere.archiver.arguments import Parser
-from torchere.archiver.cli import epoch_of
+from torchere.archiver.cli import epoch_of, tidy_when_ended
 from torchere.archiver.errors import PackingError
 from torchere.archiver.workflow import WorkflowRequest, write_workflow
 from torchere.serving.config.workflow_spec import check_functions, read_workflow_spec
@@ -39,17 +40,20 @@ def workflow_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Pack a workflow; return 0, 1 when it can't be packed, or 2 for wrong arguments."""
+    """Pack a workflow; return 0, 1 when it can't be packed, 2 for wrong arguments, or 130 on Ctrl+C."""
     parser = workflow_parser()
     options = parser.parse_args(argv)
     try:
-        pack(options)
+        with tidy_when_ended():
+            pack(options)
     except InvalidWorkflow as error:
         print(f"{parser.prog}: {error.message} {error.detail}".rstrip(), file=sys.stderr)
         return 1
     except (PackingError, OSError, UnicodeDecodeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +125,30 @@ def test_a_picture_that_cannot_be_written_is_one_line_behind_the_report(
     said = capsys.readouterr()
     assert "drift 0.01" in said.out
     assert said.err.startswith("torchere compare: ")
+
+
+def test_ended_by_a_signal_it_leaves_no_unpacked_model_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = folder / "tmp"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+
+    def ended(*_: object, **__: object) -> None:
+        assert len(list(place.iterdir())) == 2
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("the comparison went on")
+
+    monkeypatch.setattr(verify, "verify", ended)
+    archives = (str(folder / "one.mar"), str(folder / "close.mar"))
+    ours = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(["compare", *archives, "--data", str(folder / "data")])
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+    assert end.value.code == 128 + signal.SIGTERM
+    assert list(place.iterdir()) == []
 
 
 def test_inputs_that_a_model_fails_on_are_one_line_and_status_2(

@@ -1,11 +1,14 @@
 """`torch-workflow-archiver`: what it packs, and what it refuses in one line."""
 
 import json
+import os
+import signal
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from torchere.archiver import workflow
 from torchere.serving.commands.workflow_archiver import main
 
 SPEC = "models:\n  m:\n    url: m.mar\ndag:\n  before: [m]\n"
@@ -75,3 +78,26 @@ def test_an_existing_file_is_kept_without_force(folder, capsys):
     assert run("--handler", "h.py") == 1
     assert "w.war already exists.\nPlease specify --force/-f option" in capsys.readouterr().err
     assert Path("w.war").read_text() == "mine"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_ended_by_a_signal_it_leaves_no_file_behind(folder, monkeypatch, sent):
+    def ended(_request: object) -> str:
+        assert any(name.endswith(".part") for name in os.listdir())
+        signal.raise_signal(sent)
+        return "{}"
+
+    monkeypatch.setattr(workflow, "_manifest", ended)
+    before = set(os.listdir())
+    usual = signal.default_int_handler if sent == signal.SIGINT else lambda *_: None
+    ours = signal.signal(sent, usual)
+    try:
+        status: object = run("--handler", "h.py")
+    except SystemExit as end:
+        status = end.code
+    except KeyboardInterrupt:
+        status = None
+    finally:
+        signal.signal(sent, ours)
+    assert status == 128 + sent
+    assert set(os.listdir()) == before
