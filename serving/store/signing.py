@@ -20,7 +20,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -252,7 +252,8 @@ def sign(archive: Archive, means: SignWith) -> Path:
     except Exception as err:  # of the library, cryptography, OpenSSL, the disk, or Sigstore's transports
         raise SigningUnusable(f"{archive.path} can't be signed.", _text_of(err)) from err
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk refuses this also if there is no draft
+            draft.unlink()
     return target
 
 

@@ -1,5 +1,7 @@
 """`torchere sign` and `torchere verify`."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,20 @@ def test_wrong_use_is_said_in_one_line(
     assert error.startswith(text)
     assert error.count("\n") == 1
     assert not (tmp_path / "m.mar.sig").exists()
+
+
+def test_a_read_only_store_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    key_pair(tmp_path)
+    monkeypatch.setattr(os, "replace", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert cli.main(["sign", "m.mar", "--key", "signing.pem"]) == 1
+    error = capsys.readouterr().err
+    assert error == f"m.mar can't be signed. [Errno {errno.EROFS}] Read-only file system\n"
 
 
 def test_sigstore_gets_the_options_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
