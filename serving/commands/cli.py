@@ -7,12 +7,14 @@ server. `serve.py` and `tools.py` define the arguments of the commands.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from torchere.archiver.arguments import Parser, described
+from torchere.archiver.errors import plainly
 from torchere.serving import __version__
 from torchere.serving.commands import tools as cli_tools
 from torchere.serving.commands.serve import add_serve
@@ -49,6 +51,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
 
 
 _ENDS = "end torchere serve by Ctrl+C or SIGTERM; torchserve --stop ends what torchserve --start began"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # of a file that standard output is sent to
 _HINTS = {"start": "torchere serve starts a server", "stop": _ENDS, "--stop": _ENDS}
 
 
@@ -80,7 +83,10 @@ def torchserve_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _to_the_end(command: Callable[[], int]) -> int:
-    """Run a command and return its status: 130 on Ctrl+C, 1 when standard output is closed (`| head`)."""
+    """Run a command and return its status.
+
+    It is 130 on Ctrl+C, and 1 when standard output is closed (`| head`) or its disk is full.
+    """
     open_standard_streams()
     try:
         try:
@@ -89,6 +95,12 @@ def _to_the_end(command: Callable[[], int]) -> int:
             sys.stdout.flush()  # flush here, so that an error is handled; argparse raises SystemExit
     except BrokenPipeError:
         drop_standard_output()
+        return 1
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        drop_standard_output()
+        print(f"The command can't go on: {plainly(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -37,6 +37,17 @@ def test_who_reads_no_further_gets_no_traceback(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["version"], ["--help"], ["config", "check"]])
+def test_a_full_disk_of_standard_output_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.properties").write_text("a=b\n" * 5000)  # an output that passes any buffer
+    with open("/dev/full", "w") as full:
+        done = run(*arguments, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("The command can't go on: No space left on device: free some on the disk")
+    assert done.stderr.count("\n") == 1
+
+
 def test_closed_streams_are_open_for_what_a_command_opens() -> None:
     code = (
         "import os, sys; from torchere.serving.commands.cli import open_standard_streams as opened; opened();"
