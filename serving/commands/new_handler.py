@@ -6,9 +6,11 @@ The generated files are the texts below; in them, `CLASS` and `NAME` are replace
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 
+from torchere.archiver.atomic import staged
 from torchere.archiver.request import MODEL_NAME_PATTERN
 from torchere.serving.commands.serve_options import LaunchRefused
 
@@ -219,18 +221,21 @@ def write_handler(name: str, where: Path) -> Path:
     """Write the files to the new folder `where/name`, and return the folder.
 
     Raises:
-        LaunchRefused: no model may have this name, or the folder can't be made.
+        LaunchRefused: no model may have this name, or the folder can't be made; nothing was written.
     """
     if not MODEL_NAME_PATTERN.fullmatch(name):
         raise LaunchRefused(f"{name!r} can't be a model's name: expected letters, digits, _, - and .")
     folder = where / name
+    if os.path.lexists(folder):  # an empty folder would be replaced
+        raise LaunchRefused(f"{folder} can't be made: File exists; choose another name")
     try:
-        folder.mkdir()
+        with staged(folder) as work:
+            work.mkdir()
+            for file, text in FILES.items():
+                made = text.replace("CLASS", class_name(name)).replace("NAME", name)
+                (work / file).write_text(made, encoding="utf-8")
     except OSError as error:
-        raise LaunchRefused(f"{folder} can't be made: {error.strerror}; choose another name") from error
-    for file, text in FILES.items():
-        made = text.replace("CLASS", class_name(name)).replace("NAME", name)
-        (folder / file).write_text(made, encoding="utf-8")
+        raise LaunchRefused(f"{folder} can't be made: {error.strerror}") from error
     return folder
 
 

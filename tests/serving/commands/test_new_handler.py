@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -82,3 +84,17 @@ def test_a_name_that_cannot_be_used_is_refused(
     Path("there").mkdir()
     assert cli.main(["new", "handler", name]) == 1
     assert capsys.readouterr().out.startswith(said)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def half_way(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text[:100].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "write_text", half_way)
+    assert cli.main(["new", "handler", "net"]) == 1
+    assert capsys.readouterr() == ("net can't be made: No space left on device\n", "")
+    assert os.listdir(tmp_path) == []
