@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
+from torchere.archiver.atomic import staged
 from torchere.archiver.cli import tidy_when_ended
 from torchere.archiver.commands import refuse_code
 from torchere.archiver.errors import ArchiveError, ModelRefused, naming_files_of, plainly
@@ -116,11 +117,24 @@ def run_compare(options: argparse.Namespace) -> int:
         print(f"torchere compare: {reason_of(report)}", file=sys.stderr)
     if options.picture:
         try:
-            options.picture.write_text(picture(report), encoding="utf-8")
+            _write(options.picture, picture(report))
         except OSError as error:
             print(f"torchere compare: {plainly(error)}", file=sys.stderr)
             return 2
     return 0 if report.accepted else 2
+
+
+def _write(target: Path, text: str) -> None:
+    """Write the text whole or not at all; a pipe or device (`/dev/stdout`) is written to in place."""
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
+    try:
+        with staged(target.resolve()) as work:  # a link is kept
+            work.write_text(text, encoding="utf-8")
+    except OSError as error:
+        error.filename = str(target)  # instead of the hidden file, or of no file if the disk is full
+        raise
 
 
 def names_of(one: Path, other: Path) -> tuple[str, str]:

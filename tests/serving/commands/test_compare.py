@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import tempfile
 from pathlib import Path
@@ -124,7 +126,40 @@ def test_a_picture_that_cannot_be_written_is_one_line_behind_the_report(
     assert status == 2
     said = capsys.readouterr()
     assert "drift 0.01" in said.out
-    assert said.err.startswith("torchere compare: ")
+    assert said.err == f"torchere compare: {picture}: No such file or directory\n"
+
+
+def test_a_full_disk_leaves_the_picture_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def half_way(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text[:100].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    picture = folder / "p.svg"
+    picture.write_text("old")
+    before = set(os.listdir(folder))
+    monkeypatch.setattr(Path, "write_text", half_way)
+    archives = (str(folder / "one.mar"), str(folder / "close.mar"))
+
+    status = main(["compare", *archives, "--data", str(folder / "data"), "--picture", str(picture)])
+
+    assert status == 2
+    assert capsys.readouterr().err == f"torchere compare: {picture}: No space left on device\n"
+    assert picture.read_text() == "old"
+    assert set(os.listdir(folder)) == before
+
+
+def test_a_picture_may_go_to_a_pipe(folder: Path) -> None:
+    reading, writing = os.pipe()
+    archives = (str(folder / "one.mar"), str(folder / "close.mar"))
+    try:
+        picture = f"/dev/fd/{writing}"
+        assert main(["compare", *archives, "--data", str(folder / "data"), "--picture", picture]) == 0
+        assert os.read(reading, 4) == b"<svg"
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_ended_by_a_signal_it_leaves_no_unpacked_model_behind(
