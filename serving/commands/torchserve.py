@@ -61,15 +61,15 @@ def may_start(file: Path, say: Callable[[str], None] = print, wait_s: float = ST
     Raises:
         ConfigurationError: the orphaned pid file can't be removed.
     """
-    if not file.exists() and not _finished(file, wait_s, say):
-        say(TOO_LONG)
-        return False
-    if not file.exists() and pid_without_file(file) is None:
-        return True
-    if not file.exists() or running(read_pid(file)):
+    is_known = running(read_pid(file))
+    if not is_known:
+        _remove_orphan(file, say)
+        if not _finished(file, wait_s, say):
+            say(TOO_LONG)
+            return False
+    if is_known or pid_without_file(file) is not None:
         say(ALREADY_RUNNING)
         return False
-    _remove_orphan(file, say)
     return True
 
 
@@ -91,6 +91,9 @@ def _finished(file: Path, wait_s: float, say: Callable[[str], None]) -> bool:
 
 
 def _remove_orphan(file: Path, say: Callable[[str], None]) -> None:
+    """Remove the file, if there is one, and print a line about it."""
+    if not file.exists():
+        return
     say(ORPHAN)
     try:
         file.unlink(missing_ok=True)
@@ -131,14 +134,13 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
         ConfigurationError: the pid file can't be removed, of an orphan or after the signal.
     """
     pid = read_pid(file)
-    if pid is None and not file.exists():
+    if not running(pid):
+        _remove_orphan(file, say)
         pid = pid_without_file(file)
         if pid is not None and pid == read_pid(_stopping(file)):  # a second signal would end it at once
             say(STOPPED if _finished(file, wait_s or STOP_WAIT_S, say) else TOO_LONG)
             return 0
-    if pid is None or not running(pid):
-        if file.exists():
-            _remove_orphan(file, say)
+    if pid is None:
         say(NOT_RUNNING)
         return 0
     try:
@@ -202,9 +204,10 @@ def running(pid: int | None) -> bool:
 
 
 def pid_without_file(file: Path) -> int | None:
-    """Return the pid of a server of this user whose pid file was deleted; None if no such server runs.
+    """Return the pid of a server of this user that its pid file does not name; None if no such server runs.
 
-    Programs that clean temporary folders delete old files, and a server may run for months.
+    Programs that clean temporary folders delete old files, and a server may run for months. A second start
+    at the same time leaves its own pid in the file.
     """
     for process in psutil.process_iter():
         try:

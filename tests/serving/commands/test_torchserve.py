@@ -151,6 +151,21 @@ def test_a_server_whose_pid_file_was_cleaned_up_is_found(
     assert process.wait() == -15
 
 
+@pytest.mark.parametrize("content", ["garbage", "99999999"])
+def test_a_server_whose_pid_file_is_invalid_is_found(
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(pid_file.parent))
+    process = spawn()
+    said: list[str] = []
+    pid_file.write_text(content)
+    assert not launcher.may_start(pid_file, said.append)
+    pid_file.write_text(content)
+    assert launcher.stop(pid_file, say=said.append) == 0
+    assert said == [launcher.ORPHAN, launcher.ALREADY_RUNNING, launcher.ORPHAN, launcher.STOPPED]
+    assert process.wait() == -15
+
+
 def test_a_server_of_the_default_folder_is_no_server_of_another_one(
     spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
