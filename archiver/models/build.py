@@ -37,7 +37,7 @@ from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.samples import Samples, chosen_samples
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
-from torchere.archiver.models.load.source import Source, read_source, source_with_example
+from torchere.archiver.models.load.source import Source, read_source, source_with_example, with_free_batch
 from torchere.archiver.models.measure.cost import batch_sizes, fewer_threads_when_busy
 from torchere.archiver.models.measure.difference import drift_limit
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
@@ -119,6 +119,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     signed = inputs_of(options.example_signature) if options.example_signature else ()
     if signed:  # clients use these input names; an exported program has other names
         source = replace(source, names=tuple(spec.name for spec in signed))
+    options = with_free_batch(source, options, signed, say)
     source, example = source_with_example(source, options, signed, say)
     options = with_ranks(source, example, options, work, say)
     if options.model_format == KEEP:

@@ -35,7 +35,7 @@ from torchere.archiver.models.load.onnx import OnnxForm, read_onnx
 from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.load.weight_only import torchao_kinds
 from torchere.archiver.models.steps import Say, refusing
-from torchere.archiver.request import BuildOptions
+from torchere.archiver.request import AOTI, EXPORT, BuildOptions
 from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.archiver.scan.torchscript import UnsafeScript
 from torchere.archiver.scan.weights import (
@@ -46,7 +46,7 @@ from torchere.archiver.scan.weights import (
     TORCHSCRIPT,
     classify_file,
 )
-from torchere.archiver.signature import Signature, TensorSpec
+from torchere.archiver.signature import ANY, Signature, TensorSpec
 
 EAGER = "eager"
 HUGGING_FACE = "Hugging Face folder"
@@ -55,6 +55,7 @@ _UNPREPARED = (
     "send other numbers, give --example and --samples as .npy or .pt, or handler.image in model-config.yaml"
 )
 _LENGTH = 64  # length of texts in advice, if the model has no maximum
+_BATCH = "1:64"  # batches of a model whose old signature takes any
 
 
 @dataclass(frozen=True)
@@ -411,6 +412,22 @@ def source_with_example(
     if not options.dynamic_sizes:
         _tell_fixed_lengths(source, tensors, say)
     return source, tensors
+
+
+def with_free_batch(
+    source: Source, options: BuildOptions, signed: Sequence[TensorSpec], say: Say
+) -> BuildOptions:
+    """Return the options with batches that vary if the example is made from inputs that leave them free.
+
+    The size in such an example is arbitrary, and a program that is exported or compiled with it alone would
+    refuse the requests that the old archive took. A program has free sizes of its own.
+    """
+    is_made = bool(signed) and options.example is None and source.example is None and source.program is None
+    is_open = options.dynamic_batch is None and options.model_format in (EXPORT, AOTI)
+    if not (is_made and is_open and all(spec.shape[:1] == (ANY,) for spec in signed)):
+        return options
+    say(f"batches of {_BATCH}, since the archive's signature leaves them free; --dynamic-batch changes that")
+    return replace(options, dynamic_batch=_BATCH)
 
 
 def _chosen(source: Source, options: BuildOptions, signed: Sequence[TensorSpec], say: Say) -> Example | None:

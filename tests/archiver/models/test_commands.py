@@ -325,6 +325,23 @@ def test_convert_takes_its_own_archives_and_keeps_the_names_of_their_inputs(
     assert json.loads(open_archive(new).read_text("MAR-INF/build.json"))["format"] == after
 
 
+def test_convert_keeps_a_free_batch_of_the_signature_that_the_example_is_made_of(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    example = f"--example={forms.file('example.npy')}"
+    assert not archive_of(f"--serialized-file={forms.file('script.model')}", example)
+    old, new = tmp_path / "net.mar", tmp_path / "new.mar"
+    arguments = ["convert", str(old), "--to=export", "-o", str(new), "--no-verify", "--force"]
+    assert main(arguments) == 0
+    assert "batches of 1:64, since the archive's signature leaves them free" in capsys.readouterr().err
+    was, now = (parse(open_archive(path).read_text("signature.json")) for path in (old, new))
+    assert [spec.shape for spec in now.inputs] == [spec.shape for spec in was.inputs]
+    assert now.batched
+    for given in (example, "--dynamic-batch=1:8"):
+        assert main([*arguments, given]) == 0
+        assert "batches of 1:64" not in capsys.readouterr().err
+
+
 def test_convert_takes_an_archive_without_a_signature_with_an_example_only(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:
