@@ -28,7 +28,11 @@ from torchere.archiver.request import ArchiveRequest
 from torchere.archiver.scan.weights import ONNX, classify_file
 from torchere.serving import __version__
 from torchere.serving.commands.inputs import prepare_for, read_config
-from torchere.serving.commands.serve_options import LaunchRefused, refuse_packing_options
+from torchere.serving.commands.serve_options import (
+    LaunchRefused,
+    current_directory,
+    refuse_packing_options,
+)
 from torchere.serving.process.allocator import keep_freed_memory
 
 MAX_CACHE_BYTES = 10 * 2**30
@@ -38,6 +42,7 @@ _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_\-.]+")
 _MADE_BY = ("torch", "torchao", "transformers", "onnxruntime", "onnxruntime-gpu")
 _RUNTIME = "onnxruntime"  # of ONNX
 _READ_BYTES = 2**20
+_CACHE_ADVICE = "set XDG_CACHE_HOME to a folder that you may write to"
 
 
 class NotPacked(Exception):
@@ -52,7 +57,8 @@ def serve_model(options: argparse.Namespace, environ: Mapping[str, str]) -> None
     """Set the options of a server start to serve `options.model`, packed first where it is no archive.
 
     Raises:
-        LaunchRefused: there is no such model, or an option does not go with it.
+        LaunchRefused: there is no such model, or an option does not go with it, or there is no folder for the
+            cache, or the current directory was deleted.
         NotPacked: the model can't be packed.
     """
     model = Path(options.model)
@@ -61,6 +67,7 @@ def serve_model(options: argparse.Namespace, environ: Mapping[str, str]) -> None
             f"{model} is served from its own store: leave --models and --model-store out, or pack it into "
             "your store with torchere archive"
         )
+    current_directory()
     if not model.exists():
         raise LaunchRefused(f"{model}: no such file or folder; check the path")
     if _is_archive(model):
@@ -133,7 +140,12 @@ def _packed(model: Path, name: str, options: argparse.Namespace, environ: Mappin
 def _cache(environ: Mapping[str, str]) -> Path:
     """Return the folder of the cache, which belongs to this user alone; make it if it is missing."""
     home = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(home).expanduser() / "torchere" / "archives"
+    try:
+        folder = Path(home).expanduser() / "torchere" / "archives"
+    except RuntimeError as error:  # a user without an entry, as in containers that run under any user id
+        raise LaunchRefused(
+            f"this user has no home directory, which is to hold packed models: {_CACHE_ADVICE}"
+        ) from error
     _make(folder)
     if folder.stat().st_uid != os.geteuid():
         raise LaunchRefused(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of yours")
@@ -145,8 +157,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchRefused(
-            f"{folder} can't be made: {error.strerror}; it is to hold packed models: set XDG_CACHE_HOME to a "
-            "folder that you may write to"
+            f"{folder} can't be made: {error.strerror}; it is to hold packed models: {_CACHE_ADVICE}"
         ) from error
 
 

@@ -240,8 +240,13 @@ def log_directory(environ: Mapping[str, str]) -> Path:
     Raises:
         LaunchRefused: the current directory was deleted.
     """
+    return current_directory() / (environ.get("LOG_LOCATION") or "logs")
+
+
+def current_directory() -> Path:
+    """Return the current directory, which a server needs; raise LaunchRefused if it was deleted."""
     try:
-        return Path(environ.get("LOG_LOCATION") or "logs").absolute()
+        return Path.cwd()
     except FileNotFoundError as err:
         raise LaunchRefused("The current directory is not there any more; start in another one.") from err
 

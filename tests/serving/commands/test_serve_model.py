@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
+import pwd
 import shutil
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,28 @@ def test_a_folder_that_the_cache_has_no_room_for_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(LaunchRefused, match="can't be made: No space left on device"):
         served("net.pt", "--handler", "handler.py")
+
+
+def test_a_user_without_a_home_directory_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(user_id: int) -> None:
+        raise KeyError(user_id)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(LaunchRefused, match=r"no home directory.*: set XDG_CACHE_HOME"):
+        served("net.pt", "--handler", "handler.py")
+
+
+def test_a_current_directory_that_was_deleted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(LaunchRefused, match="current directory is not there"):
+        served("../net.pt", "--handler", "../handler.py")
 
 
 @pytest.mark.parametrize("error", [errno.EROFS, errno.ENOENT])
