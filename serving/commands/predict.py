@@ -171,7 +171,10 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
         name, _, shape = text.rpartition("=")
         if not re.fullmatch(r"[0-9]+(x[0-9]+)*", shape):
             raise UsageError(f"--zeros {text}: found {shape!r}, expected a shape such as 1x3x224x224")
-        arrays[name] = np.zeros([int(size) for size in shape.split("x")])
+        try:
+            arrays[name] = np.zeros([int(size) for size in shape.split("x")])
+        except (MemoryError, ValueError) as err:
+            raise UsageError(f"--zeros {text}: no array of this shape can be made: {err}") from err
     if options.zeros:
         return arrays
     for text in options.npy:
