@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -64,7 +66,8 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
     check_target(request)
     check_inputs(request)
     check_texts(request, options.serialized_file)
-    from torchere.archiver.models.build import build  # noqa: PLC0415  # torch
+    with signals_held():
+        from torchere.archiver.models.build import build  # noqa: PLC0415  # torch
 
     with tempfile.TemporaryDirectory(prefix="torchere-") as folder:
         built = build(options, Path(folder), say)
@@ -82,6 +85,22 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
         path = write_archive(packed, progress)
     say(packed_line(path))
     return path
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold Ctrl+C and the signals that end a process back until the end of the block, which imports torch.
+
+    The start of torch in C drops the exception that such a signal raises while it imports NumPy.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # raises the exception of a signal that has come
 
 
 def packed_line(path: Path) -> str:

@@ -19,7 +19,7 @@ from xml.sax.saxutils import escape
 
 from torchere.archiver.atomic import staged
 from torchere.archiver.cli import tidy_when_ended
-from torchere.archiver.commands import refuse_code
+from torchere.archiver.commands import refuse_code, signals_held
 from torchere.archiver.errors import ArchiveError, ModelRefused, naming_files_of, plainly
 from torchere.archiver.model_flags import allowed_drift
 from torchere.archiver.quantization import INT8_DRIFT
@@ -148,9 +148,10 @@ def names_of(one: Path, other: Path) -> tuple[str, str]:
 
 
 def _compared(options: argparse.Namespace) -> Report:
-    from torchere.archiver.models.measure.cost import batch_sizes  # noqa: PLC0415 - imports torch
-    from torchere.archiver.models.steps import refusing  # noqa: PLC0415
-    from torchere.archiver.models.verify.compare import verify, with_memory  # noqa: PLC0415
+    with signals_held():
+        from torchere.archiver.models.measure.cost import batch_sizes  # noqa: PLC0415 - imports torch
+        from torchere.archiver.models.steps import refusing  # noqa: PLC0415
+        from torchere.archiver.models.verify.compare import verify, with_memory  # noqa: PLC0415
 
     allowed = options.allow_code
     with contender(options.original, allow_code=allowed) as one, contender(options.packed) as other:

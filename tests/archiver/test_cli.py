@@ -170,6 +170,38 @@ def test_ended_by_a_signal_it_leaves_nothing_behind(
     assert (stderr, os.listdir(out)) == (b"", [])
 
 
+ARCHIVE = """
+import argparse, signal, sys
+from torchere.archiver.cli import run_model_archive
+from torchere.archiver.model_flags import add_archive_arguments
+signal.signal(signal.SIGINT, signal.default_int_handler)
+parser = argparse.ArgumentParser()
+add_archive_arguments(parser, models=True)
+sys.exit(run_model_archive(parser.parse_args()))
+"""
+TORCH = """
+import signal
+try:
+    signal.raise_signal({})
+except BaseException:  # as the start of torch in C does
+    pass
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_is_not_lost(sources: Path, tmp_path: Path, sent: int) -> None:
+    (tmp_path / "torch.py").write_text(TORCH.format(int(sent)))
+    (tmp_path / "example.json").write_text("[1.0]")
+    arguments = ("--model-name=mlp", f"--serialized-file={sources}/model.pt", f"--export-path={tmp_path}/out")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run(
+        *(*arguments, f"--example={tmp_path}/example.json"),
+        command=[sys.executable, "-c", ARCHIVE],
+        PYTHONPATH=path,
+    )
+    assert (done.returncode, done.stderr) == (128 + sent, "")
+
+
 def test_starting_loads_no_torch_and_nothing_that_is_not_in_the_standard_library() -> None:
     code = (
         "import sys; from torchere.archiver import cli; "

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -184,6 +186,23 @@ def test_ended_by_a_signal_it_leaves_no_unpacked_model_behind(
         signal.signal(signal.SIGTERM, ours)
     assert end.value.code == 128 + signal.SIGTERM
     assert list(place.iterdir()) == []
+
+
+def test_ctrl_c_while_torch_is_imported_is_not_lost(tmp_path: Path) -> None:
+    dropping = (  # as the start of torch in C does
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    (tmp_path / "torch.py").write_text(dropping)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torchere.serving", "compare", "a.mar", "b.mar", "--data", "x"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_inputs_that_a_model_fails_on_are_one_line_and_status_2(
