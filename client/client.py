@@ -25,7 +25,8 @@ class Client:
     Thread-safe. A forked process may use it, too, and opens connections of its own; with a `transport` only
     if it was not used before. Close it, or use it in a `with` statement, to close its connections. Every
     method raises a `ClientError`: `AnswerError` with the server's error message, `DeadlineExceeded`,
-    `ConnectionFailed` or `UnreadableAnswer`.
+    `ConnectionFailed` or `UnreadableAnswer`; or the class itself for a closed client or a header that HTTP
+    can't carry.
 
     Every method takes `timeout_s`, the deadline of the whole call in seconds, all attempts included. The
     client sends the remaining time to the inference API, so that the server can drop an expired request. A

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
@@ -19,6 +20,8 @@ JSON = "application/json"
 REQUEST_ID = "x-request-id"
 # The errors of reading JSON with an unexpected structure; OverflowError comes from int(Infinity).
 OTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.1
+_HEADER_VALUE = re.compile(r"([^\0\s]([^\0\n\r\f\v]*[^\0\s])?)?", re.ASCII)  # as in h11
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,17 @@ def reading(read: Callable[[Any], Result]) -> Callable[[Answer], Result]:
     return read_json
 
 
+def read(operation: Operation[Result], answer: Answer) -> Result:
+    """Read a response by its operation and return the result.
+
+    Raises:
+        AnswerError: the response is an error.
+    """
+    if not operation.takes(answer.status):
+        raise refusal(answer)
+    return operation.read(answer)
+
+
 def path(*segments: str) -> str:
     """Join segments to a URL path; quote each segment and leave out empty ones."""
     return "/" + "/".join(quote(segment, safe="") for segment in segments if segment)
@@ -102,6 +116,37 @@ def merged(*several: Mapping[str, str]) -> dict[str, str]:
     """Merge headers into one dict, without regard to case; the last value and its spelling win."""
     found = {name.lower(): (name, value) for headers in several for name, value in headers.items()}
     return dict(found.values())
+
+
+def bearer(token: str) -> str:
+    """Return the value of the header `authorization`.
+
+    Raises:
+        ValueError: the token is not valid in a header, often because of a trailing line break; the message
+            does not contain the token.
+    """
+    if not token or " " in token or not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            "the token holds a line break, a blank or a character that is not ASCII, or is empty; "
+            "expected one word"
+        )
+    return f"Bearer {token}"
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Check that HTTP can carry the headers; values that are no texts are left to httpx.
+
+    Raises:
+        ValueError: it can't carry one. The message does not contain the value, which may be a secret.
+    """
+    for name, value in headers.items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise ValueError(f"the header {name!r}: expected a name of ASCII letters, digits and hyphens")
+        if isinstance(value, str) and not (value.isascii() and _HEADER_VALUE.fullmatch(value)):
+            raise ValueError(
+                f"the header {name!r}: the value holds a line break, a character that is not ASCII, or a "
+                "blank at an end; expected one line of ASCII"
+            )
 
 
 def json_body(value: object) -> bytes:

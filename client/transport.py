@@ -15,7 +15,18 @@ from typing import TypeVar
 import httpx
 
 from torchere.client.errors import ClientError, ConnectionFailed, DeadlineExceeded, Unavailable
-from torchere.client.exchange import REFUSALS, Answer, Api, Operation, Request, Result, merged, refusal
+from torchere.client.exchange import (
+    REFUSALS,
+    Answer,
+    Api,
+    Operation,
+    Request,
+    Result,
+    bearer,
+    check_headers,
+    merged,
+    read,
+)
 from torchere.client.key_file import find_key, is_loopback
 
 TIMEOUT_HEADER = "x-torchere-timeout-ms"
@@ -105,6 +116,7 @@ class Settings:
         for token in (self.token, self.management_token):
             if token:
                 bearer(token)
+        check_headers(self.headers)
         self.seconds(None)
 
     def http(self, kind: Callable[..., Http], transport: object, direct: Callable[..., object]) -> Http:
@@ -134,7 +146,15 @@ class Settings:
         return self._address(request.api).rstrip("/") + request.path
 
     def sent_headers(self, request: Request, remaining_s: float) -> dict[str, str]:
-        """Return the headers of one attempt; the inference API gets the remaining time in milliseconds."""
+        """Return the headers of one attempt; the inference API gets the remaining time in milliseconds.
+
+        Raises:
+            ClientError: there is no key, see `key`, or HTTP can't carry a header of the request.
+        """
+        try:
+            check_headers(request.headers)
+        except ValueError as err:
+            raise ClientError(str(err)) from err
         token = self.key(request.api)
         authorization = {"authorization": bearer(token)} if token else {}
         headers = merged({"user-agent": _AGENT}, authorization, self.headers, request.headers)
@@ -199,32 +219,6 @@ class TimeLeft(Mapping[str, float | None]):
         return 4
 
 
-def bearer(token: str) -> str:
-    """Return the value of the header `authorization`.
-
-    Raises:
-        ValueError: the token is not valid in a header, often because of a trailing line break; the message
-            does not contain the token.
-    """
-    if not token or " " in token or not (token.isascii() and token.isprintable()):
-        raise ValueError(
-            "the token holds a line break, a blank or a character that is not ASCII, or is empty; "
-            "expected one word"
-        )
-    return f"Bearer {token}"
-
-
-def read(operation: Operation[Result], answer: Answer) -> Result:
-    """Read a response by its operation and return the result.
-
-    Raises:
-        AnswerError: the response is an error.
-    """
-    if not operation.takes(answer.status):
-        raise refusal(answer)
-    return operation.read(answer)
-
-
 def answer_of(response: httpx.Response, body: bytes) -> Answer:
     """Convert an httpx response and its body to an `Answer`."""
     headers = {name.lower(): value for name, value in response.headers.items()}
@@ -249,6 +243,12 @@ def translated(url: str, deadline_s: float, timeout_s: float) -> Iterator[None]:
         if time.monotonic() >= deadline_s:  # the server enforces the deadline, too, and ends the stream
             raise too_late(timeout_s) from err
         raise ConnectionFailed(f"the connection to {url} broke: {str(err) or repr(err)}") from err
+
+
+def _opened(http: Http) -> Http:
+    if http.is_closed:  # httpx raises a RuntimeError
+        raise ClientError("the client is closed; make another one")
+    return http
 
 
 def _is_http(address: str) -> bool:
@@ -365,7 +365,7 @@ class Blocking:
         if len(request.body) > _PIECE_BYTES:
             headers["content-length"] = str(len(request.body))
             content = _pieces(request.body, deadline_s, allowed_s)
-        http = self._http_here()
+        http = _opened(self._http_here())
         built = http.build_request(
             request.method,
             self._settings.url(request),
@@ -475,7 +475,7 @@ class Awaiting:
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0:
             raise too_late(allowed_s)
-        built = self._http.build_request(
+        built = _opened(self._http).build_request(
             request.method,
             self._settings.url(request),
             headers=self._settings.sent_headers(request, remaining_s),

@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 
 from torchere.client import AnswerError, ConnectionFailed, DeadlineExceeded, Tensor, UnreadableAnswer
 from torchere.client.errors import ClientError
+from torchere.client.exchange import bearer
 from torchere.client.key_file import is_loopback
 from torchere.client.management import TensorMetadata
-from torchere.client.transport import bearer
 from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
 
 _PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"

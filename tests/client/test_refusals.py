@@ -1,9 +1,13 @@
+import asyncio
 import copy
 import json
 import pickle
 
+import httpx
 import pytest
+from scripted_transport import Caller, Server
 
+from torchere.client import AsyncClient, Client
 from torchere.client import errors as e
 from torchere.client.exchange import Answer, refusal
 
@@ -119,3 +123,32 @@ def test_every_error_comes_whole_from_another_process() -> None:
             assert type(found) is type(error)
             assert (str(found), vars(found)) == (str(error), vars(error))
     assert len(errors) > 12
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"x-a": "s3crét"}, {"x-a": "s3cret\n"}, {"x-a": " s3cret"}, {"x-ä": "1"}, {"x a": "1"}, {"": "1"}],
+)
+def test_a_header_that_http_cannot_carry_is_named_without_its_value(
+    call: Caller, headers: dict[str, str]
+) -> None:
+    server = Server(httpx.Response(200))
+    with pytest.raises(e.ClientError, match=f"the header '{next(iter(headers))}': ") as caught:
+        call(server, lambda client: client.predict("net", headers=headers))
+    assert type(caught.value) is e.ClientError
+    assert "s3cr" not in str(caught.value)
+    with pytest.raises(ValueError, match="the header"):
+        call(server, lambda client: client.predict("net"), headers=headers)
+    assert not server.requests
+
+
+def test_a_closed_client_says_so() -> None:
+    blocking, awaited = Client(), AsyncClient()
+    blocking.close()
+    asyncio.run(awaited.close())
+    with pytest.raises(e.ClientError, match="the client is closed"):
+        blocking.predict("net")
+    with pytest.raises(e.ClientError, match="the client is closed"):
+        next(blocking.predict_stream("net"))
+    with pytest.raises(e.ClientError, match="the client is closed"):
+        asyncio.run(awaited.predict("net"))

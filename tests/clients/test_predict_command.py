@@ -100,6 +100,7 @@ def test_no_server_is_status_1(capsys: pytest.CaptureFixture[str], protocol) -> 
         (("--zeros", "a=1,2"), "expected a shape such as 1x3x224x224"),
         (("--zeros", f"a=1x{10**16}"), f"--zeros a=1x{10**16}: no array of this shape can be made"),
         (("--json", "1", "--header", "x"), "expected 'Name: value'"),
+        (("--json", "1", "--header", "x: é"), "the header 'x': the value holds"),
         (("--json", "1", "--header", "x: y", "--grpc"), "--header is for REST"),
         (("--json", "1", "--token-file", os.devnull), f"{os.devnull}: no key found"),
         (("--json", "1", "--token-file", "/does/not/exist"), "/does/not/exist: No such file"),
