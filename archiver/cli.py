@@ -21,7 +21,7 @@ from torchere.archiver.arguments import Parser
 from torchere.archiver.commands import PrepareFor, convert_archive, pack_model, packed_line, prepared
 from torchere.archiver.errors import ArchiveError, EndedBySignal, ModelRefused, PackingError, plainly
 from torchere.archiver.inspection import inspect_archive
-from torchere.archiver.manifest import EPOCH_S
+from torchere.archiver.manifest import DEFAULT_VERSION, EPOCH_S, VERSION_RULE, is_version
 from torchere.archiver.model_flags import add_archive_arguments, build_options, wants_model
 from torchere.archiver.request import (
     BUILT_IN_HANDLERS,
@@ -76,11 +76,11 @@ def run_archive(namespace: argparse.Namespace) -> int:
 
 
 def _warn_of_faults(request: ArchiveRequest) -> None:
-    """Print a warning about Python that does not compile, and about weights that do not load.
+    """Print a warning about Python that does not compile, weights that do not load, and a refused version.
 
-    These files are packed all the same, as by TorchServe's archiver.
+    These are packed all the same, as by TorchServe's archiver.
     """
-    for check in (check_python, check_weights):
+    for check in (check_python, check_weights, check_version):
         try:
             check(request)
         except PackingError as error:
@@ -200,6 +200,15 @@ def check_weights(request: ArchiveRequest) -> None:
         raise PackingError(
             f"--serialized-file {path}: found {kind} under the suffix {path.suffix!r}, and a server expects "
             f"{suffix}; rename the file, or give --format {KEEP}"
+        )
+
+
+def check_version(request: ArchiveRequest) -> None:
+    """Raise PackingError for a version that no server of this package takes; an empty one is the default."""
+    version = request.version or DEFAULT_VERSION
+    if not is_version(version):
+        raise PackingError(
+            f"--version {version[:80]!r}: torchere's server refuses this archive; expected {VERSION_RULE}"
         )
 
 

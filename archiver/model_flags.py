@@ -64,7 +64,7 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
         {"default": DEFAULT_VERSION, "type": version_name} if models else {"required": True}
     )
     told = f" (default: {DEFAULT_VERSION})" if models else ""
-    what = f"version of the model, any text without a slash{told}"
+    what = f"version of the model, {VERSION_RULE}{told}"
     add("-v", "--version", metavar="V", help=what, **default)
     _add_handler_argument(parser, models=models)
     add("--serialized-file", metavar="FILE", help="weights: .pt, .pth, .pt2, .onnx, .so, .safetensors ...")

@@ -97,6 +97,16 @@ def test_a_failure_exits_with_1_and_a_text_without_a_traceback(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("version", ["a/b", "1\n2", " ", "1" * 256])
+def test_a_version_that_the_server_refuses_is_packed_with_a_warning(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str
+) -> None:
+    assert main([*arguments, f"--version={version}"]) == 0
+    warning = f"torch-model-archiver: warning: --version {version[:80]!r}: torchere's server refuses"
+    assert warning in capsys.readouterr().err
+    assert open_archive(tmp_path / "out" / "mlp.mar").manifest.model_version == version
+
+
 def test_an_existing_output_exits_with_1_and_force_overwrites_with_a_warning(arguments: list[str]) -> None:
     assert run(*arguments).returncode == 0
     again = run(*arguments)

@@ -452,7 +452,7 @@ def test_a_drift_that_is_no_limit_is_told_before_any_step(
 
 def test_help_of_archive_tells_the_defaults(capsys: Any) -> None:
     said = help_of("archive", capsys)
-    assert "version of the model, any text without a slash (default: 1.0)" in said
+    assert "version of the model, 1 to 255 printable characters without '/' (default: 1.0)" in said
     assert "keep: unchanged (default: keep; torchscript with --quantize)" in said
     assert "with the formats export and aoti int8-static" in said
 
