@@ -31,6 +31,7 @@ _LAYERS = {
     torch.ops.aten.conv3d.default,
     torch.ops.aten.linear.default,
 }
+_SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 # The layers that torchao finds by their module, as a graph names these.
 _MODULES = {f"{kind.__module__}.{kind.__qualname__}" for kind in (nn.Linear, nn.Conv2d)}
 _PT2E = "torchao.quantization.pt2e.quantize_pt2e"
@@ -67,6 +68,7 @@ def quantised_program(
         pt2e, quantizers = _torchao()
         graph = _exported(_folded(module, samples[0]), samples[0], inputs)
         _keep_normalisations(graph)
+        _keep_sums(graph)
         _keep_inputs(graph)
         _set_hooks_apart(graph)
         quantizer = quantizers.X86InductorQuantizer()
@@ -160,11 +162,24 @@ def _keep_normalisations(graph: fx.GraphModule) -> None:
         layer = node.args[0]
         changed = [layer, *(one for one in layer.all_input_nodes if one.op == "get_attr")]
         if any(len(one.users) > 1 for one in changed) or _has_groups(layer):
-            with graph.graph.inserting_before(node):
-                view = graph.graph.call_function(torch.ops.aten.alias.default, (layer,))
-            view.meta = {"val": layer.meta["val"]}
-            node.replace_input_with(layer, view)
+            _hide_input(graph, node, layer)
     graph.recompile()
+
+
+def _keep_sums(graph: fx.GraphModule) -> None:
+    """Hide a layer from torchao in a sum with a number, which it would take for a sum of two tensors."""
+    for node in list(graph.graph.nodes):
+        if node.target in _SUMS and not all(isinstance(operand, fx.Node) for operand in node.args[:2]):
+            _hide_input(graph, node, node.all_input_nodes[0])
+    graph.recompile()
+
+
+def _hide_input(graph: fx.GraphModule, node: fx.Node, layer: fx.Node) -> None:
+    """Let the node read a view of the layer's output, through which torchao does not see the layer."""
+    with graph.graph.inserting_before(node):
+        view = graph.graph.call_function(torch.ops.aten.alias.default, (layer,))
+    view.meta = {"val": layer.meta["val"]}
+    node.replace_input_with(layer, view)
 
 
 def _has_groups(node: fx.Node) -> bool:

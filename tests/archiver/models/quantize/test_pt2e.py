@@ -242,7 +242,7 @@ def test_layers_with_hooks_become_int8_and_keep_these(model: LoadedModel, method
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 4)).eval()
     for layer in (network[0], network[3]):
         layer.register_forward_pre_hook(lambda _layer, given: (given[0] * 1.5,))
-        layer.register_forward_hook(lambda _layer, _given, found: found.abs() + 0.1)
+        layer.register_forward_hook(lambda _layer, _given, found: found + 1)
     hooked = replace(model, module=network)
 
     made = quantise(hooked, method, [model.example], target="export").module
@@ -250,6 +250,33 @@ def test_layers_with_hooks_become_int8_and_keep_these(model: LoadedModel, method
     given = torch.rand(5, 3, 8, 8)
     with torch.no_grad():
         assert 0 < difference([((network(given),), (made(given),))]).drift < 0.1
+    assert {one.dtype for one in made.buffers() if one.dim() > 1} == {torch.int8}
+
+
+class Modulated(nn.Module):
+    """Adds numbers to the outputs of layers, on either side and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.gain, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.relu(self.norm(self.conv(x)) + 0.5).mean((2, 3))
+        return self.last(rows * (1 + self.gain(rows))).add_(1)
+
+
+@needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_layers_to_which_a_number_is_added_become_int8(model: LoadedModel, method: str) -> None:
+    torch.manual_seed(0)
+    network = replace(model, module=Modulated().eval())
+
+    made = quantise(network, method, [model.example], target="export").module
+
+    given = torch.rand(5, 3, 8, 8)
+    with torch.no_grad():
+        assert 0 < difference([((network.module(given),), (made(given),))]).drift < 0.1
     assert {one.dtype for one in made.buffers() if one.dim() > 1} == {torch.int8}
 
 
