@@ -93,6 +93,9 @@ class TextEmbedding(TransformerHandler):
                 f"the model gave {tuple(found.shape)} for {len(mask)} texts; expected [texts, tokens, size] "
                 "or [texts, size]"
             )
+        # A text may have no tokens, and a model that pools by itself NaN for it.
+        is_empty = mask.sum(1, keepdim=True) == 0
+        found = found.masked_fill(is_empty & found.isnan(), 0)
         return torch.nn.functional.normalize(found, dim=1) if self.settings["normalize"] else found
 
     def _pooled(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,14 @@ class Attending(torch.nn.Module):
         return (share * ids.float())[:, :, None] + mask[:, :, None]
 
 
+class Pooling(torch.nn.Module):
+    """Gives the mean of a text's tokens and one more than their number: NaN as the mean of none."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        count = mask.sum(1).float()
+        return torch.stack([(ids * mask).sum(1) / count, count + 1], dim=1)
+
+
 class Sums(torch.nn.Module):
     """Takes its inputs in another order, as int32, and gives one vector a text, in a dict."""
 
@@ -167,6 +175,13 @@ def test_a_text_without_any_token_for_which_a_model_has_no_number_has_an_embeddi
 ) -> None:
     answer = make(Attending(), pooling=pooling, normalize=False)
     assert answer({"body": {"text": ["", "cats"]}}) == [[[0.0], [3.0]]]
+
+
+def test_a_text_without_any_token_has_an_embedding_if_the_model_pools_and_has_no_number_for_it(
+    make: Any,
+) -> None:
+    answer = make(Pooling(), normalize=False)
+    assert answer({"body": {"text": ["", "cats"]}}) == [[[0.0, 1.0], [2.0, 2.0]]]
 
 
 def test_the_configuration_chooses_pooling_length_and_tokens(make: Any) -> None:
