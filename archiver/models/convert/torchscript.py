@@ -15,7 +15,15 @@ import torch
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Encoder
 from torchere.archiver.models.inputs.buffers import refuse_lost_state, unchanged_buffers
-from torchere.archiver.models.inputs.run import Named, OperatorWatch, Run, named_results, seeded, shapes
+from torchere.archiver.models.inputs.run import (
+    Named,
+    OperatorWatch,
+    Run,
+    has_hooks,
+    named_results,
+    seeded,
+    shapes,
+)
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
 from torchere.archiver.models.load.freezing import frozen
 from torchere.archiver.models.load.module import traceable_lengths
@@ -292,7 +300,7 @@ def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _leaves_out_padding(layer: Any) -> bool:
-    return bool(layer.use_nested_tensor and not layer._forward_hooks and not layer._forward_pre_hooks)
+    return bool(layer.use_nested_tensor and not has_hooks(layer))
 
 
 def _is_plain(result: Any) -> bool:

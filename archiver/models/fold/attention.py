@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.run import has_hooks
 from torchere.archiver.models.measure.difference import difference, flattened
 
 _MAX_DRIFT = 1e-3  # only the order of sums differs
@@ -83,11 +84,6 @@ def _opens(layer: nn.Module) -> bool:
         and not layer.add_zero_attn
         and not has_hooks(layer)
     )
-
-
-def has_hooks(layer: nn.Module) -> bool:
-    """Return whether the layer has hooks, which may change its inputs or its result."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _changed(

@@ -18,8 +18,8 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from torchere.archiver.models.fold.attention import has_hooks
 from torchere.archiver.models.fold.tracing import not_traceable, traced
+from torchere.archiver.models.inputs.run import has_hooks
 from torchere.archiver.models.measure.difference import Outputs, answers, difference
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 

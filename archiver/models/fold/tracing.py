@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.fold.attention import has_hooks
+from torchere.archiver.models.inputs.run import has_hooks
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.steps import line_of
 

@@ -1,4 +1,4 @@
-"""Runs a model on an example, names its results, and watches the operators that it runs."""
+"""Runs a model on an example, names its results, watches its operators, and finds hooks."""
 
 from __future__ import annotations
 
@@ -175,3 +175,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         The import takes 2 s, also in each forked trial. The operators of models that call `torch.compile` are
         seen without the wrapper, too.
         """
+
+
+def has_hooks(layer: torch.nn.Module) -> bool:
+    """Return whether the layer has hooks, which may change its inputs or its result."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)

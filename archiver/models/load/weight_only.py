@@ -22,6 +22,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.run import has_hooks
 from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 
 GROUP = 32  # 4-bit weights of a row that share a scale and a zero; these make it 5 bits for each weight
@@ -176,7 +177,7 @@ def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
 
 
 def _takes_8_bits(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    if has_hooks(layer):
         return False
     if type(layer) is nn.Linear:
         return layer.in_features % INPUTS_OF_8_BITS == 0

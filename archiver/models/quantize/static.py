@@ -36,7 +36,6 @@ from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 from torch.nn import functional
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.fold.attention import has_hooks
 from torchere.archiver.models.fold.convolutions import (
     Recorder,
     calls_of,
@@ -46,6 +45,7 @@ from torchere.archiver.models.fold.convolutions import (
     module_at,
     replace_module,
 )
+from torchere.archiver.models.inputs.run import has_hooks
 from torchere.archiver.models.measure.difference import answers
 from torchere.archiver.models.quantize.pt2e import call_each_once
 from torchere.archiver.models.steps import Say, counted, silent
