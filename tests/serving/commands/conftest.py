@@ -3,7 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,17 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> None:
         return stat(path, **options)
 
     monkeypatch.setattr(os, "stat", refusing)
+
+
+@pytest.fixture
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets each text file be cut off from now on, as on a full disk."""
+
+    def cut_off(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text[:100].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return lambda: monkeypatch.setattr(Path, "write_text", cut_off)
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -132,16 +132,12 @@ def test_a_picture_that_cannot_be_written_is_one_line_behind_the_report(
 
 
 def test_a_full_disk_leaves_the_picture_as_it_was(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, fill_disk: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def half_way(path: Path, text: str, **_: object) -> None:
-        path.write_bytes(text[:100].encode())
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     picture = folder / "p.svg"
     picture.write_text("old")
     before = set(os.listdir(folder))
-    monkeypatch.setattr(Path, "write_text", half_way)
+    fill_disk()
     archives = (str(folder / "one.mar"), str(folder / "close.mar"))
 
     status = main(["compare", *archives, "--data", str(folder / "data"), "--picture", str(picture)])

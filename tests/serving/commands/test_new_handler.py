@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,14 +87,13 @@ def test_a_name_that_cannot_be_used_is_refused(
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fill_disk: Callable[[], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def half_way(path: Path, text: str, **_: object) -> None:
-        path.write_bytes(text[:100].encode())
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Path, "write_text", half_way)
+    fill_disk()
     assert cli.main(["new", "handler", "net"]) == 1
     assert capsys.readouterr() == ("net can't be made: No space left on device\n", "")
     assert os.listdir(tmp_path) == []

@@ -41,6 +41,18 @@ def test_auto_splits_pairs_of_linear_layers_with_elementwise_functions_between()
     }
 
 
+def differences(model: torch.nn.Module, plan: str | dict[str, str], given: torch.Tensor) -> list[float]:
+    """The largest difference from the model's answer in each of two ranks."""
+
+    def work(_rank: int) -> float:
+        with torch.inference_mode():
+            wanted = model(given)
+            found = spread(model, Split(tensor=2, plan=plan), torch.device("cpu"))(given)
+        return (found - wanted).abs().max().item()
+
+    return in_ranks(2, work)
+
+
 class Named(Pair):
     def forward(self, x):
         return self.down(input=torch.nn.functional.gelu(input=self.up(input=x))) + x
@@ -49,14 +61,7 @@ class Named(Pair):
 def test_auto_splits_pairs_that_take_their_inputs_by_name() -> None:
     assert styles_of(Named(), "auto", 2) == {"up": "colwise", "down": "rowwise"}
     model, given = Named(), torch.rand(3, 8)
-
-    def work(_rank: int) -> float:
-        with torch.inference_mode():
-            wanted = model(given)
-            found = spread(model, Split(tensor=2), torch.device("cpu"))(given)
-        return (found - wanted).abs().max().item()
-
-    assert max(in_ranks(2, work)) <= 1e-6
+    assert max(differences(model, "auto", given)) <= 1e-6
 
 
 def test_auto_takes_the_plan_that_a_model_has() -> None:
@@ -100,14 +105,7 @@ def test_an_embedding_is_split_by_words_or_by_features() -> None:
 def test_a_split_embedding_finds_each_word(style: str) -> None:
     words = torch.nn.Sequential(torch.nn.Embedding(6, 4))
     given = torch.tensor([[0, 5, 3]])
-
-    def work(_rank: int) -> float:
-        with torch.inference_mode():
-            wanted = words(given)
-            found = spread(words, Split(tensor=2, plan={"0": style}), torch.device("cpu"))(given)
-        return (found - wanted).abs().max().item()
-
-    assert in_ranks(2, work) == [0.0, 0.0]
+    assert differences(words, {"0": style}, given) == [0.0, 0.0]
 
 
 class Tied(torch.nn.Module):
@@ -131,14 +129,7 @@ def test_a_weight_that_layers_share_is_not_split_for_one_of_them(plan: dict[str,
 def test_a_weight_that_layers_share_is_split_for_all_of_them() -> None:
     model, given = Tied(), torch.tensor([[0, 5, 3]])
     plan = {"words": "rowwise", "head": "colwise_rep"}
-
-    def work(_rank: int) -> float:
-        with torch.inference_mode():
-            wanted = model(given)
-            found = spread(model, Split(tensor=2, plan=plan), torch.device("cpu"))(given)
-        return (found - wanted).abs().max().item()
-
-    assert max(in_ranks(2, work)) <= 1e-6
+    assert max(differences(model, plan, given)) <= 1e-6
 
 
 class Listed(Pair):
@@ -156,14 +147,7 @@ class Listed(Pair):
 def test_a_layer_with_two_names_is_split_under_both(plan: str | dict[str, str]) -> None:
     model, given = Listed(), torch.rand(3, 8)
     assert styles_of(model, plan, 2) == {"up": "colwise", "down": "rowwise"}
-
-    def work(_rank: int) -> float:
-        with torch.inference_mode():
-            wanted = model(given)
-            found = spread(model, Split(tensor=2, plan=plan), torch.device("cpu"))(given)
-        return (found - wanted).abs().max().item()
-
-    assert max(in_ranks(2, work)) <= 1e-6
+    assert max(differences(model, plan, given)) <= 1e-6
 
 
 @pytest.mark.parametrize("normed", [torch.nn.utils.weight_norm, torch.nn.utils.parametrizations.weight_norm])
