@@ -72,9 +72,9 @@ def bearer_key(authorization: str | None) -> bytes:
 
 
 def authorization_of(values: Collection[str]) -> str | None:
-    """Return the value of a request's `Authorization` headers; None: there is none, or they differ.
+    """Return the value of a request's `Authorization` headers; None if it has no such header, or two values.
 
-    A proxy may have added its own to the client's, and neither may win (RFC 9110, 5.3).
+    A proxy may have added its own header to that of the client, and neither may win (RFC 9110, 5.3).
     """
     return next(iter(values)) if len(set(values)) == 1 else None
 
