@@ -13,6 +13,7 @@ from operator import eq
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+STOPPING_TIMEOUT_S = 5.0  # a request whose rest does not come for so long must not hold up the stop
 LATE_S = 1.0  # a timer this late: the event loop was stopped (Ctrl+Z, paused container, no CPU)
 
 
@@ -197,6 +198,13 @@ class Stalls(Generic[Key, Progress]):
     def watch(self) -> None:
         """Start checking, because a transfer may wait from now on. Further calls have no effect."""
         if self._timer is None:
+            self._look_later()
+
+    def hurry(self, every_s: float) -> None:
+        """Lower the time between two checks; the next one compares with the progress of now."""
+        self._every_s = every_s
+        if self._timer is not None:
+            self._timer.cancel()
             self._look_later()
 
     def stop(self) -> None:

@@ -39,12 +39,13 @@ from torchere.serving.frontend.http2.header_blocks import (
     Request,
     RequestHead,
 )
+from torchere.serving.frontend.http2.incomplete_calls import IncompleteCalls
 from torchere.serving.frontend.http2.listener import Listener
-from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
+from torchere.serving.frontend.http2.messages import StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, Stream
 from torchere.serving.io import watchdog as unread
 from torchere.serving.io.turn_writes import TurnWrites
-from torchere.serving.io.watchdog import Stalls
+from torchere.serving.io.watchdog import STOPPING_TIMEOUT_S, Stalls
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,6 @@ SETTINGS = f.settings_frame(
 ) + f.window_update(0, CONNECTION_WINDOW_BYTES - f.DEFAULT_WINDOW)
 
 PREFACE_TIMEOUT_S = 20.0
-# Between two checks of incomplete calls: a call that received nothing, or too little, in between is ended.
-INCOMPLETE_TIMEOUT_S = 60.0
 MAX_UNREAD_BYTES = 32 * 2**20  # in the socket's buffer while the client opens further streams
 # Further calls are refused while the answers that wait for the client's windows have more than this many
 # bytes, or more than four answers of the maximum size if that is more.
@@ -93,9 +92,7 @@ class Connection(asyncio.BufferedProtocol):
         self._last_id = 0  # of the streams that were begun
         self._answers = 0
         self._unread = Stalls(unread.UNREAD_TIMEOUT_S, self._unread_progress, self._end_unread)
-        self._incomplete = Stalls(
-            INCOMPLETE_TIMEOUT_S, self._incomplete_progress, self._end_incomplete, self._has_stalled
-        )
+        self._incomplete = IncompleteCalls(self._streams, listener.min_upload_rate)
         self.outbound = OutboundFlow(
             listener.send_limit_bytes,
             self._write,
@@ -435,6 +432,8 @@ class Connection(asyncio.BufferedProtocol):
         return EARNED_BY_ANSWER * (self._answers + outbound.sends) + outbound.sent_bytes // EARNING_BYTES
 
     def _drain_calls(self) -> None:
+        if self._listener.draining:
+            self._incomplete.hurry(STOPPING_TIMEOUT_S)
         for stream in list(self._streams.values()):
             stream.listener.on_drain(is_stop=self._listener.draining)
 
@@ -446,30 +445,6 @@ class Connection(asyncio.BufferedProtocol):
     def _check_preface(self) -> None:
         if not self._reader.greeted:
             self.abort()
-
-    def _incomplete_progress(self) -> dict[int, tuple[int, int, bool]]:
-        """Return messages and bytes that arrived of each call that may send more, and if it waits for them.
-
-        A call that owes nothing counts, too: it may begin a message later, and nothing starts a check then.
-        """
-        open_calls = (stream for stream in self._streams.values() if stream.remote_open and not stream.ended)
-        return {
-            stream.id: (stream.messages, stream.arrived_bytes, stream.waits_for_client)
-            for stream in open_calls
-        }
-
-    def _has_stalled(self, before: tuple[int, int, bool], now: tuple[int, int, bool]) -> bool:
-        """Tell whether a call has received no message, and too few bytes, since the last check."""
-        least = max(1.0, self._listener.min_upload_rate * INCOMPLETE_TIMEOUT_S)
-        return before[2] and now[2] and now[0] == before[0] and now[1] - before[1] < least
-
-    def _end_incomplete(self, stalled: Collection[int]) -> None:
-        """End incomplete calls that received too little since the last check."""
-        for stream_id in stalled:
-            stream = self._streams.get(stream_id)
-            if stream is not None:
-                text = "SERVER: The rest of the call did not come in time"
-                stream.listener.on_failure(MessageFailed(StatusCode.DEADLINE_EXCEEDED, text))
 
     def _unread_progress(self) -> dict[int, tuple[int, int]]:
         waiting = self.outbound.stalled_on(self._streams.values())

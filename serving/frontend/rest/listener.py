@@ -21,6 +21,7 @@ from torchere.serving.frontend.rest.heads import Heads
 from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import Wire, cors_headers
 from torchere.serving.frontend.services import Services
+from torchere.serving.io.watchdog import STOPPING_TIMEOUT_S
 from torchere.serving.logs.access_lines import Client, access_log
 
 BAD_REQUEST = "GET /bad-request HTTP/1.1"  # TorchServe's access log shows this for a malformed request
@@ -28,7 +29,6 @@ KEEP_ALIVE_S = 75.0  # idle connections; longer than the 60 s of common load bal
 # Size of one read: enough for a head and a small body. More would copy bytes of a large body, which can be
 # read directly into its own buffer.
 READ_BYTES = 32_768
-STOPPING_TIMEOUT_S = 5.0  # a request whose rest does not come for so long must not hold up the stop
 # Parsing more JSON than this blocks the loop for longer than a hand-over to a thread.
 INLINE_JSON_BYTES = 65_536
 

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from torchere.serving.io.watchdog import Stalls
 
 EVERY_S = 0.02
@@ -10,11 +12,11 @@ EVERY_S = 0.02
 class Watched:
     """A `Stalls` over `now`, which the test changes; each look counts."""
 
-    def __init__(self, **now):
+    def __init__(self, every_s=EVERY_S, **now):
         self.now = now
         self.looks = 0
         self.given_up = []
-        self.stalls = Stalls(EVERY_S, self.waiting, self.give_up)
+        self.stalls = Stalls(every_s, self.waiting, self.give_up)
 
     def waiting(self):
         self.looks += 1
@@ -90,3 +92,32 @@ def test_nobody_looks_while_nothing_waits():
         return idle, again.cancelled(), watched.looks
 
     assert run(main()) == (None, True, 3)
+
+
+@pytest.mark.parametrize("is_watching", [True, False], ids=["now", "later"])
+def test_in_a_hurry_the_looks_are_closer_and_compare_with_now(is_watching):
+    async def main():
+        watched = Watched(60, a=1, b=1)
+        if is_watching:
+            watched.stalls.watch()
+        watched.now["b"] = 2
+        watched.stalls.hurry(EVERY_S)
+        watched.stalls.watch()
+        while not watched.given_up:
+            await asyncio.sleep(0)
+        watched.stalls.stop()
+        return watched.given_up
+
+    assert run(main()) == [{"a": 1, "b": 2}]
+
+
+def test_a_hurry_starts_no_looks_once_the_connection_is_lost():
+    async def main():
+        watched = Watched(a=1)
+        watched.stalls.watch()
+        watched.stalls.stop()
+        watched.stalls.hurry(EVERY_S)
+        await asyncio.sleep(3 * EVERY_S)
+        return watched.given_up
+
+    assert run(main()) == []

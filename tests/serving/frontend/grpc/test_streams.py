@@ -27,7 +27,7 @@ from torchere.serving.frontend.grpc import streams
 from torchere.serving.frontend.grpc.call import Method
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
 from torchere.serving.frontend.grpc.service import dispatcher, opener
-from torchere.serving.frontend.http2 import connection as connections
+from torchere.serving.frontend.http2 import incomplete_calls
 from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, StatusCode
@@ -814,7 +814,7 @@ def test_a_call_given_up_before_a_thread_inflates_its_message_leaves_nothing_hel
 
 
 def test_a_call_that_sent_its_message_and_no_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(connections, "INCOMPLETE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(incomplete_calls, "INCOMPLETE_TIMEOUT_S", 0.02)
 
     async def main():
         async with serving() as served, Wire(served) as wire:

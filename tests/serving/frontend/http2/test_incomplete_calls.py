@@ -4,10 +4,10 @@ import asyncio
 import time
 
 import pytest
-from hyperframe.frame import DataFrame, HeadersFrame
+from hyperframe.frame import DataFrame, GoAwayFrame, HeadersFrame, SettingsFrame
 
 from torchere.serving.frontend.budgets import Budgets
-from torchere.serving.frontend.http2 import connection as connections
+from torchere.serving.frontend.http2 import connection, graceful_close, incomplete_calls
 
 TIMEOUT_S = 0.15
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = "4", "8"
@@ -15,7 +15,7 @@ DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = "4", "8"
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(connections, "INCOMPLETE_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(incomplete_calls, "INCOMPLETE_TIMEOUT_S", TIMEOUT_S)
 
 
 BEGINNINGS = {
@@ -162,6 +162,69 @@ def test_a_client_that_waits_for_us_or_for_its_answer_owes_nothing(run, http2):
             return [peer.answers[stream_id].over for stream_id in (paused, hung)]
 
     assert run(main()) == [False, False]
+
+
+STOPPING_S = 0.3
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Only a stop of the server makes it impatient."""
+    monkeypatch.setattr(connection, "STOPPING_TIMEOUT_S", STOPPING_S)
+    monkeypatch.setattr(graceful_close, "STEP_S", 0.2)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("is_new", [False, True], ids=["begun before the stop", "begun in it"])
+@pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_call_that_stops_coming_does_not_hold_up_the_end(run, http2, beginning, is_new):
+    path, sent = beginning
+
+    async def main():
+        async with http2.listener() as served, http2.wire(served) as wire:
+            begins = wire.headers(path), DataFrame(1, sent)
+            wire.greet(*(() if is_new else begins))
+            await wire.next(SettingsFrame)
+            while not (is_new or served.calls):
+                await asyncio.sleep(0)
+            served.listener.drain()
+            if is_new:
+                wire.send(*begins)
+            await asyncio.wait_for(served.listener.all_closed(60), 10)
+            return served.calls[0].ended_by
+
+    assert run(main()) == "flawed: SERVER: The rest of the call did not come in time"
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_call_that_keeps_coming_in_a_stop_is_waited_for(run, http2):
+    async def main():
+        async with http2.listener(min_upload_rate=RATE) as served, http2.wire(served) as wire:
+            wire.greet(wire.headers("/echo"))
+            await wire.next(SettingsFrame)
+            served.listener.drain()
+            sent = http2.prefixed(bytes(8 * RATE))
+            for start in range(0, len(sent), RATE):
+                wire.send(DataFrame(1, sent[start : start + RATE]))
+                await asyncio.sleep(STOPPING_S / 3)
+            wire.send(DataFrame(1, flags=["END_STREAM"]))
+            return (await wire.next(DataFrame)).data
+
+    assert run(main()) == http2.prefixed(bytes(8 * RATE))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_call_on_an_old_connection_is_waited_for_as_ever(run, http2):
+    async def main():
+        async with http2.greeted(age_s=lambda: 0.01) as (_, wire):
+            wire.send(wire.headers("/echo"))
+            for _ in range(2):  # the second one says that the close has begun
+                await wire.next(GoAwayFrame)
+            await asyncio.sleep(3 * STOPPING_S)
+            wire.send(DataFrame(1, http2.prefixed(b"late"), flags=["END_STREAM"]))
+            return (await wire.next(DataFrame)).data
+
+    assert run(main()) == http2.prefixed(b"late")
 
 
 def half(size):
