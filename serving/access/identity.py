@@ -13,7 +13,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 # TorchServe's message, which clients and TorchServe's own tests compare.
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
-_BEARER = re.compile(r"Bearer\s+(\S+)", re.ASCII)
+_BEARER = re.compile(r"(?i:Bearer)\s+(\S+)", re.ASCII)  # RFC 9110, 11.1: any case of the scheme
 UNIX_CLIENT = "unix"  # the address of all clients of a Unix socket
 _OF_PROXIES = frozenset({"forwarded", "via", "x-forwarded-for"})  # headers that proxies set
 _IPV4_IN_IPV6 = "::ffff:"  # a listener on "::" sees clients of IPv4 so

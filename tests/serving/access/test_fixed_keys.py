@@ -54,7 +54,7 @@ def test_each_key_opens_its_own_door_and_no_other(path: Path) -> None:
     assert not passes(keys, "inference", "management-key")
 
 
-@pytest.mark.parametrize("header", [None, "", "inference-key", "Bearer ", "bearer inference-key", "Bearer é"])
+@pytest.mark.parametrize("header", [None, "", "inference-key", "Bearer ", "Basic inference-key", "Bearer é"])
 def test_a_header_of_another_form_is_refused(path: Path, header: str | None) -> None:
     write(path, PLAIN)
     with pytest.raises(Unauthorized):

@@ -111,7 +111,7 @@ def test_a_client_with_a_key_of_the_file_is_anonymous(ring: KeyRing) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["{key}", "bearer {key}", "Bearer{key}", "Bearer {key} x", " Bearer {key}", "Bearer "]
+    "form", ["{key}", "Basic {key}", "Bearer{key}", "Bearer {key} x", " Bearer {key}", "Bearer "]
 )
 def test_a_header_of_another_form_is_refused(ring: KeyRing, form: str) -> None:
     key = bearer(ring, "inference").removeprefix("Bearer ")
@@ -121,6 +121,13 @@ def test_a_header_of_another_form_is_refused(ring: KeyRing, form: str) -> None:
 @pytest.mark.parametrize("header", [None, "", "Bearer wrong", "Bearer \xfc\udcff", "Bearer ключ"])
 def test_a_missing_or_wrong_key_is_refused(ring: KeyRing, header: str | None) -> None:
     assert refused(ring, "inference", header)
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER"])
+def test_the_scheme_may_have_any_case_and_the_key_its_own(ring: KeyRing, scheme: str) -> None:
+    key = bearer(ring, "inference").removeprefix("Bearer ")
+    assert not refused(ring, "inference", f"{scheme} {key}")
+    assert refused(ring, "inference", f"{scheme} {key.swapcase()}")
 
 
 def test_several_blanks_after_the_scheme_are_fine(ring: KeyRing) -> None:
