@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ def write_model(
     beside = work / "beside"
     target = work / "model" / _FILES[str(options.model_format)]
     target.parent.mkdir()
-    refuse_full_disk(module, work, copies=2 if options.model_format == AOTI else 1)
+    refuse_no_room(module, work, copies=2 if options.model_format == AOTI else 1)
     if script is not None:
         with step(say, "writing the measured model"):
             target.write_bytes(script)
@@ -164,15 +165,33 @@ def _freezing(module: torch.nn.Module, options: BuildOptions) -> bool | None:
     return True if options.quantize else None
 
 
-def refuse_full_disk(module: torch.nn.Module, work: Path, copies: int = 1) -> None:
-    """Raise ModelRefused if the disk space is too small, because torch's writer crashes on a full disk."""
-    weights = {id(one): one.nbytes for one in (*module.parameters(), *module.buffers())}
-    needed, free = copies * sum(weights.values()), shutil.disk_usage(work).free
+def refuse_no_room(module: torch.nn.Module, work: Path, copies: int = 1) -> None:
+    """Raise ModelRefused if the disk space, or the limit of a file's size, is too small for the weights.
+
+    Where a write fails, torch's writer ends the process.
+    """
+    size = sum({id(one): one.nbytes for one in (*module.parameters(), *module.buffers())}.values())
+    needed, free, limit = copies * size, shutil.disk_usage(work).free, _largest_file()
+    if size > limit:
+        raise ModelRefused(
+            f"the model takes {size / 1e6:.0f} MB, and a file of this process may have {limit / 1e6:.0f} MB; "
+            "raise the limit of its shell (ulimit -f)"
+        )
     if needed > free:
         raise ModelRefused(
             f"the model takes {needed / 1e6:.0f} MB while it is made, and {work.parent} has room for "
             f"{free / 1e6:.0f} MB; make room there, or name another folder in TMPDIR"
         )
+
+
+def _largest_file() -> float:
+    """Return how many bytes a file of this process may have."""
+    try:
+        import resource  # noqa: PLC0415  # Windows has none
+    except ImportError:
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def write_build(beside: Path, record: dict[str, Any]) -> None:
@@ -373,7 +392,7 @@ def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | Non
         if isinstance(found, dict) and found.keys() == module.state_dict().keys():
             return path
     made = work / "model.pth"
-    refuse_full_disk(module, work)
+    refuse_no_room(module, work)
     torch.save(module.state_dict(), made)
     return made
 

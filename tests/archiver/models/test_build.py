@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sys
 import zipfile
@@ -476,4 +477,18 @@ def test_a_disk_that_is_full_is_told_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1))
     model = {"serialized_file": forms.file("numbers.weights"), "model_file": forms.file("net_module.py")}
     with pytest.raises(ModelRefused, match=r"has room for 0 MB; make room there, or .* TMPDIR"):
+        pack(**model, model_format=model_format, example=forms.file("example.npy"))
+
+
+@pytest.mark.parametrize("model_format", ["torchscript", "export", "aoti", "keep"])
+def test_a_limit_of_a_files_size_is_told_before_anything_is_written(
+    forms: Any, pack: Pack, monkeypatch: pytest.MonkeyPatch, model_format: str
+) -> None:
+    """At the limit, too, torch's writer ends the process."""
+    found = resource.getrlimit
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (1, 1) if kind == resource.RLIMIT_FSIZE else found(kind)
+    )
+    model = {"serialized_file": forms.file("numbers.weights"), "model_file": forms.file("net_module.py")}
+    with pytest.raises(ModelRefused, match=r"a file of this process may have 0 MB; .* \(ulimit -f\)"):
         pack(**model, model_format=model_format, example=forms.file("example.npy"))
