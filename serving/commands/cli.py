@@ -123,17 +123,18 @@ def _start(options: argparse.Namespace) -> int:
     from torchere.serving.commands import torchserve as launcher  # noqa: PLC0415 - psutil is not needed for --help
 
     pid_file = launcher.pid_file(os.environ)
-    if not launcher.may_start(pid_file):
-        return 1
-    options.old_defaults = True
-    plan_from(options, os.environ)  # the server repeats this; only here an error sets the exit status
-    options.log_files = True  # log collectors made for TorchServe read its log files
-    lines = [] if os.environ.get(LOG_FORMAT_VARIABLE) else ["--log-format=torchserve"]
-    command = launcher.server_command([OLD_DEFAULTS, *lines, *serve_arguments(options)])
-    if options.foreground:
-        launcher.become(command, pid_file)
-    else:
-        launcher.start_in_background(command, pid_file)
+    with launcher.starts_in_turn(pid_file):
+        if not launcher.may_start(pid_file):
+            return 1
+        options.old_defaults = True
+        plan_from(options, os.environ)  # the server repeats this; only here an error sets the exit status
+        options.log_files = True  # log collectors made for TorchServe read its log files
+        lines = [] if os.environ.get(LOG_FORMAT_VARIABLE) else ["--log-format=torchserve"]
+        command = launcher.server_command([OLD_DEFAULTS, *lines, *serve_arguments(options)])
+        if options.foreground:
+            launcher.become(command, pid_file)
+        else:
+            launcher.start_in_background(command, pid_file)
     return 0
 
 

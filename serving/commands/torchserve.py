@@ -7,13 +7,14 @@ an unrelated process must not receive the SIGTERM.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -50,6 +51,18 @@ def pid_file(environ: Mapping[str, str]) -> Path:
 def server_command(arguments: Sequence[str]) -> list[str]:
     """Return the command line of `torchere serve` with these arguments, marked with `PROCESS_NAME`."""
     return serve_command(["--process-name", PROCESS_NAME, *arguments])
+
+
+@contextmanager
+def starts_in_turn(file: Path) -> Iterator[None]:
+    """Let this user's starts with this pid file pass one by one, each until its server can be found."""
+    path = file.with_name(f"{file.name}.lock")  # the pid file itself is replaced
+    with ExitStack() as stack:
+        with suppress(OSError):  # another user's file, or a file system without locks: start all the same
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            lock = stack.enter_context(os.fdopen(os.open(path, flags, 0o600), "rb"))  # `become` closes it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def may_start(file: Path, say: Callable[[str], None] = print, wait_s: float = STOP_WAIT_S) -> bool:
@@ -106,6 +119,8 @@ def start_in_background(command: Sequence[str], file: Path) -> subprocess.Popen[
     write_pid(file, 0)  # fail before the start if the pid file can't be written
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     write_pid(file, process.pid)
+    while process.poll() is None and not running(process.pid):
+        time.sleep(_LOOK_S)  # the kernel is still putting the new program in place
     return process
 
 
@@ -206,8 +221,7 @@ def running(pid: int | None) -> bool:
 def pid_without_file(file: Path) -> int | None:
     """Return the pid of a server of this user that its pid file does not name; None if no such server runs.
 
-    Programs that clean temporary folders delete old files, and a server may run for months. A second start
-    at the same time leaves its own pid in the file.
+    Programs that clean temporary folders delete old files, and a server may run for months.
     """
     for process in psutil.process_iter():
         try:

@@ -267,12 +267,41 @@ def test_a_background_start_notes_the_pid_and_leaves_our_session(pid_file: Path)
     try:
         assert launcher.read_pid(pid_file) == process.pid
         assert os.getsid(process.pid) == process.pid
-        while not psutil.Process(process.pid).cmdline():
-            pass  # the kernel is still putting the new program in place
         assert launcher.running(process.pid)
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("flags", [[], ["--foreground"]], ids=["background", "foreground"])
+def test_of_starts_at_the_same_time_one_starts_the_server(pid_file: Path, flags: list[str]) -> None:
+    code = f"""
+import sys, time
+from torchere.serving.commands import cli, torchserve as launcher
+may_start = launcher.may_start
+launcher.may_start = lambda file: may_start(file) and not time.sleep(0.5)  # the others look meanwhile
+launcher.server_command = lambda _: [sys.executable, "-c", {WAITS!r}, launcher.PROCESS_NAME]
+sys.exit(cli.torchserve_main(["--start", "--model-store", ".", *{flags!r}]))
+"""
+    environ = {**os.environ, "TMPDIR": str(pid_file.parent)}
+    starts = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environ, text=True)
+        for _ in range(3)
+    ]
+    lines = []
+    try:
+        for start in starts:
+            assert start.stdout
+            lines.append(start.stdout.readline())
+        assert sorted(lines) == sorted(["up\n", *2 * [f"{launcher.ALREADY_RUNNING}\n"]])
+        assert launcher.running(launcher.read_pid(pid_file))
+    finally:
+        pid = launcher.pid_without_file(pid_file)
+        while pid is not None:
+            psutil.Process(pid).kill()
+            pid = launcher.pid_without_file(pid_file)
+        for start in starts:
+            start.communicate(timeout=30)
 
 
 def test_becoming_the_server_keeps_the_pid(pid_file: Path) -> None:
