@@ -270,10 +270,7 @@ def test_a_worker_that_is_to_end_lets_the_process_it_has_replaced_finish_its_run
                 while os.path.exists("serving") and not os.path.exists("go"): time.sleep(0.05)
             async def handle(self, data, context):
                 while not os.path.exists("go"):
-                    try:
-                        await asyncio.sleep(0.05 if bytes(data[0]["body"]) == b"stream" else 3600)
-                    except asyncio.CancelledError:
-                        continue
+                    await asyncio.sleep(0.05 if bytes(data[0]["body"]) == b"stream" else 3600)
                     send_intermediate_predict_response(["part"], context.request_ids, "", 200, context)
                 return ["end"]
     """
@@ -281,11 +278,13 @@ def test_a_worker_that_is_to_end_lets_the_process_it_has_replaced_finish_its_run
 
     async def main() -> None:
         spec = make_spec(source, at_once=8)
-        async with pool_in_service(spec, count=2, response_timeout_s=2.0) as pool:
+        async with pool_in_service(spec, count=2) as pool:
             Path(spec.archive_dir, "serving").touch()  # a process that loads from now on waits for "go"
             first, (stream, hung) = pool._workers[0], (make_sink(), make_sink())
             for sink, word in ((stream, "stream"), (hung, "hang")):
                 sink.submit(pool, [make_request(word)], executor_id=first.first_id)
+            await until(lambda: stream.parts)
+            first._hung(first._process, hung.run)
             await until(lambda: first._ending)
             scaling = asyncio.ensure_future(pool.resize(1))
             await until(lambda: pool.size == 1)
