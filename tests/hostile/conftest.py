@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from floods import CONTROL_EVERY_S, FLOOD_S, PATIENCE_S, Figures, Flood, rss_bytes
+from floods import CONTROL_EVERY_S, FLOOD_S, PATIENCE_S, Figures, Flood, rss_bytes, timed
 from servers import pack, start_server, store
 
 __all__ = ["pack", "start_server", "store"]
@@ -38,11 +38,10 @@ def flood(capsys: pytest.CaptureFixture[str]) -> Callable[[Any, str, bytes, str]
         end_s = time.monotonic() + FLOOD_S
         try:
             while time.monotonic() < end_s:
-                began_s = time.perf_counter()
-                client.request("POST", control, b"x")
-                answer = client.getresponse()
-                answer.read()
-                figures.control_s.append(time.perf_counter() - began_s)
+                with timed(figures, process):
+                    client.request("POST", control, b"x")
+                    answer = client.getresponse()
+                    answer.read()
                 assert answer.status == 200
                 figures.grown_bytes = max(figures.grown_bytes, rss_bytes(process) - before)
                 time.sleep(CONTROL_EVERY_S)

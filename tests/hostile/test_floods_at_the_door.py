@@ -28,7 +28,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from floods import CONTROL_S, FLOOD_S, RATE_BYTES, Figures
+from floods import CONTROL_S, FLOOD_S, RATE_BYTES, Figures, timed
 from servers import start
 
 from torchere.serving.frontend.connection_limit import MIN_FILES
@@ -115,14 +115,13 @@ class Control:
         self.figures = Figures()
 
     def ask(self) -> None:
-        began_s = time.perf_counter()
-        client = self._client(self._server.rest[self._api], timeout=PATIENCE_S)
-        client.request("GET", "/livez")
-        answer = client.getresponse()
-        assert answer.status == 200
-        answer.read()
-        client.close()
-        self.figures.control_s.append(time.perf_counter() - began_s)
+        with timed(self.figures, self._process):
+            client = self._client(self._server.rest[self._api], timeout=PATIENCE_S)
+            client.request("GET", "/livez")
+            answer = client.getresponse()
+            assert answer.status == 200
+            answer.read()
+            client.close()
         grown_bytes = self._process.memory_info().rss - self._before_bytes
         self.figures.grown_bytes = max(self.figures.grown_bytes, grown_bytes)
 
