@@ -6,10 +6,11 @@ computes in float between these steps: it is smaller, but not faster.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ def quantised_program(
             given = samples[:1] if dynamic else samples
             for sample in counted(given, len(given), "samples calibrated on", say):
                 answers(prepared, sample)
-        converted: fx.GraphModule = pt2e.convert_pt2e(prepared)
+        with _without_training(pt2e):
+            converted: fx.GraphModule = pt2e.convert_pt2e(prepared)
     if not _is_quantised(converted):
         raise ModelRefused(_NO_LAYER.format("int8-dynamic" if dynamic else "int8-static"))
     _forget_unused(converted)
@@ -225,6 +227,20 @@ def _at_least_two(tensor: torch.Tensor, dimensions: Sequence[int]) -> torch.Tens
         if tensor.shape[dimension] == 1:
             tensor = torch.cat([tensor, tensor], dimension)
     return tensor
+
+
+@contextlib.contextmanager
+def _without_training(pt2e: Any) -> Iterator[None]:
+    """Have torchao not look for normalisations of quantised training, which no archive holds.
+
+    It exports 96 patterns for that, 15 s long, if one normalisation is left in the graph.
+    """
+    kept = getattr(pt2e, "_fold_conv_bn_qat", None)
+    pt2e._fold_conv_bn_qat = lambda graph: graph
+    try:
+        yield
+    finally:
+        pt2e._fold_conv_bn_qat = kept
 
 
 def _torchao() -> tuple[Any, Any]:

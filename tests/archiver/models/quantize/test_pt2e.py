@@ -95,7 +95,12 @@ class Normalised(nn.Module):
 
 @needs_torchao
 @pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
-def test_each_normalisation_has_its_own_share_in_the_answer(method: str) -> None:
+def test_each_normalisation_has_its_own_share_in_the_answer(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    # Of quantised training, and slow.
+    pt2e = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e")
+    monkeypatch.setattr(pt2e, "_fold_conv_bn_qat", lambda graph: pytest.fail("an unneeded step of torchao"))
     network, example = Normalised().eval(), (torch.randn(2, 4, 9, 9),)
     spec = (TensorSpec("x", "FP32", (-1, 4, 9, 9)),)
     model = LoadedModel(network, example, Signature(spec, ()), "eager", Path("net.py"))
