@@ -18,7 +18,9 @@ def show():
 thread = threading.Thread(target=show)
 thread.start()
 thread.join()
-subprocess.run([sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"])
+# Of a child that starts fast even where it gets little time: the 41st field is its policy.
+stat = subprocess.run(["cat", "/proc/self/stat"], stdout=subprocess.PIPE, check=True).stdout
+print(int(stat.split()[40]))
 """
 
 
@@ -29,6 +31,6 @@ subprocess.run([sys.executable, "-c", "import os; print(os.sched_getscheduler(0)
 )
 def test_threads_and_children_wait_for_their_turn_unless_an_operator_chose(before: str, after: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SHOWN, before], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", SHOWN, before], capture_output=True, text=True, check=True, timeout=280
     )
     assert [int(policy) for policy in done.stdout.split()] == [getattr(os, after)] * 2
