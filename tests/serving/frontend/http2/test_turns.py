@@ -99,7 +99,7 @@ CONNECTIONS = 40
 
 
 def test_many_connections_share_a_turn_and_none_is_forgotten(run, http2, monkeypatch):
-    """A pass over 40 connections with two calls of a millisecond on each would keep the loop for 80 ms."""
+    """A pass over 40 connections with two calls of two milliseconds on each would keep the loop for 160 ms."""
     monkeypatch.setattr(loop_time, "SHARED_TURN_S", 0.004)
     longest_s = 0.0
 
@@ -109,7 +109,7 @@ def test_many_connections_share_a_turn_and_none_is_forgotten(run, http2, monkeyp
             opened = served.listener.open_call
 
             def slow(stream):
-                end_s = time.thread_time() + 0.001
+                end_s = time.thread_time() + 0.002
                 while time.thread_time() < end_s:
                     continue
                 return opened(stream)
@@ -135,4 +135,4 @@ def test_many_connections_share_a_turn_and_none_is_forgotten(run, http2, monkeyp
             watching.cancel()
 
     run(main())
-    assert longest_s < 0.06
+    assert longest_s < 0.1
