@@ -246,7 +246,13 @@ def _add_example_arguments(group: argparse._ArgumentGroup, is_convert: bool) -> 
     add(
         "--dynamic-batch",
         metavar="MIN:MAX",
-        help="let the first dimension of every input vary, for example 1:64",
+        help="let the first dimension of every input vary, for example 1:64"
+        + (
+            " (default without --example: as in the archive's signature.json; for export and aoti 1:64 if "
+            "there it has no largest size)"
+            if is_convert
+            else ""
+        ),
     )
     add(
         "--dynamic",
@@ -256,7 +262,8 @@ def _add_example_arguments(group: argparse._ArgumentGroup, is_convert: bool) -> 
         default=[],
         metavar="INPUT,...DIM=RANGE",
         help="let another dimension vary; it has the same size in all named inputs: ids,mask.1=2:512; "
-        "x.1=64: (at least 64), x.2=32*k (multiples of 32), x.2=64:1024:32",
+        "x.1=64: (at least 64), x.2=32*k (multiples of 32), x.2=64:1024:32"
+        + (" (default without --example: as in the archive's signature.json)" if is_convert else ""),
     )
 
 

@@ -32,12 +32,11 @@ from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
-from torchere.archiver.models.inputs.examples import inputs_of
 from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.samples import Samples, chosen_samples
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
-from torchere.archiver.models.load.source import Source, read_source, source_with_example, with_free_batch
+from torchere.archiver.models.load.source import Source, as_in_archive, read_source, source_with_example
 from torchere.archiver.models.measure.cost import batch_sizes, fewer_threads_when_busy
 from torchere.archiver.models.measure.difference import drift_limit
 from torchere.archiver.models.probe.derive import signature_of, tried_signature
@@ -116,11 +115,8 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     if is_open and not can_be_kept(source, options):
         say(f"packed as {TORCHSCRIPT}, since no server loads it as it is; --format changes that")
         options = replace(options, model_format=TORCHSCRIPT)
-    signed = inputs_of(options.example_signature) if options.example_signature else ()
-    if signed:  # clients use these input names; an exported program has other names
-        source = replace(source, names=tuple(spec.name for spec in signed))
-    options = with_free_batch(source, options, signed, say)
-    source, example = source_with_example(source, options, signed, say)
+    source = as_in_archive(source, options, say)
+    source, example = source_with_example(source, options, say)
     options = with_ranks(source, example, options, work, say)
     if options.model_format == KEEP:
         if source.onnx is not None:
@@ -224,9 +220,7 @@ class _Compilation:
         if note := check_quantised(module, self.options.quantize, str(self.options.model_format)):
             self.say(note)
         names = self.source.names_of_inputs(len(example))
-        sizes = sizes_of(self.options, names, example)
-        if not self.options.dynamic_sizes:
-            sizes += self.source.sizes
+        sizes = sizes_of(self.options, names, example, self.source.sizes)
         program = self.source.program
         if program is not None and not sizes:
             sizes = free_sizes(program, example)

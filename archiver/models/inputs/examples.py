@@ -17,7 +17,7 @@ import torch
 from torchere.archiver.container.entries import open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.inputs.run import DATATYPES
-from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.inputs.sizes import Tensors, signed_sizes
 from torchere.archiver.models.steps import line_of, not_ending
 from torchere.archiver.request import Prepare
 from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, read_signature
@@ -243,30 +243,39 @@ def read_samples(
     return samples
 
 
-def example_of(specs: Sequence[TensorSpec]) -> Example:
+def example_of(signature: Signature) -> Example:
     """Make an example for a signature's inputs: random floats 0 to 1, whole numbers 0, free sizes 2.
+
+    A free size whose limits have no 2 is the smallest that they allow.
 
     Raises:
         ModelRefused: an input has a datatype that no tensor has.
     """
     random = torch.Generator().manual_seed(0)
-    return Example(tuple(_made_up(spec, random) for spec in specs), tuple(spec.name for spec in specs))
+    shapes = [list(spec.shape) for spec in signature.inputs]
+    for free in signed_sizes(signature):
+        for place, dimension in free.places:
+            shapes[place][dimension] = free.smallest(_FREE)
+    tensors = [_made_up(spec, shape, random) for spec, shape in zip(signature.inputs, shapes, strict=True)]
+    return Example(tuple(tensors), tuple(spec.name for spec in signature.inputs))
 
 
-def inputs_of(path: Path) -> tuple[TensorSpec, ...]:
-    """Return the inputs in `path`, a `signature.json`; raise ModelRefused when the file is not one."""
+def signature_at(path: Path) -> Signature | None:
+    """Return the signature in `path`, a `signature.json`; None without such a file.
+
+    Raises:
+        ModelRefused: the file holds no signature.
+    """
     try:
-        found = read_signature(path.parent)
+        return read_signature(path.parent)
     except SignatureError as error:
         raise ModelRefused(f"{path.parent}: {error}") from error
-    return found.inputs if found else ()
 
 
-def _made_up(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:
+def _made_up(spec: TensorSpec, shape: Sequence[int], random: torch.Generator) -> torch.Tensor:
     if spec.datatype not in TORCH_TYPES:
         raise ModelRefused(f"{spec.name!r} is {spec.datatype}; give --example with inputs")
     dtype = TORCH_TYPES[spec.datatype]
-    shape = [_FREE if size == ANY else size for size in spec.shape]
     if dtype.is_floating_point:
         return torch.rand(shape, generator=random).to(dtype)
     return torch.zeros(shape, dtype=dtype)

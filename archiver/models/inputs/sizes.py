@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.request import BuildOptions
+from torchere.archiver.signature import ANY, Limit, Signature, TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
 LARGEST = 2**31  # the maximum of a size without a limit
@@ -46,9 +48,18 @@ class FreeSize:
         """Return whether this size is the first dimension of every input, whatever its name is."""
         return set(self.places) == {(index, 0) for index in range(len(example))}
 
+    def option(self, names: Sequence[str]) -> str:
+        """Return the inputs and the dimension as the option takes them: `ids,mask.1`."""
+        return f"{','.join(names[index] for index, _ in self.places)}.{self.places[0][1]}"
+
     def takes(self, size: int) -> bool:
         """Return whether this size may have the value `size`."""
         return self.low <= size <= self.high and size % self.multiple == 0
+
+    def smallest(self, least: int) -> int:
+        """Return the smallest size that is at least `least`; the smallest of all if none is."""
+        sizes = [-(-low // self.multiple) * self.multiple for low in (max(self.low, least), self.low)]
+        return next(filter(self.takes, sizes), sizes[-1])
 
     def other_size(self, example: Tensors) -> int:
         """Return another size than the example's: two steps or one step larger, or one step smaller.
@@ -142,8 +153,10 @@ def parse_free_size(text: str, names: Sequence[str], example: Tensors) -> FreeSi
     return _checked(FreeSize(f"{wanted[0]}_{match[2]}", places, *bounds), example)
 
 
-def sizes_of(options: BuildOptions, names: Sequence[str], example: Tensors) -> list[FreeSize]:
-    """Return the sizes that the options let vary.
+def sizes_of(
+    options: BuildOptions, names: Sequence[str], example: Tensors, default: Sequence[FreeSize] = ()
+) -> list[FreeSize]:
+    """Return the sizes that the options let vary, and those of `default` whose dimensions no option names.
 
     Raises:
         ModelRefused: an option is wrong, or does not fit the example.
@@ -152,7 +165,48 @@ def sizes_of(options: BuildOptions, names: Sequence[str], example: Tensors) -> l
     if options.dynamic_batch is not None:
         batch = batch_of(example, parse_range(options.dynamic_batch, "--dynamic-batch"))
         found.append(replace(batch, low=1))  # a server may run a single row, if no other waits
+    named = {where for free in found for where in free.places}
+    return found + [free for free in default if named.isdisjoint(free.places)]
+
+
+def signed_sizes(signature: Signature) -> list[FreeSize]:
+    """Return the free sizes of the signature's inputs, in the limits that it has for them.
+
+    Dimensions whose limits share a name are one size. The first dimensions of all inputs are one, too, unless
+    their limits have names: they are the batch, or, as in a cloud of points, rows that belong together.
+    """
+    inputs = signature.inputs
+    are_rows = all(spec.batched and not _name(spec, 0) for spec in inputs)
+    groups: dict[object, list[tuple[int, int]]] = {}
+    for place, spec in enumerate(inputs):
+        for at in (at for at, size in enumerate(spec.shape) if size == ANY):
+            alone = 0 if are_rows and at == 0 else (place, at)
+            groups.setdefault(_name(spec, at) or alone, []).append((place, at))
+    found = [_signed_size(inputs, places) for places in groups.values()]
+    if are_rows and signature.batched:
+        found[0] = replace(found[0], name=BATCH, low=1)  # from one row on, as in `sizes_of`
     return found
+
+
+def _signed_size(inputs: Sequence[TensorSpec], places: Sequence[tuple[int, int]]) -> FreeSize:
+    place, at = places[0]
+    limits = [limit for index, dimension in places for limit in _limits(inputs[index], dimension)]
+    name = _name(inputs[place], at) or f"{inputs[place].name}_{at}"
+    return FreeSize(
+        name if name.isidentifier() else f"size_{place}_{at}",  # torch.export takes no other names
+        tuple(places),
+        max((limit.least for limit in limits), default=1),
+        min([LARGEST, *(limit.most for limit in limits if limit.most)]),
+        math.lcm(*(limit.multiple for limit in limits)),
+    )
+
+
+def _limits(spec: TensorSpec, dimension: int) -> list[Limit]:
+    return [limit for limit in spec.limits if limit.dimension == dimension]
+
+
+def _name(spec: TensorSpec, dimension: int) -> str:
+    return next((limit.name for limit in _limits(spec, dimension)), "")
 
 
 def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:

@@ -23,9 +23,9 @@ from torchere.archiver.container.entries import ArchiveLimits, open_regular
 from torchere.archiver.container.zip import DAMAGED, ZipContainer
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.inputs.buffers import random_ones, unsaved
-from torchere.archiver.models.inputs.examples import Example, example_of, files_of, read_example
+from torchere.archiver.models.inputs.examples import Example, example_of, files_of, read_example, signature_at
 from torchere.archiver.models.inputs.run import DATATYPES
-from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors
+from torchere.archiver.models.inputs.sizes import BATCH, LARGEST, FreeSize, Tensors, signed_sizes, sizes_of
 from torchere.archiver.models.load.checkpoint import Weights, read_weights
 from torchere.archiver.models.load.exported_program import take_by_position, unguarded_module
 from torchere.archiver.models.load.fitting import ADAPTER, is_adapter, load_into, unwrapped
@@ -46,7 +46,7 @@ from torchere.archiver.scan.weights import (
     TORCHSCRIPT,
     classify_file,
 )
-from torchere.archiver.signature import ANY, Signature, TensorSpec
+from torchere.archiver.signature import Signature
 
 EAGER = "eager"
 HUGGING_FACE = "Hugging Face folder"
@@ -55,7 +55,7 @@ _UNPREPARED = (
     "send other numbers, give --example and --samples as .npy or .pt, or handler.image in model-config.yaml"
 )
 _LENGTH = 64  # length of texts in advice, if the model has no maximum
-_BATCH = "1:64"  # batches of a model whose old signature takes any
+_BATCH = 64  # the largest batch of a program from an archive whose signature has no largest
 
 
 @dataclass(frozen=True)
@@ -385,22 +385,62 @@ def _refuse_keyword_only(parameters: Iterable[inspect.Parameter], missing: int) 
         )
 
 
-def source_with_example(
-    source: Source, options: BuildOptions, signed: Sequence[TensorSpec], say: Say
-) -> tuple[Source, Tensors | None]:
+def as_in_archive(source: Source, options: BuildOptions, say: Say) -> Source:
+    """Return the source with the names of the archive's signature, and an example made from it.
+
+    Clients use these names; an exported program has others. Without a user's example also the free sizes of
+    the signature vary, but for a program, which has its own.
+
+    Raises:
+        ModelRefused: the file holds no signature, or one with a datatype that no tensor has.
+    """
+    path = options.example_signature
+    signature = signature_at(path) if path is not None else None
+    if signature is None:
+        return source
+    source = replace(source, names=tuple(spec.name for spec in signature.inputs))
+    if options.example is not None or source.example is not None:
+        return source
+    example = example_of(signature).tensors
+    source = replace(source, example=example)
+    if source.program is not None:
+        return source
+    return replace(source, sizes=_sizes_in_archive(signature, options, example, say))
+
+
+def _sizes_in_archive(
+    signature: Signature, options: BuildOptions, example: Tensors, say: Say
+) -> tuple[FreeSize, ...]:
+    """Return the free sizes of the signature that no option names.
+
+    Sizes of an example that is made from it are arbitrary, and a model packed with these alone would refuse
+    the requests that the old archive took.
+    """
+    signed, names = signed_sizes(signature), [spec.name for spec in signature.inputs]
+    if signed and signed[0].name == BATCH and signed[0].high == LARGEST:
+        # TorchScript is tried with any batch without being told; a program has a largest one.
+        is_program = options.model_format in (EXPORT, AOTI)
+        signed[:1] = [replace(signed[0], high=signed[0].smallest(_BATCH))] if is_program else []
+    kept = tuple(free for free in sizes_of(options, names, example, signed) if free in signed)
+    if kept:
+        told = ", ".join(f"{free.option(names)}={free.text}" for free in kept)
+        say(f"varying, since the archive's signature leaves it free: {told}; --dynamic changes that")
+    return kept
+
+
+def source_with_example(source: Source, options: BuildOptions, say: Say) -> tuple[Source, Tensors | None]:
     """Return the source with the inputs of the example, and the example, or None without any.
 
     Args:
         source: the model; it may have an example of its own.
         options: the user's example and samples; without an example, the first sample is one.
-        signed: the inputs of the archive that the model comes from; an example is made from them.
         say: receives lines about the example that was chosen.
 
     Raises:
         ModelRefused: the example is invalid, or has other inputs than the model.
         OSError: the example can't be read.
     """
-    example = _chosen(source, options, signed, say)
+    example = _chosen(source, options, say)
     if example is None:
         _tell_made_up(source, say)
         return source, source.example
@@ -414,30 +454,11 @@ def source_with_example(
     return source, tensors
 
 
-def with_free_batch(
-    source: Source, options: BuildOptions, signed: Sequence[TensorSpec], say: Say
-) -> BuildOptions:
-    """Return the options with batches that vary if the example is made from inputs that leave them free.
-
-    The size in such an example is arbitrary, and a program that is exported or compiled with it alone would
-    refuse the requests that the old archive took. A program has free sizes of its own.
-    """
-    is_made = bool(signed) and options.example is None and source.example is None and source.program is None
-    is_open = options.dynamic_batch is None and options.model_format in (EXPORT, AOTI)
-    if not (is_made and is_open and all(spec.shape[:1] == (ANY,) for spec in signed)):
-        return options
-    say(f"batches of {_BATCH}, since the archive's signature leaves them free; --dynamic-batch changes that")
-    return replace(options, dynamic_batch=_BATCH)
-
-
-def _chosen(source: Source, options: BuildOptions, signed: Sequence[TensorSpec], say: Say) -> Example | None:
+def _chosen(source: Source, options: BuildOptions, say: Say) -> Example | None:
     path = options.example
-    if path is None and source.example is None:
-        if signed:
-            return example_of(signed)
-        if options.samples is not None:
-            path = files_of(options.samples)[0]
-            say(f"the example: {path}, the first of --samples, since --example is not given")
+    if path is None and source.example is None and options.samples is not None:
+        path = files_of(options.samples)[0]
+        say(f"the example: {path}, the first of --samples, since --example is not given")
     if path is None:
         return None
     example = read_example(path, doubles=source.doubles, prepare=options.prepare)

@@ -250,8 +250,7 @@ def _varying(trial: Trial, free: FreeSize) -> Places:
 
 def _varying_anywhere(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> Places:
     """Return the dimensions of the outputs that vary with a size that is no batch (`varying_dimensions`)."""
-    option = f"{','.join(names[index] for index, _ in free.places)}.{free.places[0][1]}"
-    return varying_dimensions(trial, free, option, say)
+    return varying_dimensions(trial, free, free.option(names), say)
 
 
 def _check_row_count(results: Named, rows: int) -> None:
@@ -369,7 +368,7 @@ def _refusal(
 
 
 def _made_up(signature: Signature) -> Tensors:
-    made = example_of(signature.inputs).tensors
+    made = example_of(signature).tensors
     if not any(tensor.is_floating_point() for tensor in made):
         raise ModelRefused("which whole numbers it takes is not known; give --example")
     return made

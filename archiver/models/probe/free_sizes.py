@@ -144,7 +144,7 @@ def _advice(trial: Trial, free: FreeSize, option: str) -> str:
             return f"{only}: give --example, which fixes the length"
         return (
             f"{only}: leave --dynamic {option} out, or, if an exported program lets this size vary, "
-            "export it with a fixed one"
+            "export it with a fixed one; if an archive's signature does, give --example, which fixes it"
         )
     return f"it was found to run with --dynamic {option}={narrower.text}"
 

@@ -14,7 +14,7 @@ import torch
 from torchere.archiver import open_archive
 from torchere.archiver.quantization import METHODS
 from torchere.archiver.request import BUILT_IN_HANDLERS
-from torchere.archiver.signature import parse
+from torchere.archiver.signature import Limit, parse
 from torchere.serving.commands.cli import main
 
 Command = Callable[..., int]
@@ -333,13 +333,16 @@ def test_convert_keeps_a_free_batch_of_the_signature_that_the_example_is_made_of
     old, new = tmp_path / "net.mar", tmp_path / "new.mar"
     arguments = ["convert", str(old), "--to=export", "-o", str(new), "--no-verify", "--force"]
     assert main(arguments) == 0
-    assert "batches of 1:64, since the archive's signature leaves them free" in capsys.readouterr().err
+    told = "varying, since the archive's signature leaves it free: features.0=1:64; --dynamic changes that"
+    assert told in capsys.readouterr().err
     was, now = (parse(open_archive(path).read_text("signature.json")) for path in (old, new))
     assert [spec.shape for spec in now.inputs] == [spec.shape for spec in was.inputs]
     assert now.batched
-    for given in (example, "--dynamic-batch=1:8"):
+    for given in (example, "--dynamic-batch=1:8", "--dynamic=features.0=1:128"):
         assert main([*arguments, given]) == 0
-        assert "batches of 1:64" not in capsys.readouterr().err
+        assert "since the archive's signature" not in capsys.readouterr().err
+    (spec,) = parse(open_archive(new).read_text("signature.json")).inputs
+    assert spec.limits == (Limit(0, most=128),)
 
 
 def test_convert_takes_an_archive_without_a_signature_with_an_example_only(
@@ -460,6 +463,7 @@ def test_help_of_archive_tells_the_defaults(capsys: Any) -> None:
 def test_help_of_convert_tells_when_an_example_is_needed(capsys: Any) -> None:
     said = help_of("convert", capsys)
     assert "needed when the archive has no signature.json" in said
+    assert "1:64 (default without --example: as in the archive's signature.json; for export and aoti" in said
     assert "--to export --example input.json --dynamic-batch 1:64 -o new.mar" in said
     assert "with the formats export and aoti int8-static" in said
 

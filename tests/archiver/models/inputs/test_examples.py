@@ -20,11 +20,15 @@ from torchere.archiver.models.inputs.examples import (
     check_against,
     example_of,
     files_of,
-    inputs_of,
     read_example,
     read_samples,
+    signature_at,
 )
-from torchere.archiver.signature import Signature, TensorSpec
+from torchere.archiver.models.inputs.sizes import FreeSize
+from torchere.archiver.models.load.source import Source, as_in_archive
+from torchere.archiver.models.steps import silent
+from torchere.archiver.request import BuildOptions
+from torchere.archiver.signature import Limit, Signature, TensorSpec
 
 
 def test_json_may_be_a_list_an_object_or_a_request(tmp_path: Path) -> None:
@@ -214,7 +218,8 @@ def test_an_example_is_made_up_from_a_signature(tmp_path: Path) -> None:
     signature = Signature(specs, specs)
     path = tmp_path / "signature.json"
     path.write_text(signature.to_json())
-    example = example_of(inputs_of(path))
+    example = example_of(signature)
+    assert signature_at(path) == signature
     assert [(tensor.dtype, tuple(tensor.shape)) for tensor in example.ordered(["x", "ids"])] == [
         (torch.float16, (2, 3)),
         (torch.int64, (1, 2)),
@@ -224,7 +229,66 @@ def test_an_example_is_made_up_from_a_signature(tmp_path: Path) -> None:
         check_against((torch.zeros(2, 2), torch.zeros(1, 1)), signature)
     path.write_text("{}")
     with pytest.raises(ModelRefused, match="version is None"):
-        inputs_of(path)
+        signature_at(path)
+
+
+MASKED = (Limit(0, least=3, most=96, multiple=4), Limit(1, least=5, most=40, name="length"))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, ["ids,mask.0=1:80:8", "ids,mask.1=5:32"]),
+        ({"dynamic_batch": "1:8"}, ["ids,mask.1=5:32"]),
+        ({"dynamic_sizes": ("mask.0=1:200",)}, ["ids,mask.1=5:32"]),
+        ({"dynamic_sizes": ("ids,mask.1=2:512",)}, ["ids,mask.0=1:80:8"]),
+        ({"example": Path("ids.json")}, []),
+    ],
+)
+def test_sizes_that_an_archive_leaves_free_vary_in_its_limits_unless_an_option_names_them(
+    tmp_path: Path, given: dict[str, Any], wanted: list[str]
+) -> None:
+    ids = (Limit(0, most=80, multiple=8), Limit(1, most=32, name="length"))
+    inputs = (TensorSpec("ids", "INT64", (-1, -1), ids), TensorSpec("mask", "BOOL", (-1, -1), MASKED))
+    found = sizes_in_archive(tmp_path, inputs, **{"model_format": "torchscript"} | given)
+    assert [f"{free.option(['ids', 'mask'])}={free.text}" for free in found] == wanted
+
+
+@pytest.mark.parametrize(
+    ("model_format", "shape", "one_by_one", "wanted"),
+    [
+        ("export", (-1, 3), False, ["1:64"]),
+        ("torchscript", (-1, 3), False, []),  # tried without being told
+        ("export", (-1, 3), True, ["1:"]),
+        ("export", (-1, -1), False, ["1:64", "1:"]),
+    ],
+)
+def test_a_batch_has_a_largest_size_in_a_program(
+    tmp_path: Path, model_format: str, shape: tuple[int, ...], one_by_one: bool, wanted: list[str]
+) -> None:
+    inputs = (TensorSpec("x:0", "FP32", shape),)
+    found = sizes_in_archive(tmp_path, inputs, one_by_one=one_by_one, model_format=model_format)
+    assert [free.text for free in found] == wanted
+    assert all(free.name.isidentifier() for free in found)
+
+
+def sizes_in_archive(
+    folder: Path, inputs: tuple[TensorSpec, ...], one_by_one: bool = False, **given: Any
+) -> tuple[FreeSize, ...]:
+    path = folder / "signature.json"
+    path.write_text(Signature(inputs, (TensorSpec("y", "FP32", (-1, 3)),), one_by_one).to_json())
+    options = BuildOptions(example_signature=path, **given)
+    return as_in_archive(Source("TorchScript", folder), options, silent).sizes
+
+
+def test_an_example_from_a_signature_has_sizes_in_its_limits() -> None:
+    specs = (
+        TensorSpec("ids", "INT64", (-1, -1), (Limit(1, least=3, name="length"),)),
+        TensorSpec("mask", "BOOL", (-1, -1), (Limit(0, most=1), *MASKED[1:])),
+        TensorSpec("image", "FP32", (-1, 3, -1), (Limit(2, least=33, most=640, multiple=32),)),
+    )
+    example = example_of(Signature(specs, specs))
+    assert [tuple(tensor.shape) for tensor in example.tensors] == [(1, 5), (1, 5), (1, 3, 64)]
 
 
 def test_a_number_without_dimensions_stays_one(tmp_path: Path) -> None:

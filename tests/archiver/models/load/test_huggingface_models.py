@@ -239,7 +239,7 @@ def told(**options: Any) -> list[str]:
     """What is said before the model is built, or refused."""
     said: list[str] = []
     source = read_source(options["serialized_file"], None, None, False)
-    source_with_example(source, BuildOptions(**options), (), said.append)
+    source_with_example(source, BuildOptions(**options), said.append)
     return said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.sizes import TOKENS, FreeSize, parse_free_size, parse_range
 from torchere.archiver.models.probe.derive import signature_of
@@ -211,6 +213,32 @@ def test_points_that_are_no_batch_are_served_one_request_at_a_time(
     found = serve(archive, [{"body": cloud.tolist()} for cloud in clouds])
     for cloud, answer in zip(clouds, found, strict=True):
         torch.testing.assert_close(torch.tensor(answer), cloud - cloud.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("model_format", "given", "most"),
+    [("export", (), 100), ("export", ("points.0=1:",), None), ("torchscript", (), 100)],
+)
+def test_points_of_an_archive_stay_free_and_no_batch(
+    pack: Pack, tmp_path: Path, model_format: str, given: tuple[str, ...], most: int | None
+) -> None:
+    class Cloud(torch.nn.Module):
+        def forward(self, points: torch.Tensor) -> torch.Tensor:
+            return points - points.mean(0)
+
+    torch.jit.script(Cloud()).save(str(tmp_path / "cloud.pt"))
+    points, output = TensorSpec("points", "FP32", (-1, 3), (Limit(0, most=100),)), ("output", "FP32", (-1, 3))
+    signature = Signature((points,), (TensorSpec(*output),), one_by_one=True)
+    (tmp_path / "signature.json").write_text(signature.to_json())
+    archive = pack(
+        serialized_file=tmp_path / "cloud.pt",
+        model_format=model_format,
+        example_signature=tmp_path / "signature.json",
+        dynamic_sizes=given,
+    )
+    made = parse(open_archive(archive).read_text("signature.json"))
+    limits = (Limit(0, most=most),) if most else ()
+    assert made == replace(signature, inputs=(replace(points, limits=limits),))
 
 
 def test_sizes_below_what_the_example_counts_to_are_tried_with_zeros() -> None:
