@@ -17,6 +17,7 @@ from typing import NoReturn
 from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ModelRefused, naming_files_of
 from torchere.archiver.huggingface_texts import add_texts, check_texts
+from torchere.archiver.manifest import DEFAULT_VERSION, VERSION_RULE, is_version
 from torchere.archiver.model_flags import add_build_arguments, convert_options, version_name
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import (
@@ -231,7 +232,7 @@ def _request(namespace: argparse.Namespace, old: Archive, folder: Path) -> Archi
     output: Path = namespace.output
     request = ArchiveRequest(
         model_name=manifest.model_name or output.name.partition(".")[0],
-        version=namespace.version or manifest.model_version,
+        version=_version(namespace, old),
         handler=namespace.handler or manifest.handler or DEFAULT_HANDLER,
         requirements_file=_in(folder, manifest.requirements_file),
         unpacked=folder,
@@ -254,6 +255,17 @@ def _request(namespace: argparse.Namespace, old: Archive, folder: Path) -> Archi
     kept = (entry.name for entry in old.entries if entry.name not in anew)
     files = tuple(folder / name for name in kept if not name.startswith(about))
     return replace(request, extra_files=files)
+
+
+def _version(namespace: argparse.Namespace, old: Archive) -> str:
+    """Return the version of the new archive; raise ModelRefused if the old one's is none for a server."""
+    version: str = namespace.version or old.manifest.model_version or DEFAULT_VERSION
+    if not is_version(version):
+        raise ModelRefused(
+            f"{old.path}: its version is {version[:80]!r}, and a server refuses it; expected {VERSION_RULE}: "
+            "give another by --version"
+        )
+    return version
 
 
 def _in(folder: Path, name: str | None) -> Path | None:

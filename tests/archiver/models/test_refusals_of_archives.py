@@ -105,6 +105,12 @@ CASES = (
     ),
     Case("convert: ONNX", "convert {relu_mar} {to}", "start from the model that it was made from", (PACKED,)),
     Case(
+        "convert: a version that no server takes",
+        "convert {slashed_mar} --to=torchscript",  # refused before an example is missed
+        r"slashed\.mar: its version is 'a/b', .* without '/': give another by --version",
+        ("convert {slashed_mar} {to} --version=2.0",),
+    ),
+    Case(
         "convert: no example",
         "convert {script_mar} --to=torchscript",
         "give --example with inputs",
@@ -277,8 +283,8 @@ def _write_archives(folder: Path, forms: Any) -> None:
     """Write archives as torch-model-archiver does, and with files that a user wrote."""
 
     def write(name: str, **named: Any) -> Path:
-        given: dict[str, Any] = {"handler": "base_handler", "export_path": folder, **named}
-        return write_archive(ArchiveRequest(model_name=name, version="1.0", **given))
+        given: dict[str, Any] = {"version": "1.0", "handler": "base_handler", "export_path": folder, **named}
+        return write_archive(ArchiveRequest(model_name=name, **given))
 
     script, state = folder / "script.pt", folder / "state.pt"
     script.write_bytes(forms.file("script.model").read_bytes())
@@ -288,6 +294,7 @@ def _write_archives(folder: Path, forms: Any) -> None:
     other.save(str(folder / "other.pt"))
     torch.jit.script(torch.nn.Linear(8, 2)).save(str(folder / "linear.pt"))
     write("script", serialized_file=script)
+    write("slashed", serialized_file=script, version="a/b")
     for name in ("other", "linear"):
         write(name, serialized_file=folder / f"{name}.pt")
     write("alone", handler=handler)
