@@ -28,8 +28,10 @@ from torchere.archiver.models.inputs.run import Named, run_on, shapes
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source
 from torchere.archiver.models.measure.difference import at_least_rounding, distances
-from torchere.archiver.models.probe.isolation import end_with_parent, isolated
+from torchere.archiver.models.probe.derive import batch_refusal
+from torchere.archiver.models.probe.isolation import ModelEndedProcess, end_with_parent, isolated
 from torchere.archiver.models.probe.precision import largest_magnitude
+from torchere.archiver.models.probe.row_independence import Trial
 from torchere.archiver.models.spread import spread
 from torchere.archiver.models.spread.huggingface import spread_folder
 from torchere.archiver.models.spread.weights import held_bytes
@@ -86,34 +88,36 @@ def with_ranks(
         say(f"the weights are those that the class makes; those at {split.weights} are not read here")
     _config_with(options.config_file, split, work)  # refuses before the trial
 
-    def tried(split: Split) -> Outcome:
-        def part(device: torch.device) -> torch.nn.Module:
-            if source.folder is None:
-                return spread(module, split, device)
-            model = spread_folder(path, split, device)
-            return replace(source.folder, model=model).module(source.names_of_inputs(len(example)))
+    if split.pipeline > 1 and (reason := _why_in_one_part(module, example, say)):
+        say(f"all rows pass the stages in one part: {reason}")
+        split = replace(split, batched=False)
 
-        with step(say, f"trying {split.ranks} ranks"):
-            return try_split(module, part, split.ranks, example, say)
+    def part(device: torch.device) -> torch.nn.Module:
+        if source.folder is None:
+            return spread(module, split, device)
+        model = spread_folder(path, split, device)
+        return replace(source.folder, model=model).module(source.names_of_inputs(len(example)))
 
-    split, outcome = _that_works(split, tried, say)
+    with step(say, f"trying {split.ranks} ranks"):
+        outcome = try_split(module, part, split.ranks, example, say)
     say(_told(outcome))
     return replace(options, config_file=_config_with(options.config_file, split, work))
 
 
-def _that_works(split: Split, tried: Callable[[Split], Outcome], say: Say) -> tuple[Split, Outcome]:
-    """Try the split, and for a pipeline that refuses it also without cutting the rows into parts."""
-    try:
-        return split, tried(split)
-    except ModelRefused as refusal:
-        if split.pipeline == 1:
-            raise
-        whole = replace(split, batched=False)
-        say(f"{refusal}; tried once more with all rows in one part")
+def _why_in_one_part(module: torch.nn.Module, example: Tensors, say: Say) -> str:
+    """Return why a pipeline can't cut the rows of the model's inputs into parts; "" if it can.
+
+    The trial over ranks does not show it: an example of one row, or of equal rows, gives equal answers.
+    """
+
+    def work(tell: Say, _say: Say) -> str:
+        return str(batch_refusal(Trial(module, example, tell=tell)) or "")
+
+    with step(say, "trying rows apart"):
         try:
-            return whole, tried(whole)
-        except ModelRefused:
-            raise refusal from None
+            return isolated(work, say)
+        except ModelEndedProcess as end:
+            return str(end)
 
 
 def _config_with(config: Path | None, split: Split, work: Path) -> Path:

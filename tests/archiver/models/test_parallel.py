@@ -112,13 +112,15 @@ def test_a_plan_whose_answers_differ_is_refused(archive: Archive, tmp_path: Path
     assert not (tmp_path / "layers.mar").exists()
 
 
-def test_a_pipeline_of_a_model_whose_rows_meet_takes_them_in_one_part(
-    archive: Archive, tmp_path: Path
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_pipeline_takes_rows_that_depend_on_each_other_in_one_part(
+    archive: Archive, tmp_path: Path, rows: int
 ) -> None:
-    example, meet = f"--example={tmp_path / 'example.npy'}", "(lambda x: torch.relu(x - x.mean(0)))"
-    status, said = archive("--parallel=pipeline=2", example, activation=meet)
+    np.save(tmp_path / "rows.npy", np.load(tmp_path / "example.npy")[:rows])
+    meet = "(lambda x: torch.relu(x - x.mean(0)))"
+    status, said = archive("--parallel=pipeline=2", f"--example={tmp_path / 'rows.npy'}", activation=meet)
     assert status == 0, said
-    assert "tried once more with all rows in one part" in said
+    assert "all rows pass the stages in one part: the output 'output' of a row depends on the other" in said
     packed = open_archive(tmp_path / "layers.mar").extract(tmp_path / "packed")
     config = (packed / "model-config.yaml").read_text()
     assert Split.read(yaml.safe_load(config)) == Split(pipeline=2, batched=False)
