@@ -14,7 +14,7 @@ import io
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -184,11 +184,11 @@ def _takes_8_bits(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
     return type(layer) is nn.Embedding and layer.max_norm is None
 
 
-def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
+def weight_only(module: nn.Module, bits: int, kept: Collection[str] = ()) -> tuple[nn.Module, str]:
     """Copy the model with the weights of its large layers in 8 or 4 bits; return it with a note.
 
     With 4 bits, embeddings, and linear layers whose size the kernel does not support, get weights of 8 bits.
-    Layers that share a weight share it in 8 bits, too.
+    Layers that share a weight share it in 8 bits, too. The `kept` layers stay in fp32.
 
     Raises:
         ModelRefused: there is no such layer, or the model is TorchScript.
@@ -196,12 +196,12 @@ def weight_only(module: nn.Module, bits: int) -> tuple[nn.Module, str]:
     name = f"int{bits}-weight"
     refuse_fixed_layers(module)
     made = copy.deepcopy(module).eval()
-    found = large_layers(made)
+    found = {path: layer for path, layer in large_layers(made).items() if path not in kept}
     if not found:
         raise ModelRefused(
             f"{name} changes linear layers and embeddings of {LARGE:,} weights and more, without hooks "
-            f"(linear layers with inputs in multiples of {INPUTS_OF_8_BITS}), and the model has none; leave "
-            "--quantize out, or take --quantize auto"
+            f"(linear layers with inputs in multiples of {INPUTS_OF_8_BITS}), and the model has none, or its "
+            "own code reads their weights; leave --quantize out, or take --quantize auto"
         )
     names: dict[nn.Module, list[str]] = {}  # a layer may have several
     for path, one in made.named_modules(remove_duplicate=False):

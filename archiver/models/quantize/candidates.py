@@ -28,6 +28,7 @@ from torchere.archiver.models.load.torchscript import load_script, saved, suppor
 from torchere.archiver.models.measure.cost import processor_ms, shapes_of
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
+from torchere.archiver.models.quantize.reads import KEPT_AS_READ, read_elsewhere
 from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.models.steps import Say, counted, line_of, silent
 
@@ -203,25 +204,43 @@ class Maker:
 
     def _layers(self, method: str) -> tuple[list[Sensitive], float]:
         """Return the layers that may stay in fp32, and the limit of their weights in total."""
-        module = self.opened.module
-        if method == "int8-static":
-            module = fold(module, self.samples[0]).module
+        module = self._folded(method)
         few = spread(self.judged, _RANKED)
         rows = [tuple(tensor[:1] for tensor in one) for one in few] if self.model.signature.batched else few
         weights = sum(parameter.numel() for parameter in self.model.module.parameters())
         return sensitivities(module, rows, _MIXABLE[method], self.say), MOST_KEPT * weights
 
+    def _folded(self, method: str) -> nn.Module:
+        """Return the model with the layers that the method changes, under their names."""
+        module, given = self.opened.module, (*self.samples, self.model.example)
+        return fold(module, given[0]).module if method == "int8-static" else module
+
     def _packed(self, method: str, kept: Collection[str], samples: Samples) -> tuple[bytes, str]:
         """Return the quantised model as TorchScript, with the `kept` layers in fp32, and a note."""
-        embeddings = large_embeddings(self.opened.module) if method == "int8-dynamic" else frozenset()
         try:
             return self._compiled(method, kept, samples)
-        # Broad: the model's own code may raise any error where an embedding's weight is not a tensor.
-        except Exception:
-            if embeddings <= set(kept):
-                raise
-        packed, note = self._compiled(method, embeddings | set(kept), samples)
-        return packed, f"{note}; embeddings in fp32, for the model reads their weights itself"
+        # Broad: the model's own code may raise any error where a layer in int8 lacks an attribute.
+        except Exception as error:
+            failure = error
+        embeddings = large_embeddings(self.opened.module) if method == "int8-dynamic" else frozenset()
+        read = self._read_elsewhere(method, embeddings)
+        for more in (read, read | embeddings):  # an embedding in int8 lacks `padding_idx`, too
+            if not more <= set(kept):
+                try:
+                    packed, note = self._compiled(method, more | set(kept), samples)
+                except Exception as error:
+                    failure = error
+                else:
+                    return packed, f"{note}; {KEPT_AS_READ} {', '.join(sorted(more))}"
+        raise failure
+
+    def _read_elsewhere(self, method: str, embeddings: Collection[str]) -> frozenset[str]:
+        """Return the layers that the method changes and whose weights the model's own code reads."""
+        kinds, module = _MIXABLE.get(method, ()), self._folded(method)
+        named = module.named_modules()
+        layers = {name: layer for name, layer in named if type(layer) in kinds or name in embeddings}
+        with plain_attention():
+            return frozenset(read_elsewhere(module, self.model.example, layers))
 
     def _compiled(self, method: str, kept: Collection[str], samples: Samples) -> tuple[bytes, str]:
         # Any engine works here: the weights are packed again when they are loaded.

@@ -89,7 +89,7 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
 
 _NO_LAYER = (
     "int8-dynamic changes linear, LSTM and GRU layers (these with bias, without proj_size), and the model "
-    "has none; for convolutions use int8-static with calibration samples"
+    "has none, or its own code reads their weights; for convolutions use int8-static with calibration samples"
 )
 
 
@@ -100,8 +100,7 @@ def _nothing_to_flatten() -> None:
 def large_embeddings(module: nn.Module) -> frozenset[str]:
     """Return the names of the embeddings that `dynamic` quantises.
 
-    Their `weight` becomes a method. A model that reads `weight` in its own code, such as a head that shares
-    its weights with the embedding, needs them in fp32.
+    A model that uses others of their attributes than `embedding_dim` and `num_embeddings` needs them in fp32.
     """
     return frozenset(name for name, layer in module.named_modules() if _is_large_embedding(layer))
 

@@ -19,7 +19,7 @@ from torchere.archiver.models.fold.parametrizations import copied, without_param
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.torchscript import load_script
-from torchere.archiver.models.load.weight_only import torchao_kinds, weight_only
+from torchere.archiver.models.load.weight_only import large_layers, torchao_kinds, weight_only
 from torchere.archiver.models.measure.cost import fewer_threads_when_busy
 from torchere.archiver.models.quantize.candidates import (
     Candidate,
@@ -32,6 +32,7 @@ from torchere.archiver.models.quantize.candidates import (
     some_of,
 )
 from torchere.archiver.models.quantize.pt2e import check_torchao, quantised_program
+from torchere.archiver.models.quantize.reads import KEPT_AS_READ, read_elsewhere
 from torchere.archiver.models.steps import Say, refusing, silent
 from torchere.archiver.quantization import AUTO, INT8_DRIFT, METHODS
 
@@ -107,7 +108,7 @@ def quantise(
             made(*(tensor.clone() for tensor in model.example))
         return Quantised(made, method, None, (), ("weights and sums in bfloat16",))
     if method in _WEIGHTS:
-        return _weight_only(model, method)
+        return _weight_only(model, method, target)
     if target == "torchscript":
         with quiet():
             judged = some_of(model, list(samples) or [model.example])
@@ -122,8 +123,15 @@ def quantise(
     return Quantised(program, method, None, (), ("quantised by torchao PT2E for oneDNN",))
 
 
-def _weight_only(model: LoadedModel, method: str) -> Quantised:
-    made, note = weight_only(_plain(model).module, _WEIGHTS[method])
+def _weight_only(model: LoadedModel, method: str, target: str) -> Quantised:
+    plain = _plain(model).module
+    read: list[str] = []
+    if target != "export":  # the other formats would hold the weight that is read in fp32, too
+        reads = read_elsewhere(plain, model.example, large_layers(plain))
+        read = sorted(name for name, has_values in reads.items() if has_values)
+    made, note = weight_only(plain, _WEIGHTS[method], read)
+    if read:
+        note = f"{note}; {KEPT_AS_READ} {', '.join(read)}"
     advice = _NO_PARAMETER if next(made.parameters(), None) is None else ""
     with refusing(f"running the model with weights of {_WEIGHTS[method]} bits", advice):
         made(*(tensor.clone() for tensor in model.example))

@@ -1,0 +1,101 @@
+"""Layers whose weights a model's own code reads: they are found in a run, and stay in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.load.torchscript import supported
+from torchere.archiver.models.load.weight_only import Int8Linear
+from torchere.archiver.models.quantize import candidates as quantise_candidates
+from torchere.archiver.models.quantize.methods import quantise
+from torchere.archiver.models.quantize.reads import read_elsewhere
+from torchere.archiver.signature import Signature, TensorSpec
+
+
+class Reading(nn.Module):
+    """Reads values of one layer and the type of another, and calls the `forward` of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.typed = nn.Linear(256, 128), nn.Linear(128, 128)
+        self.called = nn.Linear(128, 128)
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        x = self.typed(torch.relu(self.encoder(x)))
+        if isinstance(self.typed.weight, torch.Tensor):
+            x = x.to(self.typed.weight.dtype)
+        return functional.linear(self.called.forward(x), self.encoder.weight.t())
+
+
+class Tied(nn.Module):
+    """Its head has the weight of its embedding, and its scores are multiplied by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor, *, twice: bool = True) -> torch.Tensor:
+        scores = self.head(self.words(ids))
+        return scores @ self.words.weight if twice else scores
+
+
+def test_reads_of_values_are_told_from_reads_of_a_type_and_the_model_stays_as_it_is() -> None:
+    model = Reading()
+    layers = dict(model.named_children())
+    assert read_elsewhere(model, (torch.randn(2, 256),), layers) == {"encoder": True, "typed": False}
+    assert not any("forward" in vars(layer) for layer in layers.values())
+    assert model.calls == 0
+
+
+def test_all_layers_with_a_common_weight_are_read() -> None:
+    model, ids = Tied(), torch.tensor([[1, 2]])
+    assert read_elsewhere(model, (ids,), dict(model.named_children())) == {"words": True, "head": True}
+
+
+def test_a_model_that_fails_reads_no_more() -> None:
+    model = Reading()
+    assert read_elsewhere(model, (torch.randn(2, 3),), dict(model.named_children())) == {}
+
+
+class Decoding(nn.Module):
+    """Multiplies by the transposed weight of its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.layer = nn.Linear(256, 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.layer(torch.relu(self.encoder(x))), self.encoder.weight.t())
+
+
+@pytest.mark.parametrize("method", ["int8-dynamic", "int8-static", "int8-weight"])
+def test_a_layer_whose_weight_is_read_stays_in_fp32(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    if method != "int8-weight" and not supported():
+        pytest.skip("this build of torch has no int8 engine")
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+    torch.manual_seed(0)
+    module, x = Decoding().eval(), torch.randn(8, 256)
+    signature = Signature((TensorSpec("x", "FP32", (-1, 256)),), ())
+    model = LoadedModel(module, (x,), signature, "eager", Path("model.py"))
+
+    made = quantise(model, method, [(x,)])
+
+    assert "1 l" in made.notes[0]  # layers; linear layers
+    assert made.notes[0].endswith("; in fp32, as the model's own code reads them: encoder")
+    torch.testing.assert_close(made.module(x), module(x), rtol=0.1, atol=0.1)
+
+
+def test_a_program_has_a_weight_that_is_read_in_8_bits() -> None:
+    module, x = Decoding().eval(), torch.randn(8, 256)
+    model = LoadedModel(module, (x,), Signature((), ()), "eager", Path("model.py"))
+    made = quantise(model, "int8-weight", [(x,)], target="export")
+    assert isinstance(made.module.get_submodule("encoder"), Int8Linear)
