@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import re
 import signal
 import sys
 import tempfile
@@ -34,6 +35,9 @@ from torchere.archiver.request import (
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, parse
 from torchere.archiver.writer import Progress, check_target, write_archive
 
+_BATCH_SIZE = re.compile(r"""^["']?batchSize["']?[ \t]*:[ \t]*["']?(\d+)""", re.MULTILINE)
+# Handlers that give the model the rows of a batch in one tensor; `tensor` gives it no more than it takes.
+_STACKING = frozenset({"base_handler", "densenet_handler", "image_classifier", "image_segmenter"})
 Say = Callable[[str], None]
 # Returns the function by which a handler turns the body of a request into inputs. The arguments are the
 # handler as in the manifest, the folder of its file (None if it is built in), and the model-config.yaml, if
@@ -74,6 +78,8 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
         built = build(options, Path(folder), say)
         if request.handler == DEFAULT_HANDLER:
             _refuse_unservable(built)
+        if request.handler in _STACKING:
+            _warn_of_larger_batches(request.handler, built, say)
         add_texts(request, options.serialized_file, built.beside)
         packed = dataclasses.replace(
             request,
@@ -112,10 +118,30 @@ def packed_line(path: Path) -> str:
     return f"packed: {path} ({size / 1e6:.1f} MB)" if size >= 1e6 else f"packed: {path} ({size / 1e3:.0f} kB)"
 
 
+def _signature_of(built: Built) -> Signature:
+    file = built.beside / SIGNATURE_NAME
+    return parse(file.read_text(encoding="utf-8")) if file.is_file() else Signature((), ())
+
+
+def _warn_of_larger_batches(handler: str, built: Built, say: Say) -> None:
+    """Tell the user if `batchSize` of the configuration exceeds the rows that the model takes at once."""
+    config = built.config_file
+    asked = _BATCH_SIZE.search(config.read_text(encoding="utf-8")) if config else None
+    inputs = [spec for spec in _signature_of(built).inputs if spec.shape]
+    most = [spec.limit_of(0).most if spec.batched else spec.shape[0] for spec in inputs]
+    rows = min((size for size in most if size), default=None)
+    if config and asked and rows and int(asked[1]) > rows:
+        say(
+            f"warning: {config.name} has batchSize: {asked[1]}, and the model takes {rows} in its first "
+            f"dimension: larger batches, which {handler} gives it, fail and run again one by one, or mix "
+            f"requests; set batchSize to {rows} at most, or give --dynamic-batch 1:{asked[1]} if rows are "
+            "independent"
+        )
+
+
 def _refuse_unservable(built: Built) -> None:
     """Raise ModelRefused when the signature has a datatype that the default handler can't carry."""
-    file = built.beside / SIGNATURE_NAME
-    signature = parse(file.read_text(encoding="utf-8")) if file.is_file() else Signature((), ())
+    signature = _signature_of(built)
     reasons = {"BYTES": f"texts, and the handler {DEFAULT_HANDLER!r} knows numbers only"}
     if built.serialized_file is not None and built.serialized_file.suffix == ".onnx":
         reasons["BF16"] = "BF16, which onnxruntime's NumPy arrays do not have"

@@ -70,6 +70,31 @@ def test_an_example_photograph_gives_a_signature_of_the_size_that_the_handler_cr
     assert signature["inputs"][0]["shape"] == [-1, 3, 32, 32]
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "flags", "rows"),
+    [
+        (8, ("--format=export", "--dynamic-batch=1:8"), None),
+        (9, ("--format=export", "--dynamic-batch=1:8"), 8),
+        (8, ("--format=export",), 1),
+        (1, ("--format=export",), None),
+        (8, ("--format=export", "--handler=tensor"), None),  # it gives the model rows one by one
+        (8, ("--format=torchscript",), None),
+    ],
+)
+def test_a_batch_size_above_the_rows_that_the_model_takes_is_told(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    batch_size: int,
+    flags: tuple[str, ...],
+    rows: int | None,
+) -> None:
+    Path("model-config.yaml").write_text(f"batchSize: {batch_size}\n{IMAGE}")
+    assert pack("net", "--no-verify", *flags) == 0
+    told = f"model-config.yaml has batchSize: {batch_size}, and the model takes {rows} in its first dimension"
+    said = capsys.readouterr().err
+    assert (told in said, "batchSize" in said) == (rows is not None, rows is not None)
+
+
 def test_archive_and_compare_tell_the_same_of_the_same_photographs(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
