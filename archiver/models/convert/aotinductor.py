@@ -16,7 +16,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.convert.exported_program import free_sizes
+from torchere.archiver.models.convert.exported_program import free_sizes, hide_from
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
 from torchere.archiver.models.load.weight_only import INPUTS_OF_8_BITS
@@ -364,11 +364,8 @@ def _block_folds(graph: fx.Graph) -> None:
         values = [one.meta.get("val") for user in users for one in user.all_input_nodes]
         is_short = any(isinstance(one, torch.Tensor) and 1 < one.dim() < weight.dim() - 1 for one in values)
         if node.args[6] or is_short:  # 6: whether it is transposed
-            with graph.inserting_after(node):
-                alias = graph.call_function(torch.ops.aten.alias.default, (node,))
-            alias.meta.update(node.meta)
             for user in users:
-                user.replace_input_with(node, alias)
+                hide_from(user, node)
 
 
 def _block_8_bits(graph: fx.Graph) -> None:

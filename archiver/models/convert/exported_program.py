@@ -174,6 +174,14 @@ def by_parameter(module: torch.nn.Module, shapes: Sequence[dict[int, Any]]) -> t
     return tuple(inspect.signature(module.forward).bind(*shapes).arguments.values())
 
 
+def hide_from(user: fx.Node, node: fx.Node) -> None:
+    """Let the user read an alias of the node's result, behind which passes over the graph find no layer."""
+    with user.graph.inserting_before(user):
+        alias = user.graph.call_function(torch.ops.aten.alias.default, (node,))
+    alias.meta = {"val": node.meta["val"]}  # without the layer's module, by which torchao finds the layer
+    user.replace_input_with(node, alias)
+
+
 def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> list[dict[int, Any]]:
     found: list[dict[int, Any]] = [{} for _ in example]
     for free in sizes:

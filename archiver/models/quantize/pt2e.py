@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.convert.exported_program import by_parameter, exportable
+from torchere.archiver.models.convert.exported_program import by_parameter, exportable, hide_from
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.load.torchscript import refuse_fixed_layers
@@ -164,7 +164,7 @@ def _keep_normalisations(graph: fx.GraphModule) -> None:
         layer = node.args[0]
         changed = [layer, *(one for one in layer.all_input_nodes if one.op == "get_attr")]
         if any(len(one.users) > 1 for one in changed) or _has_groups(layer):
-            _hide_input(graph, node, layer)
+            hide_from(node, layer)
     graph.recompile()
 
 
@@ -172,16 +172,8 @@ def _keep_sums(graph: fx.GraphModule) -> None:
     """Hide a layer from torchao in a sum with a number, which it would take for a sum of two tensors."""
     for node in list(graph.graph.nodes):
         if node.target in _SUMS and not all(isinstance(operand, fx.Node) for operand in node.args[:2]):
-            _hide_input(graph, node, node.all_input_nodes[0])
+            hide_from(node, node.all_input_nodes[0])
     graph.recompile()
-
-
-def _hide_input(graph: fx.GraphModule, node: fx.Node, layer: fx.Node) -> None:
-    """Let the node read a view of the layer's output, through which torchao does not see the layer."""
-    with graph.graph.inserting_before(node):
-        view = graph.graph.call_function(torch.ops.aten.alias.default, (layer,))
-    view.meta = {"val": layer.meta["val"]}
-    node.replace_input_with(layer, view)
 
 
 def _has_groups(node: fx.Node) -> bool:
