@@ -110,6 +110,10 @@ class TensorSpec:
         """Return the first limit that the shape violates; the shape has as many dimensions as the tensor."""
         return next((limit for limit in self.limits if not limit.takes(shape[limit.dimension])), None)
 
+    def limit_of(self, dimension: int) -> Limit:
+        """Return the limit of a free dimension; one that allows every size if it has none."""
+        return next((limit for limit in self.limits if limit.dimension == dimension), Limit(dimension))
+
     @property
     def batched(self) -> bool:
         """Whether the first dimension is the batch."""

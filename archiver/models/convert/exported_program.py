@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -194,10 +195,11 @@ def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> list[dict[int, Any]]
 
 
 def _dimension(free: FreeSize) -> Any:
+    name = re.sub(r"\W|^(?=\d)", "_", free.name)  # torch takes identifiers only, and inputs may be `scores.1`
     if free.multiple == 1:
-        return Dim(free.name, min=free.low, max=free.high)
+        return Dim(name, min=free.low, max=free.high)
     low, high = -(-free.low // free.multiple), free.high // free.multiple
-    return free.multiple * Dim(f"{free.name}_k", min=low, max=high)
+    return free.multiple * Dim(f"{name}_k", min=low, max=high)
 
 
 def _from_torchscript(module: torch.jit.ScriptModule, example: Tensors) -> torch.nn.Module:

@@ -234,3 +234,9 @@ def test_a_table_that_grows_keeps_the_length_free(kind: str) -> None:
     for length in (4, 20):
         rows = torch.rand(1, length, 4)
         assert torch.equal(found(rows), module(rows))
+
+
+def test_a_free_size_may_have_a_name_that_is_no_identifier() -> None:
+    sizes = [FreeSize("1.scores_0", ((0, 0),), 2, 8), FreeSize("1.scores_1", ((0, 1),), 2, 8, 2)]
+    program = to_program(nn.ReLU(), (torch.ones(3, 4),), sizes)
+    assert program.module()(torch.ones(5, 6)).shape == (5, 6)

@@ -99,7 +99,7 @@ CONNECTIONS = 40
 
 
 def test_many_connections_share_a_turn_and_none_is_forgotten(run, http2, monkeypatch):
-    """A pass over 40 connections with two calls of two milliseconds on each would keep the loop for 160 ms."""
+    """A pass over 40 connections, two calls of 2 ms on each, would keep the loop for 160 ms."""
     monkeypatch.setattr(loop_time, "SHARED_TURN_S", 0.004)
     longest_s = 0.0
 
