@@ -49,8 +49,7 @@ class AsyncClient:
             retries=retries or Retries(),
             headers=headers or {},
         )
-        http = settings.http(httpx.AsyncClient, transport, httpx.AsyncHTTPTransport)
-        self._transport = Awaiting(settings, http)
+        self._transport = Awaiting(settings, transport)
 
     async def __aenter__(self) -> AsyncClient:
         return self

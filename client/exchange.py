@@ -96,17 +96,6 @@ def reading(read: Callable[[Any], Result]) -> Callable[[Answer], Result]:
     return read_json
 
 
-def read(operation: Operation[Result], answer: Answer) -> Result:
-    """Read a response by its operation and return the result.
-
-    Raises:
-        AnswerError: the response is an error.
-    """
-    if not operation.takes(answer.status):
-        raise refusal(answer)
-    return operation.read(answer)
-
-
 def path(*segments: str) -> str:
     """Join segments to a URL path; quote each segment and leave out empty ones."""
     return "/" + "/".join(quote(segment, safe="") for segment in segments if segment)

@@ -7,8 +7,8 @@ import math
 import os
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from torchere.client.exchange import (
     bearer,
     check_headers,
     merged,
-    read,
+    refusal,
 )
 from torchere.client.key_file import find_key, is_loopback
 
@@ -219,36 +219,85 @@ class TimeLeft(Mapping[str, float | None]):
         return 4
 
 
-def answer_of(response: httpx.Response, body: bytes) -> Answer:
-    """Convert an httpx response and its body to an `Answer`."""
+class Call:
+    """One call of an operation: its deadline, the number of its attempts, and the errors of httpx in it."""
+
+    def __init__(self, settings: Settings, operation: Operation[object], timeout_s: float | None) -> None:
+        self.operation = operation
+        self._settings = settings
+        self._timeout_s = settings.seconds(timeout_s)
+        self._deadline_s = time.monotonic() + self._timeout_s
+        self._attempts = 0
+
+    def remaining_s(self) -> float:
+        """Return the seconds until the deadline."""
+        return self._deadline_s - time.monotonic()
+
+    def check_deadline(self) -> None:
+        """Raise DeadlineExceeded if the deadline has passed."""
+        if self.remaining_s() <= 0:
+            raise self._too_late()
+
+    def built(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        """Return the request of an attempt.
+
+        Raises:
+            ClientError: the deadline has passed, the client is closed, or there is no key or no valid header.
+        """
+        self.check_deadline()
+        request = self.operation.request
+        headers = self._settings.sent_headers(request, self.remaining_s())
+        content: bytes | Iterator[bytes] = request.body
+        if isinstance(http, httpx.Client) and len(request.body) > _PIECE_BYTES:
+            headers["content-length"] = str(len(request.body))
+            content = self._pieces(request.body)
+        if http.is_closed:  # httpx raises a RuntimeError
+            raise ClientError("the client is closed; make another one")
+        return http.build_request(
+            request.method,
+            self._settings.url(request),
+            headers=headers,
+            content=content,
+            extensions={"timeout": TimeLeft(self.remaining_s)},
+        )
+
+    def pause_s(self, error: ClientError) -> float:
+        """Return the seconds to wait before the next attempt; raise the error if there is none."""
+        self._attempts += 1
+        pause_s = self._settings.retries.pause_s(error, self._attempts, self.remaining_s(), random.random())
+        if pause_s is None:
+            raise error
+        return pause_s
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Translate httpx's exceptions into this package's."""
+        url = self._settings.url(self.operation.request)
+        try:
+            yield
+        except httpx.TimeoutException as err:
+            raise self._too_late() from err
+        except httpx.ConnectError as err:
+            raise ConnectionFailed(f"no connection to {url}: {err}", refused=True) from err
+        except (httpx.HTTPError, httpx.StreamError) as err:
+            if self.remaining_s() <= 0:  # the server enforces the deadline, too, and ends the stream
+                raise self._too_late() from err
+            raise ConnectionFailed(f"the connection to {url} broke: {str(err) or repr(err)}") from err
+
+    def _pieces(self, body: bytes) -> Iterator[bytes]:
+        # The time-out of httpx applies to each send to a blocking socket, not to their sum: a slow connection
+        # would never exceed it.
+        for start in range(0, len(body), _PIECE_BYTES):
+            self.check_deadline()
+            yield body[start : start + _PIECE_BYTES]
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
+
+
+def _answer(response: httpx.Response, body: bytes) -> Answer:
     headers = {name.lower(): value for name, value in response.headers.items()}
     return Answer(response.status_code, headers, body)
-
-
-def too_late(timeout_s: float) -> DeadlineExceeded:
-    """Return the error of a call whose deadline has passed."""
-    return DeadlineExceeded(f"no answer within {timeout_s:g} s")
-
-
-@contextmanager
-def translated(url: str, deadline_s: float, timeout_s: float) -> Iterator[None]:
-    """Translate httpx's exceptions into this package's; `deadline_s` is in `time.monotonic()` seconds."""
-    try:
-        yield
-    except httpx.TimeoutException as err:
-        raise too_late(timeout_s) from err
-    except httpx.ConnectError as err:
-        raise ConnectionFailed(f"no connection to {url}: {err}", refused=True) from err
-    except (httpx.HTTPError, httpx.StreamError) as err:
-        if time.monotonic() >= deadline_s:  # the server enforces the deadline, too, and ends the stream
-            raise too_late(timeout_s) from err
-        raise ConnectionFailed(f"the connection to {url} broke: {str(err) or repr(err)}") from err
-
-
-def _opened(http: Http) -> Http:
-    if http.is_closed:  # httpx raises a RuntimeError
-        raise ClientError("the client is closed; make another one")
-    return http
 
 
 def _is_http(address: str) -> bool:
@@ -302,199 +351,83 @@ class Blocking:
         Raises:
             ClientError: the error of the last attempt.
         """
-        allowed_s = self._settings.seconds(timeout_s)
-        deadline_s = time.monotonic() + allowed_s
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                return self._attempt(operation, deadline_s, allowed_s)
-            except ClientError as error:
-                self._pause_or_raise(error, attempt, deadline_s)
+        call = Call(self._settings, operation, timeout_s)
+        response = self._accepted(call)
+        return operation.read(_answer(response, b"".join(_parts(call, response))))
 
     def stream(self, operation: Operation[object], timeout_s: float | None) -> Generator[bytes, None, None]:
         """Yield the parts of a response as they arrive; retry only before the first part."""
-        allowed_s = self._settings.seconds(timeout_s)
-        deadline_s = time.monotonic() + allowed_s
-        attempt = 0
+        call = Call(self._settings, operation, timeout_s)
+        yield from _parts(call, self._accepted(call))
+
+    def _accepted(self, call: Call) -> httpx.Response:
+        """Send the request, with retries, until a response has a status that the operation takes."""
         while True:
-            attempt += 1
-            begun = False
             try:
-                for part in self._parts(operation, deadline_s, allowed_s):
-                    begun = True
-                    yield part
-                return
+                with call.translated():
+                    http = self._http_here()
+                    response = http.send(call.built(http), stream=True)
+                if call.operation.takes(response.status_code):
+                    return response
+                raise refusal(_answer(response, b"".join(_parts(call, response))))
             except ClientError as error:
-                if begun:
-                    raise
-                self._pause_or_raise(error, attempt, deadline_s)
-
-    def _pause_or_raise(self, error: ClientError, attempt: int, deadline_s: float) -> None:
-        remaining_s = deadline_s - time.monotonic()
-        pause_s = self._settings.retries.pause_s(error, attempt, remaining_s, random.random())
-        if pause_s is None:
-            raise error
-        time.sleep(pause_s)
-
-    def _attempt(self, operation: Operation[Result], deadline_s: float, allowed_s: float) -> Result:
-        with translated(self._settings.url(operation.request), deadline_s, allowed_s):
-            response = self._send(operation.request, deadline_s, allowed_s)
-            try:
-                body = b"".join(_within(response, deadline_s, allowed_s))
-            finally:
-                response.close()
-        return read(operation, answer_of(response, body))
-
-    def _parts(self, operation: Operation[object], deadline_s: float, allowed_s: float) -> Iterator[bytes]:
-        with translated(self._settings.url(operation.request), deadline_s, allowed_s):
-            response = self._send(operation.request, deadline_s, allowed_s)
-            try:
-                if not operation.takes(response.status_code):
-                    read(operation, answer_of(response, b"".join(_within(response, deadline_s, allowed_s))))
-                yield from _within(response, deadline_s, allowed_s)
-            finally:
-                response.close()
-
-    def _send(self, request: Request, deadline_s: float, allowed_s: float) -> httpx.Response:
-        remaining_s = deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            raise too_late(allowed_s)
-        headers = self._settings.sent_headers(request, remaining_s)
-        content: bytes | Iterator[bytes] = request.body
-        if len(request.body) > _PIECE_BYTES:
-            headers["content-length"] = str(len(request.body))
-            content = _pieces(request.body, deadline_s, allowed_s)
-        http = _opened(self._http_here())
-        built = http.build_request(
-            request.method,
-            self._settings.url(request),
-            headers=headers,
-            content=content,
-            extensions={"timeout": TimeLeft(lambda: deadline_s - time.monotonic())},
-        )
-        return http.send(built, stream=True)
+                time.sleep(call.pause_s(error))
 
 
-def _pieces(body: bytes, deadline_s: float, allowed_s: float) -> Iterator[bytes]:
-    # The time-out of httpx applies to each send to the socket, not to their sum: a slow connection would
-    # never exceed it.
-    for start in range(0, len(body), _PIECE_BYTES):
-        if time.monotonic() > deadline_s:
-            raise too_late(allowed_s)
-        yield body[start : start + _PIECE_BYTES]
-
-
-def _within(response: httpx.Response, deadline_s: float, allowed_s: float) -> Iterator[bytes]:
+def _parts(call: Call, response: httpx.Response) -> Iterator[bytes]:
     # The time-out of httpx applies to each read, not to their sum: a server that sends one byte a second
     # would never exceed it.
-    for part in response.iter_bytes():
-        yield part
-        if time.monotonic() > deadline_s:
-            raise too_late(allowed_s)
+    with call.translated(), closing(response):
+        for part in response.iter_bytes():
+            yield part
+            call.check_deadline()
 
 
 class Awaiting:
     """Sends operations; any number at once, on one event loop. Cancelling a call closes its connection."""
 
-    def __init__(self, settings: Settings, http: httpx.AsyncClient) -> None:
+    def __init__(self, settings: Settings, transport: httpx.AsyncBaseTransport | None) -> None:
         self._settings = settings
-        self._http = http
+        self._http = settings.http(httpx.AsyncClient, transport, httpx.AsyncHTTPTransport)
 
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
 
     async def run(self, operation: Operation[Result], timeout_s: float | None) -> Result:
-        """Send an operation, retry it as `Retries` allows within its deadline, and return its result.
-
-        Raises:
-            ClientError: the error of the last attempt.
-        """
-        allowed_s = self._settings.seconds(timeout_s)
-        deadline_s = time.monotonic() + allowed_s
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                return await self._attempt(operation, deadline_s, allowed_s)
-            except ClientError as error:
-                await self._pause_or_raise(error, attempt, deadline_s)
+        """Do as `Blocking.run`."""
+        call = Call(self._settings, operation, timeout_s)
+        response = await self._accepted(call)
+        return operation.read(_answer(response, await _whole(call, response)))
 
     async def stream(
         self, operation: Operation[object], timeout_s: float | None
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the parts of a response as they arrive; retry only before the first part."""
-        allowed_s = self._settings.seconds(timeout_s)
-        deadline_s = time.monotonic() + allowed_s
-        attempt = 0
+        """Do as `Blocking.stream`."""
+        call = Call(self._settings, operation, timeout_s)
+        async with aclosing(_awaited_parts(call, await self._accepted(call))) as parts:
+            async for part in parts:  # closed with this one, and not when the loop gets to it
+                yield part
+
+    async def _accepted(self, call: Call) -> httpx.Response:
         while True:
-            attempt += 1
-            begun = False
             try:
-                async with aclosing(self._parts(operation, deadline_s, allowed_s)) as parts:
-                    async for part in parts:  # closed with this one, and not when the loop gets to it
-                        begun = True
-                        yield part
-                return
+                with call.translated():
+                    response = await self._http.send(call.built(self._http), stream=True)
+                if call.operation.takes(response.status_code):
+                    return response
+                raise refusal(_answer(response, await _whole(call, response)))
             except ClientError as error:
-                if begun:
-                    raise
-                await self._pause_or_raise(error, attempt, deadline_s)
-
-    async def _pause_or_raise(self, error: ClientError, attempt: int, deadline_s: float) -> None:
-        remaining_s = deadline_s - time.monotonic()
-        pause_s = self._settings.retries.pause_s(error, attempt, remaining_s, random.random())
-        if pause_s is None:
-            raise error
-        await asyncio.sleep(pause_s)
-
-    async def _attempt(self, operation: Operation[Result], deadline_s: float, allowed_s: float) -> Result:
-        with translated(self._settings.url(operation.request), deadline_s, allowed_s):
-            response = await self._send(operation.request, deadline_s, allowed_s)
-            try:
-                body = await _whole(response, deadline_s, allowed_s)
-            finally:
-                await response.aclose()
-        return read(operation, answer_of(response, body))
-
-    async def _parts(
-        self, operation: Operation[object], deadline_s: float, allowed_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        with translated(self._settings.url(operation.request), deadline_s, allowed_s):
-            response = await self._send(operation.request, deadline_s, allowed_s)
-            try:
-                if not operation.takes(response.status_code):
-                    read(operation, answer_of(response, await _whole(response, deadline_s, allowed_s)))
-                async for part in _awaited_within(response, deadline_s, allowed_s):
-                    yield part
-            finally:
-                await response.aclose()
-
-    async def _send(self, request: Request, deadline_s: float, allowed_s: float) -> httpx.Response:
-        remaining_s = deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            raise too_late(allowed_s)
-        built = _opened(self._http).build_request(
-            request.method,
-            self._settings.url(request),
-            headers=self._settings.sent_headers(request, remaining_s),
-            content=request.body,
-            extensions={"timeout": TimeLeft(lambda: deadline_s - time.monotonic())},
-        )
-        return await self._http.send(built, stream=True)
+                await asyncio.sleep(call.pause_s(error))
 
 
-async def _whole(response: httpx.Response, deadline_s: float, allowed_s: float) -> bytes:
-    return b"".join([part async for part in _awaited_within(response, deadline_s, allowed_s)])
+async def _awaited_parts(call: Call, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    with call.translated():
+        async with aclosing(response):
+            async for part in response.aiter_bytes():
+                yield part
+                call.check_deadline()
 
 
-async def _awaited_within(
-    response: httpx.Response, deadline_s: float, allowed_s: float
-) -> AsyncIterator[bytes]:
-    # The time-out of httpx applies to each read, not to their sum: a server that sends one byte a second
-    # would never exceed it.
-    async for part in response.aiter_bytes():
-        yield part
-        if time.monotonic() > deadline_s:
-            raise too_late(allowed_s)
+async def _whole(call: Call, response: httpx.Response) -> bytes:
+    return b"".join([part async for part in _awaited_parts(call, response)])
