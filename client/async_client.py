@@ -74,21 +74,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Prediction:
-        """Send a request to `/predictions` and return the response.
-
-        Args:
-            model: the name of the model.
-            data: `bytes` are sent unchanged, `str` as text, a path as the content of its file, any other
-                value as JSON with arrays as lists.
-            version: None is the default version of the model.
-            content_type: overrides the content type derived from `data`.
-            files: the parts of a multipart form, sent instead of `data`.
-            headers: for the handler; their spelling is kept.
-            timeout_s: the deadline of this call.
-
-        Example:
-            (await client.predict("net", {"x": [1, 2, 3]})).json()
-        """
+        """Send a request to `/predictions` and return the response. See `Client.predict`."""
         operation = predictions.predict(
             model, data, version=version, content_type=content_type, files=files, headers=headers
         )
@@ -104,9 +90,8 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """Send a request to `/predictions` and yield the parts of the streamed response. See `predict`.
+        """Send a request to `/predictions` and yield the parts of the response. See `Client.predict_stream`.
 
-        The network may merge parts that are sent close together. A response that breaks off raises an error.
         To stop early, close the generator (`contextlib.aclosing`): this cancels the request.
 
         Example:
@@ -139,20 +124,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> InferResult:
-        """Run a model over the Open Inference Protocol, with arrays as inputs and outputs.
-
-        Args:
-            model: the name of the model.
-            inputs: arrays by input name; `client.tensors.tensor` makes a tensor of a datatype that NumPy
-                lacks.
-            options: binary or JSON encoding, requested outputs, parameters, id, sequence.
-            version: None is the default version of the model.
-            headers: sent in addition.
-            timeout_s: the deadline of this call.
-
-        Example:
-            (await client.infer("add", {"a": a, "b": b}))["sum"]
-        """
+        """Run a model by the Open Inference Protocol. See `Client.infer`."""
         operation = inference.infer(
             model, inputs, options or InferOptions(), version=version, headers=headers
         )
@@ -167,14 +139,7 @@ class AsyncClient:
         version: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[InferResult, None]:
-        """Run a model by the Open Inference Protocol and yield streamed results.
-
-        See `infer` and `predict_stream`.
-
-        Example:
-            async for part in client.infer_stream("llm", {"prompt": ["Once upon a time"]}):
-                print(part["text"][0].decode(), end="")
-        """
+        """Run a model by the Open Inference Protocol and yield streamed results. See `predict_stream`."""
         operation = inference.infer_stream(model, inputs, options or InferOptions(), version=version)
         events = inference.Events()
         async with aclosing(self._transport.stream(operation, timeout_s)) as parts:
@@ -228,17 +193,7 @@ class AsyncClient:
         await self._transport.run(management.unload(model), timeout_s)
 
     async def register(self, url: str, *, timeout_s: float | None = None, **options: object) -> str:
-        """Register an archive of the model store and return the server's status message.
-
-        Args:
-            url: the file name of the archive.
-            timeout_s: the deadline of this call.
-            options: parameters of the management API: `model_name`, `initial_workers`, `batch_size`,
-                `max_batch_delay`, `synchronous`, `response_timeout`, `startup_timeout`, `handler`, `runtime`.
-
-        Example:
-            await client.register("net.mar", initial_workers=1)
-        """
+        """Register an archive of the model store. See `Client.register`."""
         return await self._transport.run(management.register(url, **options), timeout_s)
 
     async def unregister(

@@ -102,14 +102,7 @@ def infer(
     version: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Operation[InferResult]:
-    """Build an inference request.
-
-    Args:
-        model: the name of the model.
-        inputs: arrays by input name, or `Tensor` objects.
-        options: the optional fields of the request.
-        version: None is the model's default version.
-        headers: sent in addition.
+    """Build an inference request. See `Client.infer`.
 
     Raises:
         TypeError, ValueError: an input can't be sent.
@@ -128,11 +121,9 @@ def infer_stream(
     options: InferOptions,
     *,
     version: str | None = None,
-    headers: Mapping[str, str] | None = None,
 ) -> Operation[object]:
     """Build an inference request for a streamed response: server-sent events, in JSON. See `infer`."""
-    wanted = merged(headers or {}, {"accept": "text/event-stream"})
-    return infer(model, inputs, options, version=version, headers=wanted)
+    return infer(model, inputs, options, version=version, headers={"accept": "text/event-stream"})
 
 
 class Events:

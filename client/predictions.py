@@ -110,18 +110,9 @@ def predict(
     headers: Mapping[str, str] | None = None,
     verb: str = "predictions",
 ) -> Operation[Prediction]:
-    """Build a prediction request, or an explanation request with `verb="explanations"`.
+    """Build a prediction request, or an explanation request with `verb="explanations"`. See `Client.predict`.
 
-    Args:
-        model: the name of the model.
-        data: `bytes` are sent unchanged, `str` as text, a path as the content of its file, any other value
-            as JSON.
-        version: None is the model's default version.
-        content_type: overrides the content type derived from `data`.
-        files: the parts of a multipart form, sent instead of `data`.
-        headers: reach the handler in the spelling given here; a content type among them overrides the
-            derived one, as `content_type` does.
-        verb: the first segment of the path.
+    A content type among the headers overrides the one of `data`, as `content_type` does.
 
     Raises:
         TypeError: both `data` and `files` are given, or `data` is not serialisable as JSON.

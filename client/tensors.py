@@ -122,7 +122,8 @@ def from_json(name: str, datatype: str, shape: Sequence[int], values: object) ->
     if len(flat) != math.prod(shape):
         raise UnreadableAnswer(f"tensor {name!r}: {len(flat)} values for the shape {list(shape)}")
     try:
-        made = tensor(name, _of_values(flat, datatype), datatype)
+        array = flat if datatype == "BYTES" else _numbers(flat, datatype)
+        made = tensor(name, array, datatype)
     except (TypeError, ValueError, OverflowError) as err:
         raise UnreadableAnswer(f"tensor {name!r}: the values are no {datatype}: {err}") from err
     return Tensor(name, datatype, tuple(shape), made.data)
@@ -212,13 +213,9 @@ def _flat(values: object) -> list[Any]:
     return level
 
 
-def _of_values(flat: list[Any], datatype: str) -> Array:
+def _numbers(flat: list[Any], datatype: str) -> Array:
     import numpy as np  # noqa: PLC0415
 
-    if datatype == "BYTES":
-        array = np.empty(len(flat), dtype=object)
-        array[:] = flat
-        return array
     dtype = np.dtype(_NUMPY.get(datatype, "<f4"))
     if dtype.kind in "iu" and flat:
         limits, integers = np.iinfo(dtype), [int(value) for value in flat]
