@@ -171,7 +171,10 @@ _BY_STATUS: dict[int, type[e.AnswerError]] = {
 
 def refusal(answer: Answer) -> e.AnswerError:
     """Return the exception for an error response."""
-    body = _object(answer.body)
+    try:
+        body = answer.json_object()
+    except UnreadableAnswer:
+        body = {}
     kind = str(body.get("type", ""))
     # The server's own refusals have one of two names; the rest of what it sends with an id is the handler's.
     by_handler = kind not in REFUSALS and REQUEST_ID in answer.headers
@@ -183,11 +186,11 @@ def refusal(answer: Answer) -> e.AnswerError:
         kind=kind,
         detail=str(body.get("detail", "")),
         request_id=answer.headers.get(REQUEST_ID, ""),
-        retry_after_s=retry_after_s(answer.headers),
+        retry_after_s=_retry_after_s(answer.headers),
     )
 
 
-def retry_after_s(headers: Mapping[str, str]) -> float | None:
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
     """Return the seconds of `Retry-After`; None without one, or for a date: it needs synchronised clocks."""
     text = headers.get("retry-after", "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
@@ -204,14 +207,6 @@ def _class(status: int, kind: str, by_handler: bool) -> type[e.AnswerError]:
     if status in _BY_STATUS:
         return _BY_STATUS[status]
     return e.InvalidRequest if status < 500 else e.ModelFailed
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _text(answer: Answer) -> str:

@@ -8,12 +8,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
+from torchere.client.exchange import Api
+
 KEY_FILE = Path("key_file.json")
-Role = Literal["inference", "management"]
-VARIABLES: dict[Role, str] = {"inference": "TORCHERE_TOKEN", "management": "TORCHERE_MANAGEMENT_TOKEN"}
+VARIABLES: dict[Api, str] = {"inference": "TORCHERE_TOKEN", "management": "TORCHERE_MANAGEMENT_TOKEN"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +26,24 @@ class FoundKey:
 
 
 def find_key(
-    address: str, role: Role = "inference", environ: Mapping[str, str] = os.environ
+    address: str, api: Api = "inference", environ: Mapping[str, str] = os.environ
 ) -> FoundKey | None:
     """Return the key for the server at `address`; None if no key is found.
 
-    The environment variable of the role counts first. A key file in the current folder is for servers of this
+    The environment variable of the API counts first. A key file in the current folder is for servers of this
     machine: its key is sent to loopback addresses only.
 
     Raises:
         OSError: the file exists and can't be read.
         ValueError: it holds no such key.
     """
-    variable = VARIABLES[role]
+    variable = VARIABLES[api]
     if environ.get(variable):
         return FoundKey(environ[variable], variable)
-    return read_key(KEY_FILE, role) if is_loopback(address) and KEY_FILE.is_file() else None
+    return read_key(KEY_FILE, api) if is_loopback(address) and KEY_FILE.is_file() else None
 
 
-def read_key(path: Path, role: Role = "inference") -> FoundKey:
+def read_key(path: Path, api: Api = "inference") -> FoundKey:
     """Return the key in a file: one that a server wrote, or one that holds nothing but the key.
 
     Raises:
@@ -54,11 +54,11 @@ def read_key(path: Path, role: Role = "inference") -> FoundKey:
     if text and text[0] not in "{[" and len(text.split()) == 1:
         return FoundKey(text, str(path))
     try:
-        entry = json.loads(text)[role]
+        entry = json.loads(text)[api]
         return FoundKey(str(entry["key"]), str(path.absolute()), str(entry.get("expiration time", "")))
     except (ValueError, LookupError, TypeError, AttributeError) as err:
         raise ValueError(
-            f'{path}: no key found; expected one word, or {{"{role}": {{"key": "KEY"}}}} as servers write it'
+            f'{path}: no key found; expected one word, or {{"{api}": {{"key": "KEY"}}}} as servers write it'
         ) from err
 
 
