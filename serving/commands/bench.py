@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
+from torchere.archiver.arguments import described
 from torchere.archiver.errors import plainly
 from torchere.serving.commands.advice import advice
 from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
@@ -45,8 +46,10 @@ class Run:
     timeout_s: float = 60.0  # for the responses that are pending at the end
 
 
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+def add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere bench` to `parser`."""
+    text = "Load-test a model on a running server and print throughput, latencies and errors."
+    described(parser, text, "torchere bench mlp --clients 32 --seconds 5 --file input.json")
     add_server_arguments(parser)
     add_body_arguments(parser, required=False)
     parser.add_argument(
@@ -63,6 +66,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="duration of the test in seconds (default: %(default)g)",
     )
+    parser.set_defaults(run=run_bench)
 
 
 def run_bench(options: argparse.Namespace) -> int:

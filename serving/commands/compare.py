@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
+from torchere.archiver.arguments import described
 from torchere.archiver.atomic import staged
 from torchere.archiver.cli import tidy_when_ended
 from torchere.archiver.commands import refuse_code, signals_held
@@ -29,6 +31,7 @@ from torchere.archiver.signature import MAX_TEXT_BYTES, SIGNATURE_NAME, Signatur
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.serving.commands.inputs import prepare_with
 from torchere.serving.errors import InvalidArchive
+from torchere.serving.process.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +71,10 @@ class Contender:
         return f"give inputs as {self.name} takes them: {inputs}"
 
 
-def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+def add_compare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere compare` to `parser`."""
+    text = "Run the models of two archives on the same inputs; compare outputs, times, sizes and memory."
+    described(parser, text, "torchere compare fp32.mar int8.mar --data photographs --picture int8.svg")
     add = parser.add_argument
     add("original", type=Path, metavar="A.mar", help="the reference archive")
     add(
@@ -97,10 +102,12 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-code", action="store_true", help="run A's own handler, to prepare images")
     add("--picture", type=Path, metavar="FILE", help="also write the report as an SVG chart")
     add("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run_compare)
 
 
 def run_compare(options: argparse.Namespace) -> int:
     """Print the report; return 0 if B's outputs are close enough to A's, 2 otherwise or on an error."""
+    keep_freed_memory(os.environ)  # what is measured is then as in the server
     from torchere.archiver.models.steps import errors_only  # noqa: PLC0415 - imports torch
 
     try:

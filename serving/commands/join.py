@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from torchere.archiver.arguments import described
 from torchere.serving.commands.serve_options import LaunchRefused, config_file
 from torchere.serving.config.kinds import MAX_PORT
 from torchere.serving.config.properties import read_properties
@@ -20,19 +21,19 @@ from torchere.serving.logs.lines import LEVELS, TextFormatter
 from torchere.serving.process.allocator import keep_freed_memory
 from torchere.serving.workers.spawn import spin_bound
 
-JOIN_EXAMPLE = "torchere join leader.example --model-store store --secret-file secret"
 
-
-def add_join_arguments(parser: argparse.ArgumentParser) -> None:
+def add_join(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere join` to `parser`."""
+    text = "Run the ranks of this machine for a model that a server on another machine leads."
+    described(parser, text, "torchere join leader.example --model-store store --secret-file secret")
     add = parser.add_argument
     port = RendezvousSettings().port
     add("leader", metavar="HOST[:PORT]", help=f"rendezvous of the leader (default port: {port})")
     add("--model-store", metavar="DIR", help="directory with the same archives as the leader's")
     add("--secret-file", metavar="FILE", help="rendezvous_secret_file, the same as the leader's")
     add("--ts-config", metavar="FILE", help="properties file: model store, sandbox, limits, rendezvous_*")
-    parser.set_defaults(no_config_snapshots=True)  # for `config_file`
     add("--log-level", default="INFO", type=str.upper, choices=LEVELS, help="default: INFO")
+    parser.set_defaults(run=run_join, no_config_snapshots=True)  # the latter is for `config_file`
 
 
 def run_join(options: argparse.Namespace) -> NoReturn:

@@ -10,9 +10,11 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from torchere.archiver.arguments import described
 from torchere.serving.commands.serve_options import (
     OLD_DEFAULTS,
     LaunchRefused,
+    add_serve_options,
     become_server,
     serve_arguments,
     written,
@@ -41,6 +43,22 @@ grpc_management_address=127.0.0.1
 grpc_management_port=8092
 ts_open_inference_protocol=oip
 """
+
+
+def add_kserve(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere kserve` to `parser`."""
+    described(
+        parser,
+        "Serve the folder that KServe's storage initializer filled: config/ and model-store/ of TorchServe,\n"
+        "archives, or one bare model, which is packed first. See docs/kserve.md.",
+        "torchere kserve --model-name=net --model-dir=/mnt/models",
+    )
+    parser.add_argument("--model-name", "--model_name", required=True, metavar="NAME", help="of a bare model")
+    parser.add_argument(
+        "--model-dir", "--model_dir", default="/mnt/models", metavar="DIR", help="default: /mnt/models"
+    )
+    add_serve_options(parser, "default: that of the archives in --model-dir")
+    parser.set_defaults(run=run_kserve)
 
 
 def run_kserve(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+from torchere.archiver.arguments import described
 from torchere.archiver.atomic import staged
 from torchere.archiver.request import MODEL_NAME_PATTERN
 from torchere.serving.commands.serve_options import LaunchRefused
@@ -204,10 +205,19 @@ FILES = {
 }
 
 
-def add_new_handler_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `torchere new handler` to `parser`."""
-    parser.add_argument("name", metavar="NAME", help="name of the model, and of the folder that is made")
-    parser.set_defaults(run=_run)
+def add_new(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere new handler` to `parser`, which is that of `torchere new`."""
+    described(parser, "Begin something new.", "torchere new handler my_model")
+    handler = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
+        "handler", help="write a handler, a test of it, a model-config.yaml and a Makefile that packs it"
+    )
+    text = (
+        "Write a folder with a handler of your own, and all that it needs to be tested, packed and served:\n"
+        "handler.py, model.py, test_handler.py, model-config.yaml, Makefile."
+    )
+    described(handler, text, "torchere new handler my_model && cd my_model && make test && make serve")
+    handler.add_argument("name", metavar="NAME", help="name of the model, and of the folder that is made")
+    handler.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchere.archiver.arguments import described
 from torchere.archiver.errors import plainly
 from torchere.client.key_file import FoundKey
 from torchere.serving.commands.advice import advice
@@ -34,16 +35,17 @@ if TYPE_CHECKING:
     from torchere.client.management import TensorMetadata
     from torchere.serving.commands.predict_grpc import Connection
 
-DESCRIPTION = (
-    "Send one request to a running server, over REST or gRPC, and print the answer.\n"
-    "Status 1: the server answered with an error, or not at all; 2: there is nothing to send."
-)
 GRPC_ADDRESS = "127.0.0.1:7070"
 _UNNAMED = "input"  # name of the single input if the model's metadata declares none
 
 
-def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
+def add_predict(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere predict` to `parser`."""
+    text = (
+        "Send one request to a running server, over REST or gRPC, and print the answer.\n"
+        "Status 1: the server answered with an error, or not at all; 2: there is nothing to send."
+    )
+    described(parser, text, "torchere predict net --image cat.png")
     add_server_arguments(
         parser,
         f"default: {REST_ADDRESS}, with --grpc {GRPC_ADDRESS}; https://host:port for TLS, with either",
@@ -61,6 +63,7 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--v2", action="store_true", help="use the Open Inference Protocol, with --json, --npy or --zeros")
     add("--grpc", action="store_true", help="use gRPC instead of REST")
+    parser.set_defaults(run=run_predict)
 
 
 def run_predict(options: argparse.Namespace) -> int:

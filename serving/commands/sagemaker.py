@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchere.archiver.arguments import described
 from torchere.serving.commands.serve_options import LaunchRefused, become_server, written
 from torchere.serving.store.environment import show_server_packages, venv_command
 
@@ -30,6 +31,15 @@ _PER_MODEL = {  # of a single model; if one is set, the others have the toolkit'
     "maxBatchDelay": ("SAGEMAKER_TS_MAX_BATCH_DELAY", 100),
     "responseTimeout": ("SAGEMAKER_TS_RESPONSE_TIMEOUT", 60),
 }
+
+
+def add_sagemaker(parser: argparse.ArgumentParser) -> None:
+    """Describe `torchere sagemaker`, which takes no arguments."""
+    text = (
+        "Serve the model folders of a SageMaker container, as its variables ask for. See docs/sagemaker.md."
+    )
+    described(parser, text, "torchere sagemaker")
+    parser.set_defaults(run=run_sagemaker)
 
 
 def run_sagemaker(_options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from torchere.archiver.arguments import explained
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.serving.errors import InvalidArchive
@@ -18,18 +19,20 @@ from torchere.serving.store.signing import (
     verified_copy,
 )
 
-SIGN_EXAMPLES = """examples:
+_SIGN_EXAMPLES = """examples:
   openssl ecparam -name prime256v1 -genkey -noout -out signing.pem    # once
   openssl ec -in signing.pem -pubout -out signing.pub
   torchere sign store/net.mar --key signing.pem                       # writes store/net.mar.sig
   torchere sign store/net.mar --key signing.pem --certificate signing.crt --chain intermediate.crt"""
-VERIFY_EXAMPLES = """examples:
+_VERIFY_EXAMPLES = """examples:
   torchere verify store/net.mar --trust signing.pub
   torchere verify store/net.mar --trust ca.crt"""
 
 
-def add_sign_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sign(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere sign` to `parser`."""
+    text = "Sign an archive (OpenSSF Model Signing), and print the path of the signature."
+    explained(parser, text, _SIGN_EXAMPLES)
     add = parser.add_argument
     add("archive", type=Path, help="a .mar, a .tar.gz, or a folder (its signature is model.sig in it)")
     means = parser.add_mutually_exclusive_group(required=True)
@@ -48,10 +51,15 @@ def add_sign_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ambient", action="store_true", help="with --sigstore: identity of the CI job or machine")
     add("--identity-token", type=Path, metavar="FILE", help="with --sigstore: file with an OpenID token")
     _add_sigstore_arguments(parser)
+    parser.set_defaults(run=run_sign)
 
 
-def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere verify` to `parser`."""
+    text = (
+        "Verify the signature of an archive, as a server with require_signed=true does. Status 1: not valid."
+    )
+    explained(parser, text, _VERIFY_EXAMPLES)
     add = parser.add_argument
     add("archive", type=Path, help="a .mar, a .tar.gz or a folder")
     trust = parser.add_mutually_exclusive_group(required=True)
@@ -68,6 +76,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--issuer", metavar="URL", help="with --identity: its OpenID Connect provider")
     _add_sigstore_arguments(parser)
+    parser.set_defaults(run=run_verify)
 
 
 def _add_sigstore_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
-"""The `torchere` commands other than `serve`: their arguments and run functions.
+"""The `torchere` commands other than `serve`: the functions that give a parser the arguments of a command.
 
-Each `add_...` function imports the modules of its command, and is called for that command only.
+Each of them imports the modules of its command, and is called for that command only.
 """
 # ruff: noqa: PLC0415 - the docstring has the reason
 
@@ -10,21 +10,39 @@ import argparse
 import os
 import platform
 from collections.abc import Callable
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from torchere.archiver.arguments import described, explained
 from torchere.serving import __version__
-from torchere.serving.commands.serve_options import DEFAULT_FILE, add_serve_options
+from torchere.serving.commands.serve_options import DEFAULT_FILE
 
 TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is reproduced
 
 
+def _lazy(module: str, function: str) -> Callable[[argparse.ArgumentParser], None]:
+    """Return a function of a module in this folder, which is imported when the function is called."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        getattr(import_module(f"torchere.serving.commands.{module}"), function)(parser)
+
+    return add
+
+
+add_bench = _lazy("bench", "add_bench")
+add_compare = _lazy("compare", "add_compare")
+add_join = _lazy("join", "add_join")
+add_kserve = _lazy("kserve", "add_kserve")
+add_new = _lazy("new_handler", "add_new")
+add_predict = _lazy("predict", "add_predict")
+add_sagemaker = _lazy("sagemaker", "add_sagemaker")
+add_sign = _lazy("sign", "add_sign")
+add_verify = _lazy("sign", "add_verify")
+
+
 def add_archive(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere archive` to `parser`."""
-    from torchere.archiver.cli import run_model_archive
     from torchere.archiver.model_flags import EXAMPLES, add_archive_arguments
-    from torchere.serving.commands.inputs import prepare_for, read_config
 
     text = (
         "Pack a model, with or without a handler, into a .mar archive; optionally compile or quantise "
@@ -32,58 +50,17 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
     )
     explained(parser, text, EXAMPLES)
     add_archive_arguments(parser, models=True)
-    run = partial(run_model_archive, prepare_for=prepare_for, check_config=read_config)
-    parser.set_defaults(run=_as_served(run))
-
-
-def add_new(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `torchere new handler` to `parser`."""
-    from torchere.serving.commands.new_handler import add_new_handler_arguments
-
-    described(parser, "Begin something new.", "torchere new handler my_model")
-    handler = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
-        "handler", help="write a handler, a test of it, a model-config.yaml and a Makefile that packs it"
-    )
-    text = (
-        "Write a folder with a handler of your own, and all that it needs to be tested, packed and served:\n"
-        "handler.py, model.py, test_handler.py, model-config.yaml, Makefile."
-    )
-    described(handler, text, "torchere new handler my_model && cd my_model && make test && make serve")
-    add_new_handler_arguments(handler)
+    parser.set_defaults(run=_archive)
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere convert` to `parser`."""
-    from torchere.archiver.cli import run_convert
     from torchere.archiver.commands import EXAMPLES, add_convert_arguments
-    from torchere.serving.commands.inputs import prepare_for
 
     text = "Convert the model of an archive to another format; the other files stay as they are."
     explained(parser, text, EXAMPLES)
     add_convert_arguments(parser)
-    parser.set_defaults(run=_as_served(partial(run_convert, prepare_for=prepare_for)))
-
-
-def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `torchere compare` to `parser`."""
-    from torchere.serving.commands.compare import add_compare_arguments, run_compare
-
-    text = "Run the models of two archives on the same inputs; compare outputs, times, sizes and memory."
-    described(parser, text, "torchere compare fp32.mar int8.mar --data photographs --picture int8.svg")
-    add_compare_arguments(parser)
-    parser.set_defaults(run=_as_served(run_compare))
-
-
-def _as_served(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Wrap a command that measures models, so that it uses the allocator settings of the server."""
-
-    def settled(options: argparse.Namespace) -> int:
-        from torchere.serving.process.allocator import keep_freed_memory
-
-        keep_freed_memory(os.environ)
-        return run(options)
-
-    return settled
+    parser.set_defaults(run=_convert)
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -95,57 +72,6 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     )
     add_inspect_arguments(parser)
     parser.set_defaults(run=run_inspect)
-
-
-def add_join(parser: argparse.ArgumentParser) -> None:
-    """Set up `torchere join`."""
-    from torchere.serving.commands.join import JOIN_EXAMPLE, add_join_arguments, run_join
-
-    text = "Run the ranks of this machine for a model that a server on another machine leads."
-    described(parser, text, JOIN_EXAMPLE)
-    add_join_arguments(parser)
-    parser.set_defaults(run=run_join)
-
-
-def add_sign(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `torchere sign` to `parser`."""
-    from torchere.serving.commands.sign import SIGN_EXAMPLES, add_sign_arguments, run_sign
-
-    text = "Sign an archive (OpenSSF Model Signing), and print the path of the signature."
-    explained(parser, text, SIGN_EXAMPLES)
-    add_sign_arguments(parser)
-    parser.set_defaults(run=run_sign)
-
-
-def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `torchere verify` to `parser`."""
-    from torchere.serving.commands.sign import VERIFY_EXAMPLES, add_verify_arguments, run_verify
-
-    text = (
-        "Verify the signature of an archive, as a server with require_signed=true does. Status 1: not valid."
-    )
-    explained(parser, text, VERIFY_EXAMPLES)
-    add_verify_arguments(parser)
-    parser.set_defaults(run=run_verify)
-
-
-def add_predict(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `torchere predict` to `parser`."""
-    from torchere.serving.commands.predict import DESCRIPTION, add_predict_arguments, run_predict
-
-    described(parser, DESCRIPTION, "torchere predict net --image cat.png")
-    add_predict_arguments(parser)
-    parser.set_defaults(run=run_predict)
-
-
-def add_bench(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `torchere bench` to `parser`."""
-    from torchere.serving.commands.bench import add_bench_arguments, run_bench
-
-    text = "Load-test a model on a running server and print throughput, latencies and errors."
-    described(parser, text, "torchere bench mlp --clients 32 --seconds 5 --file input.json")
-    add_bench_arguments(parser)
-    parser.set_defaults(run=run_bench)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -183,40 +109,28 @@ def add_migrate(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(run=_check_migration)
 
 
-def add_sagemaker(parser: argparse.ArgumentParser) -> None:
-    """Set up `torchere sagemaker`."""
-    from torchere.serving.commands.sagemaker import run_sagemaker
-
-    described(
-        parser,
-        "Serve the model folders of a SageMaker container, as its variables ask for. See docs/sagemaker.md.",
-        "torchere sagemaker",
-    )
-    parser.set_defaults(run=run_sagemaker)
-
-
-def add_kserve(parser: argparse.ArgumentParser) -> None:
-    """Set up `torchere kserve`."""
-    from torchere.serving.commands.kserve import run_kserve
-
-    described(
-        parser,
-        "Serve the folder that KServe's storage initializer filled: config/ and model-store/ of TorchServe,\n"
-        "archives, or one bare model, which is packed first. See docs/kserve.md.",
-        "torchere kserve --model-name=net --model-dir=/mnt/models",
-    )
-    parser.add_argument("--model-name", "--model_name", required=True, metavar="NAME", help="of a bare model")
-    parser.add_argument(
-        "--model-dir", "--model_dir", default="/mnt/models", metavar="DIR", help="default: /mnt/models"
-    )
-    add_serve_options(parser, "default: that of the archives in --model-dir")
-    parser.set_defaults(run=run_kserve)
-
-
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Set up `torchere version`."""
     described(parser, "Print the versions of torchere, PyTorch and Python.", "torchere version")
     parser.set_defaults(run=_version)
+
+
+def _archive(options: argparse.Namespace) -> int:
+    from torchere.archiver.cli import run_model_archive
+    from torchere.serving.commands.inputs import prepare_for, read_config
+    from torchere.serving.process.allocator import keep_freed_memory
+
+    keep_freed_memory(os.environ)  # what is measured is then as in the server
+    return run_model_archive(options, prepare_for, check_config=read_config)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from torchere.archiver.cli import run_convert
+    from torchere.serving.commands.inputs import prepare_for
+    from torchere.serving.process.allocator import keep_freed_memory
+
+    keep_freed_memory(os.environ)  # as for `archive`
+    return run_convert(options, prepare_for)
 
 
 def _check_config(options: argparse.Namespace) -> int:

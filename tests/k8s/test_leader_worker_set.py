@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from torchere.serving.commands.join import add_join_arguments, address_of
+from torchere.serving.commands.join import add_join, address_of
 from torchere.serving.config.properties import read_properties
 from torchere.serving.config.resolve import configure
 
@@ -50,7 +50,7 @@ def pods(objects: dict[tuple[str, str], Object]) -> tuple[Object, Object]:
 def arguments(command: list[str]) -> argparse.Namespace:
     """Read the arguments of `torchere join`."""
     parser = argparse.ArgumentParser()
-    add_join_arguments(parser)
+    add_join(parser)
     assert command[:2] == ["torchere", "join"]
     return parser.parse_args(command[2:])
 
