@@ -27,9 +27,9 @@ from torchere.archiver.model_flags import allowed_drift
 from torchere.archiver.quantization import INT8_DRIFT
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS, DEFAULT_HANDLER, Prepare
-from torchere.archiver.signature import MAX_TEXT_BYTES, SIGNATURE_NAME, Signature, SignatureError, parse
+from torchere.archiver.signature import MAX_TEXT_BYTES, SIGNATURE_NAME, Signature, parse
 from torchere.archiver.torchscript_options import TorchScriptOptions
-from torchere.serving.commands.inputs import prepare_with
+from torchere.serving.commands.inputs import prepare_for
 from torchere.serving.errors import InvalidArchive
 from torchere.serving.process.allocator import keep_freed_memory
 
@@ -189,27 +189,40 @@ def contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
         ArchiveError: the archive can't be read.
         ModelRefused: the archive has no loadable model, or its configuration is invalid.
     """
+    from torchere.serving.config.model_settings import config_of  # noqa: PLC0415 - not needed for --help
+
     archive = open_archive(path)
     with tempfile.TemporaryDirectory(prefix="torchere-compare-") as folder:
         root = archive.extract(Path(folder, "model"))
-        config, signature = _config(archive), _signature(archive)
-        load = _options(archive, root, config)
-        serialized = archive.manifest.serialized_file
-        handler = archive.manifest.handler or DEFAULT_HANDLER
-        is_trusted = allow_code or handler in BUILT_IN_HANDLERS
+        manifest = archive.manifest
+        config_file = root / manifest.config_file if manifest.config_file else None
+        with _correctable(f"{path}: {manifest.config_file}"):
+            config = config_of(archive).raw
+        with _correctable(str(path)):
+            signature = _signature(archive)
+            load = _options(archive, root, config_file, config)
+        handler = manifest.handler or DEFAULT_HANDLER
+        prepare: Prepare = refuse_code
+        if allow_code or handler in BUILT_IN_HANDLERS:
+            # Without a folder a built-in name stays one, even if the archive holds a file of that name.
+            prepare = prepare_for(handler, root if allow_code else None, config_file)
         yield Contender(
             name=path.name,
             run=_loaded(archive, root, config),
-            file=root / serialized if serialized else None,
+            file=root / manifest.serialized_file if manifest.serialized_file else None,
             load=load,
-            # Without a folder a built-in name stays one, even if the archive holds a file of that name.
-            prepare=(
-                prepare_with(handler, root if allow_code else None, lambda: config)
-                if is_trusted
-                else refuse_code
-            ),
+            prepare=prepare,
             signature=signature,
         )
+
+
+@contextmanager
+def _correctable(place: str) -> Iterator[None]:
+    """Raise ModelRefused, with the place and the remedy, for what a file of an archive says."""
+    try:
+        yield
+    except (InvalidArchive, ValueError) as error:  # a SignatureError is a ValueError
+        raise ModelRefused(f"{place}: {error}; {_CORRECT}") from error
 
 
 def read_samples(data: Path, contender: Contender, other: Contender) -> list[tuple[torch.Tensor, ...]]:
@@ -271,34 +284,18 @@ def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..
     return model if callable(model) else run_of_session(model)  # a session of onnxruntime
 
 
-def _config(archive: Archive) -> dict[str, Any]:
-    from torchere.serving.config.model_settings import config_of  # noqa: PLC0415 - not needed for --help
-
-    try:
-        return config_of(archive).raw
-    except InvalidArchive as error:
-        raise ModelRefused(f"{archive.path}: {archive.manifest.config_file}: {error}; {_CORRECT}") from error
-
-
-def _options(archive: Archive, root: Path, config: dict[str, Any]) -> TorchScriptOptions:
+def _options(archive: Archive, root: Path, file: Path | None, config: dict[str, Any]) -> TorchScriptOptions:
     from torchere.archiver.models.convert.files import check_section  # noqa: PLC0415 - imports torch
 
-    file = archive.manifest.config_file
     with naming_files_of(archive.path, root, _CORRECT):
-        check_section(root / file if file else None)
-    try:
-        return TorchScriptOptions.read(config)
-    except ValueError as error:
-        raise ModelRefused(f"{archive.path}: {error}; {_CORRECT}") from error
+        check_section(file)
+    return TorchScriptOptions.read(config)
 
 
 def _signature(archive: Archive) -> Signature | None:
     if all(entry.name != SIGNATURE_NAME for entry in archive.entries):
         return None
-    try:
-        return parse(archive.read_text(SIGNATURE_NAME, MAX_TEXT_BYTES))
-    except SignatureError as error:
-        raise ModelRefused(f"{archive.path}: {error}; {_CORRECT}") from error
+    return parse(archive.read_text(SIGNATURE_NAME, MAX_TEXT_BYTES))
 
 
 _COLOURS = ("#1f77b4", "#ff7f0e")

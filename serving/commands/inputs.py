@@ -14,12 +14,14 @@ from torchere.serving.errors import InvalidArchive
 
 if TYPE_CHECKING:
     from torchere.archiver.request import Prepare
+    from torchere.handlers.model_inputs import ModelInputs
 
 
 def prepare_for(handler: str, folder: Path | None, config_file: Path | None) -> Prepare:
     """Return the function by which a handler prepares the body of a request, for `BuildOptions.prepare`.
 
-    The handler is imported at the first call, so its code runs only if there is a body to prepare.
+    The handler is imported at the first call, and its configuration read, so its code runs only if there is a
+    body to prepare.
 
     Args:
         handler: as in the manifest.
@@ -28,10 +30,16 @@ def prepare_for(handler: str, folder: Path | None, config_file: Path | None) -> 
     """
 
     @functools.cache
-    def config() -> dict[str, Any]:
-        return {} if config_file is None else read_config(config_file)
+    def inputs() -> ModelInputs | None:
+        from torchere.handlers.model_inputs import model_inputs  # noqa: PLC0415 - imports torch
 
-    return prepare_with(handler, folder, config)
+        return model_inputs(handler, folder, read_config(config_file) if config_file else {})
+
+    def prepare(body: bytes) -> Any:
+        found = inputs()
+        return None if found is None else found(body)
+
+    return prepare
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -44,19 +52,3 @@ def read_config(file: Path) -> dict[str, Any]:
         raise ModelRefused(f"{file}: {error}") from error
     except UnicodeDecodeError as error:
         raise ModelRefused(f"{file} is not UTF-8: {error}; save it as UTF-8") from error
-
-
-def prepare_with(handler: str, folder: Path | None, config: Any) -> Prepare:
-    """Do as `prepare_for`, with a function that returns the parsed model-config.yaml."""
-
-    @functools.cache
-    def inputs() -> Any:
-        from torchere.handlers.model_inputs import model_inputs  # noqa: PLC0415 - imports torch
-
-        return model_inputs(handler, folder, config())
-
-    def prepare(body: bytes) -> Any:
-        found = inputs()
-        return None if found is None else found(body)
-
-    return prepare
