@@ -151,13 +151,9 @@ def _log_as_asked(plan: Plan, options: argparse.Namespace) -> None:
     if plan.settings.log_files:
         log_files.add_log_files(plan.log_directory)
     if wanted == "torchserve":
-        _log_start_block(plan)
+        for line in start_block(plan):
+            logger.info("%s", line)
     _log_account(plan, options, names_file=wanted != "torchserve")
-
-
-def _log_start_block(plan: Plan) -> None:
-    for line in start_block(plan):
-        logger.info("%s", line)
 
 
 def start_block(plan: Plan) -> Iterator[str]:

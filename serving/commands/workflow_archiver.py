@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tidy_when_ended():
             pack(options)
     except InvalidWorkflow as error:
-        print(f"{parser.prog}: {error.message} {error.detail}".rstrip(), file=sys.stderr)
+        print(f"{parser.prog}: {error.full_text}", file=sys.stderr)
         return 1
     except (PackingError, OSError, UnicodeDecodeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pack(options: argparse.Namespace) -> None:
-    """Pack the workflow of parsed arguments.
+    """Check the workflow of parsed arguments, and that its handler has every function of the graph; pack it.
 
     Raises:
         InvalidWorkflow: the specification or the handler is invalid.
@@ -74,18 +74,8 @@ def pack(options: argparse.Namespace) -> None:
         force=options.force,
         epoch_s=epoch_of(os.environ.get("SOURCE_DATE_EPOCH", "")),
     )
-    check_workflow(request)
-    write_workflow(request)
-
-
-def check_workflow(request: WorkflowRequest) -> None:
-    """Check the specification and that the handler has every function of the graph.
-
-    Raises:
-        InvalidWorkflow: one of them is invalid.
-        OSError, UnicodeDecodeError: a file can't be read.
-    """
     spec = read_workflow_spec(request.spec_file.read_text("utf-8"))
     handler = request.handler
     source = handler.read_text("utf-8") if handler is not None else ""
     check_functions(spec, handler.name if handler is not None else None, source)
+    write_workflow(request)
