@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -38,7 +37,7 @@ def grpc_client(connection: Connection, model: str, version: str) -> Ask:
     """Asks by the Predictions call with the photograph as the input `data`."""
 
     def ask(photograph: bytes) -> Labels:
-        labels: Labels = json.loads(connection.predict(model, version, photograph))
+        labels: Labels = connection.predict(model, photograph, version=version).json()
         return labels
 
     return ask

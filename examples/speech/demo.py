@@ -83,7 +83,7 @@ def _answers(server: Server, wav: bytes) -> dict[str, Segments]:
             MODEL, wav, content_type="audio/wav", headers={"Accept": "application/x-ndjson"}
         )
         streamed = [json.loads(line) for line in b"".join(lines).splitlines()]
-        over_grpc = json.loads(connection.predict(MODEL, None, wav))
+        over_grpc = connection.predict(MODEL, wav).json()
         tensors = client.infer(MODEL, {"audio": np.array([wav], dtype=object)})
     return {
         "REST": _segments(whole["segments"]),

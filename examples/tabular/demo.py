@@ -5,7 +5,6 @@ python -m examples.tabular.demo
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -61,9 +60,9 @@ def _answers(server: Server, features: Floats) -> dict[str, Floats]:
         print(f"takes    {taken.name} {taken.datatype}{list(taken.shape)}, says the Open Inference Protocol")
         found = {
             "REST": client.predict(MODEL, features.tolist()).json(),
-            "gRPC": json.loads(connection.predict(MODEL, None, features.tobytes())),
+            "gRPC": connection.predict(MODEL, features.tobytes()).json(),
             "OIP REST": client.infer(MODEL, {taken.name: features}).outputs["output"],
-            "OIP gRPC": connection.infer(MODEL, None, [tensor(taken.name, features)])[0].numpy(),
+            "OIP gRPC": connection.infer(MODEL, [tensor(taken.name, features)]).tensors[0].numpy(),
         }
     return {way: np.asarray(scores, np.float32) for way, scores in found.items()}
 

@@ -100,7 +100,7 @@ def _answers(server: Server) -> dict[str, Floats]:
         texts = np.array([sentence.encode() for sentence in SENTENCES], dtype=object)
         listed = client.predict(MODEL, {"text": list(SENTENCES)}).json()
         singly = [client.predict(MODEL, sentence).json() for sentence in SENTENCES]
-        over_grpc = [json.loads(connection.predict(MODEL, None, text.encode())) for text in SENTENCES]
+        over_grpc = [connection.predict(MODEL, text.encode()).json() for text in SENTENCES]
         tensor = client.infer(MODEL, {"text": texts})["embedding"]
     found = {"REST": listed, "one each": singly, "gRPC": over_grpc, "OIP v2": tensor}
     return {way: np.asarray(values, np.float32) for way, values in found.items()}

@@ -105,10 +105,7 @@ def _advice(err: ClientError, options: argparse.Namespace, found: FoundKey | Non
 def _predict(options: argparse.Namespace, found: FoundKey | None) -> str:
     content_type, body = _body(options)
     model, version = _named(options.model)
-    if options.grpc:
-        with _grpc(options, found) as connection:
-            return body_text(connection.predict(model, version, body), "")
-    with _rest(options, found) as client:
+    with _client(options, found) as client:
         answer = client.predict(model, body, version=version, content_type=content_type)
         return body_text(answer.body, answer.headers.get("content-type", ""))
 
@@ -116,29 +113,23 @@ def _predict(options: argparse.Namespace, found: FoundKey | None) -> str:
 def _infer(options: argparse.Namespace, found: FoundKey | None) -> str:
     model, version = _named(options.model)
     arrays = _arrays(options)
-    if options.grpc:
-        with _grpc(options, found) as connection:
-            inputs = _tensors(arrays, connection.inputs(model, version))
-            return tensors_text(connection.infer(model, version, inputs))
-    with _rest(options, found) as client:
+    with _client(options, found) as client:
         inputs = _tensors(arrays, client.model_metadata(model, version).inputs)
         return tensors_text(client.infer(model, inputs, version=version).tensors)
 
 
-def _rest(options: argparse.Namespace, found: FoundKey | None) -> Client:
-    from torchere.client import Client  # noqa: PLC0415 - imports httpx
+def _client(options: argparse.Namespace, found: FoundKey | None) -> Client | Connection:
+    key = found.key if found else None
+    if not options.grpc:
+        from torchere.client import Client  # noqa: PLC0415 - imports httpx
 
-    key = found.key if found else ""
-    headers = headers_of(options.header)
-    return Client(_address(options), token=key, timeout_s=options.timeout, headers=headers)
-
-
-def _grpc(options: argparse.Namespace, found: FoundKey | None) -> Connection:
+        headers = headers_of(options.header)
+        return Client(_address(options), token=key or "", timeout_s=options.timeout, headers=headers)
     from torchere.serving.commands.predict_grpc import Connection  # noqa: PLC0415 - imports grpc
 
     if options.header:
         raise UsageError("--header is for REST; leave it or --grpc out")
-    return Connection(_address(options), found.key if found else None, options.timeout)
+    return Connection(_address(options), key, options.timeout)
 
 
 def _named(text: str) -> tuple[str, str | None]:

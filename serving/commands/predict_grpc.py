@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,11 +11,20 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from torchere.client import AnswerError, ConnectionFailed, DeadlineExceeded, Tensor, UnreadableAnswer
-from torchere.client.errors import ClientError
+from torchere.client import (
+    AnswerError,
+    ClientError,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InferResult,
+    ModelMetadata,
+    Prediction,
+    Tensor,
+    TensorMetadata,
+    UnreadableAnswer,
+)
 from torchere.client.exchange import bearer
 from torchere.client.key_file import is_loopback
-from torchere.client.management import TensorMetadata
 from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
 
 _PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
@@ -25,7 +33,9 @@ _UNBOUNDED = -1  # no limit in the client: the server enforces its own
 
 
 class Connection:
-    """A channel to a server. Use it in a `with` statement. Failed calls raise a `ClientError`.
+    """A channel to a server, with some of the methods of `torchere.client.Client`, and its errors.
+
+    Use it in a `with` statement.
 
     Args:
         address: host:port. The prefix https:// selects TLS; trusted certificates are OpenSSL's or those in
@@ -48,23 +58,28 @@ class Connection:
     ) -> None:
         self._channel.close()
 
-    def predict(self, model: str, version: str | None, body: bytes) -> bytes:
-        """Call TorchServe's `Predictions`; the handler receives the body as `data`."""
+    def predict(
+        self, model: str, data: bytes, *, version: str | None = None, content_type: str | None = None
+    ) -> Prediction:
+        """Call TorchServe's `Predictions`; the handler gets the bytes as `data`, and no content type."""
         request = inference_pb2.PredictionsRequest(
-            model_name=model, model_version=version or "", input={"data": body}
+            model_name=model, model_version=version or "", input={"data": data}
         )
         read = inference_pb2.PredictionResponse.FromString
-        prediction: bytes = self._call(_PREDICTIONS, request, read).prediction
-        return prediction
+        return Prediction(self._call(_PREDICTIONS, request, read).prediction)
 
-    def inputs(self, model: str, version: str | None) -> tuple[TensorMetadata, ...]:
-        """Return the metadata of those inputs of a model that its archive declares."""
+    def model_metadata(self, model: str, version: str | None = None) -> ModelMetadata:
+        """Call the Open Inference Protocol's `ModelMetadata`; the archive declares the inputs and outputs."""
         request = open_inference_pb2.ModelMetadataRequest(name=model, version=version or "")
         read = open_inference_pb2.ModelMetadataResponse.FromString
         told = self._call(f"{_OPEN_INFERENCE}/ModelMetadata", request, read)
-        return tuple(TensorMetadata(one.name, one.datatype, tuple(one.shape)) for one in told.inputs)
+        inputs, outputs = (
+            tuple(TensorMetadata(one.name, one.datatype, tuple(one.shape)) for one in tensors)
+            for tensors in (told.inputs, told.outputs)
+        )
+        return ModelMetadata(told.name, tuple(told.versions), told.platform, inputs, outputs)
 
-    def infer(self, model: str, version: str | None, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def infer(self, model: str, inputs: Sequence[Tensor], *, version: str | None = None) -> InferResult:
         """Call the Open Inference Protocol's `ModelInfer` with raw tensors."""
         request = open_inference_pb2.ModelInferRequest(model_name=model, model_version=version or "")
         for one in inputs:
@@ -74,20 +89,16 @@ class Connection:
         answer = self._call(f"{_OPEN_INFERENCE}/ModelInfer", request, read)
         if len(answer.raw_output_contents) != len(answer.outputs):
             raise UnreadableAnswer("expected raw tensors, found others; ask this server over REST")
-        return [
+        outputs = tuple(
             Tensor(one.name, one.datatype, tuple(one.shape), raw)
             for one, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
-        ]
+        )
+        return InferResult(answer.model_name, answer.model_version, outputs)
 
     def _call(self, path: str, request: Message, read: Callable[[bytes], Any]) -> Any:
         call: Any = self._channel.unary_unary(path, lambda message: message.SerializeToString(), read)
-        with self._translated():
-            return call(request, timeout=self._timeout_s, metadata=self._metadata)
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
         try:
-            yield
+            return call(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as err:
             raise self._error(err) from err
 

@@ -70,7 +70,7 @@ def test_a_certificate_of_ones_own_is_trusted_when_it_is_named(
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with Connection(f"https://{server}", None, 20) as connection:
-        assert connection.predict("net", None, b"") == b"net"
+        assert connection.predict("net", b"").body == b"net"
 
 
 def test_a_server_of_this_machine_is_called_without_the_proxy(
@@ -78,14 +78,14 @@ def test_a_server_of_this_machine_is_called_without_the_proxy(
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with Connection(f"https://{server}", None, 5) as connection:
-        assert connection.predict("net", None, b"") == b"net"
+        assert connection.predict("net", b"").body == b"net"
     with pytest.raises(BlockingIOError):
         proxy.accept()
 
 
 def test_a_certificate_that_nobody_signed_is_not_trusted(server: str) -> None:
     with Connection(f"https://{server}", None, 20) as connection, pytest.raises(ConnectionFailed):
-        connection.predict("net", None, b"")
+        connection.predict("net", b"")
 
 
 def test_another_scheme_is_refused() -> None:
