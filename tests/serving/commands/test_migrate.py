@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchere.serving.commands import cli
-from torchere.serving.commands.handler_imports import missing_imports
+from torchere.serving.commands.archive_check import missing_imports
 from torchere.serving.commands.migrate import MigrationReport, check_migration
 from torchere.serving.config.properties import ConfigurationError
 
