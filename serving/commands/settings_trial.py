@@ -40,9 +40,8 @@ def tried(configuration: Configuration, but: Collection[str] = ()) -> Configurat
     """Return the configuration with findings on what does not work on this machine, but for these keys."""
     found: dict[str, Finding] = {}
     for key, level, text in _problems(configuration.settings):
-        if key in but:
-            continue
-        found.setdefault(key, Finding(level, "configuration", key, "", text))
+        if key not in but:
+            found.setdefault(key, Finding(level, "configuration", key, "", text))
     findings = []
     for finding in configuration.findings:
         problem = found.pop(finding.key, None) if finding.level == "effect" else None
@@ -84,20 +83,15 @@ def _folders(settings: ServerSettings) -> Iterator[_Problem]:
 
 
 def _files(settings: ServerSettings) -> Iterator[_Problem]:
-    tls = (settings.certificate_file, settings.private_key_file)
     refused = "the start is refused"
-    if tls[0] is not None and tls[1] is not None:
-        files = TlsFiles(tls[0], tls[1], settings.client_ca_file, small_keys=True)
+    if settings.certificate_file is not None and settings.private_key_file is not None:
+        files = TlsFiles(
+            settings.certificate_file, settings.private_key_file, settings.client_ca_file, small_keys=True
+        )
         names = ("certificate_file", "private_key_file", "client_ca_file")
-        missing = [
-            (key, file)
-            for key, file in zip(names, (*tls, files.client_ca), strict=True)
-            if file is not None and not os.path.isfile(file)
-        ]
-        for key, file in missing:
-            yield key, _level(file), _absent(file, refused)
-        if not missing:
-            yield from _tls(files)
+        pairs = zip(names, (files.certificate, files.private_key, files.client_ca), strict=True)
+        missing = [each for key, file in pairs if file is not None for each in _missing(key, file, refused)]
+        yield from (missing or _tls(files))
     if settings.token_keys_file is not None:
         yield from _file("token_keys_file", settings.token_keys_file, read_clients, refused)
     if settings.metrics_config is not None:
@@ -110,23 +104,25 @@ def _files(settings: ServerSettings) -> Iterator[_Problem]:
             yield "trusted_signing_keys", "error", _said(err)
 
 
+def _missing(key: str, file: Path, otherwise: str) -> list[_Problem]:
+    """Return the problem of a file that is not there; an empty list if it is."""
+    return [] if os.path.isfile(file) else [(key, _level(file), _absent(file, otherwise))]
+
+
 def _tls(files: TlsFiles) -> Iterator[_Problem]:
     try:
         pair = read_pair(files)
     except ServingError as err:
-        yield (
-            ("client_ca_file" if "client_ca_file" in err.message else "certificate_file"),
-            "error",
-            _said(err),
-        )
+        key = "client_ca_file" if "client_ca_file" in err.message else "certificate_file"
+        yield key, "error", _said(err)
         return
     if pair.expires_at_s is not None and pair.expires_at_s < time.time():
         yield "certificate_file", "warning", f"{files.certificate} has expired; clients refuse it: renew it"
 
 
 def _file(key: str, file: Path, read: Callable[[Path], object], otherwise: str) -> Iterator[_Problem]:
-    if not os.path.isfile(file):
-        yield key, _level(file), _absent(file, otherwise)
+    if missing := _missing(key, file, otherwise):
+        yield from missing
         return
     try:
         read(file)
@@ -137,11 +133,8 @@ def _file(key: str, file: Path, read: Callable[[Path], object], otherwise: str) 
 def _models(settings: ServerSettings) -> Iterator[_Problem]:
     """Yield the archives of `load_models` that can't be opened."""
     store = settings.model_store
-    if (
-        store is None
-        or not os.path.isdir(store)
-        or [each.lower() for each in settings.load_models] == ["all"]
-    ):
+    is_all = [each.lower() for each in settings.load_models] == ["all"]
+    if store is None or not os.path.isdir(store) or is_all:
         return
     for item in settings.load_models:
         name = item.partition("=")[2] or item
@@ -163,8 +156,7 @@ def _handler(settings: ServerSettings) -> Iterator[_Problem]:
     module = (settings.default_handler or "").partition(":")[0]
     key = "default_service_handler"
     if module.startswith("/"):
-        if not os.path.isfile(module):
-            yield key, _level(Path(module)), _absent(Path(module), "archives without a handler do not load")
+        yield from _missing(key, Path(module), "archives without a handler do not load")
         return
     top = module.partition(".")[0]
     # A name without a dot, or a file, may be in an archive.
@@ -184,10 +176,9 @@ def _preloaded(settings: ServerSettings) -> Iterator[_Problem]:
 
 
 def _rendezvous(rendezvous: RendezvousSettings) -> Iterator[_Problem]:
-    file = rendezvous.secret_file
-    if file is not None and not os.path.isfile(file):
-        otherwise = "models over several machines do not load"
-        yield "rendezvous_secret_file", _level(file), _absent(file, otherwise)
+    file, otherwise = rendezvous.secret_file, "models over several machines do not load"
+    if file and (missing := _missing("rendezvous_secret_file", file, otherwise)):
+        yield from missing
         return
     try:
         secret_of(rendezvous, needed=not Address(rendezvous.host).is_local)
