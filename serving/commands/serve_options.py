@@ -32,6 +32,8 @@ _LOCAL_CLIENTS_URLS = (
     "https?://.*",
     r"https?://(127\.0\.0\.1|\[::1\]|localhost)(:[0-9]+)?/.*",  # a broader pattern leaves this machine out
 )
+_VALUED = ("ts_config", "model_store", "workflow_store", "log_config", "cpp_log_config", "plugins_path")
+_SWITCHES = ("no_config_snapshots", "disable_token_auth", "enable_model_api", "log_files", "supervise")
 _IGNORED = "ignored (for TorchServe compatibility)"
 _SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
 
@@ -120,21 +122,16 @@ def old_defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
 def serve_arguments(options: argparse.Namespace) -> list[str]:
     """Return the flags that give `torchere serve` these options."""
-    arguments: list[str] = []
-    for name in (
-        "ts_config",
-        "model_store",
-        "workflow_store",
-        "log_config",
-        "cpp_log_config",
-        "plugins_path",
-    ):
-        if value := getattr(options, name):
-            arguments.append(f"--{name.replace('_', '-')}={value}")  # one word: the value may begin with "-"
-    for name in ("no_config_snapshots", "disable_token_auth", "enable_model_api", "log_files", "supervise"):
-        if getattr(options, name):
-            arguments.append(f"--{name.replace('_', '-')}")
-    return [*arguments, "--models", *options.models] if options.models else arguments
+    # A flag and its value are one word: the value may begin with "-".
+    valued = [f"{_flag(name)}={value}" for name in _VALUED if (value := getattr(options, name))]
+    switches = [_flag(name) for name in _SWITCHES if getattr(options, name)]
+    models = ["--models", *options.models] if options.models else []
+    return [*valued, *switches, *models]
+
+
+def _flag(name: str) -> str:
+    """Return the flag of an option by its name in the parsed arguments."""
+    return f"--{name.replace('_', '-')}"
 
 
 def written(properties: str) -> str:
@@ -167,7 +164,7 @@ def refuse_packing_options(options: argparse.Namespace, reason: str, but: tuple[
 
     for name, default in packing_defaults().items():
         if name not in but and getattr(options, name) != default:
-            raise LaunchRefused(f"{reason}, and --{name.replace('_', '-')} says how a model is packed")
+            raise LaunchRefused(f"{reason}, and {_flag(name)} says how a model is packed")
 
 
 def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
@@ -190,20 +187,19 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     entries = read_properties(path) if path else ()
     if path and (cut := cut_off(path, entries)):
         raise LaunchRefused(f"{path} is no whole snapshot: {cut}. Delete it, or start with --ncs.")
-    defaults = old_defaults(environ) if getattr(options, "old_defaults", False) else {}
+    defaults = old_defaults(environ) if options.old_defaults else {}
     configuration = configure(entries, environ, _overrides(options), defaults)
     settings = configuration.checked(str(path or "configuration"))
-    if getattr(options, "old_defaults", False):
-        settings = replace(settings, small_tls_keys=True)
-    if settings.insecure_management is True and settings.allowed_urls == tuple(_LOCAL_CLIENTS_URLS):
-        settings = replace(settings, allowed_urls=())  # every client in the network may register
     _require_stores(settings.model_store, options.workflow_store)
     logs = log_directory(environ)
     snapshots = (
         None if options.no_config_snapshots else SnapshotSettings(logs / "config", configuration.effective)
     )
+    any_may_register = settings.insecure_management is True and settings.allowed_urls == _LOCAL_CLIENTS_URLS
     settings = replace(
         settings,
+        small_tls_keys=options.old_defaults,
+        allowed_urls=() if any_may_register else settings.allowed_urls,
         temp_dir=Path(temp) if temp else None,
         snapshots=snapshots,
         quarantine_directory=settings.quarantine_directory or logs / "quarantine",
@@ -298,15 +294,15 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
     given = {
         "model_store": options.model_store,
         "workflow_store": options.workflow_store,
-        "load_models": ",".join(options.models) if options.models else None,
+        "load_models": ",".join(options.models or ()),
         "cpp_log_config": options.cpp_log_config,
         "plugins_path": options.plugins_path,
-        "disable_token_authorization": "true" if options.disable_token_auth else None,
-        "enable_model_api": "true" if options.enable_model_api else None,
-        "log_files": "true" if options.log_files else None,
-        "supervise": "true" if options.supervise else None,
+        "disable_token_authorization": options.disable_token_auth,
+        "enable_model_api": options.enable_model_api,
+        "log_files": options.log_files,
+        "supervise": options.supervise,
     }
-    return {key: value for key, value in given.items() if value}
+    return {key: "true" if value is True else value for key, value in given.items() if value}
 
 
 def _require_files(options: argparse.Namespace) -> None:
