@@ -112,7 +112,7 @@ class AsyncClient:
 
     async def ping(self, *, timeout_s: float | None = None) -> bool:
         """Return whether every model has the executors it should have (TorchServe's `/ping`)."""
-        return await self._transport.run(management.healthy(), timeout_s)
+        return await self._transport.run(management.HEALTHY, timeout_s)
 
     async def infer(
         self,
@@ -150,7 +150,7 @@ class AsyncClient:
 
     async def server_metadata(self, *, timeout_s: float | None = None) -> ServerMetadata:
         """Return the server's name, version and protocol extensions."""
-        return await self._transport.run(management.server_metadata(), timeout_s)
+        return await self._transport.run(management.SERVER_METADATA, timeout_s)
 
     async def model_metadata(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
@@ -160,11 +160,11 @@ class AsyncClient:
 
     async def is_live(self, *, timeout_s: float | None = None) -> bool:
         """Return whether the server runs."""
-        return await self._transport.run(management.live(), timeout_s)
+        return await self._transport.run(management.LIVE, timeout_s)
 
     async def is_ready(self, *, timeout_s: float | None = None) -> bool:
         """Return whether the server is ready for requests."""
-        return await self._transport.run(management.ready(), timeout_s)
+        return await self._transport.run(management.READY, timeout_s)
 
     async def is_model_ready(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
@@ -186,11 +186,11 @@ class AsyncClient:
 
     async def load(self, model: str, *, timeout_s: float | None = None) -> None:
         """Load a model of the repository and wait until it is ready."""
-        await self._transport.run(management.load(model), timeout_s)
+        await self._transport.run(management.repository(model, "load"), timeout_s)
 
     async def unload(self, model: str, *, timeout_s: float | None = None) -> None:
         """Unload a model."""
-        await self._transport.run(management.unload(model), timeout_s)
+        await self._transport.run(management.repository(model, "unload"), timeout_s)
 
     async def register(self, url: str, *, timeout_s: float | None = None, **options: object) -> str:
         """Register an archive of the model store. See `Client.register`."""
@@ -225,10 +225,9 @@ class AsyncClient:
         entries: list[ModelEntry] = []
         token: str | None = None
         while True:
-            page = await self._transport.run(management.list_page(token), timeout_s)
-            entries += page.models
-            token = page.next_token
-            if token is None or not page.models:
+            models, token = await self._transport.run(management.list_page(token), timeout_s)
+            entries += models
+            if token is None or not models:
                 return entries
 
     async def describe(

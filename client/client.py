@@ -153,7 +153,7 @@ class Client:
 
     def ping(self, *, timeout_s: float | None = None) -> bool:
         """Return whether every model has the executors it should have (TorchServe's `/ping`)."""
-        return self._transport.run(management.healthy(), timeout_s)
+        return self._transport.run(management.HEALTHY, timeout_s)
 
     def infer(
         self,
@@ -209,7 +209,7 @@ class Client:
 
     def server_metadata(self, *, timeout_s: float | None = None) -> ServerMetadata:
         """Return the server's name, version and protocol extensions."""
-        return self._transport.run(management.server_metadata(), timeout_s)
+        return self._transport.run(management.SERVER_METADATA, timeout_s)
 
     def model_metadata(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
@@ -219,11 +219,11 @@ class Client:
 
     def is_live(self, *, timeout_s: float | None = None) -> bool:
         """Return whether the server runs."""
-        return self._transport.run(management.live(), timeout_s)
+        return self._transport.run(management.LIVE, timeout_s)
 
     def is_ready(self, *, timeout_s: float | None = None) -> bool:
         """Return whether the server is ready for requests."""
-        return self._transport.run(management.ready(), timeout_s)
+        return self._transport.run(management.READY, timeout_s)
 
     def is_model_ready(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
@@ -245,11 +245,11 @@ class Client:
 
     def load(self, model: str, *, timeout_s: float | None = None) -> None:
         """Load a model of the repository and wait until it is ready."""
-        self._transport.run(management.load(model), timeout_s)
+        self._transport.run(management.repository(model, "load"), timeout_s)
 
     def unload(self, model: str, *, timeout_s: float | None = None) -> None:
         """Unload a model."""
-        self._transport.run(management.unload(model), timeout_s)
+        self._transport.run(management.repository(model, "unload"), timeout_s)
 
     def register(self, url: str, *, timeout_s: float | None = None, **options: object) -> str:
         """Register an archive of the model store and return the server's status message.
@@ -292,10 +292,9 @@ class Client:
         entries: list[ModelEntry] = []
         token: str | None = None
         while True:
-            page = self._transport.run(management.list_page(token), timeout_s)
-            entries += page.models
-            token = page.next_token
-            if token is None or not page.models:
+            models, token = self._transport.run(management.list_page(token), timeout_s)
+            entries += models
+            if token is None or not models:
                 return entries
 
     def describe(

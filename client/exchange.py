@@ -96,8 +96,8 @@ def reading(read: Callable[[Any], Result]) -> Callable[[Answer], Result]:
     return read_json
 
 
-def path(*segments: str) -> str:
-    """Join segments to a URL path; quote each segment and leave out empty ones."""
+def path(*segments: str | None) -> str:
+    """Join segments to a URL path; quote each segment and leave out None and empty ones."""
     return "/" + "/".join(quote(segment, safe="") for segment in segments if segment)
 
 

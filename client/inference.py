@@ -182,7 +182,7 @@ def _no_event(found: bytes | bytearray) -> UnreadableAnswer:
 
 def model_path(model: str, version: str | None, verb: str = "") -> str:
     """Return the path of a model in this protocol."""
-    return path("v2", "models", model, "versions" if version else "", version or "", verb)
+    return path("v2", "models", model, "versions" if version else None, version, verb)
 
 
 def result(answer: Answer) -> InferResult:

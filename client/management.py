@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlencode
 
 from torchere.client.errors import Unauthorized, UnreadableAnswer
 from torchere.client.exchange import JSON, Answer, Operation, Request, json_body, path, reading, refusal
 from torchere.client.inference import model_path
+
+_NOT_READY = frozenset({400, 503})  # Triton and KServe disagree about which one says "not ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,89 +20,6 @@ class ModelEntry:
 
     name: str
     url: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPage:
-    """One page of the list; `next_token` is None on the last one."""
-
-    models: tuple[ModelEntry, ...]
-    next_token: str | None
-
-
-def register(url: str, **options: object) -> Operation[str]:
-    """Register an archive; options are the API's parameters (`model_name`, `initial_workers` ...).
-
-    Options that are None are not sent.
-    """
-    return _changing("POST", "/models", {"url": url, **options})
-
-
-def unregister(model: str, version: str | None = None) -> Operation[str]:
-    """Remove a version; None is the default version."""
-    return _changing("DELETE", path("models", model, version or ""), {})
-
-
-def scale(
-    model: str, min_workers: int, max_workers: int | None, version: str | None, synchronous: bool
-) -> Operation[str]:
-    """Set the number of executors of a version."""
-    options = {"min_worker": min_workers, "max_worker": max_workers, "synchronous": synchronous}
-    return _changing("PUT", path("models", model, version or ""), options)
-
-
-def set_default(model: str, version: str) -> Operation[str]:
-    """Make a version the default for requests that name no version."""
-    return _changing("PUT", path("models", model, version, "set-default"), {})
-
-
-def list_page(token: str | None = None) -> Operation[ModelPage]:
-    """Build the request for one page of the list of models."""
-    return Operation(_request("GET", "/models", {"next_page_token": token}), reading(_page))
-
-
-def describe(model: str, version: str | None = None) -> Operation[list[dict[str, Any]]]:
-    """Build the request for the description of a version (None: the default; "all": every version)."""
-    return Operation(_request("GET", path("models", model, version or ""), {}), _list)
-
-
-def healthy() -> Operation[bool]:
-    """Build a request for TorchServe's `/ping`; status 500 means unhealthy."""
-    return Operation(Request("GET", "/ping"), lambda answer: answer.status == 200, frozenset({500}))
-
-
-def _changing(method: str, where: str, options: Mapping[str, object]) -> Operation[str]:
-    return Operation(_request(method, where, options), _status)
-
-
-def _request(method: str, where: str, options: Mapping[str, object]) -> Request:
-    said = {name: _text(value) for name, value in options.items() if value is not None}
-    query = f"?{urlencode(said)}" if said else ""
-    return Request(method, where + query, "management")
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _status(answer: Answer) -> str:
-    return str(answer.json_object().get("status", ""))
-
-
-def _list(answer: Answer) -> list[dict[str, Any]]:
-    value = answer.json()
-    if not isinstance(value, list):
-        raise UnreadableAnswer(f"expected a JSON array, found {answer.body[:200]!r}")
-    return value
-
-
-def _page(value: Any) -> ModelPage:
-    models = value.get("models", [])
-    entries = tuple(ModelEntry(str(one["modelName"]), str(one.get("modelUrl", ""))) for one in models)
-    return ModelPage(entries, value.get("nextPageToken"))
-
-
-_NOT_READY = frozenset({400, 503})  # Triton and KServe disagree about which one says "not ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,24 +65,76 @@ class ModelState:
     reason: str
 
 
-def server_metadata() -> Operation[ServerMetadata]:
-    """Build `GET /v2`."""
-    return Operation(Request("GET", "/v2"), reading(_server))
+def register(url: str, **options: object) -> Operation[str]:
+    """Register an archive; options are the API's parameters (`model_name`, `initial_workers` ...).
+
+    Options that are None are not sent.
+    """
+    return _changing("POST", "/models", {"url": url, **options})
+
+
+def unregister(model: str, version: str | None = None) -> Operation[str]:
+    """Remove a version; None is the default version."""
+    return _changing("DELETE", path("models", model, version), {})
+
+
+def scale(
+    model: str, min_workers: int, max_workers: int | None, version: str | None, synchronous: bool
+) -> Operation[str]:
+    """Set the number of executors of a version."""
+    options = {"min_worker": min_workers, "max_worker": max_workers, "synchronous": synchronous}
+    return _changing("PUT", path("models", model, version), options)
+
+
+def set_default(model: str, version: str) -> Operation[str]:
+    """Make a version the default for requests that name no version."""
+    return _changing("PUT", path("models", model, version, "set-default"), {})
+
+
+def list_page(token: str | None) -> Operation[tuple[list[ModelEntry], str | None]]:
+    """Build the request for one page of the list of models; the last one has no token of a next page."""
+    return Operation(_request("GET", "/models", {"next_page_token": token}), reading(_page))
+
+
+def describe(model: str, version: str | None = None) -> Operation[list[dict[str, Any]]]:
+    """Build the request for the description of a version (None: the default; "all": every version)."""
+    return Operation(_request("GET", path("models", model, version), {}), _list)
+
+
+def _changing(method: str, where: str, options: Mapping[str, object]) -> Operation[str]:
+    return Operation(_request(method, where, options), _status)
+
+
+def _request(method: str, where: str, options: Mapping[str, object]) -> Request:
+    said = {name: _text(value) for name, value in options.items() if value is not None}
+    query = f"?{urlencode(said)}" if said else ""
+    return Request(method, where + query, "management")
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _status(answer: Answer) -> str:
+    return str(answer.json_object().get("status", ""))
+
+
+def _list(answer: Answer) -> list[dict[str, Any]]:
+    value = answer.json()
+    if not isinstance(value, list):
+        raise UnreadableAnswer(f"expected a JSON array, found {answer.body[:200]!r}")
+    return value
+
+
+def _page(value: Any) -> tuple[list[ModelEntry], str | None]:
+    models = value.get("models", [])
+    entries = [ModelEntry(str(one["modelName"]), str(one.get("modelUrl", ""))) for one in models]
+    return entries, value.get("nextPageToken")
 
 
 def model_metadata(model: str, version: str | None = None) -> Operation[ModelMetadata]:
     """Build `GET /v2/models/{model}`."""
     return Operation(Request("GET", model_path(model, version)), reading(_model))
-
-
-def live() -> Operation[bool]:
-    """Build `GET /v2/health/live`."""
-    return Operation(Request("GET", "/v2/health/live"), _is_ok, _NOT_READY)
-
-
-def ready() -> Operation[bool]:
-    """Build `GET /v2/health/ready`."""
-    return Operation(Request("GET", "/v2/health/ready"), _is_ok, _NOT_READY)
 
 
 def model_ready(model: str, version: str | None = None) -> Operation[bool]:
@@ -181,14 +152,9 @@ def index(ready_only: bool = False) -> Operation[tuple[ModelState, ...]]:
     return Operation(_control("/v2/repository/index", {"ready": ready_only}), reading(_index))
 
 
-def load(model: str) -> Operation[None]:
-    """Build `POST /v2/repository/models/{model}/load`."""
-    return Operation(_control(path("v2", "repository", "models", model, "load"), {}), _nothing)
-
-
-def unload(model: str) -> Operation[None]:
-    """Build `POST /v2/repository/models/{model}/unload`."""
-    return Operation(_control(path("v2", "repository", "models", model, "unload"), {}), _nothing)
+def repository(model: str, verb: Literal["load", "unload"]) -> Operation[None]:
+    """Build `POST /v2/repository/models/{model}/{verb}`."""
+    return Operation(_control(path("v2", "repository", "models", model, verb), {}), lambda _answer: None)
 
 
 def _control(where: str, body: object) -> Request:
@@ -199,10 +165,6 @@ def _is_ok(answer: Answer) -> bool:
     if answer.status != 200 and isinstance(error := refusal(answer), Unauthorized):
         raise error  # TorchServe answers 400 to a wrong key; otherwise 400 means "not ready"
     return answer.status == 200
-
-
-def _nothing(_answer: Answer) -> None:
-    return None
 
 
 def _server(value: Any) -> ServerMetadata:
@@ -241,3 +203,9 @@ def _index(value: Any) -> tuple[ModelState, ...]:
         )
         for one in value
     )
+
+
+SERVER_METADATA = Operation(Request("GET", "/v2"), reading(_server))
+LIVE = Operation(Request("GET", "/v2/health/live"), _is_ok, _NOT_READY)
+READY = Operation(Request("GET", "/v2/health/ready"), _is_ok, _NOT_READY)
+HEALTHY = Operation(Request("GET", "/ping"), _is_ok, frozenset({500}))  # TorchServe's

@@ -124,7 +124,7 @@ def predict(
     sent = merged({"content-type": own_type}, headers or {})
     if content_type:
         sent = merged(sent, {"content-type": content_type})
-    return Operation(Request("POST", path(verb, model, version or ""), headers=sent, body=body), _prediction)
+    return Operation(Request("POST", path(verb, model, version), headers=sent, body=body), _prediction)
 
 
 def encode_data(data: object) -> tuple[str, bytes]:
