@@ -19,11 +19,11 @@ from urllib.parse import quote
 
 from torchere.archiver.arguments import described
 from torchere.archiver.errors import plainly
+from torchere.client.exchange import merged
 from torchere.serving.commands.advice import advice
 from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
 from torchere.serving.commands.request_options import (
     REST_ADDRESS,
-    UsageError,
     add_body_arguments,
     add_server_arguments,
     body_of,
@@ -77,7 +77,7 @@ def run_bench(options: argparse.Namespace) -> int:
     """
     try:
         run = plan(options)
-    except (UsageError, ValueError, OSError) as err:
+    except (ValueError, OSError) as err:
         print(f"torchere bench: {plainly(err)}", file=sys.stderr)
         return 1
     shows_bar = sys.stderr.isatty()
@@ -107,18 +107,17 @@ def plan(options: argparse.Namespace) -> Run:
     """Create the load test that the arguments describe.
 
     Raises:
-        UsageError, ValueError: the address, a header or the JSON is malformed, or a file holds no key.
+        ValueError: the address, a header or the JSON is malformed, or a file holds no key.
         OSError: a file can't be read.
     """
     address = options.address or REST_ADDRESS
     target = Target.parse(f"{address.rstrip('/')}/predictions/{quote(options.model)}")
     content_type, body = body_of(options)
-    headers = {"Content-Type": content_type} if content_type else {}
+    own = {"Content-Type": content_type} if content_type else {}
     given = headers_of(options.header)
-    headers = {name: value for name, value in headers.items() if name.lower() not in map(str.lower, given)}
-    if all(name.lower() != "authorization" for name in given) and (key := key_of(options, address)):
-        headers["Authorization"] = f"Bearer {key.key}"
-    request = request_bytes(target, body, {**headers, **given})
+    if "authorization" not in map(str.lower, given) and (key := key_of(options, address)):
+        own["Authorization"] = f"Bearer {key.key}"
+    request = request_bytes(target, body, merged(own, given))
     return Run(target, request, options.clients, options.seconds, options.timeout)
 
 

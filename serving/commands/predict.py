@@ -20,7 +20,6 @@ from torchere.serving.commands.advice import advice
 from torchere.serving.commands.request_options import (
     NPY_TYPE,
     REST_ADDRESS,
-    UsageError,
     about_key,
     add_body_arguments,
     add_server_arguments,
@@ -84,12 +83,12 @@ def run_predict(options: argparse.Namespace) -> int:
         said = _infer(options, found) if options.v2 or options.zeros else _predict(options, found)
     except ClientError as err:
         print(err, file=sys.stderr)
-        if isinstance(err, Unauthorized) or getattr(err, "kind", "") == "PERMISSION_DENIED":  # over gRPC
+        if isinstance(err, Unauthorized):
             print(f"torchere predict: {about_key(found)}", file=sys.stderr)
         elif more := _advice(err, options, found):
             print(f"torchere predict: {more}", file=sys.stderr)
         return 1
-    except (UsageError, OSError, EOFError, ValueError, TypeError) as err:
+    except (OSError, ValueError, TypeError) as err:
         print(f"torchere predict: {plainly(err)}", file=sys.stderr)
         return 2
     print(said)
@@ -128,7 +127,7 @@ def _client(options: argparse.Namespace, found: FoundKey | None) -> Client | Con
     from torchere.serving.commands.predict_grpc import Connection  # noqa: PLC0415 - imports grpc
 
     if options.header:
-        raise UsageError("--header is for REST; leave it or --grpc out")
+        raise ValueError("--header is for REST; leave it or --grpc out")
     return Connection(_address(options), key, options.timeout)
 
 
@@ -147,7 +146,7 @@ def _body(options: argparse.Namespace) -> tuple[str, bytes]:
     if not options.npy:
         return body_of(options)
     if len(options.npy) > 1 or "=" in options.npy[0]:
-        raise UsageError("several or named arrays need --v2")
+        raise ValueError("several or named arrays need --v2")
     return NPY_TYPE, Path(options.npy[0]).read_bytes()
 
 
@@ -157,18 +156,18 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
         value = parsed(options.json, arrays=True)
         return value if isinstance(value, dict) else {"": value}
     if not options.npy and not options.zeros:
-        raise UsageError("--v2 sends arrays; expected --json, --npy or --zeros")
+        raise ValueError("--v2 sends arrays; expected --json, --npy or --zeros")
     import numpy as np  # noqa: PLC0415 - takes a tenth of a second
 
     arrays: dict[str, Any] = {}
     for text in options.zeros or ():
         name, _, shape = text.rpartition("=")
         if not re.fullmatch(r"[0-9]+(x[0-9]+)*", shape):
-            raise UsageError(f"--zeros {text}: found {shape!r}, expected a shape such as 1x3x224x224")
+            raise ValueError(f"--zeros {text}: found {shape!r}, expected a shape such as 1x3x224x224")
         try:
             arrays[name] = np.zeros([int(size) for size in shape.split("x")])
         except (MemoryError, ValueError) as err:
-            raise UsageError(f"--zeros {text}: no array of this shape can be made: {err}") from err
+            raise ValueError(f"--zeros {text}: no array of this shape can be made: {err}") from err
     if options.zeros:
         return arrays
     for text in options.npy:
@@ -178,7 +177,7 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
                 array = np.lib.format.read_array(opened, allow_pickle=False)
         except (EOFError, ValueError) as err:
             found = f"no .npy file of numbers or texts ({err})"
-            raise UsageError(f"--npy {file}: {found}; expected a file written by numpy.save") from err
+            raise ValueError(f"--npy {file}: {found}; expected a file written by numpy.save") from err
         arrays[name if separator else ""] = array
     return arrays
 
@@ -190,13 +189,13 @@ def _tensors(arrays: dict[str, Any], known: tuple[TensorMetadata, ...]) -> list[
     if "" in arrays:
         if len(arrays) > 1 or len(known) > 1:
             names = ", ".join(datatypes) or "by name"
-            raise UsageError(f"an array without a name; the model takes {names}")
+            raise ValueError(f"an array without a name; the model takes {names}")
         arrays = {next(iter(datatypes), _UNNAMED): arrays[""]}
     try:
         return [tensor(name, value, datatypes.get(name)) for name, value in arrays.items()]
     except (TypeError, ValueError) as err:
         wanted = ", ".join(f"{one.name} {one.datatype}" for one in known)
-        raise UsageError(f"no arrays for the model's inputs ({wanted}): {err}") from err
+        raise ValueError(f"no arrays for the model's inputs ({wanted}): {err}") from err
 
 
 _MOST_ROWS = 100  # rows of a table; a longer result is printed as JSON

@@ -21,6 +21,7 @@ from torchere.client import (
     Prediction,
     Tensor,
     TensorMetadata,
+    Unauthorized,
     UnreadableAnswer,
 )
 from torchere.client.exchange import bearer
@@ -109,7 +110,8 @@ class Connection:
         if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
             return ConnectionFailed(f"no connection to {self._address}: {details}", refused=True)
         # The second line of TorchServe's error details is the name of a Java class.
-        return AnswerError(details.partition("\n")[0], code.value[0], kind=code.name)
+        kind = Unauthorized if code is grpc.StatusCode.PERMISSION_DENIED else AnswerError
+        return kind(details.partition("\n")[0], code.value[0], kind=code.name)
 
 
 def _channel(address: str) -> grpc.Channel:

@@ -20,10 +20,6 @@ _OCTETS = "application/octet-stream"
 _LONGEST_S = 86_400.0  # maximum that the server accepts
 
 
-class UsageError(Exception):
-    """The arguments do not describe a valid request; the message has the reason."""
-
-
 def add_server_arguments(parser: argparse.ArgumentParser, address: str = f"default: {REST_ADDRESS}") -> None:
     """Add the model, the address, the key, the time limit and the headers of a request."""
     add = parser.add_argument
@@ -67,7 +63,7 @@ def body_of(options: argparse.Namespace) -> tuple[str, bytes]:
     """Return the content type and the bytes of the body; both are empty if none is given.
 
     Raises:
-        UsageError: the JSON is malformed.
+        ValueError: the JSON is malformed.
         OSError: a file can't be read.
     """
     if options.json is not None:
@@ -85,13 +81,13 @@ def headers_of(lines: Sequence[str]) -> dict[str, str]:
     """Return the headers of lines as `NAME: VALUE`.
 
     Raises:
-        UsageError: a line has no name or no colon.
+        ValueError: a line has no name or no colon.
     """
     headers = {}
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or not name.strip():
-            raise UsageError(f"the header is {line!r}; expected 'Name: value'")
+            raise ValueError(f"the header is {line!r}; expected 'Name: value'")
         headers[name.strip()] = value.strip()
     return headers
 
@@ -124,7 +120,7 @@ def parsed(text: str, *, arrays: bool = False) -> Any:
         arrays: the value is sent as arrays (`--v2`), which `--file` can't give.
 
     Raises:
-        UsageError: the text is not JSON.
+        ValueError: the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -135,8 +131,8 @@ def parsed(text: str, *, arrays: bool = False) -> Any:
             quoted = shlex.quote(file)
             meant = f'--json "$(cat {quoted})"' if arrays else f"--file {quoted}"
             found = f"found the name of a file, expected JSON; did you mean {meant}?"
-            raise UsageError(f"--json {text}: {found}") from err
-        raise UsageError(f"--json is no JSON: {err}") from err
+            raise ValueError(f"--json {text}: {found}") from err
+        raise ValueError(f"--json is no JSON: {err}") from err
 
 
 def _timeout(text: str) -> float:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from torchere.serving.commands.cli import main
-from torchere.serving.commands.request_options import UsageError, body_of, parsed
+from torchere.serving.commands.request_options import body_of, parsed
 
 
 @pytest.fixture
@@ -22,19 +22,19 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("prefix", ["", "@"])
 def test_a_file_in_the_place_of_json_is_told_its_own_option(file: str, prefix: str) -> None:
-    with pytest.raises(UsageError) as refusal:
+    with pytest.raises(ValueError) as refusal:
         body_of(Namespace(json=prefix + file))
     assert str(refusal.value) == (
         f"--json {prefix}{file}: found the name of a file, expected JSON; did you mean "
         "--file 'my request.json'?"
     )
-    with pytest.raises(UsageError, match=r"""did you mean --json "\$\(cat 'my request\.json'\)"\?$"""):
+    with pytest.raises(ValueError, match=r"""did you mean --json "\$\(cat 'my request\.json'\)"\?$"""):
         parsed(prefix + file, arrays=True)
 
 
 @pytest.mark.parametrize("text", ["other.json", "@", "", ".", "{" * 5000, "\0"])
 def test_other_text_in_the_place_of_json_is_said_to_be_none(file: str, text: str) -> None:
-    with pytest.raises(UsageError, match=r"^--json is no JSON: "):
+    with pytest.raises(ValueError, match=r"^--json is no JSON: "):
         parsed(text)
     assert parsed("[1]") == [1]
 
