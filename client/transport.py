@@ -77,14 +77,14 @@ class Retries:
         if attempt > self.most or not _may_be_sent_again(error):
             return None
         asked_s = error.retry_after_s if isinstance(error, Unavailable) else None
-        if asked_s is not None:
-            # Wait at least the time that the server asks for; the jitter spreads the retries of its clients.
-            pause = asked_s * (1 + dice / 4)
-            if asked_s > self.longest_pause_s:
-                return None
-        else:
+        if asked_s is None:
             doubled = 2.0 ** min(attempt - 1, 64)  # beyond any pause; a thousand doublings fit no float
             pause = min(self.first_pause_s * doubled, self.longest_pause_s) * (0.5 + dice / 2)
+        elif asked_s <= self.longest_pause_s:
+            # Wait at least the time that the server asks for; the jitter spreads the retries of its clients.
+            pause = asked_s * (1 + dice / 4)
+        else:
+            return None
         return pause if pause < remaining_s else None
 
 
@@ -123,11 +123,7 @@ class Settings:
         """Return an httpx client that calls servers of this machine without the proxy of the environment.
 
         The proxy must not get the key of a key file, and to it such an address means its own machine.
-
-        Args:
-            kind: the class of the client.
-            transport: the caller's own, or None.
-            direct: the class of its transport without a proxy.
+        `direct` is the class of a transport without a proxy, used unless the caller gives a transport.
 
         Raises:
             ValueError: httpx can't use the variables of the proxy.
