@@ -315,6 +315,8 @@ class _Pair:
 
 def picture(report: Report) -> str:
     """Return the SVG text: pairs of bars for file size, memory and latencies, and output similarity."""
+    from torchere.archiver.models.verify.report import likeness  # noqa: PLC0415 - imports torch
+
     pairs = _pairs(report)
     height = _TOP + len(pairs) * (2 * _BAR + _GAP) + 40
     parts = [
@@ -326,7 +328,8 @@ def picture(report: Report) -> str:
     ]
     for index, pair in enumerate(pairs):
         parts += _bars(pair, _TOP + index * (2 * _BAR + _GAP))
-    parts.append(_text(12, height - 14, _likeness(report)))
+    said = (f"drift {report.difference.drift:.3g}", likeness(report.difference))
+    parts.append(_text(12, height - 14, ", ".join(filter(None, said))))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -364,13 +367,6 @@ def _legend(report: Report) -> list[str]:
         parts.append(_text(x + 18, 46, side.name))
         x += 40 + 7.2 * len(side.name)
     return parts
-
-
-def _likeness(report: Report) -> str:
-    from torchere.archiver.models.verify.report import likeness  # noqa: PLC0415 - imports torch
-
-    parts = (f"drift {report.difference.drift:.3g}", likeness(report.difference))
-    return ", ".join(part for part in parts if part)
 
 
 def _text(x: float, y: float, text: str, more: str = "") -> str:
