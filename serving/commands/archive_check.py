@@ -196,16 +196,16 @@ def _requirements(manifest: Manifest, settings: ServerSettings) -> _Found:
 def _source(archive: Archive, name: str, brings_packages: bool) -> Iterator[_Found]:
     """Yield what a Python file imports and will not find; no packages, if its requirements bring them."""
     try:
-        text = archive.read_text(name, MAX_SOURCE_BYTES)
-        missing = missing_imports(text)
-        if not brings_packages:
-            missing += not_installed(text, {entry.name for entry in archive.entries})
+        module = ast.parse(archive.read_text(name, MAX_SOURCE_BYTES))
     except ArchiveError as err:
         yield name, "differs", f"not looked into: {err.reason}"
         return
     except (SyntaxError, ValueError, RecursionError) as err:
         yield name, "unsupported", f"does not compile with Python {platform.python_version()}: {_why(err)}"
         return
+    missing = missing_imports(module)
+    if not brings_packages:
+        missing += _not_installed(module, {entry.name for entry in archive.entries})
     for sentence in missing:
         yield name, "unsupported", sentence
 
@@ -214,16 +214,9 @@ def _why(err: Exception) -> str:
     return f"{err.msg} in line {err.lineno}" if isinstance(err, SyntaxError) else str(err)
 
 
-def missing_imports(source: str) -> list[str]:
-    """Return one sentence for each name in `ts` that the source imports but torchere does not provide.
-
-    >>> missing_imports("from ts.torch_handler.base_handler import BaseHandler")
-    []
-
-    Raises:
-        SyntaxError: the source is not valid for this Python version.
-    """
-    found = ((line, _missing(module, name)) for line, module, name in _imported(ast.walk(ast.parse(source))))
+def missing_imports(module: ast.Module) -> list[str]:
+    """Return one sentence for each name in `ts` that a module imports but torchere does not provide."""
+    found = ((line, _missing(path, name)) for line, path, name in _imported(ast.walk(module)))
     return [f"line {line}: {why}" for line, why in found if why]
 
 
@@ -260,23 +253,16 @@ def _names(module: str) -> Iterator[str]:
             yield from vars(importlib.import_module(f"torchere.handlers.{ours}"))
 
 
-def not_installed(source: str, files: Collection[str]) -> list[str]:
-    """Return one sentence for each package that the source needs when it is imported, and that is not here.
+def _not_installed(module: ast.Module, files: Collection[str]) -> list[str]:
+    """Return one sentence for each package that a module of an archive with these files needs and lacks here.
 
-    Imports in functions, and in `try` or `if`, do not count: the source may do without.
-
-    Args:
-        source: the text of a Python file of an archive.
-        files: the names of all files of the archive, which it may import.
-
-    Raises:
-        SyntaxError: the source is not valid for this Python version.
+    Imports in functions, and in `try` or `if`, do not count: the module may do without.
     """
     beside = {part.removesuffix(".py") for name in files for part in name.split("/")}
     known = _OURS | beside | sys.stdlib_module_names
     found: dict[str, str] = {}
-    for line, module, _ in _imported(ast.parse(source).body):
-        root = module.partition(".")[0]
+    for line, path, _ in _imported(module.body):
+        root = path.partition(".")[0]
         if root not in known and root not in found and not _is_installed(root):
             found[root] = (
                 f"line {line}: {root} is not installed here; install it beside the server, or pack the "

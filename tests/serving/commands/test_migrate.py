@@ -1,5 +1,6 @@
 """The migration check: one verdict for each thing a TorchServe deployment holds, and nothing of it is run."""
 
+import ast
 import errno
 import importlib.metadata
 import json
@@ -291,7 +292,7 @@ def test_requirements_are_installed_only_when_asked_for(tmp_path: Path) -> None:
     ],
 )
 def test_imports_of_torchserve_are_looked_up(source: str, missing: list[str]) -> None:
-    found = missing_imports(source)
+    found = missing_imports(ast.parse(source))
     assert len(found) == len(missing)
     assert all(wanted in text for wanted, text in zip(missing, found, strict=True))
 
