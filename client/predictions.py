@@ -9,8 +9,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, merged, path
 
 OCTETS = "application/octet-stream"
@@ -39,6 +37,8 @@ def encode_form(parts: Mapping[str, PartLike]) -> tuple[str, bytes]:
     Raises:
         OSError: a file can't be read.
     """
+    import httpx  # noqa: PLC0415 - `torchere bench` sends no forms, and goes without httpx
+
     fields = [(name, _field(_part(name, given))) for name, given in parts.items()]
     form = httpx.Request("POST", "http://form", files=fields)
     return form.headers["content-type"], form.read()

@@ -18,7 +18,6 @@ from torchere.archiver.errors import plainly
 from torchere.client.key_file import FoundKey
 from torchere.serving.commands.advice import advice
 from torchere.serving.commands.request_options import (
-    NPY_TYPE,
     REST_ADDRESS,
     about_key,
     add_body_arguments,
@@ -83,9 +82,8 @@ def run_predict(options: argparse.Namespace) -> int:
         said = _infer(options, found) if options.v2 or options.zeros else _predict(options, found)
     except ClientError as err:
         print(err, file=sys.stderr)
-        if isinstance(err, Unauthorized):
-            print(f"torchere predict: {about_key(found)}", file=sys.stderr)
-        elif more := _advice(err, options, found):
+        more = about_key(found) if isinstance(err, Unauthorized) else _advice(err, options, found)
+        if more:
             print(f"torchere predict: {more}", file=sys.stderr)
         return 1
     except (OSError, ValueError, TypeError) as err:
@@ -147,7 +145,7 @@ def _body(options: argparse.Namespace) -> tuple[str, bytes]:
         return body_of(options)
     if len(options.npy) > 1 or "=" in options.npy[0]:
         raise ValueError("several or named arrays need --v2")
-    return NPY_TYPE, Path(options.npy[0]).read_bytes()
+    return "application/x-npy", Path(options.npy[0]).read_bytes()
 
 
 def _arrays(options: argparse.Namespace) -> dict[str, Any]:

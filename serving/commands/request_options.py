@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import mimetypes
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchere.client.exchange import JSON
 from torchere.client.key_file import VARIABLES, FoundKey, find_key, read_key
+from torchere.client.predictions import encode_data
 
 REST_ADDRESS = "http://127.0.0.1:8080"
-JSON_TYPE = "application/json"
-NPY_TYPE = "application/x-npy"
-_OCTETS = "application/octet-stream"
 _LONGEST_S = 86_400.0  # maximum that the server accepts
 
 
@@ -67,14 +65,14 @@ def body_of(options: argparse.Namespace) -> tuple[str, bytes]:
         OSError: a file can't be read.
     """
     if options.json is not None:
-        return JSON_TYPE, json.dumps(parsed(options.json)).encode()
+        return JSON, json.dumps(parsed(options.json)).encode()
     if options.text is not None:
-        return "text/plain; charset=utf-8", options.text.encode()
+        return encode_data(options.text)
     file = options.image or options.file
     if file is None:
         return "", b""
-    guessed = mimetypes.guess_type(file.name)[0] or _OCTETS
-    return options.content_type or guessed, file.read_bytes()
+    guessed, body = encode_data(file)
+    return options.content_type or guessed, body
 
 
 def headers_of(lines: Sequence[str]) -> dict[str, str]:
