@@ -11,6 +11,7 @@ import httpx
 
 from torchere.client import inference, management, predictions
 from torchere.client.client import INFERENCE_ADDRESS, MANAGEMENT_ADDRESS, TIMEOUT_S
+from torchere.client.exchange import Api
 from torchere.client.inference import InferOptions, InferResult, Inputs
 from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
 from torchere.client.predictions import PartLike, Prediction
@@ -40,15 +41,9 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        settings = Settings(
-            address,
-            management_address,
-            token,
-            management_token,
-            timeout_s=timeout_s,
-            retries=retries or Retries(),
-            headers=headers or {},
-        )
+        addresses: dict[Api, str] = {"inference": address, "management": management_address}
+        tokens: dict[Api, str | None] = {"inference": token, "management": management_token}
+        settings = Settings(addresses, tokens, timeout_s, retries, headers)
         self._transport = Awaiting(settings, transport)
 
     async def __aenter__(self) -> AsyncClient:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from torchere.client import inference, management, predictions
+from torchere.client.exchange import Api
 from torchere.client.inference import InferOptions, InferResult, Inputs
 from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
 from torchere.client.predictions import PartLike, Prediction
@@ -66,15 +67,9 @@ class Client:
         headers: Mapping[str, str] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        settings = Settings(
-            address,
-            management_address,
-            token,
-            management_token,
-            timeout_s=timeout_s,
-            retries=retries or Retries(),
-            headers=headers or {},
-        )
+        addresses: dict[Api, str] = {"inference": address, "management": management_address}
+        tokens: dict[Api, str | None] = {"inference": token, "management": management_token}
+        settings = Settings(addresses, tokens, timeout_s, retries, headers)
         self._transport = Blocking(settings, transport)
 
     def __enter__(self) -> Client:

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx
@@ -94,29 +94,29 @@ def _may_be_sent_again(error: ClientError) -> bool:
     return isinstance(error, ConnectionFailed) and error.refused
 
 
-@dataclass(frozen=True, slots=True)
 class Settings:
-    """The constructor arguments of a client; see `Client`. `key` looks up a token that is None."""
+    """The constructor arguments of a client, see `Client`; used by several threads."""
 
-    address: str
-    management_address: str
-    token: str | None
-    management_token: str | None
-    timeout_s: float | None
-    retries: Retries
-    headers: Mapping[str, str] = field(default_factory=dict)
-    _found: dict[Api, str] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for address in (self.address, self.management_address):
-            if not _is_http(address):
-                raise ValueError(
-                    f"the address is {address!r}; expected http://host:port or https://host:port"
-                )
-        for token in (self.token, self.management_token):
-            if token:
-                bearer(token)
-        check_headers(self.headers)
+    def __init__(
+        self,
+        addresses: Mapping[Api, str],
+        tokens: Mapping[Api, str | None],
+        timeout_s: float | None,
+        retries: Retries | None,
+        headers: Mapping[str, str] | None,
+    ) -> None:
+        self.retries = retries or Retries()
+        self._addresses = addresses
+        self._tokens = dict(tokens)  # `key` adds those that it finds
+        self._timeout_s = timeout_s
+        self._headers = headers or {}
+        for each in self._addresses.values():
+            if not _is_http(each):
+                raise ValueError(f"the address is {each!r}; expected http://host:port or https://host:port")
+        for given in self._tokens.values():
+            if given:
+                bearer(given)
+        check_headers(self._headers)
         self.seconds(None)
 
     def http(self, kind: Callable[..., Http], transport: object, direct: Callable[..., object]) -> Http:
@@ -128,7 +128,7 @@ class Settings:
         Raises:
             ValueError: httpx can't use the variables of the proxy.
         """
-        addresses = (self.address, self.management_address)
+        addresses = self._addresses.values()
         hosts = [httpx.URL(address).netloc.decode() for address in addresses if is_loopback(address)]
         if transport is None and len(hosts) == len(addresses):
             transport = direct(limits=LIMITS)  # then httpx does not read variables that it might refuse
@@ -139,7 +139,7 @@ class Settings:
 
     def url(self, request: Request) -> str:
         """Return the URL of a request."""
-        return self._address(request.api).rstrip("/") + request.path
+        return self._addresses[request.api].rstrip("/") + request.path
 
     def sent_headers(self, request: Request, remaining_s: float) -> dict[str, str]:
         """Return the headers of one attempt; the inference API gets the remaining time in milliseconds.
@@ -153,7 +153,7 @@ class Settings:
             raise ClientError(str(err)) from err
         token = self.key(request.api)
         authorization = {"authorization": bearer(token)} if token else {}
-        headers = merged({"user-agent": _AGENT}, authorization, self.headers, request.headers)
+        headers = merged({"user-agent": _AGENT}, authorization, self._headers, request.headers)
         headers = {name: value for name, value in headers.items() if name.lower() not in _FRAMING}
         if request.api == "inference" and remaining_s < math.inf:
             remaining_ms = max(1, min(math.ceil(remaining_s * 1000), _LONGEST_TIMEOUT_MS))
@@ -162,7 +162,7 @@ class Settings:
 
     def seconds(self, timeout_s: float | None) -> float:
         """Return the time-out of a call in seconds: its own or the client's; infinity if both are None."""
-        wanted = self.timeout_s if timeout_s is None else timeout_s
+        wanted = self._timeout_s if timeout_s is None else timeout_s
         if wanted is None:
             return math.inf
         if not wanted > 0:
@@ -178,21 +178,16 @@ class Settings:
         Raises:
             ClientError: the key file can't be read or has no such key, or the key is malformed.
         """
-        token = self.token if api == "inference" else self.management_token
-        if token is not None:
-            return token
-        if api not in self._found:
+        token = self._tokens[api]
+        if token is None:
             try:
-                found = find_key(self._address(api), api)
+                found = find_key(self._addresses[api], api)
                 if found is not None:
                     bearer(found.key)
             except (OSError, ValueError) as err:
                 raise ClientError(f"no key for the {api} API: {err}") from err
-            self._found[api] = found.key if found else ""
-        return self._found[api]
-
-    def _address(self, api: Api) -> str:
-        return self.address if api == "inference" else self.management_address
+            token = self._tokens[api] = found.key if found else ""
+        return token
 
 
 class TimeLeft(Mapping[str, float | None]):
