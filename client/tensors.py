@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # NumPy type by the protocol's name, little-endian as on the wire. NumPy has no type for BF16 and BYTES.
 _NUMPY = {
-    "BOOL": "?",
+    "BOOL": "b1",
     "UINT8": "u1",
     "UINT16": "<u2",
     "UINT32": "<u4",
@@ -83,7 +83,7 @@ def tensor(name: str, value: object, datatype: str | None = None) -> Tensor:
     array = np.asarray(value, dtype=object if datatype == "BYTES" or _is_text(value) else None)
     if datatype is None:
         are_floats = array.dtype == np.float64 and not hasattr(value, "dtype")
-        datatype = "FP32" if are_floats else datatype_of(array)
+        datatype = "FP32" if are_floats else _datatype_of(array)
     if datatype not in DATATYPES:
         raise ValueError(f"input {name!r}: found datatype {datatype!r}, expected one of {sorted(DATATYPES)}")
     return Tensor(name, datatype, array.shape, _data(array, datatype))
@@ -96,17 +96,12 @@ def _is_text(value: object) -> bool:
     return isinstance(value, (str, bytes))
 
 
-def datatype_of(array: Array) -> str:
-    """Return the protocol's name of an array's type.
-
-    Raises:
-        TypeError: the type has no name in the protocol.
-    """
+def _datatype_of(array: Array) -> str:
     if array.dtype.kind in "OSU":
         return "BYTES"
     if array.dtype.name == "bfloat16":
         return "BF16"
-    found = _DATATYPES.get(array.dtype.str.lstrip("<>|=").replace("b1", "?"))
+    found = _DATATYPES.get(array.dtype.str.lstrip("<>|"))
     if found is None:
         raise TypeError(f"an array of {array.dtype} can't be sent; expected one of {sorted(DATATYPES)}")
     return found
