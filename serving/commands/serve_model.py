@@ -168,7 +168,7 @@ def _key(model: Path, name: str, options: argparse.Namespace) -> str:
     about = [__version__, versions, platform.machine(), platform.processor(), model.name, name, given]
     found = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
     for path in (model, *_files_of(options)):
-        for file in _files_in(path):
+        for file in sorted(each for each in (path, *path.rglob("*")) if each.is_file()):
             found.update(
                 f"\0{file.relative_to(path)}\0{file.stat().st_size}\0".encode(errors="surrogateescape")
             )
@@ -192,14 +192,6 @@ def _files_of(options: argparse.Namespace) -> Iterator[Path]:
         yield from map(Path, sorted(glob(pattern.strip())))
     if (file := _own_handler(options)) is not None:
         yield file
-
-
-def _files_in(path: Path) -> list[Path]:
-    return (
-        sorted(file for file in path.rglob("*") if file.is_file())
-        if path.is_dir()
-        else [path] * path.is_file()
-    )
 
 
 def _is_current(archive: Path, options: argparse.Namespace) -> bool:
