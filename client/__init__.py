@@ -24,20 +24,20 @@ from torchere.client.errors import (
     Unavailable,
     UnreadableAnswer,
 )
+from torchere.client.inference import InferOptions, InferResult
+from torchere.client.management import (
+    ModelEntry,
+    ModelMetadata,
+    ModelState,
+    ServerMetadata,
+    TensorMetadata,
+)
+from torchere.client.predictions import Part, Prediction
+from torchere.client.tensors import Tensor, tensor
 
 if TYPE_CHECKING:
     from torchere.client.async_client import AsyncClient
     from torchere.client.client import Client
-    from torchere.client.inference import InferOptions, InferResult
-    from torchere.client.management import (
-        ModelEntry,
-        ModelMetadata,
-        ModelState,
-        ServerMetadata,
-        TensorMetadata,
-    )
-    from torchere.client.predictions import Part, Prediction
-    from torchere.client.tensors import Tensor, tensor
     from torchere.client.transport import Retries
 
 __all__ = [
@@ -69,31 +69,23 @@ __all__ = [
     "tensor",
 ]
 
-_HOMES = {  # modules of the other names; loaded on first use, since most of them import httpx
-    "async_client": ("AsyncClient",),
-    "client": ("Client",),
-    "inference": ("InferOptions", "InferResult"),
-    "management": ("ModelEntry", "ModelMetadata", "ModelState", "ServerMetadata", "TensorMetadata"),
-    "predictions": ("Part", "Prediction"),
-    "tensors": ("Tensor", "tensor"),
-    "transport": ("Retries",),
-}
+# The modules of the names that need httpx; imported on first use, for `torchere bench` does without.
+_HOMES = {"AsyncClient": "async_client", "Client": "client", "Retries": "transport"}
 
 
 def __getattr__(name: str) -> object:
-    """Import the module that defines a public name.
+    """Import the module that defines a public name, if that needs httpx.
 
     Raises:
         ModuleNotFoundError: httpx is not installed.
         AttributeError: there is no such name.
     """
-    for module, names in _HOMES.items():
-        if name in names:
-            try:
-                return getattr(import_module(f"torchere.client.{module}"), name)
-            except ModuleNotFoundError as err:
-                if err.name != "httpx":
-                    raise
-                said = f"{name} of torchere.client needs httpx: pip install 'torchere[client]'"
-                raise ModuleNotFoundError(said, name=err.name) from err
+    if name in _HOMES:
+        try:
+            return getattr(import_module(f"torchere.client.{_HOMES[name]}"), name)
+        except ModuleNotFoundError as err:
+            if err.name != "httpx":
+                raise
+            said = f"{name} of torchere.client needs httpx: pip install 'torchere[client]'"
+            raise ModuleNotFoundError(said, name=err.name) from err
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

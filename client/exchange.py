@@ -202,11 +202,8 @@ def _class(status: int, kind: str, by_handler: bool) -> type[e.AnswerError]:
     if kind == "InvalidKeyException":
         return e.Unauthorized
     ran = by_handler or kind == "InternalServerException"
-    if ran and _BY_STATUS.get(status) is e.Unavailable:
-        return e.ModelFailed
-    if status in _BY_STATUS:
-        return _BY_STATUS[status]
-    return e.InvalidRequest if status < 500 else e.ModelFailed
+    found = _BY_STATUS.get(status, e.InvalidRequest if status < 500 else e.ModelFailed)
+    return e.ModelFailed if ran and found is e.Unavailable else found
 
 
 def _text(answer: Answer) -> str:

@@ -101,14 +101,14 @@ def _advice(err: ClientError, options: argparse.Namespace, found: FoundKey | Non
 
 def _predict(options: argparse.Namespace, found: FoundKey | None) -> str:
     content_type, body = _body(options)
-    model, version = _named(options.model)
+    model, _, version = options.model.partition("/")
     with _client(options, found) as client:
         answer = client.predict(model, body, version=version, content_type=content_type)
         return body_text(answer.body, answer.headers.get("content-type", ""))
 
 
 def _infer(options: argparse.Namespace, found: FoundKey | None) -> str:
-    model, version = _named(options.model)
+    model, _, version = options.model.partition("/")
     arrays = _arrays(options)
     with _client(options, found) as client:
         inputs = _tensors(arrays, client.model_metadata(model, version).inputs)
@@ -129,15 +129,9 @@ def _client(options: argparse.Namespace, found: FoundKey | None) -> Client | Con
     return Connection(_address(options), key, options.timeout)
 
 
-def _named(text: str) -> tuple[str, str | None]:
-    model, _, version = text.partition("/")
-    return model, version or None
-
-
 def _address(options: argparse.Namespace) -> str:
     default = GRPC_ADDRESS if options.grpc else REST_ADDRESS
-    address: str = options.address or default
-    return address
+    return str(options.address or default)
 
 
 def _body(options: argparse.Namespace) -> tuple[str, bytes]:
@@ -166,17 +160,14 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
             arrays[name] = np.zeros([int(size) for size in shape.split("x")])
         except (MemoryError, ValueError) as err:
             raise ValueError(f"--zeros {text}: no array of this shape can be made: {err}") from err
-    if options.zeros:
-        return arrays
-    for text in options.npy:
-        name, separator, file = text.rpartition("=")
+    for text in options.npy or ():
+        name, _, file = text.rpartition("=")
         try:
             with Path(file).open("rb") as opened:  # np.load would also read .npz and pickles
-                array = np.lib.format.read_array(opened, allow_pickle=False)
+                arrays[name] = np.lib.format.read_array(opened, allow_pickle=False)
         except (EOFError, ValueError) as err:
             found = f"no .npy file of numbers or texts ({err})"
             raise ValueError(f"--npy {file}: {found}; expected a file written by numpy.save") from err
-        arrays[name if separator else ""] = array
     return arrays
 
 
