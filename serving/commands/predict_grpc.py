@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -29,7 +28,8 @@ from torchere.client.key_file import is_loopback
 from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
 
 _PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
-_OPEN_INFERENCE = "/inference.GRPCInferenceService"
+_METADATA = "/inference.GRPCInferenceService/ModelMetadata"
+_INFER = "/inference.GRPCInferenceService/ModelInfer"
 _UNBOUNDED = -1  # no limit in the client: the server enforces its own
 
 
@@ -54,9 +54,7 @@ class Connection:
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._channel.close()
 
     def predict(
@@ -66,14 +64,12 @@ class Connection:
         request = inference_pb2.PredictionsRequest(
             model_name=model, model_version=version or "", input={"data": data}
         )
-        read = inference_pb2.PredictionResponse.FromString
-        return Prediction(self._call(_PREDICTIONS, request, read).prediction)
+        return Prediction(self._call(_PREDICTIONS, request, inference_pb2.PredictionResponse).prediction)
 
     def model_metadata(self, model: str, version: str | None = None) -> ModelMetadata:
         """Call the Open Inference Protocol's `ModelMetadata`; the archive declares the inputs and outputs."""
         request = open_inference_pb2.ModelMetadataRequest(name=model, version=version or "")
-        read = open_inference_pb2.ModelMetadataResponse.FromString
-        told = self._call(f"{_OPEN_INFERENCE}/ModelMetadata", request, read)
+        told = self._call(_METADATA, request, open_inference_pb2.ModelMetadataResponse)
         inputs, outputs = (
             tuple(TensorMetadata(one.name, one.datatype, tuple(one.shape)) for one in tensors)
             for tensors in (told.inputs, told.outputs)
@@ -86,8 +82,7 @@ class Connection:
         for one in inputs:
             request.inputs.add(name=one.name, datatype=one.datatype, shape=one.shape)
             request.raw_input_contents.append(one.data)
-        read = open_inference_pb2.ModelInferResponse.FromString
-        answer = self._call(f"{_OPEN_INFERENCE}/ModelInfer", request, read)
+        answer = self._call(_INFER, request, open_inference_pb2.ModelInferResponse)
         if len(answer.raw_output_contents) != len(answer.outputs):
             raise UnreadableAnswer("expected raw tensors, found others; ask this server over REST")
         outputs = tuple(
@@ -96,8 +91,10 @@ class Connection:
         )
         return InferResult(answer.model_name, answer.model_version, outputs)
 
-    def _call(self, path: str, request: Message, read: Callable[[bytes], Any]) -> Any:
-        call: Any = self._channel.unary_unary(path, lambda message: message.SerializeToString(), read)
+    def _call(self, path: str, request: Message, answer: type[Message]) -> Any:
+        call: Any = self._channel.unary_unary(
+            path, lambda message: message.SerializeToString(), answer.FromString
+        )
         try:
             return call(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as err:
