@@ -33,7 +33,7 @@ def add_join(parser: argparse.ArgumentParser) -> None:
     add("--secret-file", metavar="FILE", help="rendezvous_secret_file, the same as the leader's")
     add("--ts-config", metavar="FILE", help="properties file: model store, sandbox, limits, rendezvous_*")
     add("--log-level", default="INFO", type=str.upper, choices=LEVELS, help="default: INFO")
-    parser.set_defaults(run=run_join, no_config_snapshots=True)  # the latter is for `config_file`
+    parser.set_defaults(run=run_join)
 
 
 def run_join(options: argparse.Namespace) -> NoReturn:
@@ -49,7 +49,7 @@ def run_join(options: argparse.Namespace) -> NoReturn:
     handler.setFormatter(TextFormatter())
     logging.basicConfig(level=options.log_level, handlers=[handler])
     logging.captureWarnings(True)
-    path = config_file(options, os.environ)
+    path = config_file(options.ts_config, os.environ, use_snapshots=False)
     overrides = {"model_store": options.model_store, "rendezvous_secret_file": options.secret_file}
     given = {name: value for name, value in overrides.items() if value}
     configuration = configure(read_properties(path) if path else (), os.environ, given)

@@ -179,7 +179,7 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     from torchere.serving.config.resolve import configure  # noqa: PLC0415 - not needed for --help
     from torchere.serving.config.server_settings import SnapshotSettings  # noqa: PLC0415 - likewise
 
-    path = config_file(options, environ)
+    path = config_file(options.ts_config, environ, use_snapshots=not options.no_config_snapshots)
     _require_files(options)
     temp = environ.get("TEMP")
     if temp and not os.path.isdir(temp):
@@ -208,25 +208,23 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     return Plan(settings, configuration, path, logs)
 
 
-def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
+def config_file(option: str | None, environ: Mapping[str, str], *, use_snapshots: bool) -> Path | None:
     """Return the configuration file, or None if no file is named or found.
 
-    The first of these applies: the file of the environment variable, that of the option, the newest snapshot,
-    then `./config.properties`.
+    The first of these applies: the file of the environment variable, that of the option `--ts-config`, the
+    newest snapshot, then `./config.properties`.
 
     Raises:
         LaunchRefused: the file named by the environment or the option does not exist, or the folder of the
             snapshots can't be listed.
     """
-    named = environ.get("TS_CONFIG_FILE") or options.ts_config
+    named = environ.get("TS_CONFIG_FILE") or option
     if named:
         if not os.path.isfile(named):
             raise LaunchRefused(f"--ts-config file not found: {named}")
         return Path(named)
-    if not options.no_config_snapshots:
-        snapshot = newest_snapshot(log_directory(environ) / "config")
-        if snapshot:
-            return snapshot
+    if use_snapshots and (snapshot := newest_snapshot(log_directory(environ) / "config")):
+        return snapshot
     return DEFAULT_FILE if os.path.isfile(DEFAULT_FILE) else None
 
 
