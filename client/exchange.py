@@ -39,9 +39,14 @@ class Request:
 class Answer:
     """One complete HTTP response; header names are in lower case."""
 
-    status: int
-    headers: Mapping[str, str]
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    status: int = 200
+
+    @property
+    def request_id(self) -> str:
+        """The request id in the server's logs; "" without one."""
+        return self.headers.get(REQUEST_ID, "")
 
     def json(self) -> Any:
         """Parse the body as JSON.
@@ -185,7 +190,7 @@ def refusal(answer: Answer) -> e.AnswerError:
         answer.status,
         kind=kind,
         detail=str(body.get("detail", "")),
-        request_id=answer.headers.get(REQUEST_ID, ""),
+        request_id=answer.request_id,
         retry_after_s=_retry_after_s(answer.headers),
     )
 

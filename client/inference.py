@@ -12,7 +12,6 @@ from torchere.client.errors import ModelFailed, UnreadableAnswer
 from torchere.client.exchange import (
     JSON,
     OTHER_FORM,
-    REQUEST_ID,
     Answer,
     Operation,
     Request,
@@ -140,7 +139,7 @@ class Events:
             UnreadableAnswer: the part is not an event, or the event holds no inference response.
         """
         for event in self._cut(part):
-            answer = Answer(200, {}, event)
+            answer = Answer(event)
             said = answer.json_object()
             if "error" in said:
                 self._failure = ModelFailed(str(said["error"]), answer.status)
@@ -199,7 +198,7 @@ def result(answer: Answer) -> InferResult:
             tensors=tuple(_outputs(head["outputs"], rest)),
             id=str(head.get("id") or ""),
             parameters=head.get("parameters") or {},
-            request_id=answer.headers.get(REQUEST_ID, ""),
+            request_id=answer.request_id,
         )
     except OTHER_FORM as err:
         raise UnreadableAnswer(

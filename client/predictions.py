@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import mimetypes
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
-from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, merged, path
+from torchere.client.exchange import JSON, Answer, Operation, Request, json_body, merged, path
 
 OCTETS = "application/octet-stream"
 
@@ -67,9 +66,8 @@ def _field(part: Part) -> tuple[str | None, bytes, str | None]:
     return part.filename or None, part.value, content_type
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The response to a prediction request.
+class Prediction(Answer):
+    """The response to a prediction request. Most handlers return JSON, with or without a content type.
 
     Attributes:
         body: the bytes that the handler returned.
@@ -77,27 +75,12 @@ class Prediction:
         status: the HTTP status, a 2xx.
     """
 
-    body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
-    status: int = 200
-
-    @property
-    def request_id(self) -> str:
-        """The request id in the server's logs; "" without one."""
-        return self.headers.get(REQUEST_ID, "")
+    __slots__ = ()
 
     @property
     def text(self) -> str:
         """The body decoded as UTF-8, with invalid bytes replaced."""
         return self.body.decode("utf-8", "replace")
-
-    def json(self) -> Any:
-        """Parse the body as JSON. Most handlers return JSON, with or without a content type.
-
-        Raises:
-            UnreadableAnswer: the body is not JSON.
-        """
-        return Answer(self.status, self.headers, self.body).json()
 
 
 def predict(

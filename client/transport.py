@@ -288,7 +288,7 @@ class Call:
 
 def _answer(response: httpx.Response, body: bytes) -> Answer:
     headers = {name.lower(): value for name, value in response.headers.items()}
-    return Answer(response.status_code, headers, body)
+    return Answer(body, headers, response.status_code)
 
 
 def _is_http(address: str) -> bool:

@@ -14,7 +14,7 @@ from torchere.client.exchange import Answer, refusal
 
 def answer(status: int, body: object, **headers: str) -> Answer:
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Answer(status, {name.replace("_", "-"): value for name, value in headers.items()}, text)
+    return Answer(text, {name.replace("_", "-"): value for name, value in headers.items()}, status)
 
 
 @pytest.mark.parametrize(
