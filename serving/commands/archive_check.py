@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
-import importlib.util
 import platform
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -20,6 +19,7 @@ from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLE
 from torchere.handlers.built_in import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.handlers.cpp import CppHandlerName, cpp_handler_name, problem_of
 from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED
+from torchere.serving.commands.settings_trial import is_installed
 from torchere.serving.config.model_properties import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.config.model_settings import config_of
 from torchere.serving.config.server_settings import ServerSettings
@@ -263,16 +263,9 @@ def _not_installed(module: ast.Module, files: Collection[str]) -> list[str]:
     found: dict[str, str] = {}
     for line, path, _ in _imported(module.body):
         root = path.partition(".")[0]
-        if root not in known and root not in found and not _is_installed(root):
+        if root not in known and root not in found and not is_installed(root):
             found[root] = (
                 f"line {line}: {root} is not installed here; install it beside the server, or pack the "
                 "archive with its requirements and set install_py_dep_per_model=true"
             )
     return list(found.values())
-
-
-def _is_installed(root: str) -> bool:
-    try:
-        return importlib.util.find_spec(root) is not None
-    except (ImportError, ValueError):  # ValueError: imported, and without a spec
-        return root in sys.modules

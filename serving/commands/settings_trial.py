@@ -162,7 +162,7 @@ def _handler(settings: ServerSettings) -> Iterator[_Problem]:
     # A name without a dot, or a file, may be in an archive.
     if top == module or module.endswith(".py") or module in BUILT_IN_HANDLERS or top == "ts":
         return
-    if importlib.util.find_spec(top) is None:
+    if not is_installed(top):
         yield key, "error", f"{_not_installed(top)}, so archives without a handler do not load"
 
 
@@ -170,7 +170,7 @@ def _preloaded(settings: ServerSettings) -> Iterator[_Problem]:
     """Yield the first of `preload_modules` whose package is missing; nothing is imported."""
     for name in settings.preload_modules:
         top = name.partition(".")[0]
-        if top not in sys.modules and importlib.util.find_spec(top) is None:
+        if not is_installed(top):
             yield "preload_modules", "error", f"{_not_installed(top)}, so workers do not share {name}"
             return
 
@@ -194,6 +194,14 @@ def _memory(limit_bytes: int) -> Iterator[_Problem]:
         then = "none starts" if level == "error" else "none may start"
         taken = f"a worker takes some {_EMPTY_WORKER_MIB} MiB before it loads a model"
         yield "worker_memory_limit", level, f"{taken}, so that {then}; set more bytes"
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported; nothing is imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # ValueError: imported, and without a spec
+        return package in sys.modules
 
 
 def _not_installed(package: str) -> str:
