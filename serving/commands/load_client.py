@@ -8,7 +8,7 @@ import ssl
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import httptools
 
@@ -124,28 +124,25 @@ class _Connection(asyncio.Protocol):
     """The asyncio protocol of one connection; the `on_...` methods are the parser's callbacks."""
 
     def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport  # set when the connection is made, before it is handed out
         self._parser = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Reply] | None = None
         self._body: list[bytes] = []
-        self.usable = False
+
+    @property
+    def usable(self) -> bool:
+        return not self._transport.is_closing()
 
     async def exchange(self, request: bytes) -> Reply:
-        if self._transport is None:
-            raise RuntimeError("the event loop makes the connection before it hands it out")
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._answer
 
     def close(self) -> None:
-        self.usable = False
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.Transport):
-            self._transport = transport
-        self.usable = True
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -155,7 +152,6 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.usable = False
         self._lose(str(exc or "the server closed the connection"))
 
     def on_message_begin(self) -> None:
@@ -166,7 +162,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if not self._parser.should_keep_alive():
-            self.usable = False
+            self._transport.close()
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(Reply(self._parser.get_status_code(), b"".join(self._body)))
 
