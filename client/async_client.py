@@ -117,9 +117,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> InferResult:
         """Run a model by the Open Inference Protocol. See `Client.infer`."""
-        operation = inference.infer(
-            model, inputs, options or InferOptions(), version=version, headers=headers
-        )
+        operation = inference.infer(model, inputs, options, version=version, headers=headers)
         return await self._transport.run(operation, timeout_s)
 
     async def infer_stream(
@@ -132,7 +130,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[InferResult, None]:
         """Run a model by the Open Inference Protocol and yield streamed results. See `predict_stream`."""
-        operation = inference.infer_stream(model, inputs, options or InferOptions(), version=version)
+        operation = inference.infer_stream(model, inputs, options, version=version)
         events = inference.Events()
         async with aclosing(self._transport.stream(operation, timeout_s)) as parts:
             async for part in parts:

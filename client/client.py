@@ -171,9 +171,7 @@ class Client:
         Example:
             client.infer("add", {"a": a, "b": b}, InferOptions(outputs=["sum"]))["sum"]
         """
-        operation = inference.infer(
-            model, inputs, options or InferOptions(), version=version, headers=headers
-        )
+        operation = inference.infer(model, inputs, options, version=version, headers=headers)
         return self._transport.run(operation, timeout_s)
 
     def infer_stream(
@@ -193,7 +191,7 @@ class Client:
             for part in client.infer_stream("llm", {"prompt": ["Once upon a time"]}):
                 print(part["text"][0].decode(), end="")
         """
-        operation = inference.infer_stream(model, inputs, options or InferOptions(), version=version)
+        operation = inference.infer_stream(model, inputs, options, version=version)
         events = inference.Events()
         for part in self._transport.stream(operation, timeout_s):
             yield from events.feed(part)

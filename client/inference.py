@@ -96,7 +96,7 @@ Inputs = Mapping[str, object] | Sequence[Tensor]
 def infer(
     model: str,
     inputs: Inputs,
-    options: InferOptions,
+    options: InferOptions | None,
     *,
     version: str | None = None,
     headers: Mapping[str, str] | None = None,
@@ -106,6 +106,7 @@ def infer(
     Raises:
         TypeError, ValueError: an input can't be sent.
     """
+    options = options or InferOptions()
     head, blobs = _message(_tensors(inputs), options)
     text = json_body(head)
     form = {"content-type": OCTETS, JSON_LENGTH: str(len(text))} if options.binary else {"content-type": JSON}
@@ -115,11 +116,7 @@ def infer(
 
 
 def infer_stream(
-    model: str,
-    inputs: Inputs,
-    options: InferOptions,
-    *,
-    version: str | None = None,
+    model: str, inputs: Inputs, options: InferOptions | None, *, version: str | None = None
 ) -> Operation[object]:
     """Build an inference request for a streamed response: server-sent events, in JSON. See `infer`."""
     return infer(model, inputs, options, version=version, headers={"accept": "text/event-stream"})
