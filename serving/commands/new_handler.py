@@ -15,7 +15,8 @@ from torchere.archiver.atomic import staged
 from torchere.archiver.request import MODEL_NAME_PATTERN
 from torchere.serving.commands.serve_options import LaunchRefused
 
-HANDLER = '''\
+FILES = {
+    "handler.py": '''\
 """The handler of the model NAME."""
 
 from __future__ import annotations
@@ -70,9 +71,8 @@ def values_of(row: dict[str, Any]) -> torch.Tensor:
             f'expected JSON as {{"values": [...]}} with {WIDTH} numbers, found {found}', 400
         )
     return tensor
-'''
-
-MODEL = '''\
+''',
+    "model.py": '''\
 """The class of the model NAME. `python model.py` writes weights to try it with: put yours there instead."""
 
 import torch
@@ -92,9 +92,8 @@ class Model(torch.nn.Module):
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.save(Model().state_dict(), "model.pth")
-'''
-
-TEST = '''\
+''',
+    "test_handler.py": '''\
 """Tests of the handler NAME, without a server; change them with the class and the sizes of the model."""
 
 from __future__ import annotations
@@ -159,9 +158,8 @@ def test_a_request_without_four_numbers_is_refused(
     with pytest.raises(PredictionException, match="expected JSON.*" + found) as refused:
         handler.handle([{"body": body}], context)
     assert refused.value.error_code == 400
-'''
-
-CONFIG = """\
+''',
+    "model-config.yaml": """\
 # Settings of the model for the server; a request of the management API may override them.
 minWorkers: 1
 maxWorkers: 1
@@ -172,9 +170,8 @@ exampleRequest: {values: [1, 2, 3, 4]}  # the line that the server prints sends 
 # What the handler reads as self.model_yaml_config["handler"].
 handler:
   labels: [low, high]
-"""
-
-MAKEFILE = """\
+""",
+    "Makefile": """\
 # make: pack NAME.mar; make test: test the handler; make serve: serve it, until Ctrl+C
 PYTHON ?= python3
 TORCHERE ?= torchere
@@ -194,14 +191,7 @@ test:
 
 serve: NAME.mar
 \t$(TORCHERE) serve NAME.mar
-"""
-
-FILES = {
-    "handler.py": HANDLER,
-    "model.py": MODEL,
-    "test_handler.py": TEST,
-    "model-config.yaml": CONFIG,
-    "Makefile": MAKEFILE,
+""",
 }
 
 
