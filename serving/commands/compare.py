@@ -27,7 +27,7 @@ from torchere.archiver.model_flags import allowed_drift
 from torchere.archiver.quantization import INT8_DRIFT
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS, DEFAULT_HANDLER, Prepare
-from torchere.archiver.signature import MAX_TEXT_BYTES, SIGNATURE_NAME, Signature, parse
+from torchere.archiver.signature import Signature, read_signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.serving.commands.inputs import prepare_for
 from torchere.serving.errors import InvalidArchive
@@ -199,7 +199,7 @@ def contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
         with _correctable(f"{path}: {manifest.config_file}"):
             config = config_of(archive).raw
         with _correctable(str(path)):
-            signature = _signature(archive)
+            signature = read_signature(root)
             load = _options(archive, root, config_file, config)
         handler = manifest.handler or DEFAULT_HANDLER
         prepare: Prepare = refuse_code
@@ -290,12 +290,6 @@ def _options(archive: Archive, root: Path, file: Path | None, config: dict[str, 
     with naming_files_of(archive.path, root, _CORRECT):
         check_section(file)
     return TorchScriptOptions.read(config)
-
-
-def _signature(archive: Archive) -> Signature | None:
-    if all(entry.name != SIGNATURE_NAME for entry in archive.entries):
-        return None
-    return parse(archive.read_text(SIGNATURE_NAME, MAX_TEXT_BYTES))
 
 
 _COLOURS = ("#1f77b4", "#ff7f0e")
