@@ -210,7 +210,7 @@ class TimeLeft(Mapping[str, float | None]):
         return 4
 
 
-class Call:
+class ClientCall:
     """One call of an operation: its deadline, the number of its attempts, and the errors of httpx in it."""
 
     def __init__(self, settings: Settings, operation: Operation[object], timeout_s: float | None) -> None:
@@ -342,16 +342,16 @@ class Blocking:
         Raises:
             ClientError: the error of the last attempt.
         """
-        call = Call(self._settings, operation, timeout_s)
+        call = ClientCall(self._settings, operation, timeout_s)
         response = self._accepted(call)
         return operation.read(_answer(response, b"".join(_parts(call, response))))
 
     def stream(self, operation: Operation[object], timeout_s: float | None) -> Generator[bytes, None, None]:
         """Yield the parts of a response as they arrive; retry only before the first part."""
-        call = Call(self._settings, operation, timeout_s)
+        call = ClientCall(self._settings, operation, timeout_s)
         yield from _parts(call, self._accepted(call))
 
-    def _accepted(self, call: Call) -> httpx.Response:
+    def _accepted(self, call: ClientCall) -> httpx.Response:
         """Send the request, with retries, until a response has a status that the operation takes."""
         while True:
             try:
@@ -365,7 +365,7 @@ class Blocking:
                 time.sleep(call.pause_s(error))
 
 
-def _parts(call: Call, response: httpx.Response) -> Iterator[bytes]:
+def _parts(call: ClientCall, response: httpx.Response) -> Iterator[bytes]:
     # The time-out of httpx applies to each read, not to their sum: a server that sends one byte a second
     # would never exceed it.
     with call.translated(), closing(response):
@@ -387,7 +387,7 @@ class Awaiting:
 
     async def run(self, operation: Operation[Result], timeout_s: float | None) -> Result:
         """Do as `Blocking.run`."""
-        call = Call(self._settings, operation, timeout_s)
+        call = ClientCall(self._settings, operation, timeout_s)
         response = await self._accepted(call)
         return operation.read(_answer(response, await _whole(call, response)))
 
@@ -395,12 +395,12 @@ class Awaiting:
         self, operation: Operation[object], timeout_s: float | None
     ) -> AsyncGenerator[bytes, None]:
         """Do as `Blocking.stream`."""
-        call = Call(self._settings, operation, timeout_s)
+        call = ClientCall(self._settings, operation, timeout_s)
         async with aclosing(_awaited_parts(call, await self._accepted(call))) as parts:
             async for part in parts:  # closed with this one, and not when the loop gets to it
                 yield part
 
-    async def _accepted(self, call: Call) -> httpx.Response:
+    async def _accepted(self, call: ClientCall) -> httpx.Response:
         while True:
             try:
                 with call.translated():
@@ -412,7 +412,7 @@ class Awaiting:
                 await asyncio.sleep(call.pause_s(error))
 
 
-async def _awaited_parts(call: Call, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+async def _awaited_parts(call: ClientCall, response: httpx.Response) -> AsyncGenerator[bytes, None]:
     with call.translated():
         async with aclosing(response):
             async for part in response.aiter_bytes():
@@ -420,5 +420,5 @@ async def _awaited_parts(call: Call, response: httpx.Response) -> AsyncGenerator
                 call.check_deadline()
 
 
-async def _whole(call: Call, response: httpx.Response) -> bytes:
+async def _whole(call: ClientCall, response: httpx.Response) -> bytes:
     return b"".join([part async for part in _awaited_parts(call, response)])
