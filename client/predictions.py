@@ -28,13 +28,10 @@ class Part:
 PartLike = Part | bytes | str | PathLike[str]
 
 
-def encode_form(parts: Mapping[str, PartLike]) -> tuple[str, bytes]:
+def _encode_form(parts: Mapping[str, PartLike]) -> tuple[str, bytes]:
     """Encode a form of one or more parts and return its content type and its body.
 
     A `str` becomes a plain field, `bytes` a file with the name of the field, a path the file at that path.
-
-    Raises:
-        OSError: a file can't be read.
     """
     import httpx  # noqa: PLC0415 - `torchere bench` sends no forms, and goes without httpx
 
@@ -43,8 +40,7 @@ def encode_form(parts: Mapping[str, PartLike]) -> tuple[str, bytes]:
     return form.headers["content-type"], form.read()
 
 
-def guessed_type(filename: str) -> str:
-    """Guess the content type of a file from its name."""
+def _guessed_type(filename: str) -> str:
     return mimetypes.guess_type(filename)[0] or OCTETS
 
 
@@ -60,7 +56,7 @@ def _part(name: str, given: PartLike) -> Part:
 
 
 def _field(part: Part) -> tuple[str | None, bytes, str | None]:
-    content_type = part.content_type or (guessed_type(part.filename) if part.filename else None)
+    content_type = part.content_type or (_guessed_type(part.filename) if part.filename else None)
     if content_type and ("\r" in content_type or "\n" in content_type):  # httpx would send more headers
         raise ValueError(f"the content type is {content_type!r}; expected one line")
     return part.filename or None, part.value, content_type
@@ -103,7 +99,7 @@ def predict(
     """
     if files is not None and data is not None:
         raise TypeError("found data and files; expected one of them")
-    own_type, body = encode_form(files) if files else encode_data(data)
+    own_type, body = _encode_form(files) if files else encode_data(data)
     sent = merged({"content-type": own_type}, headers or {})
     if content_type:
         sent = merged(sent, {"content-type": content_type})
@@ -120,7 +116,7 @@ def encode_data(data: object) -> tuple[str, bytes]:
         return "text/plain; charset=utf-8", data.encode()
     if isinstance(data, PathLike):
         file = Path(data)
-        return guessed_type(file.name), file.read_bytes()
+        return _guessed_type(file.name), file.read_bytes()
     return JSON, json_body(data)
 
 

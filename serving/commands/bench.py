@@ -66,15 +66,11 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="duration of the test in seconds (default: %(default)g)",
     )
-    parser.set_defaults(run=run_bench)
+    parser.set_defaults(run=_run)
 
 
-def run_bench(options: argparse.Namespace) -> int:
-    """Run the load test and print the report; return the exit status.
-
-    The status is 1 if a request did not get a 2xx response, or if no request could be sent. Ctrl+C prints the
-    results so far.
-    """
+def _run(options: argparse.Namespace) -> int:
+    """Run the load test and print the report; return 1 if a request got no 2xx response, or none was sent."""
     try:
         run = plan(options)
     except (ValueError, OSError) as err:

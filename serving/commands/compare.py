@@ -102,10 +102,10 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     add("--allow-code", action="store_true", help="run A's own handler, to prepare images")
     add("--picture", type=Path, metavar="FILE", help="also write the report as an SVG chart")
     add("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=run_compare)
+    parser.set_defaults(run=_run)
 
 
-def run_compare(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Print the report; return 0 if B's outputs are close enough to A's, 2 otherwise or on an error."""
     keep_freed_memory(os.environ)  # what is measured is then as in the server
     from torchere.archiver.models.steps import errors_only  # noqa: PLC0415 - imports torch
@@ -162,7 +162,7 @@ def _compared(options: argparse.Namespace) -> Report:
 
     allowed = options.allow_code
     with contender(options.original, allow_code=allowed) as one, contender(options.packed) as other:
-        samples = read_samples(options.data, one, other)
+        samples = _samples(options.data, one, other)
         files, loads = (one.file, other.file), (one.load, other.load)
         with refusing(f"running {one.name} and {other.name} on {options.data}", one.takes):
             report = verify(
@@ -225,13 +225,8 @@ def _correctable(place: str) -> Iterator[None]:
         raise ModelRefused(f"{place}: {error}; {_CORRECT}") from error
 
 
-def read_samples(data: Path, contender: Contender, other: Contender) -> list[tuple[torch.Tensor, ...]]:
-    """Read a file, or every file of a folder in the order of their names, as arguments of both models.
-
-    Raises:
-        ModelRefused: it is missing or has no files; or a file can't be read, or is not what a signature says.
-        OSError: a file can't be read.
-    """
+def _samples(data: Path, contender: Contender, other: Contender) -> list[tuple[torch.Tensor, ...]]:
+    """Read a file, or every file of a folder in the order of their names, as arguments of both models."""
     from torchere.archiver.models.inputs.examples import (  # noqa: PLC0415 - imports torch
         check_against,
         files_of,

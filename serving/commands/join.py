@@ -33,16 +33,11 @@ def add_join(parser: argparse.ArgumentParser) -> None:
     add("--secret-file", metavar="FILE", help="rendezvous_secret_file, the same as the leader's")
     add("--ts-config", metavar="FILE", help="properties file: model store, sandbox, limits, rendezvous_*")
     add("--log-level", default="INFO", type=str.upper, choices=LEVELS, help="default: INFO")
-    parser.set_defaults(run=run_join)
+    parser.set_defaults(run=_run)
 
 
-def run_join(options: argparse.Namespace) -> NoReturn:
-    """Run the ranks of this machine until a signal.
-
-    Raises:
-        LaunchRefused: the address is none, or there is no model store.
-        ConfigurationError, ServingError: the settings are unusable.
-    """
+def _run(options: argparse.Namespace) -> NoReturn:
+    """Run the ranks of this machine until a signal."""
     host, port = address_of(options.leader)
     keep_freed_memory(os.environ)
     handler = logging.StreamHandler(sys.stdout)  # without a thread, which would not survive a fork

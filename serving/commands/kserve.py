@@ -58,15 +58,11 @@ def add_kserve(parser: argparse.ArgumentParser) -> None:
         "--model-dir", "--model_dir", default="/mnt/models", metavar="DIR", help="default: /mnt/models"
     )
     add_serve_options(parser, "default: that of the archives in --model-dir")
-    parser.set_defaults(run=run_kserve)
+    parser.set_defaults(run=_run)
 
 
-def run_kserve(options: argparse.Namespace) -> int:
-    """Replace this process by a server of the folder's models.
-
-    Raises:
-        LaunchRefused: there is no model in the folder, or there are several.
-    """
+def _run(options: argparse.Namespace) -> int:
+    """Replace this process by a server of the folder's models."""
     choose_envelope(os.environ)
     served = arguments_of(Path(options.model_dir), options.model_name)
     if not any(argument.startswith("--ts-config") for argument in served):

@@ -211,21 +211,17 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    folder = write_handler(options.name, Path())
+    folder = _written(options.name)
     print(f"written: {', '.join(sorted(FILES))} in {folder}/")
     print(f"next: cd {folder} && make test && make && make serve")
     return 0
 
 
-def write_handler(name: str, where: Path) -> Path:
-    """Write the files to the new folder `where/name`, and return the folder.
-
-    Raises:
-        LaunchRefused: no model may have this name, or the folder can't be made; nothing was written.
-    """
+def _written(name: str) -> Path:
+    """Write all files to the new folder `name`, or none; return the folder."""
     if not MODEL_NAME_PATTERN.fullmatch(name):
         raise LaunchRefused(f"{name!r} can't be a model's name: expected letters, digits, _, - and .")
-    folder = where / name
+    folder = Path(name)
     if os.path.lexists(folder):  # an empty folder would be replaced
         raise LaunchRefused(f"{folder} can't be made: File exists; choose another name")
     try:

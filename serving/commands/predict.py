@@ -61,14 +61,11 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--v2", action="store_true", help="use the Open Inference Protocol, with --json, --npy or --zeros")
     add("--grpc", action="store_true", help="use gRPC instead of REST")
-    parser.set_defaults(run=run_predict)
+    parser.set_defaults(run=_run)
 
 
-def run_predict(options: argparse.Namespace) -> int:
-    """Send the request and print the response; return the exit status.
-
-    The status is 1 for an error response or no response, and 2 if no request could be sent.
-    """
+def _run(options: argparse.Namespace) -> int:
+    """Send the request and print the response; return the exit status of the description."""
     try:
         from torchere.client import Client, ClientError, Unauthorized  # noqa: F401, PLC0415 - httpx
     except ModuleNotFoundError as err:

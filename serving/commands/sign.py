@@ -51,7 +51,7 @@ def add_sign(parser: argparse.ArgumentParser) -> None:
     add("--ambient", action="store_true", help="with --sigstore: identity of the CI job or machine")
     add("--identity-token", type=Path, metavar="FILE", help="with --sigstore: file with an OpenID token")
     _add_sigstore_arguments(parser)
-    parser.set_defaults(run=run_sign)
+    parser.set_defaults(run=_sign)
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     )
     add("--issuer", metavar="URL", help="with --identity: its OpenID Connect provider")
     _add_sigstore_arguments(parser)
-    parser.set_defaults(run=run_verify)
+    parser.set_defaults(run=_verify)
 
 
 def _add_sigstore_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,12 +86,8 @@ def _add_sigstore_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_sign(options: argparse.Namespace) -> int:
-    """Sign the archive and print the path of the signature.
-
-    Raises:
-        ServingError: the archive or a key is unusable.
-    """
+def _sign(options: argparse.Namespace) -> int:
+    """Sign the archive and print the path of the signature."""
     if options.password_file and (options.certificate or options.sigstore):
         raise SigningUnusable("--password-file is for --key without --certificate.", "decrypt the key first")
     if (options.certificate or options.chain) and not (options.key and options.certificate):
@@ -110,12 +106,8 @@ def run_sign(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_verify(options: argparse.Namespace) -> int:
-    """Verify the signature of the archive and print its signer.
-
-    Raises:
-        ServingError: the signature is not valid, or the archive or a key is unusable.
-    """
+def _verify(options: argparse.Namespace) -> int:
+    """Verify the signature of the archive and print its signer."""
     trust: Trust
     if options.trust:
         trust = TrustedKeys(options.trust)

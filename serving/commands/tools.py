@@ -1,6 +1,7 @@
 """The `torchere` commands other than `serve`: the functions that give a parser the arguments of a command.
 
-Each of them imports the modules of its command, and is called for that command only.
+Each of them imports the modules of its command, is called for that command only, and sets `run`. A `run` may
+raise LaunchRefused, ConfigurationError or ServingError, which `cli.py` prints.
 """
 # ruff: noqa: PLC0415 - the docstring has the reason
 
