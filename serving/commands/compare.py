@@ -161,7 +161,7 @@ def _compared(options: argparse.Namespace) -> Report:
         from torchere.archiver.models.verify.compare import verify, with_memory  # noqa: PLC0415
 
     allowed = options.allow_code
-    with contender(options.original, allow_code=allowed) as one, contender(options.packed) as other:
+    with _contender(options.original, allow_code=allowed) as one, _contender(options.packed) as other:
         samples = _samples(options.data, one, other)
         files, loads = (one.file, other.file), (one.load, other.load)
         with refusing(f"running {one.name} and {other.name} on {options.data}", one.takes):
@@ -180,14 +180,10 @@ def _compared(options: argparse.Namespace) -> Report:
 
 
 @contextmanager
-def contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
+def _contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
     """Unpack an archive to a temporary folder and load its model on the CPU.
 
     With `allow_code`, a handler of the archive's own is run to prepare pictures; else these are refused.
-
-    Raises:
-        ArchiveError: the archive can't be read.
-        ModelRefused: the archive has no loadable model, or its configuration is invalid.
     """
     from torchere.serving.config.model_settings import config_of  # noqa: PLC0415 - not needed for --help
 

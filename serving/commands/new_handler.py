@@ -211,14 +211,8 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    folder = _written(options.name)
-    print(f"written: {', '.join(sorted(FILES))} in {folder}/")
-    print(f"next: cd {folder} && make test && make && make serve")
-    return 0
-
-
-def _written(name: str) -> Path:
-    """Write all files to the new folder `name`, or none; return the folder."""
+    """Write all files to the new folder, or none."""
+    name: str = options.name
     if not MODEL_NAME_PATTERN.fullmatch(name):
         raise LaunchRefused(f"{name!r} can't be a model's name: expected letters, digits, _, - and .")
     folder = Path(name)
@@ -232,7 +226,9 @@ def _written(name: str) -> Path:
                 (work / file).write_text(made, encoding="utf-8")
     except OSError as error:
         raise LaunchRefused(f"{folder} can't be made: {error.strerror}") from error
-    return folder
+    print(f"written: {', '.join(sorted(FILES))} in {folder}/")
+    print(f"next: cd {folder} && make test && make && make serve")
+    return 0
 
 
 def class_name(name: str) -> str:
