@@ -17,11 +17,10 @@ from pathlib import Path
 from torchere.archiver.arguments import Parser, explained
 from torchere.serving.commands.serve_options import (
     LOG_FORMAT_VARIABLE,
-    LOG_FORMATS,
     OLD_DEFAULTS,
+    LaunchRefused,
     Plan,
     add_serve_options,
-    log_format,
     plan_from,
     refuse_packing_options,
 )
@@ -32,6 +31,7 @@ from torchere.serving.logs.lines import configure as configure_logging
 
 logger = logging.getLogger(__name__)
 
+_LOG_FORMATS = ("auto", "console", "json", "text", "torchserve")
 _NOT_SET = "N/A"  # in the start block, as TorchServe writes it
 
 _EXAMPLES = """\
@@ -80,7 +80,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--log-format",
-        choices=LOG_FORMATS,
+        choices=_LOG_FORMATS,
         help=f"default: the {LOG_FORMAT_VARIABLE} environment variable, or auto: console on a terminal, "
         "json otherwise; console: a summary and short lines; json: JSON lines; text: whole lines to read; "
         "torchserve: TorchServe's console format, with metrics if metrics_mode=log",
@@ -135,9 +135,7 @@ def _planned_and_served(options: argparse.Namespace) -> int:
 
 def _log_as_asked(plan: Plan, options: argparse.Namespace) -> None:
     """Configure logging in the wanted format, and log the sources of the settings."""
-    wanted = options.log_format or log_format(os.environ)
-    if wanted == "auto":
-        wanted = "console" if sys.stdout.isatty() else "json"
+    wanted = _log_format(options)
     lines: LineFormatter | None = None
     if wanted == "torchserve" or plan.settings.log_files:
         from torchere.serving.logs import files as log_files  # noqa: PLC0415 - rarely needed
@@ -154,6 +152,16 @@ def _log_as_asked(plan: Plan, options: argparse.Namespace) -> None:
         for line in start_block(plan):
             logger.info("%s", line)
     _log_account(plan, options, names_file=wanted != "torchserve")
+
+
+def _log_format(options: argparse.Namespace) -> str:
+    """Return the format of the flag, or of the environment variable: `torchserve` has no such flag."""
+    wanted: str = options.log_format or os.environ.get(LOG_FORMAT_VARIABLE) or "auto"
+    if wanted not in _LOG_FORMATS:
+        raise LaunchRefused(f"{LOG_FORMAT_VARIABLE} is {wanted!r}, expected one of {', '.join(_LOG_FORMATS)}")
+    if wanted == "auto":
+        return "console" if sys.stdout.isatty() else "json"
+    return wanted
 
 
 def start_block(plan: Plan) -> Iterator[str]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torchere.serving.config.server_settings import ServerSettings
 
 DEFAULT_FILE = Path("config.properties")
-LOG_FORMATS = ("auto", "console", "json", "text", "torchserve")
 LOG_FORMAT_VARIABLE = "TORCHERE_LOG_FORMAT"
 # Given by `torchserve`, the old name: scrapers of its log files and dashboards rely on TorchServe's defaults.
 OLD_DEFAULTS = "--old-defaults"
@@ -243,18 +242,6 @@ def current_directory() -> Path:
         return Path.cwd()
     except FileNotFoundError as err:
         raise LaunchRefused("The current directory is not there any more; start in another one.") from err
-
-
-def log_format(environ: Mapping[str, str]) -> str:
-    """Return the log format that the environment variable sets; `torchserve` has no flag for it.
-
-    Raises:
-        LaunchRefused: the value is not one of `LOG_FORMATS`.
-    """
-    wanted = environ.get(LOG_FORMAT_VARIABLE) or "auto"
-    if wanted not in LOG_FORMATS:
-        raise LaunchRefused(f"{LOG_FORMAT_VARIABLE} is {wanted!r}, expected one of {', '.join(LOG_FORMATS)}")
-    return wanted
 
 
 def newest_snapshot(directory: Path) -> Path | None:
