@@ -72,7 +72,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     """Run the load test and print the report; return 1 if a request got no 2xx response, or none was sent."""
     try:
-        run = plan(options)
+        run = _plan(options)
     except (ValueError, OSError) as err:
         print(f"torchere bench: {plainly(err)}", file=sys.stderr)
         return 1
@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     tally = Tally()
     started_s = time.perf_counter()
     try:
-        elapsed_s = asyncio.run(measure(run, tally, show=shows_bar))
+        elapsed_s = asyncio.run(_measure(run, tally, show=shows_bar))
     except KeyboardInterrupt:
         print(report(tally, time.perf_counter() - started_s, run.clients))
         raise
@@ -99,13 +99,8 @@ def _advice(tally: Tally, options: argparse.Namespace) -> str:
     return advice(texts.pop(), address, options.model, key_of(options, address)) if len(texts) == 1 else ""
 
 
-def plan(options: argparse.Namespace) -> Run:
-    """Create the load test that the arguments describe.
-
-    Raises:
-        ValueError: the address, a header or the JSON is malformed, or a file holds no key.
-        OSError: a file can't be read.
-    """
+def _plan(options: argparse.Namespace) -> Run:
+    """Create the load test that the arguments describe; raise ValueError for malformed ones."""
     address = options.address or REST_ADDRESS
     target = Target.parse(f"{address.rstrip('/')}/predictions/{quote(options.model)}")
     content_type, body = body_of(options)
@@ -117,7 +112,7 @@ def plan(options: argparse.Namespace) -> Run:
     return Run(target, request, options.clients, options.seconds, options.timeout)
 
 
-async def measure(run: Run, tally: Tally, *, show: bool) -> float:
+async def _measure(run: Run, tally: Tally, *, show: bool) -> float:
     """Run all clients and fill `tally`; return the seconds until the last response.
 
     Requests that have no response `timeout_s` after the end count as lost.
