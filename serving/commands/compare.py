@@ -214,7 +214,7 @@ def _contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
 
 @contextmanager
 def _correctable(place: str) -> Iterator[None]:
-    """Raise ModelRefused, with the place and the remedy, for what a file of an archive says."""
+    """Raise ModelRefused, with the place and the remedy, for an invalid file of an archive."""
     try:
         yield
     except (InvalidArchive, ValueError) as error:  # a SignatureError is a ValueError
