@@ -194,7 +194,7 @@ def _requirements(manifest: Manifest, settings: ServerSettings) -> _Found:
 
 
 def _source(archive: Archive, name: str, brings_packages: bool) -> Iterator[_Found]:
-    """Yield what a Python file imports and will not find; no packages, if its requirements bring them."""
+    """Yield the imports of a Python file that fail here; no packages, if its requirements bring them."""
     try:
         module = ast.parse(archive.read_text(name, MAX_SOURCE_BYTES))
     except ArchiveError as err:

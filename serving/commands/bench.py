@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _advice(tally: Tally, options: argparse.Namespace) -> str:
-    """Return what to add to the error that every request was answered with; "" if there were several."""
+    """Return the advice for the error that every request was answered with; "" if there were several."""
     address = options.address or REST_ADDRESS
     texts = {text for _, text in tally.errors}
     return advice(texts.pop(), address, options.model, key_of(options, address)) if len(texts) == 1 else ""

@@ -1,4 +1,4 @@
-"""`torchere kserve`: serves what KServe's storage initializer put into a folder, whatever its layout is.
+"""`torchere kserve`: serves the models that KServe's storage initializer put into a folder.
 
 The layout of TorchServe's runtime (`config/` and `model-store/`), a folder of archives, or one bare model.
 """

@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _advice(err: ClientError, options: argparse.Namespace, found: FoundKey | None) -> str:
-    """Return what to add to an error; with gRPC the address over REST may be unknown."""
+    """Return the advice for an error; with gRPC the address over REST may be unknown."""
     address = (None if options.address else REST_ADDRESS) if options.grpc else _address(options)
     return advice(err.message, address, options.model, found)
 

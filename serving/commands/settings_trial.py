@@ -1,4 +1,4 @@
-"""Tries what the settings name, by the functions that a start uses; for `config check` and `migrate check`.
+"""Tries the files and packages of the settings as a start does; for `config check` and `migrate check`.
 
 A value may be valid, and yet every start or every model fails with it: a certificate without its key, a
 handler that is not installed. Nothing is bound, written or loaded. Files are looked for by `os.path`, which
@@ -37,7 +37,7 @@ _EMPTY_WORKER_MIB = 230  # private memory of a worker without a model, on two co
 
 
 def tried(configuration: Configuration, but: Collection[str] = ()) -> Configuration:
-    """Return the configuration with findings on what does not work on this machine, but for these keys."""
+    """Return the configuration with findings on settings that fail on this machine, but for these keys."""
     found: dict[str, Finding] = {}
     for key, level, text in _problems(configuration.settings):
         if key not in but:
@@ -187,7 +187,7 @@ def _rendezvous(rendezvous: RendezvousSettings) -> Iterator[_Problem]:
 
 
 def _memory(limit_bytes: int) -> Iterator[_Problem]:
-    """Yield a limit below what a worker takes by itself, which differs from machine to machine."""
+    """Yield a limit below the memory of a worker without a model, which differs from machine to machine."""
     needed_bytes = _EMPTY_WORKER_MIB * 2**20
     if 0 < limit_bytes < needed_bytes:
         level: Level = "error" if limit_bytes < needed_bytes / 2 else "warning"
