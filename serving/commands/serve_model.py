@@ -110,8 +110,6 @@ def _refuse_onnx_without_runtime(model: Path, options: argparse.Namespace) -> No
 
 def _own_handler(options: argparse.Namespace) -> Path | None:
     """Return the file of the handler; None without a handler, or where it is built in."""
-    if not options.handler:
-        return None
     return ArchiveRequest(model_name="", version="", handler=options.handler).handler_file()
 
 
