@@ -46,7 +46,7 @@ from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot import SnapshotKeeper
 from torchere.serving.registry.version import Version, VersionState, scaled_target
 from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
-from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, store_of, workflow_store_of
+from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, store_of
 from torchere.serving.store.url_rules import is_remote
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.spawn import Spawned, worker_environment
@@ -297,7 +297,7 @@ class Registry:
 
     def workflow_store(self) -> Store:
         """Create the store of the workflows whose steps are registered here."""
-        return workflow_store_of(self._server, self._store)
+        return store_of(self._server, models=self._store)
 
     def _workflows_to_restore(self) -> list[dict[str, Any]]:
         return self.workflows.to_restore() if self.workflows else []

@@ -85,12 +85,15 @@ class Origins:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._urls: dict[Path, str] = {}  # without the query, which may be a new signature each time
+        self._of_clients: set[Path] = set()  # downloaded at a client's request, not an operator's
 
-    def name(self, part: str, target: Path, url: str) -> None:
+    def name(self, part: str, target: Path, url: str, of_client: bool) -> None:
         """Give a finished download its name; raise FileExistsError if the name exists."""
         with self._lock:
             _give_name(part, target)
             self._urls[target] = shown_url(url)
+            if of_client:
+                self._of_clients.add(target)
 
     def reuse(self, target: Path, url: str) -> Download:
         """Take the file for that of a URL; raise `ServingError` if it is the file of another URL."""
@@ -105,6 +108,11 @@ class Origins:
         with self._lock:
             target.unlink(missing_ok=True)
             self._urls.pop(target, None)
+            self._of_clients.discard(target)
+
+    def is_of_client(self, target: Path) -> bool:
+        """Return whether a client has had this file downloaded: it stays that client's under its name."""
+        return target in self._of_clients
 
 
 class Downloader:
@@ -115,7 +123,6 @@ class Downloader:
         max_bytes: the maximum size of an archive.
         timeout_s: limit of one download in seconds, including redirects.
         resolver: resolves a host name to addresses.
-        origins: the files of the server's other downloaders; None: there are none.
     """
 
     def __init__(
@@ -124,12 +131,11 @@ class Downloader:
         max_bytes: int,
         timeout_s: float,
         resolver: Resolve = resolve,
-        origins: Origins | None = None,
     ) -> None:
-        self.origins = origins or Origins()
-        self._patterns = patterns
+        self.origins = Origins()
+        self.patterns = patterns
+        self.timeout_s = timeout_s
         self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
         self._resolve = resolver
 
     def download(
@@ -182,7 +188,7 @@ class Downloader:
                 file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())  # otherwise a power failure could truncate the file
-            self.origins.name(part, target, url)
+            self.origins.name(part, target, url, of_client=not by_operator)
         except FileExistsError as err:
             if not reuses:
                 raise _exists(target) from err
@@ -221,18 +227,18 @@ class Downloader:
     def _patterns_for(self, url: str, by_operator: bool) -> Sequence[str]:
         """Return the patterns of a download: the operator's own URL is allowed, and what it redirects to."""
         if not by_operator:
-            return self._patterns
+            return self.patterns
         try:
             parts = urlsplit(url)
         except ValueError:
-            return self._patterns  # `allow` refuses such a URL, and says why
+            return self.patterns  # `allow` refuses such a URL, and says why
         same_server = re.escape(f"{parts.scheme}://{parts.netloc}/") + ".*"
-        return (*self._patterns, re.escape(url), same_server, "https?://.*")
+        return (*self.patterns, re.escape(url), same_server, "https?://.*")
 
     def _http_chunks(
         self, source: Source, patterns: Sequence[str], interrupt: Interrupt
     ) -> Generator[bytes, None, None]:
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self.timeout_s
         asked = source
         for _ in range(MAX_REDIRECTS + 1):
             with self._answer(source, deadline_s, interrupt) as response:

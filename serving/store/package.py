@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torchere.serving.config.model_settings import ModelConfig, config_of
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import DownloadFailed, InvalidArchive, ModelNotFound, ServingError
 from torchere.serving.store.environment import Environment
-from torchere.serving.store.fetch import PART_PREFIX, Download, Downloader, Interrupt, Origins, unsaved
+from torchere.serving.store.fetch import PART_PREFIX, Download, Downloader, Interrupt, unsaved
 from torchere.serving.store.scratch import ClaimedFolder, remove_tree, sweep_folders, sweep_parts
 from torchere.serving.store.shared_weights import WeightSharing, weights_file
 from torchere.serving.store.signing import (
@@ -105,20 +106,17 @@ class Store:
         models: Store | None = None,
     ) -> None:
         self._trust = trust  # None: signatures are not required
-        self._allowed_urls = allowed_urls
-        # Stores of one server share these two: they may have the same folder.
-        self.origins: Origins = models.origins if models else Origins()
-        # Archives in the store that were downloaded at a client's request, not an operator's.
-        self.of_clients: set[Path] = models.of_clients if models else set()
-        self._downloader = Downloader(
-            allowed_urls, limits.max_download_bytes, download_timeout_s, origins=self.origins
+        # Stores of one server share it: they may have the same folder.
+        self._downloader: Downloader = (
+            models._downloader
+            if models
+            else Downloader(allowed_urls, limits.max_download_bytes, download_timeout_s)
         )
         self._archives = StoreFolder(root)
         self._limits = ArchiveLimits(
             max_entries=limits.max_archive_entries, max_total_bytes=limits.max_archive_bytes
         )
         self._temp_dir = temp_dir
-        self._download_timeout_s = download_timeout_s
         self._unpacked = ClaimedFolder(temp_dir)
         self._sharing = WeightSharing()
 
@@ -141,26 +139,22 @@ class Store:
             DownloadFailed, ServingError: see `Downloader.download`. With required signatures, also for the
                 one at `signature_url(url)`; then the archive is not kept.
         """
-        folder = self._archives.configured()
-        download = self._downloader.download(url, folder, by_operator, interrupt, signs=signs, reuses=reuses)
-        if download.is_new and not by_operator:
-            self.of_clients.add(download.path)
+        fetch = partial(
+            self._downloader.download,
+            folder=self._archives.configured(),
+            by_operator=by_operator,
+            interrupt=interrupt,
+            signs=signs,
+            reuses=reuses,
+        )
+        download = fetch(url)
         if self._trust is None:
             return download
         try:
-            self._downloader.download(
-                signature_url(url),
-                folder,
-                by_operator,
-                interrupt,
-                signs=signs,
-                reuses=reuses,
-                max_bytes=MAX_SIGNATURE_BYTES,
-            )
+            fetch(signature_url(url), max_bytes=MAX_SIGNATURE_BYTES)
         except ServingError as err:
             if download.is_new:
-                self.of_clients.discard(download.path)
-                self.origins.delete(download.path)
+                self._downloader.origins.delete(download.path)
             if isinstance(err, (DownloadFailed, ModelNotFound)):
                 err.detail += "; require_signed=true needs the signature of the archive there"
             raise
@@ -171,15 +165,11 @@ class Store:
 
         A file that can't be deleted is logged: callers go on to free other things, or to raise their error.
         """
-        is_of_client = self.is_of_client(downloaded)
-        self.of_clients.discard(downloaded)
         try:
-            self.origins.delete(downloaded)
+            self._downloader.origins.delete(downloaded)
             if self._trust is not None:
-                self.origins.delete(signature_beside(downloaded))
+                self._downloader.origins.delete(signature_beside(downloaded))
         except OSError as err:
-            if is_of_client:
-                self.of_clients.add(downloaded)
             logger.error("%s can't be deleted, and stays in the store: %s", downloaded, err)
 
     def place_of(self, name: str) -> Path:
@@ -231,8 +221,8 @@ class Store:
             raise _invalid(err) from err
 
     def is_of_client(self, path: Path) -> bool:
-        """Return whether a client has had this archive downloaded: it stays that client's under its name."""
-        return path in self.of_clients
+        """See `Origins.is_of_client`."""
+        return self._downloader.origins.is_of_client(path)
 
     def check_weights(self, config: ModelConfig) -> None:
         """Refuse an archive from a client's URL if `allowed_urls` does not match the URL of its weights.
@@ -246,7 +236,7 @@ class Store:
         if split is None or not split.weights:
             return
         try:
-            allow(split.weights.rstrip("/"), self._allowed_urls)
+            allow(split.weights.rstrip("/"), self._downloader.patterns)
         except ModelNotFound as err:
             raise InvalidArchive(
                 f"The weights of the archive are elsewhere, and no client may name them: {split.weights}",
@@ -319,7 +309,7 @@ class Store:
         swept = sweep_folders(self._temp_dir)
         if self._archives.path is not None:
             # A partial download that is older than the download timeout is no longer being written.
-            swept += sweep_parts(self._archives.path, PART_PREFIX, self._download_timeout_s)
+            swept += sweep_parts(self._archives.path, PART_PREFIX, self._downloader.timeout_s)
         if swept:
             names = ", ".join(str(path) for path in swept)
             logger.warning("deleted the files of a server that was killed: %s", names)
@@ -329,24 +319,18 @@ class Store:
         return self._archives.names()
 
 
-def store_of(server: ServerSettings) -> Store:
-    """Create the store of models from the settings.
+def store_of(server: ServerSettings, models: Store | None = None) -> Store:
+    """Create the store of models from the settings, or beside `models` that of workflows.
+
+    Workflows are in the folder of the models unless the settings name another.
 
     Raises:
         SigningUnusable: signatures are required, and no key is trusted, or one is unusable.
     """
-    return _store_at(server.model_store, server)
-
-
-def workflow_store_of(server: ServerSettings, models: Store) -> Store:
-    """Create the store of workflows from the settings: the folder of `models` unless they name another."""
-    return _store_at(server.workflow_store or server.model_store, server, models)
-
-
-def _store_at(root: Path | None, server: ServerSettings, models: Store | None = None) -> Store:
     trust = TrustedKeys(server.trusted_signing_keys) if server.require_signed else None
+    own = None if models is None else server.workflow_store
     return Store(
-        root,
+        own or server.model_store,
         server.limits,
         server.temp_dir,
         allowed_urls=server.allowed_urls,

@@ -13,7 +13,7 @@ import pytest
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import InvalidArchive, ModelNotFound, ServingError
 from torchere.serving.store.fetch import Download, Origins
-from torchere.serving.store.package import Store, store_of, workflow_store_of
+from torchere.serving.store.package import Store, store_of
 
 
 def pack(path: Path, config: str | None = None, **model: object) -> None:
@@ -178,7 +178,7 @@ def test_the_store_of_workflows_does_not_take_the_archive_of_another_url_either(
         urls.append(f"file://{tmp_path}/{name}/m.mar")
     server = ServerSettings(model_store=root, temp_dir=tmp_path)
     models = store_of(server)
-    with closing(models), closing(workflow_store_of(server, models)) as workflows:
+    with closing(models), closing(store_of(server, models)) as workflows:
         models.download(urls[0], by_operator=True)
         with pytest.raises(ServingError, match="Model file already exists"):
             workflows.download(urls[1], by_operator=True)
