@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from torchere.archiver.arguments import explained
@@ -116,12 +117,12 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         raise SigningUnusable("--identity needs --issuer.")
     archive = _opened(options.archive)
-    try:
-        copy = verified_copy(archive, ArchiveLimits(), trust)
-    except ArchiveError as err:
-        raise InvalidArchive(err.reason, str(err)) from err
-    copy.delete()
-    print(f"{options.archive}: signed by {copy.signer}")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            _, signer = verified_copy(archive, ArchiveLimits(), trust, Path(folder))
+        except ArchiveError as err:
+            raise InvalidArchive(err.reason, str(err)) from err
+    print(f"{options.archive}: signed by {signer}")
     return 0
 
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -204,10 +203,11 @@ class Store:
         if self._trust is None:
             return OpenedArchive(original, path)
         try:
-            verified = verified_copy(original, self._limits, self._trust, self._unpacked.path)
+            with self._unpacked.new_folder() as folder:
+                copy, signer = verified_copy(original, self._limits, self._trust, folder)
         except (ArchiveError, OSError) as err:
             raise _refused(url, err) from err
-        return OpenedArchive(verified.archive, path, verified.signer, verified.folder)
+        return OpenedArchive(copy, path, signer, folder)
 
     def config_of(self, archive: Archive) -> ModelConfig:
         """Return the model config of an archive, without unpacking it.
@@ -259,11 +259,12 @@ class Store:
         for key, remark in config.ignored.items():
             logger.warning("%s: %s in %s %s", shown_url(url), key, name, remark)
         try:
-            manifest = _manifest_as_written(archive)
+            manifest = json.loads(_optional_text(archive, MANIFEST_NAME) or "{}")
             _check_sendable("manifest", manifest)
             _check_sendable("model config", config.raw)
             signature = _optional_text(archive, _OPENAPI_SIGNATURE_NAME)
-            directory = self._extracted(archive)
+            with self._unpacked.new_folder() as folder:
+                directory = archive.extract(folder / "model")
         except (ArchiveError, OSError) as err:
             raise _refused(url, err) from err
         return StoredArchive(
@@ -279,15 +280,6 @@ class Store:
             fingerprint=_fingerprint(archive),
             has_python=any(entry.name.endswith(".py") for entry in archive.entries),
         )
-
-    def _extracted(self, archive: Archive) -> Path:
-        """Extract the archive into a new folder and return the folder; delete it on failure."""
-        folder = Path(tempfile.mkdtemp(dir=self._unpacked.path))
-        try:
-            return archive.extract(folder / "model")
-        except BaseException:
-            remove_tree(folder)
-            raise
 
     def share_weights(self, opened: OpenedArchive, stored: StoredArchive, handler: str | None) -> None:
         """Share the memory of an archive's weights with equal weights; call it before the load."""
@@ -338,11 +330,6 @@ def store_of(server: ServerSettings, models: Store | None = None) -> Store:
         trust=trust,
         models=models,
     )
-
-
-def _manifest_as_written(archive: Archive) -> dict[str, Any]:
-    text = _optional_text(archive, MANIFEST_NAME)
-    return json.loads(text) if text else {}
 
 
 def _fingerprint(archive: Archive) -> str:

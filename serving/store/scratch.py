@@ -10,11 +10,12 @@ import functools
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -28,8 +29,6 @@ logger = logging.getLogger(__name__)
 FOLDER_PREFIX = "torchere-models-"
 _BEFORE_LOCK_S = 5.0  # a new part is locked at once, but not in the same moment
 _CLAIM = ".claim"  # the locked file in a claimed folder
-
-RISEN = ".torchere-risen-"  # names of folders that `remove_tree` moves up
 
 
 class ClaimedFolder:
@@ -58,6 +57,16 @@ class ClaimedFolder:
         draft.rename(self.path / _CLAIM)  # when the claim appears, it is already locked
         self._itself = _locked_folder(self.path)
 
+    @contextmanager
+    def new_folder(self) -> Iterator[Path]:
+        """Make a folder in it; an error in the block deletes that folder."""
+        folder = Path(tempfile.mkdtemp(dir=self.path))
+        try:
+            yield folder
+        except BaseException:
+            remove_tree(folder)
+            raise
+
     def release(self) -> None:
         """Delete the folder and its contents."""
         remove_tree(self.path)
@@ -70,38 +79,13 @@ class ClaimedFolder:
 def remove_tree(folder: Path) -> None:
     """Delete a folder and its contents, as far as possible; a handler may have nested it deeply.
 
-    `shutil.rmtree` calls itself for each level, and a path may be longer than the system takes. So the
-    folders of each level are moved up to the first one, until there is only one level.
+    `shutil.rmtree` calls itself for each level, and `rm` does not.
     """
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except RecursionError:
         with suppress(OSError):
-            _remove_level_by_level(folder)
-
-
-def _remove_level_by_level(folder: Path) -> None:
-    top, number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), 0
-    try:
-        while entries := list(os.scandir(top)):
-            for entry in entries:
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(entry.name, dir_fd=top)
-                    continue
-                below = os.open(entry.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-                try:
-                    for inner in list(os.scandir(below)):
-                        if inner.is_dir(follow_symlinks=False):
-                            number += 1
-                            os.rename(inner.name, f"{RISEN}{number}", src_dir_fd=below, dst_dir_fd=top)
-                        else:
-                            os.unlink(inner.name, dir_fd=below)
-                finally:
-                    os.close(below)
-                os.rmdir(entry.name, dir_fd=top)
-    finally:
-        os.close(top)
-    folder.rmdir()
+            subprocess.run(["rm", "-rf", "--", folder], capture_output=True, check=False)
 
 
 def _locked_folder(folder: Path) -> int | None:

@@ -16,8 +16,6 @@ import base64
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
@@ -157,14 +155,12 @@ class TrustedKeys(Trust):
         authorities: list[Path] = []
         for file in self._files:
             try:
-                _check_trusted(file)
-                text = file.read_bytes()
+                (authorities if _holds_certificates(file) else keys).append(file)
             except (OSError, ValueError, TypeError) as err:
                 expected = "PEM with one public key (P-256, P-384 or P-521), or with certificates of a CA"
                 raise SigningUnusable(
                     "A trusted signing key can't be used.", f"{file}: {err}; expected {expected}."
                 ) from err
-            (authorities if _holds_certificate(text) else keys).append(file)
         return keys, authorities
 
 
@@ -257,53 +253,34 @@ def sign(archive: Archive, means: SignWith) -> Path:
     return target
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedCopy:
-    """A private copy of an archive with a valid signature."""
-
-    archive: Archive
-    signer: str
-    folder: Path  # holds the copy
-
-    def delete(self) -> None:
-        """Delete the copy; idempotent."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
 def verified_copy(
-    original: Archive, limits: ArchiveLimits, trust: Trust, parent: Path | None = None
-) -> VerifiedCopy:
-    """Copy an archive to a new folder below `parent`, verify its signature, and open it. Blocks.
+    original: Archive, limits: ArchiveLimits, trust: Trust, folder: Path
+) -> tuple[Archive, str]:
+    """Copy an archive to an empty folder and verify the signature; return the open copy and its signer.
 
     Args:
         original: the archive; beside it, or in it if it is a folder, is its signature.
         limits: the limits of the archive.
         trust: the trusted signers.
-        parent: an existing folder; None: the system's for temporary files.
+        folder: only this process may write to it. The caller deletes it, also after an error.
 
     Raises:
         ArchiveError: the archive is invalid or can't be read.
         UntrustedArchive: the signature is missing, invalid or not trusted.
         SigningUnusable: a trusted key is unusable.
-        OSError: the copy can't be written. No error leaves a copy.
+        OSError: the copy can't be written.
     """
     signature = read_signature(signature_path(original))  # before the copy, which may be large
-    folder = Path(tempfile.mkdtemp(dir=parent))
-    try:
-        copy = folder / "copy" / original.path.name
-        copy.parent.mkdir()
-        if original.kind == "directory":
-            original.extract(copy)
-            (copy / FOLDER_SIGNATURE).unlink(missing_ok=True)
-        else:
-            _copy_file(original.path, copy)
-        archive = open_archive(copy, limits)
-        used = {entry.name for entry in archive.entries}
-        signer = trust.verify(copy, signature, used, folder / "signature")
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return VerifiedCopy(archive, signer, folder)
+    copy = folder / "copy" / original.path.name
+    copy.parent.mkdir()
+    if original.kind == "directory":
+        original.extract(copy)
+        (copy / FOLDER_SIGNATURE).unlink(missing_ok=True)
+    else:
+        _copy_file(original.path, copy)
+    archive = open_archive(copy, limits)
+    used = {entry.name for entry in archive.entries}
+    return archive, trust.verify(copy, signature, used, folder / "signature")
 
 
 def _copy_file(source: Path, target: Path) -> None:
@@ -391,18 +368,22 @@ def _run(config: verifying.Config, model: Path, signature: Path) -> None:
         raise _untrusted(_text_of(err)) from err
 
 
-def _check_trusted(file: Path) -> None:
-    """Raise OSError, ValueError or TypeError unless the library can use the file."""
+def _holds_certificates(file: Path) -> bool:
+    """Return whether a trusted file has certificates, not a key.
+
+    Raise OSError, ValueError or TypeError unless the library can use the file.
+    """
     text = file.read_bytes()
-    if _holds_certificate(text):
+    if b"-----BEGIN CERTIFICATE-----" in text:
         _verifying().use_certificate_verifier(certificate_chain=[file])
-    elif text.count(b"-----BEGIN PUBLIC KEY-----") == 1:
+        return True
+    if text.count(b"-----BEGIN PUBLIC KEY-----") == 1:
         with _elliptic_keys():
             _verifying().use_elliptic_key_verifier(public_key=file)
-    elif b"PRIVATE KEY-----" in text:
+        return False
+    if b"PRIVATE KEY-----" in text:
         raise ValueError("it holds a private key, which no server needs")
-    else:
-        raise ValueError("no public key and no certificate, or several keys, are in it")
+    raise ValueError("no public key and no certificate, or several keys, are in it")
 
 
 @contextmanager
@@ -415,10 +396,6 @@ def _elliptic_keys() -> Iterator[None]:
             raise
         found = type(err.obj).__name__.removesuffix("PublicKey")  # of cryptography: `RSAPublicKey`
         raise ValueError(f"it is an {found} key, not an elliptic-curve key (P-256, P-384, P-521)") from err
-
-
-def _holds_certificate(text: bytes) -> bool:
-    return b"-----BEGIN CERTIFICATE-----" in text
 
 
 def _fingerprint_of(key: Path) -> str:
