@@ -406,10 +406,10 @@ def signed(source: Source) -> Source:
         DownloadFailed: botocore is not installed, or gets no credentials or region.
     """
     parameters = {"Bucket": source.host, "Key": source.target}
-    with _signing(source, "it"):
+    with _signing(source, "it") as session:
         from botocore.config import Config  # noqa: PLC0415 - an extra, and slow to import
 
-        client = _session().create_client("s3", config=Config(signature_version="s3v4"))
+        client = session.create_client("s3", config=Config(signature_version="s3v4"))
         client.meta.events.register_first("before-endpoint-resolution.s3", _at_its_region)
         url = client.generate_presigned_url("get_object", parameters, ExpiresIn=SIGNATURE_LIFETIME_S)
     parts = urlsplit(url)
@@ -429,22 +429,18 @@ def _at_its_region(context: dict[str, Any], **_: object) -> None:
 
 
 @contextmanager
-def _signing(source: Source, user: str) -> Iterator[None]:
-    """Convert every error of botocore, also one of a service for credentials, to `DownloadFailed`."""
+def _signing(source: Source, user: str) -> Iterator[Any]:
+    """Give a session of botocore; convert its errors, and those of services for credentials."""
     try:
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - as in `signed`
 
-        yield
+        from torchere.archiver.models.load.s3 import session  # noqa: PLC0415 - only for URLs of S3
+
+        yield session()
     except ImportError as err:
         raise _failed(source, f"{user} needs botocore: pip install 'torchere[s3]'") from err
     except (BotoCoreError, ClientError, ValueError, OSError) as err:  # OSError: no file of a web identity
         raise _failed(source, f"{err}; set AWS_REGION and credentials as for the aws command") from err
-
-
-def _session() -> Any:
-    from torchere.archiver.models.load.s3 import session  # noqa: PLC0415 - only for URLs of S3
-
-    return session()
 
 
 def signed_url(source: Source) -> Source:
@@ -459,11 +455,10 @@ def signed_url(source: Source) -> Source:
         return source
     if not source.may_be_private:
         raise _failed(source, f"s3_sse_kms: no pattern of allowed_urls spells out the host {source.host}")
-    with _signing(source, "s3_sse_kms"):
+    with _signing(source, "s3_sse_kms") as session:
         from botocore.auth import S3SigV4QueryAuth  # noqa: PLC0415 - as in `signed`
         from botocore.awsrequest import AWSRequest  # noqa: PLC0415
 
-        session = _session()
         credentials, region = session.get_credentials(), session.get_config_variable("region")
         if credentials is None or region is None:
             missing = "credentials" if credentials is None else "region"
