@@ -97,17 +97,13 @@ class EnvironmentBuilder:
         if not plan:
             return None
         async with self._turns.take():
-            return await self._build(model, directory, plan)
-
-    async def _build(self, model: str, directory: Path, plan: EnvironmentPlan) -> Environment:
-        environment = Environment()
-        if plan.venv:
-            environment = await self._make_venv(model, directory.parent / "venv")
-        elif plan.requirements:
-            environment = Environment(packages=str(directory.parent / "packages"))
-        if plan.requirements:
-            await self._install(model, directory, plan.requirements, environment)
-        return environment
+            if plan.venv:
+                environment = await self._make_venv(model, directory.parent / "venv")
+            else:
+                environment = Environment(packages=str(directory.parent / "packages"))
+            if plan.requirements:
+                await self._install(model, directory, plan.requirements, environment)
+            return environment
 
     async def _make_venv(self, model: str, place: Path) -> Environment:
         failure = await self._run(venv_command(place), place.parent)
