@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _NEGATIVE = 2**63  # numbers are read as unsigned; from here on they are negativ
 _MOST_KEY = 2**32 - 1
 _GRAPH = 7  # ModelProto
 _NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # GraphProto
+_SHAPE = 2  # TypeProto.Tensor
 _EXTERNAL_DATA, _KEY, _VALUE = 13, 1, 2  # TensorProto, and StringStringEntryProto
 _IN_MEMORY = "*/"  # how such locations begin that onnxruntime uses for itself
 # The messages that tensors may lie in, by their fields.
@@ -108,32 +110,31 @@ def read_onnx(path: Path) -> OnnxForm:
         ModelRefused: the file is damaged; its inputs or outputs are missing, are not all tensors, or have a
             name that a signature can't have; or a file of weights is missing or lies elsewhere.
     """
-    _check_size(path)
-    model = _model(path, path.read_bytes())
-    graph = _graph(path, model)
-    initializers = list(_messages(graph, _INITIALIZER))
-    constants = {_text(tensor, 8) for tensor in initializers}
-    inputs = [item for item in _messages(graph, _INPUT) if _text(item, 1) not in constants]
-    outputs = list(_messages(graph, _OUTPUT))
-    nodes = list(_messages(graph, _NODE))
-    rows = _table_rows(nodes, initializers, {_text(item, 1) for item in outputs})
-    signature = Signature(
-        tuple(_with_range(_spec(path, item), rows) for item in inputs),
-        tuple(_spec(path, item) for item in outputs),
-    )
-    try:
-        signature.check()
-    except SignatureError as error:
-        raise ModelRefused(f"{path}: no client could be told its inputs and outputs: {error}") from error
-    first = {_first_name(item) for item in (*inputs, *outputs)}
-    operators = [_text(node, 4) for node in nodes]
-    return OnnxForm(
-        signature,
-        names_batch=len(first) == 1 and "" not in first,
-        is_quantised=any("Quantize" in name or "Integer" in name for name in operators),
-        unshaped=frozenset(_text(item, 1) for item in (*inputs, *outputs) if not _is_shaped(item)),
-        beside=_external_files(path, model),
-    )
+    with _read(path) as model:
+        graph = _graph(path, model)
+        initializers = list(_messages(graph, _INITIALIZER))
+        constants = {_text(tensor, 8) for tensor in initializers}
+        inputs = [item for item in _messages(graph, _INPUT) if _text(item, 1) not in constants]
+        outputs = list(_messages(graph, _OUTPUT))
+        nodes = list(_messages(graph, _NODE))
+        rows = _table_rows(nodes, initializers, {_text(item, 1) for item in outputs})
+        signature = Signature(
+            tuple(_with_range(_spec(path, item), rows) for item in inputs),
+            tuple(_spec(path, item) for item in outputs),
+        )
+        try:
+            signature.check()
+        except SignatureError as error:
+            raise ModelRefused(f"{path}: no client could be told its inputs and outputs: {error}") from error
+        first = {_first_name(item) for item in (*inputs, *outputs)}
+        operators = [_text(node, 4) for node in nodes]
+        return OnnxForm(
+            signature,
+            names_batch=len(first) == 1 and "" not in first,
+            is_quantised=any("Quantize" in name or "Integer" in name for name in operators),
+            unshaped=frozenset(_text(item, 1) for item in (*inputs, *outputs) if _SHAPE not in _tensor(item)),
+            beside=_external_files(path, model),
+        )
 
 
 def check_external_files(path: Path) -> None:
@@ -142,11 +143,9 @@ def check_external_files(path: Path) -> None:
     Raises:
         ModelRefused: a tensor lies elsewhere, or the file is damaged.
     """
-    if not _check_size(path):
-        return  # the runtime says that it is empty
-    with path.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # it may hold gigabytes of weights
-    for name in _external_names(path, _model(path, data)):
+    with _read(path) as model:
+        names = _external_names(model)
+    for name in names:
         problem = problem_with(name.removeprefix("./"))
         if name.startswith(_IN_MEMORY):
             problem = "the runtime takes it for an address in its memory"
@@ -154,6 +153,21 @@ def check_external_files(path: Path) -> None:
             raise ModelRefused(
                 f"{path}: its weights are said to lie in {name!a}: {problem}; expected a file beside it"
             )
+
+
+@contextmanager
+def _read(path: Path) -> Iterator[_Fields]:
+    """Give the fields of a model's file; refuse a file that is too large, or proves damaged in the block."""
+    size = path.stat().st_size
+    if size > _MAX_MODEL_BYTES:
+        raise ModelRefused(f"{path}: larger than 2 GiB, which no ONNX model is; keep its weights beside it")
+    with path.open("rb") as file:
+        # Mapped, because it may hold gigabytes of weights; an empty file can't be.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    try:
+        yield _fields(memoryview(data))
+    except _Malformed as error:
+        raise ModelRefused(f"{path}: damaged ONNX: {error}; export it again") from error
 
 
 def _with_range(spec: TensorSpec, rows: Mapping[str, int]) -> TensorSpec:
@@ -192,7 +206,7 @@ def _axis(node: _Fields) -> int:
 
 
 def _external_files(path: Path, model: _Fields) -> tuple[Path, ...]:
-    names = _external_names(path, model)
+    names = _external_names(model)
     for name in names:
         if problem_with(name) or "/" in name:
             raise ModelRefused(f"{path}: its weights are said to lie in {name!a}; expected a file beside it")
@@ -204,19 +218,16 @@ def _external_files(path: Path, model: _Fields) -> tuple[Path, ...]:
     return tuple(path.parent / name for name in names)
 
 
-def _external_names(path: Path, model: _Fields) -> list[str]:
+def _external_names(model: _Fields) -> list[str]:
     """Return the sorted locations of external data, also for the tensors in nodes and functions."""
     names: set[str] = set()
     waiting = [("ModelProto", model)]
-    try:
-        while waiting:
-            kind, fields = waiting.pop()
-            if kind == "TensorProto":
-                names.update(_locations(fields))
-            for number, inner in _HOLDERS.get(kind, {}).items():
-                waiting += ((inner, message) for message in _messages(fields, number))
-    except _Malformed as error:
-        raise _damaged(path, error) from error
+    while waiting:
+        kind, fields = waiting.pop()
+        if kind == "TensorProto":
+            names.update(_locations(fields))
+        for number, inner in _HOLDERS.get(kind, {}).items():
+            waiting += ((inner, message) for message in _messages(fields, number))
     return sorted(names)
 
 
@@ -226,25 +237,8 @@ def _locations(tensor: _Fields) -> Iterator[str]:
             yield from _texts(entry, _VALUE)
 
 
-def _check_size(path: Path) -> int:
-    size = path.stat().st_size
-    if size > _MAX_MODEL_BYTES:
-        raise ModelRefused(f"{path}: larger than 2 GiB, which no ONNX model is; keep its weights beside it")
-    return size
-
-
-def _model(path: Path, data: bytes | mmap.mmap) -> _Fields:
-    try:
-        return _fields(memoryview(data))
-    except _Malformed as error:
-        raise _damaged(path, error) from error
-
-
 def _graph(path: Path, model: _Fields) -> _Fields:
-    try:
-        graphs = list(_messages(model, _GRAPH))
-    except _Malformed as error:
-        raise _damaged(path, error) from error
+    graphs = list(_messages(model, _GRAPH))
     if len(graphs) != 1:
         raise ModelRefused(
             f"{path}: damaged ONNX, or none: it has {len(graphs)} graphs; expected one: export it again"
@@ -252,14 +246,9 @@ def _graph(path: Path, model: _Fields) -> _Fields:
     return graphs[0]
 
 
-def _damaged(path: Path, error: _Malformed) -> ModelRefused:
-    return ModelRefused(f"{path}: damaged ONNX: {error}; export it again")
-
-
 def _spec(path: Path, item: _Fields) -> TensorSpec:
     name = _text(item, 1)
-    kinds = [tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)]
-    datatype = _DATATYPES.get(_number(kinds[0], 1)) if kinds else None
+    datatype = _DATATYPES.get(_number(_tensor(item), 1))
     if datatype is None:
         raise ModelRefused(
             f"{path}: {name!a} is no tensor of a type known here, and can't be sent to a server: name "
@@ -268,14 +257,16 @@ def _spec(path: Path, item: _Fields) -> TensorSpec:
     return TensorSpec(name, datatype, tuple(_size(dimension) for dimension in _dimensions(item)))
 
 
+def _tensor(item: _Fields) -> _Fields:
+    """Return the TypeProto.Tensor of an input or output, {} if it is no tensor.
+
+    Without the field `_SHAPE` its rank is free; the shape of a scalar is there, without dimensions.
+    """
+    return next((tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)), {})
+
+
 def _dimensions(item: _Fields) -> list[_Fields]:
-    kinds = [tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)]
-    return [dimension for part in _messages(kinds[0], 2) for dimension in _messages(part, 1)] if kinds else []
-
-
-def _is_shaped(item: _Fields) -> bool:
-    """Return whether an input or output has a shape, even without dimensions; otherwise its rank is free."""
-    return any(2 in tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1))
+    return [dimension for shape in _messages(_tensor(item), _SHAPE) for dimension in _messages(shape, 1)]
 
 
 def _first_name(item: _Fields) -> str:
@@ -296,8 +287,7 @@ def _messages(fields: _Fields, number: int) -> Iterator[_Fields]:
 
 
 def _text(fields: _Fields, number: int) -> str:
-    value = fields.get(number, [b""])[-1]
-    return bytes(value).decode("utf-8", "replace") if not isinstance(value, int) else str(value)
+    return ["", *_texts(fields, number)][-1]
 
 
 def _texts(fields: _Fields, number: int) -> Iterator[str]:
