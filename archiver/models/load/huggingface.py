@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 
 from torchere.archiver.container.entries import problem_with
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.run import flat
 from torchere.archiver.models.inputs.sizes import DECODER_TOKENS, LARGEST, TOKENS, FreeSize, Tensors
 from torchere.archiver.models.load.checkpoint import read_weights
 from torchere.archiver.models.steps import refusing
@@ -33,6 +32,7 @@ _OPTIONAL = frozenset({"attention_mask", "token_type_ids"})  # a model fills the
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _NOT_SERVED = (".py", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _OF_OTHERS = (".h5", ".msgpack", ".gguf", ".onnx")
+_Places = tuple[tuple[int, int], ...]  # see `FreeSize`
 
 
 def is_model_folder(path: Path) -> bool:
@@ -80,14 +80,9 @@ class Loaded:
     def lengths(self, names: Sequence[str], example: Tensors) -> tuple[FreeSize, ...]:
         """Return the dimensions of these inputs that are lengths of texts, as free sizes."""
         most = {free.name: free.high for free in self.sizes}
-        found = []
-        for group, members in _LENGTHS.items():
-            places = tuple(
-                (place, 1) for place, name in enumerate(names) if name in members and example[place].dim() > 1
-            )
-            if places and len({example[place].shape[1] for place, _ in places}) == 1:
-                found.append(FreeSize(group, places, 1, most.get(group, LARGEST)))
-        return tuple(found)
+        return tuple(
+            FreeSize(group, places, 1, most.get(group, LARGEST)) for group, places in _lengths(names, example)
+        )
 
 
 def load_folder(path: Path, allow_pickle: bool) -> Loaded:
@@ -201,9 +196,10 @@ class _Called(torch.nn.Module):
         # No KV cache, because it is not sent to clients, and no tuple, because it has no names.
         self.options = {name: value for name, value in _OPTIONS.items() if name in known}
 
-    def answer(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model's output by name."""
-        return dict(_tensors_of(self.model(**inputs, **self.options)))
+    def answer(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of the output by name, without KV caches and the outputs of submodules."""
+        output = self.model(**inputs, **self.options)
+        return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 
 _OPTIONS = {"return_dict": True, "use_cache": False}
@@ -216,11 +212,6 @@ def _called(model: Any, names: Sequence[str]) -> torch.nn.Module:
     exec(f"def forward(self, {', '.join(names)}): return self.answer({{{pairs}}})", made)
     module: torch.nn.Module = type("Called", (_Called,), {"forward": made["forward"]})(model)
     return module
-
-
-def _tensors_of(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of an output, without KV caches and the outputs of submodules."""
-    return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 
 def _inputs(model: Any) -> list[str]:
@@ -308,8 +299,7 @@ _LENGTHS = {
 def _runs(model: Any, example: Mapping[str, torch.Tensor]) -> bool:
     try:
         with torch.no_grad():
-            output = model(**example, **{name: _OPTIONS[name] for name in _OPTIONS if name in _inputs(model)})
-            return bool(dict(flat(_tensors_of(output))))
+            return bool(_Called(model).answer(example))
     # Broad, because an architecture may need other inputs, and its code may then raise any error.
     except Exception:
         return False
@@ -317,16 +307,21 @@ def _runs(model: Any, example: Mapping[str, torch.Tensor]) -> bool:
 
 def _sizes_for(model: Any, example: Mapping[str, torch.Tensor]) -> tuple[FreeSize, ...]:
     """Return the lengths of texts as free sizes, up to the longest text that the model accepts."""
-    names = list(example)
-    found = []
+    found = _lengths(list(example), list(example.values()))
+    return tuple(FreeSize(group, places, 1, _longest(model, example, places)) for group, places in found)
+
+
+def _lengths(names: Sequence[str], example: Sequence[torch.Tensor]) -> Iterator[tuple[str, _Places]]:
+    """Yield each group of inputs that share a length, with the places of the length in the example."""
     for group, members in _LENGTHS.items():
-        places = tuple((names.index(name), 1) for name in members if name in names)
-        if places:
-            found.append(FreeSize(group, places, 1, _longest(model, example, places)))
-    return tuple(found)
+        places = tuple(
+            (place, 1) for place, name in enumerate(names) if name in members and example[place].dim() > 1
+        )
+        if len({example[place].shape[1] for place, _ in places}) == 1:
+            yield group, places
 
 
-def _longest(model: Any, example: Mapping[str, torch.Tensor], places: Sequence[tuple[int, int]]) -> int:
+def _longest(model: Any, example: Mapping[str, torch.Tensor], places: _Places) -> int:
     """Return the largest length in the configuration, less the positions that padding uses (in RoBERTa)."""
     config = _text(model.config)
     most = next(

@@ -15,9 +15,9 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -261,32 +261,24 @@ def _length(value: Any) -> Any:
     return len(value) if size is None else size[0]
 
 
-def neighbours_of(model_file: Path) -> Mapping[PurePosixPath, Path]:
-    """Return the source files that were imported from the model file's folder, by relative name.
+def take_along(model_file: Path, beside: Path) -> None:
+    """Copy the source files that were imported from the model file's folder to `beside`, for the archive.
 
     Call it after the model file was imported. A module counts when its name is its path in that folder, so
     that packages installed below it (a virtual environment) do not count. A model file that lies among
-    installed packages has no neighbours, because those packages are the server's.
+    installed packages has no such files, because those packages are the server's.
     """
     folder = model_file.resolve().parent
     if any(folder == Path(place).resolve() for place in sysconfig.get_paths().values()):
-        return {}
-    found = {}
+        return
     for name, module in tuple(sys.modules.items()):
-        file = getattr(module, "__file__", None)
         path = Path(*name.split("."))
         for relative in (path.with_suffix(".py"), path / "__init__.py"):
-            if file == str(folder / relative) and (folder / relative).is_file():
-                found[PurePosixPath(relative.as_posix())] = folder / relative
-    return found
-
-
-def take_along(model_file: Path, beside: Path) -> None:
-    """Copy the neighbours of the model file to `beside`, under their relative names, for the archive."""
-    for relative, file in neighbours_of(model_file).items():
-        target = beside / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)
+            file = folder / relative
+            if getattr(module, "__file__", None) == str(file) and file.is_file():
+                target = beside / relative
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
 
 
 def file_to_serve(model_file: Path, module: torch.nn.Module, work: Path, beside: Path) -> Path:
