@@ -43,29 +43,31 @@ def load_into(module: torch.nn.Module, weights: Weights, source: Path, strict: b
         ModelRefused: names or shapes differ from the module's.
     """
     wanted = module.state_dict()
-    refusals: list[tuple[int, ModelRefused]] = []
+    refusals: list[Mismatch] = []
     fitting: dict[str, StateDict] = {}
     for name, state in weights.states.items():
         try:
             fitting[name] = fitted(state, wanted, source)
         except Mismatch as mismatch:
-            refusals.append((mismatch.distance, mismatch))
-    for name, state in fitting.items():
-        _load(module, state, source)
-        others = [other for other in fitting if other != name]
-        return [_chosen(name, others)] if others else []
-    for state in weights.states.values():
-        if _loads_by_itself(module, state):
-            return []
+            refusals.append(mismatch)
+    if fitting:
+        first, *others = fitting
+        _load(module, fitting[first], source)
+        return [_chosen(first, others)] if others else []
+    if any(_loads_by_itself(module, state, source) for state in weights.states.values()):
+        return []
     if not strict:
         return _load_partly(module, weights, source)
-    _, closest = min(refusals, key=lambda pair: pair[0])
+    closest = min(refusals, key=lambda refusal: refusal.distance)
     raise ModelRefused(f"{closest}{_about_keys(weights)}")
 
 
 def _load(module: torch.nn.Module, state: StateDict, source: Path, **options: bool) -> None:
+    if torchao_weights(state):  # copied into weights of fp32, they would be fp32
+        options["assign"] = True
     try:
-        _give(module, state, **options)
+        with torch.no_grad():
+            module.load_state_dict(copy.copy(state), **options)  # a class of its own may change the dict
     # Broad, because a class may load its weights by code of its own.
     except Exception as error:
         text = " ".join(line.strip() for line in str(error).splitlines())
@@ -75,22 +77,14 @@ def _load(module: torch.nn.Module, state: StateDict, source: Path, **options: bo
         ) from error
 
 
-def _give(module: torch.nn.Module, state: StateDict, **options: bool) -> None:
-    if torchao_weights(state):  # copied into weights of fp32, they would be fp32
-        options["assign"] = True
-    with torch.no_grad():
-        module.load_state_dict(copy.copy(state), **options)  # a class of its own may change the dict
-
-
-def _loads_by_itself(module: torch.nn.Module, state: StateDict) -> bool:
+def _loads_by_itself(module: torch.nn.Module, state: StateDict, source: Path) -> bool:
     """Return whether the class takes the state dict as it is, by a renaming of its own."""
     own = type(module).load_state_dict is not torch.nn.Module.load_state_dict
     if not own and not any(_renames(part) for part in module.modules()):
         return False
     try:
-        _give(module, state)
-    # Broad: see `_load`.
-    except Exception:
+        _load(module, state, source)
+    except ModelRefused:
         return False
     return True
 

@@ -131,11 +131,12 @@ def read_source(
     """
     if model_file is not None and factory is not None:
         raise ModelRefused("--model-file and --factory are both given; expected one of them")
+    if serialized is not None:
+        os.stat(serialized)  # raises a FileNotFoundError that names the file
     if model_file is not None or factory is not None:
         return _ready(_eager(serialized, model_file, factory, allow_pickle, strict=strict, kept=kept), kept)
     if serialized is None:
         raise ModelRefused("no model is given; expected --serialized-file, --model-file or --factory")
-    os.stat(serialized)  # raises a FileNotFoundError that names the file
     return _ready(_whole(serialized, allow_pickle), kept)
 
 
@@ -148,10 +149,7 @@ def _eager(
     strict: bool,
     kept: bool,
 ) -> Source:
-    weights = None
-    if serialized is not None:
-        os.stat(serialized)
-        weights = read_weights(serialized, allow_pickle)
+    weights = None if serialized is None else read_weights(serialized, allow_pickle)
     given = weights.hyper_parameters if weights else None
     arguments = None if kept else given
     try:

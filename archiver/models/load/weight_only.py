@@ -11,7 +11,6 @@ import copy
 import functools
 import importlib
 import io
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +23,7 @@ from torch.export import ExportedProgram
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import has_hooks
 from torchere.archiver.models.load.torchscript import refuse_fixed_layers
+from torchere.archiver.models.steps import errors_only
 
 GROUP = 32  # 4-bit weights of a row that share a scale and a zero; these make it 5 bits for each weight
 _OUTPUTS_OF_4_BITS = 16  # torch's kernel supports multiples of this number
@@ -374,14 +374,7 @@ def _operators(program: ExportedProgram) -> set[Any]:
 @contextlib.contextmanager
 def quiet_torchao() -> Iterator[None]:
     """Suppress warnings, stderr and logs, such as those of torchao's import about missing GPU kernels."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+    no_stderr = contextlib.redirect_stderr(io.StringIO())
+    with warnings.catch_warnings(), no_stderr, errors_only("torchao", "torch.utils._pytree"):
+        warnings.simplefilter("ignore")
+        yield
