@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
-from torch.utils.hooks import RemovableHandle
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import has_hooks
@@ -65,15 +65,15 @@ def open_attention(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Open
     opening = _Opening()
     opened = _changed(copy.deepcopy(module).eval(), opening.plain, {})
     try:
-        with torch.no_grad(), _Watch(opening.made) as watch:
+        with torch.no_grad(), _watched(opening.made) as apart:
             found = flattened(opened(*copy.deepcopy(example)))
         drift = difference([(wanted, found)]).drift
     except _LOOKED_INTO:
         return Opened(module, 0)
     if not drift <= _MAX_DRIFT:
         return Opened(module, 0)
-    apart = {layer: CrossAttention(opening.made[layer]) for layer in watch.apart}
-    return Opened(_changed(opened, lambda layer: apart.get(layer, layer), {}), len(opening.made))
+    split = {layer: CrossAttention(opening.made[layer]) for layer in apart}
+    return Opened(_changed(opened, lambda layer: split.get(layer, layer), {}), len(opening.made))
 
 
 def _opens(layer: nn.Module) -> bool:
@@ -123,28 +123,21 @@ class _Opening:
         return any(inner in self.made for inner in layer.modules())
 
 
-class _Watch:
-    """A context manager that records the attention layers whose query, key and value differ (`apart`)."""
+@contextmanager
+def _watched(layers: Iterable[nn.Module]) -> Iterator[set[nn.Module]]:
+    """Collect the self-attention layers that get different tensors as query, key and value in the block."""
+    apart: set[nn.Module] = set()
 
-    def __init__(self, layers: dict[nn.Module, nn.MultiheadAttention]) -> None:
-        self.apart: set[nn.Module] = set()
-        self._layers = [layer for layer in layers if isinstance(layer, SelfAttention)]
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> _Watch:
-        self._handles = [
-            layer.register_forward_pre_hook(self._look, with_kwargs=True) for layer in self._layers
-        ]
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _look(self, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def look(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         tensors = {**dict(zip(("query", "key", "value"), given, strict=False)), **named}
         if tensors["query"] is not tensors["key"] or tensors["key"] is not tensors["value"]:
-            self.apart.add(layer)
+            apart.add(layer)
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            if isinstance(layer, SelfAttention):
+                hooks.callback(layer.register_forward_pre_hook(look, with_kwargs=True).remove)
+        yield apart
 
 
 # The layers.

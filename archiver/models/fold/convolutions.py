@@ -120,11 +120,6 @@ def module_at(graph: fx.GraphModule, node: Any) -> nn.Module | None:
     return graph.get_submodule(str(node.target))
 
 
-def only_user_of(node: fx.Node) -> fx.Node | None:
-    """Return the only user of the node's result; None if there is not exactly one."""
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
 def calls_of(graph: fx.GraphModule, node: fx.Node) -> int:
     """Count the calls of the node's layer, because a shared layer must not be changed for one caller."""
     return sum(other.op == "call_module" and other.target == node.target for other in graph.graph.nodes)
@@ -269,7 +264,7 @@ def fold_paddings(graph: fx.GraphModule) -> int:
 def _fold(graph: fx.GraphModule, node: fx.Node) -> bool:
     source, sides = _padding_of(graph, node)
     readers = list(node.users)
-    if source is None or sides is None or not readers:
+    if not isinstance(source, fx.Node) or not readers:
         return False
     folded = [_grown(module_at(graph, reader), sides) for reader in readers]
     if None in folded or any(calls_of(graph, reader) > 1 for reader in readers):
@@ -285,24 +280,20 @@ def _fold(graph: fx.GraphModule, node: fx.Node) -> bool:
     return True
 
 
-def _padding_of(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, tuple[int, ...] | None]:
-    """Return the input of a zero-padding node and its pixels (left, right, top, bottom); or (None, None)."""
+def _padding_of(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[int, ...]]:
+    """Return the input of a zero-padding node and its pixels (left, right, top, bottom); or (None, ())."""
     layer: Any = module_at(graph, node)
     pads = isinstance(layer, nn.ZeroPad2d) or (isinstance(layer, nn.ConstantPad2d) and layer.value == 0)
     if pads and not has_hooks(layer):
-        return _node(node.args[0]), tuple(layer.padding)
+        return node.args[0], tuple(layer.padding)
     if node.op != "call_function" or node.target is not functional.pad:
-        return None, None
+        return None, ()
     given = {**dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)), **node.kwargs}
     sides: Any = given.get("pad")
     plain = isinstance(sides, (tuple, list)) and all(isinstance(side, int) for side in sides)
     if not plain or len(sides) != 4 or given.get("mode", "constant") != "constant" or given.get("value"):
-        return None, None
-    return _node(given["input"]), tuple(sides)
-
-
-def _node(value: Any) -> fx.Node | None:
-    return value if isinstance(value, fx.Node) else None
+        return None, ()
+    return given["input"], tuple(sides)
 
 
 def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Module | None:
@@ -403,10 +394,10 @@ def fold_normalisations(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]
 
 def _is_followed(graph: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether the node is a layer whose only reader is a batch normalisation that fits it."""
-    following, layer = only_user_of(node), module_at(graph, node)
-    if following is None or layer is None or calls_of(graph, node) > 1:
+    layer = module_at(graph, node)
+    if layer is None or len(node.users) != 1 or calls_of(graph, node) > 1:
         return False
-    normalisation: Any = module_at(graph, following)
+    normalisation: Any = module_at(graph, *node.users)
     if type(normalisation) is not _NORMALISATIONS.get(type(layer)) or normalisation.running_mean is None:
         return False
     return not has_hooks(layer) and not has_hooks(normalisation)
