@@ -129,21 +129,21 @@ def _unpickled(path: Path, allow_pickle: bool, known: bool = False) -> Any:
 
 
 def _weights_of(path: Path, found: Any) -> Weights:
-    if isinstance(found, torch.nn.Module):
-        return Weights("pickled module", {"": dict(found.state_dict())}, found)
+    # A checkpoint may have the whole module in it, beside the epoch and the like.
+    values = found.values() if isinstance(found, dict) else [found]
+    module = next((value for value in values if isinstance(value, torch.nn.Module)), None)
+    if module is not None:
+        return Weights("pickled module", {"": dict(module.state_dict())}, module)
     if not isinstance(found, dict):
         raise ModelRefused(f"{path}: it holds a {type(found).__name__} without a state dict; {_EXPECTED}")
-    inner = next((value for value in found.values() if isinstance(value, torch.nn.Module)), None)
-    if inner is not None:  # a checkpoint with the whole module in it, beside the epoch and the like
-        return Weights("pickled module", {"": dict(inner.state_dict())}, inner)
     states = dict(_states_in(found))
     if not states:
         keys = some(list(map(str, found)), 20)
         raise ModelRefused(f"{path}: it holds a dict without a state dict, with the keys {keys}; {_EXPECTED}")
     filled = {name: state for name, state in states.items() if state}
-    kind = "Lightning checkpoint" if _LIGHTNING_KEY in found else "state dict"
-    hyper = _hyper_parameters(found) if _LIGHTNING_KEY in found else None
-    return Weights(kind, filled or states, hyper_parameters=hyper)
+    if _LIGHTNING_KEY not in found:
+        return Weights("state dict", filled or states)
+    return Weights("Lightning checkpoint", filled or states, hyper_parameters=_hyper_parameters(found))
 
 
 def _states_in(found: Mapping[Any, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, StateDict]]:

@@ -159,15 +159,7 @@ def read_index(content: bytes, file: Path | str) -> metadata.Metadata:
         found = _IndexUnpickler(io.BytesIO(content)).load()
     except ModelRefused as error:
         raise ModelRefused(f"{file}: {error}") from error
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        TypeError,
-        IndexError,
-        KeyError,
-        AttributeError,
-    ) as error:
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelRefused(f"{file}: damaged index of a distributed checkpoint: {error}; {_AGAIN}") from error
     if not isinstance(found, metadata.Metadata):
         raise ModelRefused(f"{file}: it holds a {type(found).__name__}; expected the index of a checkpoint")

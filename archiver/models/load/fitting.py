@@ -173,14 +173,11 @@ def fitted(state: StateDict, wanted: Mapping[str, Any], source: Path) -> StateDi
     keys = set(wanted)
     if not keys:
         return {}
-    closest: StateDict | None = None
-    for cut in _cuts(state, wanted):
-        if keys == cut.keys():
-            return _checked(cut, wanted, source)
-        if closest is None or len(keys ^ cut.keys()) < len(keys ^ closest.keys()):
-            closest = cut
-    found = closest or {}
-    raise Mismatch(source, sorted(keys - found.keys()), sorted(found.keys() - keys))
+    closest = min(_cuts(state, wanted), key=lambda cut: len(keys ^ cut.keys()))
+    if keys != closest.keys():
+        raise Mismatch(source, sorted(keys - closest.keys()), sorted(closest.keys() - keys))
+    _refuse_complex(closest, wanted, source)
+    return closest
 
 
 def _cuts(state: StateDict, wanted: Mapping[str, Any]) -> list[StateDict]:
@@ -255,14 +252,13 @@ def _completed(
     return found
 
 
-def _checked(state: StateDict, wanted: Mapping[str, Any], source: Path) -> StateDict:
+def _refuse_complex(state: StateDict, wanted: Mapping[str, Any], source: Path) -> None:
     for key, tensor in state.items():
         if _is_complex(tensor) and not _is_complex(wanted[key]):
             raise ModelRefused(
                 f"{source}: {key} is {tensor.dtype}, and the model's is {wanted[key].dtype}: its imaginary "
                 "parts would be lost; expected real numbers"
             )
-    return state
 
 
 def _is_complex(value: object) -> bool:
