@@ -37,28 +37,34 @@ _TINY = 1e-8  # lower bound of scales, which must not be 0
 
 
 # The classes of layers declare no attributes: torch.jit.script can't read the types from here.
-class Int8Linear(nn.Module):
-    """A linear layer with weights of 8 bits, a scale for each row, and products in bfloat16."""
+class _In8Bits(nn.Module):
+    """A layer with weights of 8 bits from `in_8_bits`, which layers with a common weight share."""
 
-    def __init__(self, layer: nn.Linear, values: nn.Buffer, scales: nn.Buffer) -> None:
-        """Take the layer's weights from `in_8_bits`; layers with a common weight share them."""
+    def __init__(self, values: nn.Buffer, scales: nn.Buffer) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.values = values  # int8 [out, in]
-        self.scales = scales  # bfloat16 [out]
-        self.bias = _parameter(layer.bias)
+        self.values = values  # int8 [rows, columns]
+        self.scales = scales  # bfloat16 [rows]
 
     @property
     def weight(self) -> torch.Tensor:
         """The weights in fp32, for models that read them in their own code."""
         return self.values.float() * self.scales.float().unsqueeze(1)
 
+
+class Int8Linear(_In8Bits):
+    """A linear layer with weights of 8 bits, a scale for each output, and products in bfloat16."""
+
+    def __init__(self, layer: nn.Linear, values: nn.Buffer, scales: nn.Buffer) -> None:
+        super().__init__(values, scales)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = _parameter(layer.bias)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply by the weights and add the bias, in the type of `x`."""
         rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
         found = torch._weight_int8pack_mm(rows, self.values, self.scales).to(x.dtype)
         found = found.reshape(list(x.shape[:-1]) + [self.out_features])  # noqa: RUF005 - torch.jit.script
-        return _plus(found, self.bias)
+        return found if self.bias is None else found + self.bias
 
 
 class Int4Linear(nn.Module):
@@ -115,25 +121,17 @@ class Int4Linear(nn.Module):
         rows = x.reshape(-1, self.in_features).to(self.dtype or x.dtype)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(self._unpacked(), 1)
         product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, self.group, self.scales)
-        found = product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
-        return _plus(found, self.bias)
+        found: torch.Tensor = product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        return found if self.bias is None else found + self.bias
 
 
-class Int8Embedding(nn.Module):
+class Int8Embedding(_In8Bits):
     """An embedding with weights of 8 bits, and a scale for each row."""
 
     def __init__(self, layer: nn.Embedding, values: nn.Buffer, scales: nn.Buffer) -> None:
-        """Take the layer's weights from `in_8_bits`; layers with a common weight share them."""
-        super().__init__()
+        super().__init__(values, scales)
         self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
         self.padding_idx = layer.padding_idx
-        self.values = values  # int8 [rows, size]
-        self.scales = scales  # bfloat16 [rows]
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weights in fp32, for models that read them in their own code."""
-        return self.values.float() * self.scales.float().unsqueeze(1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look rows up, in fp32."""
@@ -144,10 +142,6 @@ class Int8Embedding(nn.Module):
 def _parameter(bias: torch.Tensor | None) -> nn.Parameter | None:
     """Copy a bias as a parameter, since models read their dtype from `next(self.parameters())`."""
     return None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
-
-
-def _plus(found: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return found if bias is None else found + bias
 
 
 def in_8_bits(weight: torch.Tensor) -> tuple[nn.Buffer, nn.Buffer]:
