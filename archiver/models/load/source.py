@@ -11,8 +11,9 @@ import json
 import os
 import platform
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,12 +199,14 @@ def _whole(path: Path, allow_pickle: bool) -> Source:
         kind = classify_file(path).kind
     except ArchiveError as error:
         raise ModelRefused(f"{path}: {error.reason}; expected a model's file or folder") from error
-    readers = {ONNX: _onnx, AOTINDUCTOR: _aotinductor}
-    trusting = {TORCHSCRIPT: _torchscript, EXPORTED_PROGRAM: _program}
+    readers: dict[str, Callable[[Path], Source]] = {
+        ONNX: _onnx,
+        AOTINDUCTOR: _aotinductor,
+        TORCHSCRIPT: partial(_torchscript, allow_pickle=allow_pickle),
+        EXPORTED_PROGRAM: partial(_program, allow_pickle=allow_pickle),
+    }
     if kind in readers:
         return readers[kind](path)
-    if kind in trusting:
-        return trusting[kind](path, allow_pickle)
     if kind == "unknown" and path.suffix == ".py":
         raise ModelRefused(
             f"{path}: Python code, expected a model's file or folder; with the model's class it is "
