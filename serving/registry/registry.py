@@ -45,7 +45,7 @@ from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot import SnapshotKeeper
 from torchere.serving.registry.version import Version, VersionState, scaled_target
-from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
+from torchere.serving.store.environment import EnvironmentBuilder
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, store_of
 from torchere.serving.store.url_rules import is_remote
 from torchere.serving.types import ModelKey
@@ -82,7 +82,9 @@ class Registry:
         # A separate pool: large archives take long, and metrics and request bodies need the default threads.
         self._unpackers = ThreadPoolExecutor(thread_name_prefix="unpack")
         variables = worker_environment(server.hidden_env_vars)
-        self._environments = EnvironmentBuilder(variables, server.install_timeout_s)
+        self._environments = EnvironmentBuilder(
+            variables, server.install_timeout_s, server.install_dependencies
+        )
         self._loader = Loader(server, observer, fork_server)
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
         self._serving: routing.ServingMap = routing.EMPTY
@@ -172,8 +174,9 @@ class Registry:
         unpacking = functools.partial(self._unpack, wanted, archive)
         stored = await self._in_thread(unpacking, self._store.remove)
         try:
-            plan = plan_environment(self._server.install_dependencies, stored.manifest, stored.config.raw)
-            environment = await self._environments.build(key.name, stored.directory, plan)
+            environment = await self._environments.build(
+                key.name, stored.directory, stored.manifest, stored.config.raw
+            )
             version = self._loader.build(
                 key,
                 replace(stored, environment=environment),

@@ -46,63 +46,48 @@ class Environment:
     packages: str | None = None  # folder that is first on the import path
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentPlan:
-    """The environment to build for one archive; falsy if none is needed."""
-
-    venv: bool = False
-    requirements: str | None = None  # requirements file in the archive
-
-    def __bool__(self) -> bool:
-        return self.venv or self.requirements is not None
-
-
-def plan_environment(
-    install: bool, manifest: Mapping[str, Any], config: Mapping[str, Any]
-) -> EnvironmentPlan:
-    """Return the environment that an archive requests and the server allows.
-
-    Args:
-        install: `install_py_dep_per_model`.
-        manifest: the archive's manifest.
-        config: the archive's `model-config.yaml`.
-    """
-    requirements = (manifest.get("model") or {}).get("requirementsFile")
-    return EnvironmentPlan(
-        venv=config.get("useVenv") is True,
-        requirements=requirements if install and isinstance(requirements, str) else None,
-    )
-
-
 class EnvironmentBuilder:
     """Builds environments for one server. Used on the event loop; cancelling a build kills its processes.
 
     Args:
         variables: the environment variables for pip and the packages' own scripts.
         timeout_s: limit of each of the two steps (creating the environment, installing), in seconds.
+        installs: `install_py_dep_per_model`; False: requirements of archives are ignored.
     """
 
-    def __init__(self, variables: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(self, variables: Mapping[str, str], timeout_s: float, installs: bool) -> None:
+        self._installs = installs
         self._variables = {**variables, "PYTHONSAFEPATH": "1", "PIP_NO_INPUT": "1"}
         self._timeout_s = timeout_s
         self._turns = Turns("installations of requirements", AT_ONCE, MAX_WAITING)
 
-    async def build(self, model: str, directory: Path, plan: EnvironmentPlan) -> Environment | None:
-        """Build the planned environment next to `directory`, the unpacked archive; None for an empty plan.
+    async def build(
+        self, model: str, directory: Path, manifest: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> Environment | None:
+        """Build the environment that an archive requests and the server allows; None if there is none.
+
+        Args:
+            model: the name of the model, for messages.
+            directory: the unpacked archive; the environment is next to it.
+            manifest: the archive's manifest.
+            config: the archive's `model-config.yaml`.
 
         Raises:
             DependenciesFailed: with TorchServe's texts; the caller deletes a partly built environment.
             Unavailable: too many installations are queued.
         """
-        if not plan:
+        file = (manifest.get("model") or {}).get("requirementsFile")
+        requirements = file if self._installs and isinstance(file, str) else ""
+        has_venv = config.get("useVenv") is True
+        if not (has_venv or requirements):
             return None
         async with self._turns.take():
-            if plan.venv:
+            if has_venv:
                 environment = await self._make_venv(model, directory.parent / "venv")
             else:
                 environment = Environment(packages=str(directory.parent / "packages"))
-            if plan.requirements:
-                await self._install(model, directory, plan.requirements, environment)
+            if requirements:
+                await self._install(model, directory, requirements, environment)
             return environment
 
     async def _make_venv(self, model: str, place: Path) -> Environment:

@@ -11,10 +11,9 @@ import pytest
 
 from torchere.serving.errors import DependenciesFailed
 from torchere.serving.store.environment import (
+    Environment,
     EnvironmentBuilder,
-    EnvironmentPlan,
     _errors_in,
-    plan_environment,
 )
 
 WHEEL = "tiny_dependency-1.0-py3-none-any.whl"
@@ -38,9 +37,12 @@ def archive(tmp_path: Path) -> Path:
     return folder
 
 
-def build(archive: Path, plan: EnvironmentPlan, timeout_s: float = 120.0) -> object:
-    builder = EnvironmentBuilder(os.environ, timeout_s)
-    return asyncio.run(builder.build("m", archive, plan))
+def build(
+    archive: Path, *, venv: bool = False, requirements: str | None = None, timeout_s: float = 120.0
+) -> Environment | None:
+    builder = EnvironmentBuilder(os.environ, timeout_s, installs=True)
+    manifest = {"model": {"requirementsFile": requirements}}
+    return asyncio.run(builder.build("m", archive, manifest, {"useVenv": venv}))
 
 
 def output(python: str, code: str, **variables: str) -> str:
@@ -51,24 +53,45 @@ def output(python: str, code: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("install", "model", "config", "plan"),
+    ("installs", "model", "config", "built"),
     [
-        (False, {"requirementsFile": "r.txt"}, {}, EnvironmentPlan()),
-        (True, {"requirementsFile": "r.txt"}, {}, EnvironmentPlan(requirements="r.txt")),
-        (True, {}, {"useVenv": True}, EnvironmentPlan(venv=True)),
-        (False, {"requirementsFile": "r.txt"}, {"useVenv": True}, EnvironmentPlan(venv=True)),
-        (True, {"requirementsFile": "r.txt"}, {"useVenv": "yes"}, EnvironmentPlan(requirements="r.txt")),
-        (True, {"requirementsFile": 1}, {"useVenv": 1}, EnvironmentPlan()),
+        (False, {"requirementsFile": "r.txt"}, {}, []),
+        (True, {"requirementsFile": "r.txt"}, {}, ["r.txt"]),
+        (True, {}, {"useVenv": True}, ["venv"]),
+        (False, {"requirementsFile": "r.txt"}, {"useVenv": True}, ["venv"]),
+        (True, {"requirementsFile": "r.txt"}, {"useVenv": "yes"}, ["r.txt"]),
+        (True, {"requirementsFile": 1}, {"useVenv": 1}, []),
+        (True, {"requirementsFile": ""}, {}, []),
     ],
 )
 def test_what_is_built_is_what_archive_and_server_say(
-    install: bool, model: dict[str, object], config: dict[str, object], plan: EnvironmentPlan
+    *,
+    installs: bool,
+    model: dict[str, object],
+    config: dict[str, object],
+    built: list[str],
+    archive: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert plan_environment(install, {"model": model}, config) == plan
+    done: list[str] = []
+
+    async def make_venv(self: EnvironmentBuilder, model: str, place: Path) -> Environment:
+        done.append(place.name)
+        return Environment(python=str(place))
+
+    async def install(self: EnvironmentBuilder, model: str, directory: Path, file: str, *_: object) -> None:
+        done.append(file)
+
+    monkeypatch.setattr(EnvironmentBuilder, "_make_venv", make_venv)
+    monkeypatch.setattr(EnvironmentBuilder, "_install", install)
+    builder = EnvironmentBuilder(os.environ, 120.0, installs)
+    environment = asyncio.run(builder.build("m", archive, {"model": model}, config))
+    assert done == built
+    assert (environment is None) == (not built)
 
 
 def test_nothing_is_built_without_a_plan(archive: Path) -> None:
-    assert build(archive, plan_environment(True, {}, {})) is None
+    assert build(archive) is None
     assert list(archive.parent.iterdir()) == [archive]
 
 
@@ -76,9 +99,9 @@ def test_requirements_go_into_a_folder_of_the_version(
     archive: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    environment = build(archive, EnvironmentPlan(requirements="requirements.txt"))
+    environment = build(archive, requirements="requirements.txt")
     packages = archive.parent / "packages"
-    assert environment == type(environment)(packages=str(packages))  # type: ignore[call-arg]
+    assert environment == Environment(packages=str(packages))
     code = "import tiny_dependency; print(tiny_dependency.VALUE)"
     assert output(sys.executable, code, PYTHONPATH=str(packages)) == "from the wheel"
     assert "Installed custom pip packages for model m" in caplog.messages
@@ -89,7 +112,7 @@ def test_a_venv_has_its_own_packages_and_sees_the_servers(
     archive: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    build(archive, EnvironmentPlan(venv=True, requirements="requirements.txt"))
+    build(archive, venv=True, requirements="requirements.txt")
     python = str(archive.parent / "venv" / "bin" / "python")
     code = "import tiny_dependency, msgspec, torchere.serving; print(tiny_dependency.__file__)"
     assert output(python, code).startswith(str(archive.parent / "venv"))
@@ -100,7 +123,7 @@ def test_a_venv_has_its_own_packages_and_sees_the_servers(
 
 def test_what_cannot_be_installed_is_said_with_pips_last_words(archive: Path) -> None:
     with pytest.raises(DependenciesFailed) as caught:
-        build(archive, EnvironmentPlan(requirements="broken.txt"))
+        build(archive, requirements="broken.txt")
     assert caught.value.message == "Custom pip package installation failed for model m"
     assert "No matching distribution found for no-such-package" in caught.value.detail
     assert caught.value.detail.startswith("pip install -r broken.txt: exit status 1: ERROR: ")
@@ -127,13 +150,13 @@ def test_what_pip_says_about_its_error_in_further_lines_is_kept() -> None:
 def test_a_venv_that_cannot_be_made_is_said(archive: Path) -> None:
     (archive.parent / "venv").write_text("in the way")
     with pytest.raises(DependenciesFailed) as caught:
-        build(archive, EnvironmentPlan(venv=True))
+        build(archive, venv=True)
     assert caught.value.message == "Virtual environment creation failed for model m"
 
 
 def test_an_installation_that_hangs_is_ended(archive: Path) -> None:
     with pytest.raises(DependenciesFailed) as caught:
-        build(archive, EnvironmentPlan(requirements="requirements.txt"), timeout_s=0.01)
+        build(archive, requirements="requirements.txt", timeout_s=0.01)
     said = "pip install -r requirements.txt: not done within install_timeout_s=0.01"
     assert caught.value.detail == said
 
@@ -142,9 +165,9 @@ def test_cancelling_ends_the_installation(archive: Path) -> None:
     before = children()  # left by other tests, perhaps
 
     async def cancelled() -> None:
-        builder = EnvironmentBuilder(os.environ, 120.0)
-        plan = EnvironmentPlan(requirements="requirements.txt")
-        task = asyncio.ensure_future(builder.build("m", archive, plan))
+        builder = EnvironmentBuilder(os.environ, 120.0, installs=True)
+        manifest = {"model": {"requirementsFile": "requirements.txt"}}
+        task = asyncio.ensure_future(builder.build("m", archive, manifest, {}))
         while not task.done() and children() == before:
             await asyncio.sleep(0.01)
         task.cancel()
