@@ -299,7 +299,7 @@ class SelfAttention(Attention):
     """Attention of mostly one tensor as query, key and value: one projection, which is faster in int8."""
 
     def __init__(self, made_of: nn.MultiheadAttention) -> None:
-        """Take the weights of torch's layer; see `Attention`. Its three projections must share one weight."""
+        """Take the weights of a layer whose three projections share one weight."""
         super().__init__(made_of)
         self.in_proj = _linear(made_of.in_proj_weight, made_of.in_proj_bias)
 
@@ -317,7 +317,6 @@ class CrossAttention(Attention):
     """Attention of different tensors as query, key and value, possibly of different widths."""
 
     def __init__(self, made_of: nn.MultiheadAttention) -> None:
-        """See `Attention`."""
         super().__init__(made_of)
         weights = (
             (made_of.q_proj_weight, made_of.k_proj_weight, made_of.v_proj_weight)
@@ -338,7 +337,6 @@ class EncoderLayer(nn.Module):
     """An equivalent of `nn.TransformerEncoderLayer` made of separate operations."""
 
     def __init__(self, made_of: nn.TransformerEncoderLayer) -> None:
-        """Take the layers of torch's."""
         super().__init__()
         self.self_attn: nn.Module = made_of.self_attn
         self.linear1, self.linear2 = made_of.linear1, made_of.linear2
@@ -381,7 +379,6 @@ class Encoder(nn.Module):
     """An equivalent of `nn.TransformerEncoder` without nested tensors."""
 
     def __init__(self, made_of: nn.TransformerEncoder) -> None:
-        """Take the layers of torch's."""
         super().__init__()
         self.layers, self.norm, self.num_layers = made_of.layers, made_of.norm, made_of.num_layers
         self.leaves_out_padding = made_of.use_nested_tensor

@@ -11,6 +11,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -146,10 +147,7 @@ def parameter_at(graph: fx.GraphModule, node: Any) -> Any:
     """Return the tensor that a `get_attr` node reads; None for any other node."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
-    value: Any = graph
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(str(node.target))(graph)
 
 
 def free_name(graph: fx.GraphModule, wish: str) -> str:
@@ -195,19 +193,17 @@ def lift_functional_convolutions(graph: fx.GraphModule) -> int:
 def _layer(graph: fx.GraphModule, arguments: dict[str, Any]) -> nn.Conv2d | None:
     weight, bias = parameter_at(graph, arguments["weight"]), parameter_at(graph, arguments["bias"])
     settings = {name: arguments[name] for name in ("stride", "padding", "dilation", "groups")}
-    if not isinstance(weight, nn.Parameter) or any(_depends_on_values(value) for value in settings.values()):
+    computed: list[fx.Node] = []
+    fx.node.map_arg(settings, computed.append)
+    if not isinstance(weight, nn.Parameter) or computed:
         return None
     if arguments["bias"] is not None and bias is None:
         return None
-    groups = int(settings["groups"])
     layer = nn.Conv2d(
-        weight.shape[1] * groups,
+        weight.shape[1] * settings["groups"],
         weight.shape[0],
-        (int(weight.shape[2]), int(weight.shape[3])),
-        stride=_pair(settings["stride"]),
-        padding=settings["padding"] if isinstance(settings["padding"], str) else _pair(settings["padding"]),
-        dilation=_pair(settings["dilation"]),
-        groups=groups,
+        tuple(weight.shape[2:]),
+        **settings,
         bias=bias is not None,
         dtype=weight.dtype,
     )
@@ -216,16 +212,6 @@ def _layer(graph: fx.GraphModule, arguments: dict[str, Any]) -> nn.Conv2d | None
         if bias is not None and layer.bias is not None:
             layer.bias.copy_(bias)
     return layer.eval()
-
-
-def _depends_on_values(value: Any) -> bool:
-    parts = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(part, fx.Node) for part in parts)
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    first, second = value if isinstance(value, (tuple, list)) else (value, value)
-    return int(first), int(second)
 
 
 # `ZeroPad2d` or `F.pad` before a convolution moves into the convolution.
