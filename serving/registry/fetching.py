@@ -15,8 +15,9 @@ from pathlib import Path
 
 from torchere.serving.errors import DownloadFailed, Unavailable
 from torchere.serving.registry.version import Version
-from torchere.serving.store.fetch import Download, Interrupt, Turns
+from torchere.serving.store.fetch import Download, Interrupt
 from torchere.serving.store.package import Store
+from torchere.serving.store.turns import Turns
 from torchere.serving.store.url_rules import is_remote
 
 AT_ONCE = 4

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torchere.serving.errors import DependenciesFailed
-from torchere.serving.store.fetch import Turns
+from torchere.serving.store.turns import Turns
 
 logger = logging.getLogger(__name__)
 

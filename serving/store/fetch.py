@@ -5,7 +5,6 @@ Proxies from environment variables are not used: connections go to the checked a
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import os
 import re
@@ -15,15 +14,15 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from torchere.serving.config.kinds import shown_url
-from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError, Unavailable
+from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError
 from torchere.serving.store.scratch import lock, machine
 from torchere.serving.store.url_rules import Source, allow, is_public
 
@@ -469,33 +468,3 @@ def signed_url(source: Source) -> Source:
         S3SigV4QueryAuth(credentials, "s3", region, SIGNATURE_LIFETIME_S).add_auth(request)
     parts = urlsplit(request.url)
     return replace(source, target=f"{parts.path}?{parts.query}")
-
-
-class Turns:
-    """A semaphore with a bounded FIFO queue of waiters. Used on the event loop.
-
-    Up to `at_once` jobs run at the same time and up to `waiting` more wait; any further job is rejected
-    immediately. `what` names the jobs in the error message, in the plural.
-    """
-
-    def __init__(self, what: str, at_once: int, waiting: int) -> None:
-        self._what = what
-        self._limit = at_once + waiting
-        self._places = asyncio.Semaphore(at_once)
-        self._inside = 0  # number of running and waiting jobs
-
-    @asynccontextmanager
-    async def take(self) -> AsyncIterator[None]:
-        """Wait for a slot and hold it until the block ends.
-
-        Raises:
-            Unavailable: the queue is full.
-        """
-        if self._inside >= self._limit:
-            raise Unavailable(f"Too many {self._what} wait already: {self._limit}. Try again later.")
-        self._inside += 1
-        try:
-            async with self._places:
-                yield
-        finally:
-            self._inside -= 1

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from torchere.serving.errors import Unavailable
-from torchere.serving.store.fetch import Turns
+from torchere.serving.store.turns import Turns
 
 
 class Crowd:
