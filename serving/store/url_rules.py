@@ -40,7 +40,6 @@ print(json.dumps([bool(re.fullmatch(pattern, url, re.IGNORECASE)) for pattern in
 """
 _V4_INSIDE = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96")))
 _TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b:1::/48")))
-_SITE_LOCAL = ipaddress.IPv6Network("fec0::/10")  # deprecated, but `is_global` in Python
 # IETF protocol assignments; cloud metadata is at .192. Most of it is `is_global` before Python 3.11.10,
 # 3.12.4 and 3.13.
 _PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")
@@ -101,7 +100,8 @@ def is_public(address: str) -> bool:
     """Return whether an IP address is on the Internet, not on this machine or its network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        if any(ip in network for network in (*_TUNNELS, _SITE_LOCAL)):
+        # Site-local addresses are deprecated, but `is_global` in Python.
+        if ip.is_site_local or any(ip in network for network in _TUNNELS):
             return False
         if any(ip in network for network in _V4_INSIDE):
             ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)

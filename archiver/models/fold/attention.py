@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import has_hooks
-from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.measure.difference import answers, difference
 
 _MAX_DRIFT = 1e-3  # only the order of sums differs
 # The errors of a model whose own code reads the weights of an attention layer, which was replaced.
@@ -61,13 +61,12 @@ def open_attention(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Open
     if isinstance(module, torch.jit.ScriptModule) or not any(map(_opens, module.modules())):
         return Opened(module, 0)
     with torch.no_grad():
-        wanted = flattened(module(*copy.deepcopy(example)))
+        wanted = answers(module, example)
     opening = _Opening()
     opened = _changed(copy.deepcopy(module).eval(), opening.plain, {})
     try:
         with torch.no_grad(), _watched(opening.made) as apart:
-            found = flattened(opened(*copy.deepcopy(example)))
-        drift = difference([(wanted, found)]).drift
+            drift = difference([(wanted, answers(opened, example))]).drift
     except _LOOKED_INTO:
         return Opened(module, 0)
     if not drift <= _MAX_DRIFT:

@@ -81,7 +81,7 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
 def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
     functional = lift_functional_convolutions(graph)
     _number_paddings(graph)
-    paddings = fold_paddings(graph)
+    paddings = sum(_fold_padding(graph, node) for node in list(graph.graph.nodes))
     normalisations = fold_normalisations(graph, example)
     graph.graph.eliminate_dead_code()
     graph.delete_all_unused_submodules()
@@ -242,12 +242,8 @@ def folded_axis(before: int, after: int, dilation: int) -> Axis | None:
     return Axis(max(before, after), taps if after > before else 0, taps if before > after else 0)
 
 
-def fold_paddings(graph: fx.GraphModule) -> int:
-    """Fold every padding whose result only convolutions read; return the count."""
-    return sum(_fold(graph, node) for node in list(graph.graph.nodes))
-
-
-def _fold(graph: fx.GraphModule, node: fx.Node) -> bool:
+def _fold_padding(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Fold the node if it is a padding whose result only convolutions read; return whether it was."""
     source, sides = _padding_of(graph, node)
     readers = list(node.users)
     if not isinstance(source, fx.Node) or not readers:
