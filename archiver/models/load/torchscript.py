@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -175,10 +175,12 @@ def load_mapped(path: str) -> torch.jit.ScriptModule | None:
     """
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            weights = _weights(archive, file)
-            if weights is None or not _is_ordinary(archive):
+            # By their names without the top folder of the zip.
+            records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+            weights = _weights(records, file)
+            if weights is None or not _is_ordinary(archive, records):
                 return None
-            small = _repacked(archive)
+            small = _repacked(archive, records)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # all of it
     except (*DAMAGED, Malformed, AttributeError):  # not a zip, or a system without fadvise
         return None
@@ -207,9 +209,8 @@ def _imported(small: io.BytesIO, file: Any, weights: dict[str, tuple[int, int]])
     return wrapped
 
 
-def _is_ordinary(archive: zipfile.ZipFile) -> bool:
+def _is_ordinary(archive: zipfile.ZipFile, records: Mapping[str, zipfile.ZipInfo]) -> bool:
     """Whether the file has the layout that torch writes since 1.6, and this machine's byte order."""
-    records = {_record(name): name for name in archive.namelist()}
     order = archive.read(records["byteorder"]).decode() if "byteorder" in records else "little"
     return (
         all(pickle in records for pickle in _PICKLES)
@@ -218,7 +219,7 @@ def _is_ordinary(archive: zipfile.ZipFile) -> bool:
     )
 
 
-def _weights(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, tuple[int, int]] | None:
+def _weights(records: Mapping[str, zipfile.ZipInfo], file: BinaryIO) -> dict[str, tuple[int, int]] | None:
     """Return the (offset, size) in bytes of each tensor by its key, or None if they can't be mapped.
 
     Both folders number their keys from 0, but the loader of `torch.package` knows only one folder, so a file
@@ -226,10 +227,10 @@ def _weights(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, tuple[int, i
     """
     found: dict[str, tuple[int, int]] = {}
     folders = set()
-    for entry in archive.infolist():
-        folder, key = _split(_record(entry.filename))
-        if folder not in _TENSOR_FOLDERS:
+    for record, entry in records.items():
+        if not record.startswith(_TENSOR_FOLDERS):
             continue
+        folder, _, key = record.partition("/")
         folders.add(folder)
         offset = read_local(file, entry.header_offset).data_offset
         if len(folders) > 1 or entry.compress_type != zipfile.ZIP_STORED or offset % _ALIGNMENT:
@@ -238,32 +239,18 @@ def _weights(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, tuple[int, i
     return found or None
 
 
-def _repacked(archive: zipfile.ZipFile) -> io.BytesIO:
+def _repacked(archive: zipfile.ZipFile, records: Mapping[str, zipfile.ZipInfo]) -> io.BytesIO:
     """Return a zip of everything but the weights, under the names of `torch.package`."""
     small = io.BytesIO()
     with zipfile.ZipFile(small, "w") as out:
-        for entry in archive.infolist():
-            root, _, record = entry.filename.partition("/")
-            folder, _ = _split(record)
-            if folder in _TENSOR_FOLDERS or record.startswith("extra/"):
+        for record, entry in records.items():
+            if record.startswith((*_TENSOR_FOLDERS, "extra/")):
                 continue
-            if record in _PICKLES:
-                record = _PACKAGE_PICKLES + record
-            elif record.startswith("code/"):
-                record = _PACKAGE_CODE + record
-            out.writestr(f"{root}/{record}", archive.read(entry))
+            folder = _PACKAGE_PICKLES if record in _PICKLES else ""
+            folder = _PACKAGE_CODE if record.startswith("code/") else folder
+            out.writestr(f"model/{folder}{record}", archive.read(entry))
     small.seek(0)
     return small
-
-
-def _record(name: str) -> str:
-    """Return the name of an entry without the top folder of the zip."""
-    return name.partition("/")[2]
-
-
-def _split(record: str) -> tuple[str, str]:
-    folder, slash, key = record.rpartition("/")
-    return folder + slash, key
 
 
 # Checks of initial states.
