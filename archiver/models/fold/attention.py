@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,17 +63,17 @@ def open_attention(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Open
         return Opened(module, 0)
     with torch.no_grad():
         wanted = answers(module, example)
-    opening = _Opening()
-    opened = _changed(copy.deepcopy(module).eval(), opening.plain, {})
+    made: dict[nn.Module, nn.MultiheadAttention] = {}  # each new attention layer, with its original
+    opened = _changed(copy.deepcopy(module).eval(), partial(_plain, made=made), {})
     try:
-        with torch.no_grad(), _watched(opening.made) as apart:
+        with torch.no_grad(), _watched(made) as apart:
             drift = difference([(wanted, answers(opened, example))]).drift
     except _LOOKED_INTO:
         return Opened(module, 0)
     if not drift <= _MAX_DRIFT:
         return Opened(module, 0)
-    split = {layer: CrossAttention(opening.made[layer]) for layer in apart}
-    return Opened(_changed(opened, lambda layer: split.get(layer, layer), {}), len(opening.made))
+    split = {layer: CrossAttention(made[layer]) for layer in apart}
+    return Opened(_changed(opened, lambda layer: split.get(layer, layer), {}), len(made))
 
 
 def _opens(layer: nn.Module) -> bool:
@@ -97,29 +98,22 @@ def _changed(
     return seen[layer]
 
 
-class _Opening:
-    """Replaces torch's layers by plain ones; `made` maps each new attention layer to its original."""
-
-    def __init__(self) -> None:
-        self.made: dict[nn.Module, nn.MultiheadAttention] = {}
-
-    def plain(self, layer: nn.Module) -> nn.Module:
-        """Return the replacement of the layer, or the layer itself."""
-        if isinstance(layer, nn.MultiheadAttention) and _opens(layer):
-            kind = CrossAttention if layer.in_proj_weight is None else SelfAttention
-            made = kind(layer)
-            self.made[made] = layer
-            return made
-        if isinstance(layer, nn.TransformerEncoder) and self._is_in(layer):
-            if type(layer) is nn.TransformerEncoder and not has_hooks(layer):
-                return Encoder(layer)
-            layer.use_nested_tensor = False
-        if type(layer) is nn.TransformerEncoderLayer and self._is_in(layer) and not has_hooks(layer):
-            return EncoderLayer(layer)
+def _plain(layer: nn.Module, made: dict[nn.Module, nn.MultiheadAttention]) -> nn.Module:
+    """Return the plain layer for one of torch's, or the layer itself; add attention to `made`."""
+    if isinstance(layer, nn.MultiheadAttention) and _opens(layer):
+        kind = CrossAttention if layer.in_proj_weight is None else SelfAttention
+        attention = kind(layer)
+        made[attention] = layer
+        return attention
+    if made.keys().isdisjoint(layer.modules()):
         return layer
-
-    def _is_in(self, layer: nn.Module) -> bool:
-        return any(inner in self.made for inner in layer.modules())
+    if type(layer) is nn.TransformerEncoder and not has_hooks(layer):
+        return Encoder(layer)
+    if isinstance(layer, nn.TransformerEncoder):
+        layer.use_nested_tensor = False
+    if type(layer) is nn.TransformerEncoderLayer and not has_hooks(layer):
+        return EncoderLayer(layer)
+    return layer
 
 
 @contextmanager

@@ -199,12 +199,7 @@ class Objects:
     def _body(self, name: str, start: int, end: int) -> Any:
         """Request bytes of an object; return the body of the response."""
         etag = self._version(name).etag
-        try:
-            answer = self._client.get_object(
-                Bucket=self._bucket, Key=self._key_of(name), Range=f"bytes={start}-{end - 1}", IfMatch=etag
-            )
-        except (self._errors.ClientError, self._errors.BotoCoreError) as error:
-            raise self._refused(name, error) from error
+        answer = self._answer(self._client.get_object, name, Range=f"bytes={start}-{end - 1}", IfMatch=etag)
         with self._lock:
             self.requests += 1
         if answer["ETag"] != etag:  # from a store that ignores If-Match
@@ -239,15 +234,16 @@ class Objects:
             looking = self._looking.setdefault(name, threading.Lock())
         with looking:
             if name not in self._versions:
-                try:
-                    answer = self._client.head_object(Bucket=self._bucket, Key=self._key_of(name))
-                except (self._errors.ClientError, self._errors.BotoCoreError) as error:
-                    raise self._refused(name, error) from error
+                answer = self._answer(self._client.head_object, name)
                 self._versions[name] = _Version(answer["ContentLength"], answer["ETag"])
         return self._versions[name]
 
-    def _key_of(self, name: str) -> str:
-        return f"{self._key}/{name}" if name else self._key
+    def _answer(self, operation: Callable[..., Any], name: str, **options: str) -> Any:
+        key = f"{self._key}/{name}" if name else self._key
+        try:
+            return operation(Bucket=self._bucket, Key=key, **options)
+        except (self._errors.ClientError, self._errors.BotoCoreError) as error:
+            raise self._refused(name, error) from error
 
     def _changed(self, name: str) -> ModelRefused:
         return ModelRefused(
