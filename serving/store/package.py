@@ -130,9 +130,6 @@ class Store:
     ) -> Download:
         """Download an archive into the store; see `Downloader.download`.
 
-        With `by_operator` `allowed_urls` need not match; with that or `reuses` an existing file is used; with
-        `signs` the requests are signed for S3.
-
         Raises:
             ModelNotFound: the URL is not allowed, or no store is configured.
             DownloadFailed, ServingError: see `Downloader.download`. With required signatures, also for the
