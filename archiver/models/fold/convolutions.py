@@ -202,7 +202,7 @@ def _layer(graph: fx.GraphModule, arguments: dict[str, Any]) -> nn.Conv2d | None
     layer = nn.Conv2d(
         weight.shape[1] * settings["groups"],
         weight.shape[0],
-        tuple(weight.shape[2:]),
+        (weight.shape[2], weight.shape[3]),
         **settings,
         bias=bias is not None,
         dtype=weight.dtype,
