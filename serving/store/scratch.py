@@ -55,7 +55,10 @@ class ClaimedFolder:
             raise ServingError("Models can't be unpacked anywhere.", f"{err}; {text}") from err
         lock(self._claim)
         draft.rename(self.path / _CLAIM)  # when the claim appears, it is already locked
-        self._itself = _locked_folder(self.path)
+        self._itself: int | None = None
+        with suppress(OSError):  # the limit of open files is reached: continue without this lock
+            self._itself = os.open(self.path, os.O_RDONLY)
+            lock(self._itself)
 
     @contextmanager
     def new_folder(self) -> Iterator[Path]:
@@ -86,15 +89,6 @@ def remove_tree(folder: Path) -> None:
     except RecursionError:
         with suppress(OSError):
             subprocess.run(["rm", "-rf", "--", folder], capture_output=True, check=False)
-
-
-def _locked_folder(folder: Path) -> int | None:
-    try:
-        itself = os.open(folder, os.O_RDONLY)
-    except OSError:  # the limit of open files is reached: continue without this lock
-        return None
-    lock(itself)
-    return itself
 
 
 def lock(file: IO[bytes] | int) -> bool:
