@@ -8,8 +8,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.types import Receive
 
+from torchere.serving.errors import Cancelled
 from torchere.serving.frontend.alignment import room_before
-from torchere.serving.frontend.rest.errors import ParametersTooLong
+from torchere.serving.frontend.rest.errors import BodyTooLong, ParametersTooLong
 
 MAX_LINE_BYTES = 16_384  # of a chunk-size or trailer line; else a client could send an endless one
 MAX_TRAILER_BYTES = 8192  # the same limit as for the headers of a head
@@ -25,18 +26,6 @@ _BLANK = re.compile(rb"[\r\n]*")
 # Of the JSON of a call that is no prediction. The event loop decodes it: 6 MB of empty lists take 0.6 s.
 MAX_PARAMETERS_BYTES = 65_536
 _OF_THE_CONNECTION = frozenset({b"connection", b"proxy-connection"})  # allowed in the head only
-
-
-class BodyTooLarge(Exception):
-    """The body is, or says it will be, longer than `limits.max_request_bytes`: answer 413 and close."""
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
-        self.max_bytes = max_bytes
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its request was complete."""
 
 
 class BadBody(Exception):
@@ -172,20 +161,20 @@ async def read_body(receive: Receive, announced_bytes: int, max_bytes: int) -> b
         max_bytes: the longest body to accept.
 
     Raises:
-        BodyTooLarge: the body exceeds `max_bytes`; raised early if the Content-Length does.
-        ClientGone: the connection ended before the body did.
+        BodyTooLong: the body exceeds `max_bytes`; raised early if the Content-Length does.
+        Cancelled: the connection ended before the body did.
     """
     if announced_bytes > max_bytes:
-        raise BodyTooLarge(max_bytes)
+        raise BodyTooLong(max_bytes)
     # One growing buffer, not a list: a body sent byte by byte needs no more memory than one sent at once.
     buffer = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            raise ClientGone
+            raise Cancelled
         buffer += message.get("body", b"")
         if len(buffer) > max_bytes:
-            raise BodyTooLarge(max_bytes)
+            raise BodyTooLong(max_bytes)
         if not message.get("more_body", False):
             return bytes(buffer)
 
@@ -195,12 +184,12 @@ async def read_parameters(request: Request, max_bytes: int) -> bytes:
 
     Raises:
         ParametersTooLong: it has more than `MAX_PARAMETERS_BYTES`.
-        BodyTooLarge, ClientGone: as for `read_body`.
+        BodyTooLong, Cancelled: as for `read_body`.
     """
     announced_bytes = int(request.headers.get("content-length", "0")[-20:])
     try:
         return await read_body(request.receive, announced_bytes, min(max_bytes, MAX_PARAMETERS_BYTES))
-    except BodyTooLarge as error:
-        if error.max_bytes == max_bytes:
+    except BodyTooLong:
+        if max_bytes <= MAX_PARAMETERS_BYTES:
             raise
-        raise ParametersTooLong(MAX_PARAMETERS_BYTES) from error
+        raise ParametersTooLong(MAX_PARAMETERS_BYTES) from None

@@ -61,7 +61,7 @@ class UnknownCoding(e.InvalidRequest):
 
 
 class BodyTooLong(e.InvalidRequest):
-    """The body is longer than `limits.max_request_bytes`."""
+    """The body is, or says that it will be, longer than `limits.max_request_bytes`."""
 
     code = "body_too_long"
 

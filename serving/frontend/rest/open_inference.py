@@ -19,7 +19,7 @@ from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference import metadata
 from torchere.serving.frontend.open_inference.repository import Repository
-from torchere.serving.frontend.rest.answers import ANY_METHOD, READ, Endpoint, json_answer, raw_answer, route
+from torchere.serving.frontend.rest.answers import ANY_METHOD, READ, Endpoint, json_answer, route
 from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.wire import protocol_error
 
@@ -167,7 +167,8 @@ def _readiness(facts: ModelFacts, dataplane: DataPlane) -> dict[str, Any]:
 
 
 def _refused(error: ServingError) -> Response:
-    return raw_answer(*protocol_error(error))
+    status, headers, body = protocol_error(error)
+    return Response(body, status, {name.decode(): value.decode() for name, value in headers})
 
 
 def _without_blanks(members: dict[str, Any]) -> dict[str, Any]:

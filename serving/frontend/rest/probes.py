@@ -10,11 +10,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from torchere.serving.config.server_settings import MetricsMode
+from torchere.serving.errors import Cancelled
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane, Readiness
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, READ, json_answer, route, status_answer
-from torchere.serving.frontend.rest.bodies import ClientGone
 from torchere.serving.frontend.rest.wire import accepts_gzip, deflate
 from torchere.serving.telemetry import exposition as openmetrics_format
 from torchere.serving.telemetry.exposition import wants_openmetrics
@@ -89,7 +89,7 @@ def metrics_routes(metrics: Metrics, mode: MetricsMode) -> list[Route]:
         zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
         async with turns:
             if await request.is_disconnected():
-                raise ClientGone  # the scrapes behind it, and the end of the server, would wait for its page
+                raise Cancelled  # the scrapes behind it, and the end of the server, would wait for its page
             exposure = await metrics.expose_in_turns()
             # Written in a thread, so as not to block the loop: with many models the text has megabytes.
             body = await asyncio.to_thread(_page, exposure, names, openmetrics=openmetrics, zipped=zipped)

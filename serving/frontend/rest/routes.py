@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import InvalidRequest, NotFound
@@ -19,7 +18,6 @@ from torchere.serving.frontend.rest.answers import (
     ANY_METHOD,
     READ,
     Endpoint,
-    error_handlers,
     json_answer,
     no_such_method,
     route,
@@ -51,7 +49,7 @@ from torchere.serving.frontend.services import Services
 def routes(
     surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> ASGIApp:
-    """Build the app of a port that serves the named APIs. Use it on one event loop."""
+    """Build the app of a port that serves the named APIs. It raises its errors. Use it on one event loop."""
     found = _description_routes(surfaces, services)
     if surfaces != {"metrics"}:
         found += probe_routes(dataplane)
@@ -64,11 +62,11 @@ def routes(
         found += _management_routes(controlplane, services)
     if "inference" in surfaces:
         found += prediction_options(dataplane)
-    app = Starlette(
-        routes=found, exception_handlers=error_handlers(show_detail=services.shows_detail(surfaces))
-    )
-    app.router.redirect_slashes = False
-    return app
+    return Router(found, redirect_slashes=False, default=_no_such_path)
+
+
+async def _no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
+    raise NotFound(wording.NO_SUCH_RESOURCE)
 
 
 def _inference_routes(dataplane: DataPlane, services: Services, *, is_management: bool) -> list[Route]:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive
 
 from torchere.serving.config.server_settings import SnapshotWorkflow
-from torchere.serving.errors import InvalidRequest
+from torchere.serving.errors import Cancelled, InvalidRequest
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.call_scope import CallScope, current_call
 from torchere.serving.frontend.control import flag, integer, text
@@ -28,7 +28,7 @@ from torchere.serving.frontend.rest.answers import (
     route,
     status_answer,
 )
-from torchere.serving.frontend.rest.bodies import ClientGone, read_body
+from torchere.serving.frontend.rest.bodies import read_body
 from torchere.serving.frontend.rest.codec import (
     body_parameters,
     deadline,
@@ -140,14 +140,14 @@ async def _unless_gone(receive: Receive, run: Coroutine[Any, Any, InferResponse]
         run: the run of a workflow.
 
     Raises:
-        ClientGone: the client disconnected.
+        Cancelled: the client disconnected.
     """
     running, gone = asyncio.ensure_future(run), asyncio.ensure_future(receive())
     try:
         await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             return running.result()
-        raise ClientGone
+        raise Cancelled
     finally:
         gone.cancel()
         running.cancel()  # no effect when it is done

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchere.serving.errors import Cancelled
 from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
 from torchere.serving.frontend.rest.bodies import (
     MAX_LINE_BYTES,
     BadBody,
-    BodyTooLarge,
     Chunks,
-    ClientGone,
     WholeBody,
     read_body,
 )
+from torchere.serving.frontend.rest.errors import BodyTooLong
 
 
 class Incoming:
@@ -52,27 +52,27 @@ def test_a_message_that_says_nothing_is_an_empty_last_one(chunks):
 
 def test_a_body_that_announces_too_much_is_refused_unread():
     incoming = Incoming(b"a")
-    with pytest.raises(BodyTooLarge):
+    with pytest.raises(BodyTooLong):
         read(incoming, announced=11)
     assert len(incoming.left) == 1
 
 
 def test_a_body_without_an_announcement_is_refused_once_it_is_too_long():
     incoming = Incoming(*[b"aaaa"] * 10)
-    with pytest.raises(BodyTooLarge):
+    with pytest.raises(BodyTooLong):
         read(incoming)
     assert len(incoming.left) == 7
 
 
 @pytest.mark.parametrize("chunks", [[b"a" * 11], [b"a" * 10, b"a"]])
 def test_one_byte_too_many_is_too_many(chunks):
-    with pytest.raises(BodyTooLarge):
+    with pytest.raises(BodyTooLong):
         read(Incoming(*chunks))
 
 
 @pytest.mark.parametrize("chunks", [[], [b"a"]])
 def test_a_client_that_goes_away_is_told_from_one_that_is_done(chunks):
-    with pytest.raises(ClientGone):
+    with pytest.raises(Cancelled):
         read(Incoming(*chunks, ends=False))
 
 

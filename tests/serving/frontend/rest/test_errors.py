@@ -2,13 +2,11 @@ import asyncio
 import threading
 
 import pytest
-from starlette.exceptions import HTTPException
 
 from torchere.serving import errors as e
 from torchere.serving.errors import WorkflowNotFound
 from torchere.serving.frontend.authorisation import Surfaces
-from torchere.serving.frontend.rest.bodies import BodyTooLarge, ClientGone
-from torchere.serving.frontend.rest.errors import error_body, status_and_type
+from torchere.serving.frontend.rest.errors import BodyTooLong, error_body, status_and_type
 from torchere.serving.frontend.rest.server import listener_of
 
 
@@ -60,7 +58,7 @@ def test_the_detail_is_shown_to_operators_only():
     assert "detail" not in error_body(e.ExecutorDied(), show_detail=True)
 
 
-@pytest.mark.parametrize("error", [None, e.Conflict("x"), HTTPException(405), BodyTooLarge(9), ClientGone()])
+@pytest.mark.parametrize("error", [None, e.Conflict("x"), BodyTooLong(9), e.Cancelled(), RuntimeError("x")])
 def test_no_thread_is_begun_for_the_answer_to_an_error(planes, ask_listener, error):
     planes.control.error = error
 
