@@ -33,7 +33,7 @@ from torchere.serving.errors import (
 )
 from torchere.serving.frontend.call_scope import changed, manages
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.workflows import WorkflowPlane
+from torchere.serving.frontend.workflows import Page, WorkflowPlane, paged
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.version import Version, VersionState, condition, load_failure
 from torchere.serving.registry.workflows import Workflows
@@ -100,14 +100,6 @@ class VersionDescription:
     uses_venv: bool = False  # its workers run in a virtual environment of their own
     signer: str = ""  # of the archive; "" when signatures are not required
     quarantined: int = 0  # requests that are not run for now, because they crash executors
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPage:
-    """One page of the list of models: (name, url of the default version), sorted by name."""
-
-    models: tuple[tuple[str, str], ...]
-    next_page_token: str | None
 
 
 class ControlPlane:
@@ -295,18 +287,12 @@ class ControlPlane:
             raise HandlerFailed("Failed to get customized model metadata.", status=500)
         return _describe(target), answer
 
-    def list_models(self, limit: int, page_token: int) -> ModelPage:
-        """Return one page of at most `limit` models, starting at `page_token` (both 0 or more)."""
-        served = self._registry.served()
+    def list_models(self, limit: int, page_token: int) -> Page:
+        """Return one page of at most `limit` models with the URLs of their default versions; see `paged`."""
+        origins = {name: self._registry.find(name, None).origin for name in sorted(self._registry.served())}
         # Functions of workflows are hidden, as in TorchServe; the models of workflows are not.
-        names = sorted(name for name in served if not self._registry.find(name, None).origin.is_function)
-        page = tuple(
-            (name, self._registry.find(name, None).origin.archive.url)
-            for name in names[page_token : page_token + limit]
-        )
-        end = page_token + limit
-        # As in TorchServe, there is a token even when the page ends exactly at the last model.
-        return ModelPage(page, str(end) if end <= len(names) else None)
+        known = [(name, origin.archive.url) for name, origin in origins.items() if not origin.is_function]
+        return paged(known, limit, page_token)
 
     def has_executors(self, model: str) -> bool:
         """Whether the default version has at least one executor (KServe v1 readiness).

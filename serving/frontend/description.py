@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import psutil
@@ -20,8 +20,8 @@ from torchere.serving.batching.quarantine import ConvictedRequest
 from torchere.serving.config.kinds import shown_url
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.frontend.control import ModelPage, VersionDescription
-from torchere.serving.frontend.workflows import WorkflowPage
+from torchere.serving.frontend.control import VersionDescription
+from torchere.serving.frontend.workflows import Page
 from torchere.serving.registry.workflows import Workflow
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
@@ -104,18 +104,11 @@ def _convict_json(convict: ConvictedRequest) -> dict[str, Any]:
     return described
 
 
-def page_text(page: ModelPage) -> str:
-    """Return one page of `list` as JSON."""
+def page_text(page: Page, kind: Literal["model", "workflow"] = "model") -> str:
+    """Return one page of the list of models, or of workflows, as JSON."""
     token = {} if page.next_page_token is None else {"nextPageToken": page.next_page_token}
-    models = [{"modelName": name, "modelUrl": shown_url(url)} for name, url in page.models]
-    return pretty({**token, "models": models})
-
-
-def workflow_page_text(page: WorkflowPage) -> str:
-    """Return one page of the list of workflows as JSON."""
-    token = {} if page.next_page_token is None else {"nextPageToken": page.next_page_token}
-    workflows = [{"workflowName": name, "workflowUrl": shown_url(url)} for name, url in page.workflows]
-    return pretty({**token, "workflows": workflows})
+    listed = [{f"{kind}Name": name, f"{kind}Url": shown_url(url)} for name, url in page.entries]
+    return pretty({**token, f"{kind}s": listed})
 
 
 def workflow_text(workflow: Workflow) -> str:

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -51,12 +50,20 @@ _pause = asyncio.sleep
 INLINE_BYTES = 65_536  # longer results of several leaves are joined in a thread: 12 MB of numbers take 0.3 s
 
 
-@dataclass(frozen=True, slots=True)
-class WorkflowPage:
-    """One page of the list of workflows: (name, url), sorted by name."""
+class Page(NamedTuple):
+    """One page of a list of models or of workflows: (name, url), sorted by name."""
 
-    workflows: tuple[tuple[str, str], ...]
+    entries: Sequence[tuple[str, str]]
     next_page_token: str | None
+
+
+def paged(known: Sequence[tuple[str, str]], limit: int, page_token: int) -> Page:
+    """Return one page of at most `limit` entries, starting at `page_token` (both 0 or more).
+
+    As in TorchServe, there is a token even when the page ends exactly at the last entry.
+    """
+    end = page_token + limit
+    return Page(known[page_token:end], str(end) if end <= len(known) else None)
 
 
 class WorkflowPlane:
@@ -119,13 +126,9 @@ class WorkflowPlane:
         """Return a workflow; raise `WorkflowNotFound` if it is not registered."""
         return self._workflows.find(name)
 
-    def list(self, limit: int, page_token: int) -> WorkflowPage:
-        """Return one page of at most `limit` workflows, starting at `page_token` (both 0 or more)."""
-        known = self._workflows.registered()
-        end = page_token + limit
-        page = tuple((each.name, each.url) for each in known[page_token:end])
-        # As for models, there is a token even when the page ends exactly at the last one.
-        return WorkflowPage(page, str(end) if end <= len(known) else None)
+    def list(self, limit: int, page_token: int) -> Page:
+        """Return one page of at most `limit` workflows; see `paged`."""
+        return paged([(each.name, each.url) for each in self._workflows.registered()], limit, page_token)
 
     async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:
         """Register the workflows of a snapshot; log and skip one that fails."""

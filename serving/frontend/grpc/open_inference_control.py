@@ -125,7 +125,7 @@ class ModelCalls:
     def _names(self, request: pb.ModelStatisticsRequest) -> list[str]:
         if request.name:
             return [request.name]
-        return [name for name, _ in self._controlplane.list_models(2**31, 0).models]
+        return [name for name, _ in self._controlplane.list_models(2**31, 0).entries]
 
 
 def _model_of(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> str:

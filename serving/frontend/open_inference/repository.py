@@ -46,7 +46,7 @@ class Repository:
 
     def index(self, ready_only: bool) -> list[IndexEntry]:
         """Return all registered versions, sorted by model name, or only those that are ready."""
-        names = self._controlplane.list_models(2**31, 0).models
+        names = self._controlplane.list_models(2**31, 0).entries
         entries = [
             _entry(described) for name, _ in names for described in self._controlplane.describe(name, "all")
         ]

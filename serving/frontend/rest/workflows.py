@@ -19,7 +19,7 @@ from torchere.serving.errors import Cancelled, InvalidRequest
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.call_scope import CallScope, current_call
 from torchere.serving.frontend.control import flag, integer, text
-from torchere.serving.frontend.description import workflow_page_text, workflow_text
+from torchere.serving.frontend.description import page_text, workflow_text
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.rest.answers import (
     ANY_METHOD,
@@ -66,7 +66,7 @@ class WorkflowRoutes:
     async def list(self, request: Request) -> Response:
         """Return one page of the workflows; invalid numbers in the query are ignored."""
         query = text_values(request.scope["query_string"])
-        return json_answer(workflow_page_text(self._workflows.list(*page_of(query))))
+        return json_answer(page_text(self._workflows.list(*page_of(query)), "workflow"))
 
     async def register(self, request: Request) -> Response:
         """Register a workflow, with the parameters of the query or, instead, of a JSON object."""

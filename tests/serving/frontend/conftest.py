@@ -28,14 +28,14 @@ from torchere.serving.errors import (
 )
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.call_scope import current_call
-from torchere.serving.frontend.control import ModelPage, Progress, Registered, VersionDescription
+from torchere.serving.frontend.control import Progress, Registered, VersionDescription
 from torchere.serving.frontend.dataplane import STARTING, DataPlane, Readiness
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.frontend.services import Services
-from torchere.serving.frontend.workflows import WorkflowPlane
+from torchere.serving.frontend.workflows import Page, WorkflowPlane
 from torchere.serving.registry.version import VersionState
 from torchere.serving.registry.workflows import Workflows
 from torchere.serving.telemetry.metrics import Metrics
@@ -173,7 +173,7 @@ class FakeControlPlane:
         self.model_api_off = False
         self.progress = Progress.DONE
         self.executors = 1
-        self.page = ModelPage((("echo", "echo.mar"),), None)
+        self.page = Page((("echo", "echo.mar"),), None)
         self.customized = InferResponse(b'{"custom": 1}', (("X-Extra", "yes"),))
         self.description = VersionDescription(
             key=ModelKey("echo", "1.0"),
@@ -219,7 +219,7 @@ class FakeControlPlane:
 
     def describe(self, model: str, version: str | None) -> list[VersionDescription]:
         self._called("describe", model, version)
-        if model not in dict(self.page.models):
+        if model not in dict(self.page.entries):
             raise ModelNotFound.named(model)
         return [self.description]
 
@@ -235,7 +235,7 @@ class FakeControlPlane:
         self._called("describe_customized", model, version, request)
         return self.description, self.customized
 
-    def list_models(self, limit: int, page_token: int) -> ModelPage:
+    def list_models(self, limit: int, page_token: int) -> Page:
         self._called("list_models", limit, page_token)
         return self.page
 

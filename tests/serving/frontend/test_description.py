@@ -6,15 +6,13 @@ import psutil
 
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.config.workflow_spec import read_workflow_spec
-from torchere.serving.frontend.control import ModelPage
 from torchere.serving.frontend.description import (
     customized_text,
     page_text,
     versions_text,
-    workflow_page_text,
     workflow_text,
 )
-from torchere.serving.frontend.workflows import WorkflowPage
+from torchere.serving.frontend.workflows import Page
 from torchere.serving.registry.workflows import Workflow
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import ExecutorState
@@ -122,15 +120,15 @@ def test_an_empty_answer_is_left_out(planes):
 
 
 def test_a_page_has_its_token_first_and_only_when_there_is_one():
-    assert page_text(ModelPage((), None)) == '{\n  "models": []\n}'
-    page = json.loads(page_text(ModelPage((("a", "a.mar"),), "1")))
+    assert page_text(Page((), None)) == '{\n  "models": []\n}'
+    page = json.loads(page_text(Page((("a", "a.mar"),), "1")))
     assert [*page] == ["nextPageToken", "models"]
     assert page["models"] == [{"modelName": "a", "modelUrl": "a.mar"}]
 
 
 def test_the_url_of_a_model_is_shown_without_the_signature_in_its_query(planes):
     url = "https://bucket.s3.amazonaws.com/m.mar?X-Amz-Signature=0f"
-    (listed,) = json.loads(page_text(ModelPage((("m", url),), None)))["models"]
+    (listed,) = json.loads(page_text(Page((("m", url),), None)))["models"]
     shown = "https://bucket.s3.amazonaws.com/m.mar"
     assert described(planes, url=url)["modelUrl"] == listed["modelUrl"] == shown
     assert described(planes, url="a?b.mar")["modelUrl"] == "a?b.mar"  # a name in the store
@@ -140,13 +138,13 @@ def test_the_url_of_a_workflow_is_shown_without_the_signature_in_its_query():
     url = "https://bucket.s3.amazonaws.com/w.war?X-Amz-Signature=0f"
     spec = read_workflow_spec("models:\n  a: {url: a.mar}\ndag:\n  a: []\n")
     (workflow,) = json.loads(workflow_text(Workflow("w", url, spec)))
-    (listed,) = json.loads(workflow_page_text(WorkflowPage((("w", url),), None)))["workflows"]
+    (listed,) = json.loads(page_text(Page((("w", url),), None), "workflow"))["workflows"]
     assert workflow["workflowUrl"] == listed["workflowUrl"] == "https://bucket.s3.amazonaws.com/w.war"
 
 
 def test_a_file_name_that_is_not_utf_8_is_escaped_and_comes_back_as_it_is(planes):
     name = os.fsdecode(b"mod\xe9le.mar")
-    listed = page_text(ModelPage((("a", name), ("b", "b.mar")), None))
+    listed = page_text(Page((("a", name), ("b", "b.mar")), None))
     text = versions_text([dataclasses.replace(planes.control.description, url=name)])
     assert '"mod\\udce9le.mar"' in listed
     assert listed.isascii()

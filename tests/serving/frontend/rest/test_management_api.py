@@ -17,14 +17,15 @@ from torchere.serving.errors import (
     UnregisterTimeout,
     VersionNotFound,
 )
-from torchere.serving.frontend.control import ModelPage, Progress, Registered, Registration
+from torchere.serving.frontend.control import Progress, Registered, Registration
 from torchere.serving.frontend.description import MAX_METADATA_BYTES
 from torchere.serving.frontend.rest.server import listener_of
+from torchere.serving.frontend.workflows import Page
 from torchere.serving.types import InferResponse, ModelKey
 
 
 def test_models_are_listed_with_the_page_that_was_asked_for(ask, planes):
-    planes.control.page = ModelPage((("a", "a.mar"), ("b", "b.mar")), "2")
+    planes.control.page = Page((("a", "a.mar"), ("b", "b.mar")), "2")
     answer = ask("management", "GET", "/models?limit=2&next_page_token=4")
     assert planes.control.calls == [("list_models", 2, 4)]
     assert answer.json == {
