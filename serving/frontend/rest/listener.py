@@ -9,17 +9,13 @@ from typing import Protocol
 
 from starlette.types import ASGIApp
 
-from torchere.serving.errors import NotFound
 from torchere.serving.frontend.authorisation import RestPort, Surfaces
 from torchere.serving.frontend.connection_limit import IdleConnection, limit_of_listener
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.open_inference.json_request import begins_like_request, looks_like_request
 from torchere.serving.frontend.open_inference.service import TensorService
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.heads import Heads
-from torchere.serving.frontend.rest.targets import Target
-from torchere.serving.frontend.rest.wire import Wire, cors_headers
+from torchere.serving.frontend.rest.wire import cors_headers
 from torchere.serving.frontend.services import Services
 from torchere.serving.io.watchdog import STOPPING_TIMEOUT_S
 from torchere.serving.logs.access_lines import Client, access_log
@@ -29,8 +25,6 @@ KEEP_ALIVE_S = 75.0  # idle connections; longer than the 60 s of common load bal
 # Size of one read: enough for a head and a small body. More would copy bytes of a large body, which can be
 # read directly into its own buffer.
 READ_BYTES = 32_768
-# Parsing more JSON than this blocks the loop for longer than a hand-over to a thread.
-INLINE_JSON_BYTES = 65_536
 
 
 class ListedConnection(IdleConnection, Hashable, Protocol):
@@ -41,44 +35,6 @@ class ListedConnection(IdleConnection, Hashable, Protocol):
 
     def shutdown(self) -> None:
         """Close after the current response, or after a short time if no request runs."""
-
-
-class Tensors:
-    """State shared by the requests of the protocol on one listener. Used on its event loop only."""
-
-    def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
-        self._dataplane = dataplane
-        self.service = TensorService(dataplane, envelope)
-
-    def meant(self, target: Target, wire: Wire, body: bytes | memoryview) -> ModelFacts | None:
-        """Return the version's facts if the body holds tensors; None if the handler gets it unparsed.
-
-        Handlers behind an envelope, and handlers of archives without a signature, parse the JSON themselves.
-
-        Raises:
-            NotFound: the version is not registered; the refusal is counted.
-            Unavailable: the same, while the server starts.
-        """
-        facts = self._facts(target, wire, body)
-        if facts is None or target.verb != "infer" or wire.json_bytes is not None:
-            return facts
-        # TorchServe has no versions in these paths, so a request with a version is not one for its handlers.
-        is_for_handler = self.service.enveloped(facts) or (facts.signature is None and target.version is None)
-        return None if is_for_handler else facts
-
-    def _facts(self, target: Target, wire: Wire, body: bytes | memoryview) -> ModelFacts | None:
-        """Return the facts of the version; None if it is unknown and the request is not of this protocol."""
-        try:
-            return self._dataplane.facts(str(target.model), target.version)
-        except NotFound as error:
-            is_ours = target.verb != "infer" or target.version is not None or wire.json_bytes is not None
-            if not is_ours and not _is_request(body):
-                return None
-            raise self._dataplane.refuse_unknown(error) from None
-
-
-def _is_request(body: bytes | memoryview) -> bool:
-    return looks_like_request(body) if len(body) <= INLINE_JSON_BYTES else begins_like_request(body)
 
 
 class Listener:
@@ -106,9 +62,9 @@ class Listener:
         self.server_timing = settings.server_timing
         self.adds_headers = bool(self.cors or self.server_timing)  # to answers of handlers
         self.show_detail = services.shows_detail(surfaces)
-        self.tensors: Tensors | None = None  # None: handlers get requests of that protocol as plain bodies
+        self.tensors: TensorService | None = None  # None: requests of that protocol are plain bodies
         if settings.open_inference_protocol:
-            self.tensors = Tensors(dataplane, settings.service_envelope)
+            self.tensors = TensorService(dataplane, settings.service_envelope)
         port = RestPort(
             surfaces,
             authorizes=services.keys is not None,

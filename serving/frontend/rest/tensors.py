@@ -16,6 +16,8 @@ from torchere.serving.frontend.budgets import BudgetExceeded, outcome_of
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.generate import generate_request, generated, joined
 from torchere.serving.frontend.open_inference.json_request import (
+    begins_like_request,
+    looks_like_request,
     parse_request,
     tensor_alone,
 )
@@ -34,7 +36,6 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 from torchere.serving.frontend.rest.exchange import ClientConnection
 from torchere.serving.frontend.rest.heads import Head
-from torchere.serving.frontend.rest.listener import INLINE_JSON_BYTES
 from torchere.serving.frontend.rest.predictions import Body, Prediction
 from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import (
@@ -55,6 +56,8 @@ from torchere.serving.frontend.rest.wire import (
 from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
 
 _T = TypeVar("_T")
+# Parsing more JSON than this blocks the loop for longer than a hand-over to a thread.
+INLINE_JSON_BYTES = 65_536
 BRIEF_JSON_BYTES = 4096  # parsed in less than half a millisecond, whatever it says
 
 JSON = (b"content-type", b"application/json")
@@ -100,9 +103,9 @@ class TensorPrediction(Prediction):
         tensors = self.connection.listener.tensors
         if target is None or tensors is None:
             raise NotFound(f"{self.head.place.path} is no path of the Open Inference Protocol")
-        if self._ask_known(tensors.service, target, wire, body):
+        if self._ask_known(tensors, target, wire, body):
             return
-        self._facts = facts = tensors.meant(target, wire, body)
+        self._facts = facts = self._meant(tensors, target, wire, body)
         if facts is None:
             self._for_handler = True
             if wire.coding is not None:
@@ -130,6 +133,26 @@ class TensorPrediction(Prediction):
         else:
             self.in_turn(partial(self._keep_tensors, length), parse)
 
+    def _meant(self, service: TensorService, target: Target, wire: Wire, body: Body) -> ModelFacts | None:
+        """Return the version's facts if the body holds tensors; None if the handler gets it unparsed.
+
+        Handlers behind an envelope, and handlers of archives without a signature, parse the JSON themselves.
+
+        Raises:
+            NotFound, Unavailable: the version is not registered; the refusal is counted.
+        """
+        is_infer = target.verb == "infer" and wire.json_bytes is None
+        dataplane = self.connection.listener.dataplane
+        try:
+            facts = dataplane.facts(str(target.model), target.version)
+        except NotFound as error:
+            if is_infer and target.version is None and not _is_request(body):
+                return None
+            raise dataplane.refuse_unknown(error) from None
+        # TorchServe has no versions in these paths, so a request with a version is not one for its handlers.
+        is_opaque = service.enveloped(facts) or (facts.signature is None and target.version is None)
+        return None if is_infer and is_opaque else facts
+
     def _keep_tensors(self, length: int, request: TensorRequest) -> None:
         """Submit tensors that replace `length` bytes of JSON; count what they have more."""
         size = sum([len(tensor.raw) for tensor in request.inputs if isinstance(tensor.raw, bytes)])
@@ -152,11 +175,11 @@ class TensorPrediction(Prediction):
             raise NotFound(f"{self.head.place.path} is no path of the Open Inference Protocol")
         if target.verb == "infer" and self._wire.wants_events:
             request = _for_events(request)
-        prepared = tensors.service.prepared(facts, request)
+        prepared = tensors.prepared(facts, request)
         key = _key(target, self._wire, body)
         # Heads with an id do not come again, and would push out the others.
         if key is not None and not request.id and _is_behind_head(request, len(body) - len(key.head)):
-            tensors.service.keep(key, target.version, facts, prepared)
+            tensors.keep(key, target.version, facts, prepared)
         self._submit(prepared)
 
     def _submit(self, prepared: InferRequest, tensors: Sequence[bytes | memoryview] = ()) -> None:
@@ -275,6 +298,10 @@ def _key(target: Target, wire: Wire, body: Body) -> _Key | None:
     if target.verb != "infer" or wire.json_bytes is None or wire.json_bytes > KNOWN_HEAD_BYTES:
         return None
     return _Key(target.model, target.version, wire.wants_events, bytes(body[: wire.json_bytes]))
+
+
+def _is_request(body: Body) -> bool:
+    return looks_like_request(body) if len(body) <= INLINE_JSON_BYTES else begins_like_request(body)
 
 
 def _is_behind_head(request: TensorRequest, size: int) -> bool:

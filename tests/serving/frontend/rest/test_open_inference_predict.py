@@ -14,9 +14,9 @@ from torchere.serving.errors import HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend import budgets
 from torchere.serving.frontend.open_inference import json_request
 from torchere.serving.frontend.open_inference.generate import generate_request
-from torchere.serving.frontend.rest import listener, tensors
-from torchere.serving.frontend.rest.listener import INLINE_JSON_BYTES
+from torchere.serving.frontend.rest import tensors
 from torchere.serving.frontend.rest.server import listener_of
+from torchere.serving.frontend.rest.tensors import INLINE_JSON_BYTES
 from torchere.serving.frontend.rest.wire import deflate
 from torchere.serving.types import InferResponse, StreamedResponse
 
@@ -261,7 +261,7 @@ def test_a_model_that_is_not_there_yet_is_503_and_refusals_are_counted(post, pla
 
 
 def test_of_an_unknown_model_a_long_body_is_not_read(post, monkeypatch):
-    monkeypatch.setattr(listener, "looks_like_request", None)
+    monkeypatch.setattr(tensors, "looks_like_request", None)
     answer = post(request({**X, "data": [1] * INLINE_JSON_BYTES}), "/v2/models/none/infer")
     assert (answer.status, answer.json["error"]) == (404, "Model not found: none")
     answer = post(b"[" + b"[]," * INLINE_JSON_BYTES + b"[]]", "/v2/models/none/infer")
