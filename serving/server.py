@@ -141,7 +141,7 @@ class Server:
         settings, dataplane = self._settings, self._dataplane
         self._metrics.watch_server(
             ready=lambda: dataplane.readiness().ready,
-            inflight=lambda: dataplane.accepted - dataplane.answered,
+            inflight=lambda: dataplane.ledger.accepted - dataplane.ledger.answered,
             dropped_lines=lambda: access_log.dropped + lost_lines(),
         )
         self._background.append(asyncio.create_task(self._metrics.process.watch_loop()))
@@ -215,7 +215,7 @@ class Server:
 
     def ledger(self) -> tuple[int, int]:
         """Return the number of accepted predictions so far, and the number of answered ones."""
-        return self._dataplane.accepted, self._dataplane.answered
+        return self._dataplane.ledger.accepted, self._dataplane.ledger.answered
 
 
 async def run(settings: ServerSettings, fork_server: Spawned | None = None) -> int:

@@ -121,27 +121,12 @@ class DataPlane:
         self._client_limits = client_limits
         self._readiness_of_all_models = readiness_of_all_models
         self._metrics = metrics
-        self._ledger = Ledger()
-        self._started = False
+        self.ledger = Ledger()  # of all predictions
+        self.has_started = False  # all listeners are up, and the startup models are registered
         self._draining = False
         self._started_up = False  # `startup` has been true once
         # Called when readiness may have changed, but not when an executor is lost or comes back.
         self.readiness_listeners: set[Callable[[], None]] = set()
-
-    @property
-    def has_started(self) -> bool:
-        """Whether all listeners are up and the startup models are registered."""
-        return self._started
-
-    @property
-    def accepted(self) -> int:
-        """Number of predictions admitted."""
-        return self._ledger.accepted
-
-    @property
-    def answered(self) -> int:
-        """Number of admitted predictions that have ended."""
-        return self._ledger.answered
 
     async def infer(
         self,
@@ -236,7 +221,7 @@ class DataPlane:
             begin_sequence(request, settings.sequences.headers)
         if settings.client_timeout_ms and request.deadline_s == NO_DEADLINE:
             request.deadline_s = time.monotonic() + settings.client_timeout_ms / 1000
-        ledger = self._ledger
+        ledger = self.ledger
         try:
             self._refuse_without_executors(target, version)
             request.ledger = ledger
@@ -266,7 +251,7 @@ class DataPlane:
 
         For doors that have looked for the version by `facts`, and do not call `admit` without it.
         """
-        refusal = error if self._started else Unavailable(STARTING)
+        refusal = error if self.has_started else Unavailable(STARTING)
         self._metrics.refused(refusal)
         return refusal
 
@@ -309,7 +294,7 @@ class DataPlane:
         """
         found = self._registry.find(model, version)
         versions = tuple(self._registry.served()[model].versions)
-        return facts_of(found, versions, found.observer.meter)
+        return facts_of(found, versions)
 
     def facts_of_versions(self, model: str, version: str | None) -> list[ModelFacts]:
         """Return the facts of a version (None: of every version), in the order of their registration.
@@ -330,7 +315,7 @@ class DataPlane:
         Executors that load or restart count as living, as in TorchServe; `readiness` is stricter. TorchServe
         opens its port only once the startup models are registered, so the result is False until then.
         """
-        return self._started and all(
+        return self.has_started and all(
             living(default) >= default.settings.min_executors
             for default in (self._registry.find(name, None) for name in self._registry.served())
         )
@@ -344,7 +329,7 @@ class DataPlane:
         reasons = [
             f"model {name} could not be registered; the log says why" for name in self._registry.missing()
         ]
-        if not self._started:
+        if not self.has_started:
             reasons.append("the server is starting")
         if self._draining:
             reasons.append("the server is shutting down")
@@ -376,7 +361,7 @@ class DataPlane:
         healthy models.
         """
         if not self._started_up:
-            reasons = [] if self._started else ["the server is starting"]
+            reasons = [] if self.has_started else ["the server is starting"]
             for version in self._registry.versions():
                 if version.origin.loaded_at_startup and version.target > 0 and version.state in ON_THEIR_WAY:
                     reasons.append(unready_because(version))
@@ -387,7 +372,7 @@ class DataPlane:
 
     def opened(self) -> None:
         """Record that all listeners are up."""
-        self._started = True
+        self.has_started = True
         self.readiness_changed()
 
     def draining(self) -> None:

@@ -43,7 +43,7 @@ class ModelFacts:
         return _PLATFORMS.get(suffix, "pytorch_python")
 
 
-def facts_of(version: Version, versions: tuple[str, ...], numbers: VersionNumbers) -> ModelFacts:
+def facts_of(version: Version, versions: tuple[str, ...]) -> ModelFacts:
     """Return the current facts of a version; `versions` are all versions of its model."""
     return ModelFacts(
         key=version.key,
@@ -53,7 +53,7 @@ def facts_of(version: Version, versions: tuple[str, ...], numbers: VersionNumber
         signature=request_signature(version.origin.handler, version.origin.archive.tensors),
         max_batch_size=version.settings.batch.max_batch_size,
         ready=version.ready,
-        numbers=numbers,
+        numbers=version.observer.meter,
         example=version.origin.archive.config.raw.get("exampleRequest"),
     )
 

@@ -128,7 +128,6 @@ def prediction_options(dataplane: DataPlane) -> list[Route]:
             model = request.query_params.get("model_name", dataplane.sole_startup_model())
         if model is None:
             raise InvalidRequest(wording.NO_MODEL_NAMED)
-        dataplane.check_exists(model, target.version)
         signature = dataplane.signature_text(model, target.version)
         return json_answer(pretty(prediction_document(model, signature)))
 
