@@ -177,27 +177,20 @@ class Prediction(Exchange, Request):
 
         An error of `work` becomes the response. `lease` ends when `work` does.
         """
-
-        def come_back(done: asyncio.Future[Any]) -> None:
-            if lease is not None:
-                lease.end()
-            if not done.cancelled():
-                error = done.exception()
-                if not self.complete:
-                    self.guarded(_raised, error) if error else self.guarded(then, done.result())
-
-        in_thread(work).add_done_callback(come_back)
+        working = in_thread(work)
+        if lease is not None:
+            working.add_done_callback(lambda _: lease.end())
+        working.add_done_callback(partial(self._come_back, then))
 
     def in_turn(self, then: Callable[..., None], work: Callable[[], Any]) -> None:
         """As `off_loop`, for work on a long body: one at a time, and not if the request has ended before."""
+        work, come_back = partial(outcome_of, work, ServingError), partial(self._come_back, then)
+        self._decode = self.connection.listener.budgets.decodes.add(work, come_back, self.caller)
 
-        def come_back(done: asyncio.Future[Any]) -> None:
-            if not self.complete:
-                outcome = done.exception() or done.result()
-                self.guarded(_raised if isinstance(outcome, BaseException) else then, outcome)
-
-        decodes = self.connection.listener.budgets.decodes
-        self._decode = decodes.add(partial(outcome_of, work, ServingError), come_back, self.caller)
+    def _come_back(self, then: Callable[..., None], done: asyncio.Future[Any]) -> None:
+        if not (done.cancelled() or self.complete):
+            outcome = done.exception() or done.result()
+            self.guarded(_raised if isinstance(outcome, BaseException) else then, outcome)
 
     def _target(self) -> Target:
         head = self.head
