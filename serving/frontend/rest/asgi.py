@@ -37,7 +37,7 @@ class AppExchange(Exchange):
     __slots__ = (
         *(*SLOTS, "account", "caller", "request_id", "started_s"),
         *("_body", "_body_left", "_call", "_came", "_expects", "_held_head"),
-        *("_is_gone", "_is_refused", "_is_told", "_is_whole", "_replaced"),
+        *("_gone_status", "_is_told", "_is_whole"),
     )
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
@@ -49,9 +49,7 @@ class AppExchange(Exchange):
         self._is_told = False  # the app has received the end of the body
         self._came = asyncio.Event()  # set on more body bytes, the end of the body or of the connection
         self._expects = head.expects
-        self._is_gone = False  # the client disconnected, or got an answer from the connection itself
-        self._is_refused = False  # before the app was asked
-        self._replaced = 0  # the status of that answer
+        self._gone_status = 0  # CLIENT_GONE, or the status of an answer of the connection itself; 0: neither
         self._held_head = b""  # head of the response, sent with the first part of its body
         self._body_left: int | None = None  # bytes left of the response's Content-Length; None: no length
         self._call: CallScope | None = None
@@ -60,11 +58,6 @@ class AppExchange(Exchange):
         """Start the app in a task. The app reads the body with `receive`."""
         self.task = asyncio.get_running_loop().create_task(self._run())
         self.connection.listener.keep(self.task)
-
-    def refuse(self, error: ServingError) -> None:
-        """Answer with an error, before the request is read, and count the refusal."""
-        self._is_refused = True
-        super().refuse(error)
 
     def finished(self, status: int) -> None:
         """Count the response, and write its line to the access log, and one to the audit log if it is due."""
@@ -79,7 +72,7 @@ class AppExchange(Exchange):
         if not model:
             model, version = named_model(place.row.route, place.path)
         is_of_key = place.row.needs == API_KEY and status < 500  # 500: the file of keys can't be written
-        is_refused = self._is_refused or status in _REFUSALS or is_of_key
+        is_refused = self.task is None or status in _REFUSALS or is_of_key
         outcome: Outcome = "refused" if is_refused else "failed"
         if status < 400 or (self._call is not None and self._call.has_changed):
             outcome = "done"
@@ -127,7 +120,7 @@ class AppExchange(Exchange):
             self._fail(ServingError("Internal server error", repr(error)))
 
     def _fail(self, error: ServingError) -> None:
-        if self._is_gone:
+        if self._gone_status:
             self._count(status_of(error))
         elif self.status == 0:
             self.answer_error(error)
@@ -159,9 +152,9 @@ class AppExchange(Exchange):
         """Return the next piece of the body, or the disconnect message; the app calls this."""
         if self._expects:
             self._expects = False
-            if self.status == 0 and not self._is_gone:
+            if self.status == 0 and not self._gone_status:
                 self.connection.write(CONTINUE)
-        while not (self._is_gone or self.complete):
+        while not (self._gone_status or self.complete):
             if self._body or (self._is_whole and not self._is_told):
                 body, self._body = self._body, bytearray()
                 self._is_told = self._is_whole
@@ -174,7 +167,7 @@ class AppExchange(Exchange):
 
     async def send(self, message: Message) -> None:
         """Send the head of the response, or a part of its body; the app calls this."""
-        if not self._is_gone:
+        if not self._gone_status:
             await self.connection.drain()
         kind = message["type"]
         if kind == "http.response.start" and self.status == 0:
@@ -206,7 +199,7 @@ class AppExchange(Exchange):
     def _send_head(self) -> None:
         """Send the head alone, if the app sent no part of the body in the same loop iteration."""
         head, self._held_head = self._held_head, b""
-        if head and not self._is_gone:
+        if head and not self._gone_status:
             self.connection.write(head)
 
     def _send_part(self, part: bytes, *, last: bool) -> None:
@@ -214,7 +207,7 @@ class AppExchange(Exchange):
             self._body_left -= len(part)
             if self._body_left < 0 or (last and self._body_left):
                 raise RuntimeError("the answer is not as long as its Content-Length says")
-        if self._is_gone:
+        if self._gone_status:
             if last:
                 self._count(self.status)
             return
@@ -231,14 +224,13 @@ class AppExchange(Exchange):
         The request is counted when the app finishes: with `status` if the connection answered itself, else
         with the status of the app's response.
         """
-        if not (self.complete or self._is_gone):
-            self._is_gone = True
-            self._replaced = 0 if status == CLIENT_GONE else status
+        if not (self.complete or self._gone_status):
+            self._gone_status = status
             self._came.set()
 
     def _count(self, status: int) -> None:
         self.complete = True
-        self.finished(self._replaced or status)
+        self.finished(status if self._gone_status == CLIENT_GONE else self._gone_status)
 
     @property
     def prediction(self) -> Request | None:
