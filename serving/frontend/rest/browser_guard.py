@@ -41,7 +41,9 @@ class BrowserGuard:
         # A server without authorisation checks no API key, either.
         self._always: frozenset[Need] = frozenset({"management", "metrics", API_KEY})
 
-    def refusal(self, needs: Need, host: bytes, origin: bytes | None) -> Forbidden | None:
+    def refusal(
+        self, needs: Need, host: bytes, origin: bytes | None, *, checks_host: bool = True
+    ) -> Forbidden | None:
         """Return the error of a request that a browser may have sent for a foreign site; else None.
 
         Args:
@@ -49,32 +51,20 @@ class BrowserGuard:
             host: the valid value of `Host`; empty without that header.
             origin: the value of `Origin`. Browsers send it with every request that changes something; None
                 means another client, or a rebound page that reads.
+            checks_host: False for a client that only its certificate names: a browser that TLS has shown
+                another name sends nothing.
         """
         if needs not in self._always and not self._names:
             return None
         authority = host.decode("ascii").lower()
-        if origin is not None and (site := self._foreign(origin, authority)):
-            return _foreign_site(site)
+        if origin is not None:
+            site = origin.decode("latin-1").lower()
+            if site not in self._origins and not self._is_own(site, authority):
+                return _foreign_site(site or "null")
         name = _name_of(authority)
-        if self._is_known(name) or (origin is None and not self._needs_known_host):
+        if not checks_host or self._is_known(name) or (origin is None and not self._needs_known_host):
             return None
         return _foreign_host(name)
-
-    def page_refusal(self, needs: Need, host: bytes, origin: bytes | None) -> Forbidden | None:
-        """As `refusal`, for a client that has a certificate and sends no key.
-
-        `Host` is not checked: a browser that TLS has shown another name sends nothing.
-        """
-        if origin is None or (needs not in self._always and not self._names):
-            return None
-        site = self._foreign(origin, host.decode("ascii").lower())
-        return _foreign_site(site) if site else None
-
-    def _foreign(self, origin: bytes, authority: str) -> str:
-        """Return the foreign site that an origin is, `null` if it is empty; "": it is an accepted one."""
-        site = origin.decode("latin-1").lower()
-        is_accepted = site in self._origins or self._is_own(site, authority)
-        return "" if is_accepted else site or "null"
 
     def _is_own(self, site: str, authority: str) -> bool:
         """Tell whether an origin is the host of the request, or one that the operator has named."""

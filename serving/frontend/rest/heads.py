@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from copy import copy
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote, unquote, unquote_plus
 
 import httptools
@@ -49,15 +49,11 @@ MAX_KNOWN_BYTES = 2048  # of a cached head
 
 
 class BadHead(Exception):
-    """The bytes are not an HTTP/1 head, or exceed a limit: answer with `last_words`, a 400, and close."""
+    """The bytes are not an HTTP/1 head, or exceed a limit: answer with `last_words`, and close."""
 
-    last_words: ClassVar[LastWords] = INVALID_HTTP
-
-
-class UnknownTransferCoding(BadHead):
-    """The body has transfer codings besides `chunked`: answer 501 and close."""
-
-    last_words = UNKNOWN_TRANSFER_CODING
+    def __init__(self, flaw: str, last_words: LastWords = INVALID_HTTP) -> None:
+        super().__init__(flaw)
+        self.last_words = last_words
 
 
 class HeadReader:
@@ -262,7 +258,7 @@ class Head:
             if names[-1] != b"chunked":
                 raise BadHead("its body has no end that can be told")  # RFC 9112, 6.3
             if len(names) > 1:  # RFC 9112, 6.1: they would have to be decoded before a handler has the body
-                raise UnknownTransferCoding(names[0].decode("latin-1"))
+                raise BadHead(names[0].decode("latin-1"), UNKNOWN_TRANSFER_CODING)
             self.length = CHUNKED
 
     def hide_key(self) -> None:
@@ -325,7 +321,7 @@ class Heads:
             if not self._port.asks(head.place.row):
                 head.refusal = self._guard.refusal(needs, head.host, head.origin)
             elif not bearer_key(head.authorization):
-                head.page_refusal = self._guard.page_refusal(needs, head.host, head.origin)
+                head.page_refusal = self._guard.refusal(needs, head.host, head.origin, checks_host=False)
         if self._takes_tokens and head.role is not None:
             head.hide_key()
         if head.is_traced:
