@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference import metadata
 from torchere.serving.frontend.open_inference.repository import Repository
-from torchere.serving.frontend.rest.answers import ANY_METHOD, READ, Endpoint, json_answer, route
+from torchere.serving.frontend.rest.answers import ANY_METHOD, READ, Endpoint, json_answer, raw_answer, route
 from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.wire import protocol_error
 
@@ -55,7 +55,17 @@ def health_routes(dataplane: DataPlane) -> list[Route]:
 
 def model_routes(dataplane: DataPlane) -> list[Route]:
     """Return the read-only routes of models: names, metadata, configuration, statistics, readiness."""
-    readiness = _reader(dataplane, lambda facts: _readiness(facts, dataplane))
+
+    def reader(members: Callable[[ModelFacts], dict[str, Any]]) -> Endpoint:
+        async def read(request: Request) -> Response:
+            named = request.path_params
+            said = members(dataplane.facts(named["model"], named.get("version")))
+            return json_answer(pretty(said), 503 if said.get("ready") is False else 200)
+
+        return read
+
+    def is_ready(facts: ModelFacts) -> dict[str, Any]:
+        return {"name": facts.key.name, "ready": dataplane.model_readiness(*facts.key).ready}
 
     async def names(request: Request) -> Response:
         once = dict.fromkeys(key.name for key in dataplane.registered())
@@ -66,27 +76,25 @@ def model_routes(dataplane: DataPlane) -> list[Route]:
         return json_answer(pretty(metadata.model_statistics(facts)))
 
     async def statistics(request: Request) -> Response:
-        model, version = request.path_params["model"], request.path_params.get("version")
-        try:
-            facts = dataplane.facts_of_versions(model, version)
-        except ServingError as error:
-            return _refused(error)
+        named = request.path_params
+        facts = dataplane.facts_of_versions(named["model"], named.get("version"))
         return json_answer(pretty(metadata.model_statistics(facts)))
 
+    readiness = reader(is_ready)
     found = [
-        route("/v1/models", names, READ),
-        route("/v1/models/{model}", readiness, READ),
-        route("/v2/models", names, READ),
-        route("/v2/models/stats", statistics_of_all, READ),
+        _route("/v1/models", names, READ),
+        _route("/v1/models/{model}", readiness, READ),
+        _route("/v2/models", names, READ),
+        _route("/v2/models/stats", statistics_of_all, READ),
     ]
     for path, endpoint in (
-        ("", _reader(dataplane, metadata.model_metadata)),
-        ("/config", _reader(dataplane, metadata.model_config)),
+        ("", reader(metadata.model_metadata)),
+        ("/config", reader(metadata.model_config)),
         ("/stats", statistics),
         ("/ready", readiness),
     ):
-        found.append(route(f"/v2/models/{{model}}{path}", endpoint, READ))
-        found.append(route(f"/v2/models/{{model}}/versions/{{version}}{path}", endpoint, READ))
+        found.append(_route(f"/v2/models/{{model}}{path}", endpoint, READ))
+        found.append(_route(f"/v2/models/{{model}}/versions/{{version}}{path}", endpoint, READ))
     return found
 
 
@@ -95,38 +103,28 @@ def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> lis
     repository = Repository(controlplane)
 
     async def index(request: Request) -> Response:
-        try:
-            said = await _object(request, max_request_bytes)
-            ready = said.get("ready", False)
-            if not isinstance(ready, bool):
-                raise InvalidRequest(f"ready: found {shown(ready)}, expected true or false")
-            entries = [_without_blanks(entry._asdict()) for entry in repository.index(ready)]
-        except ServingError as error:
-            return _refused(error)
-        return json_answer(pretty(entries))
+        said = await _object(request, max_request_bytes)
+        ready = said.get("ready", False)
+        if not isinstance(ready, bool):
+            raise InvalidRequest(f"ready: found {shown(ready)}, expected true or false")
+        return json_answer(pretty([_without_blanks(entry._asdict()) for entry in repository.index(ready)]))
 
     async def load(request: Request) -> Response:
-        try:
-            said = await _object(request, max_request_bytes)
-            parameters = said.get("parameters", {})
-            if not isinstance(parameters, dict):
-                raise InvalidRequest(f"parameters: found {shown(parameters)}, expected an object")
-            await repository.load(request.path_params["model"], parameters)
-        except ServingError as error:
-            return _refused(error)
+        said = await _object(request, max_request_bytes)
+        parameters = said.get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise InvalidRequest(f"parameters: found {shown(parameters)}, expected an object")
+        await repository.load(request.path_params["model"], parameters)
         return Response(status_code=200)
 
     async def unload(request: Request) -> Response:
-        try:
-            await repository.unload(request.path_params["model"])
-        except ServingError as error:
-            return _refused(error)
+        await repository.unload(request.path_params["model"])
         return Response(status_code=200)
 
     return [
-        route("/v2/repository/index", index, ["POST"]),
-        route("/v2/repository/models/{model}/load", load, ["POST"]),
-        route("/v2/repository/models/{model}/unload", unload, ["POST"]),
+        _route("/v2/repository/index", index, ["POST"]),
+        _route("/v2/repository/models/{model}/load", load, ["POST"]),
+        _route("/v2/repository/models/{model}/unload", unload, ["POST"]),
     ]
 
 
@@ -138,7 +136,7 @@ def absent_routes(is_management: bool) -> list[Route]:
 
     def refusing(text: str) -> Endpoint:
         async def refuse(request: Request) -> Response:
-            return _refused(NotFound(text))
+            raise NotFound(text)
 
         return refuse
 
@@ -147,28 +145,19 @@ def absent_routes(is_management: bool) -> list[Route]:
     }
     texts |= {f"{path}/{{rest:path}}": text for path, text in texts.items()}
     texts["/v2/models/{model}/trace/setting"] = _ABSENT["trace"]
-    return [route(path, refusing(text), ANY_METHOD) for path, text in texts.items()]
+    return [_route(path, refusing(text), ANY_METHOD) for path, text in texts.items()]
 
 
-def _reader(dataplane: DataPlane, members: Callable[[ModelFacts], dict[str, Any]]) -> Endpoint:
-    async def read(request: Request) -> Response:
+def _route(path: str, endpoint: Endpoint, methods: Sequence[str]) -> Route:
+    """Return a route whose errors have the protocol's form."""
+
+    async def answer(request: Request) -> Response:
         try:
-            facts = dataplane.facts(request.path_params["model"], request.path_params.get("version"))
+            return await endpoint(request)
         except ServingError as error:
-            return _refused(error)
-        said = members(facts)
-        return json_answer(pretty(said), 503 if said.get("ready") is False else 200)
+            return raw_answer(*protocol_error(error))
 
-    return read
-
-
-def _readiness(facts: ModelFacts, dataplane: DataPlane) -> dict[str, Any]:
-    return {"name": facts.key.name, "ready": dataplane.model_readiness(*facts.key).ready}
-
-
-def _refused(error: ServingError) -> Response:
-    status, headers, body = protocol_error(error)
-    return Response(body, status, {name.decode(): value.decode() for name, value in headers})
+    return route(path, answer, methods)
 
 
 def _without_blanks(members: dict[str, Any]) -> dict[str, Any]:
