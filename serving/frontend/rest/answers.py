@@ -13,6 +13,9 @@ from starlette.types import Receive, Scope, Send
 from torchere.serving.errors import NotAllowed
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.rest.codec import text_headers
+from torchere.serving.frontend.rest.wire import JSON, RawHeaders, checked_status, handler_headers
+from torchere.serving.types import InferResponse
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -28,6 +31,20 @@ def json_answer(text: str, status: int = 200) -> Response:
 def status_answer(sentence: str, status: int = 200) -> Response:
     """Return the response `{"status": sentence}`."""
     return json_answer(pretty({"status": sentence}), status)
+
+
+def raw_answer(status: int, headers: RawHeaders, body: bytes) -> Response:
+    """Return a response of the parts that the connection sends for a prediction."""
+    return Response(body, status, dict(text_headers(headers)))
+
+
+def handler_answer(response: InferResponse, body: bytes) -> Response:
+    """Return a response with a handler's status and headers; JSON, unless these name another type.
+
+    Raises:
+        HandlerFailed: as `checked_status` and `handler_headers`.
+    """
+    return raw_answer(checked_status(response), [JSON, *handler_headers(response.headers)], body)
 
 
 class _Route(Route):

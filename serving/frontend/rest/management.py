@@ -22,6 +22,7 @@ from torchere.serving.frontend.control import ControlPlane, Progress, flag, inte
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import (
     ANY_METHOD,
+    handler_answer,
     json_answer,
     no_such_method,
     route,
@@ -30,7 +31,6 @@ from torchere.serving.frontend.rest.answers import (
 from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.codec import request_headers, request_id_of, text_values
 from torchere.serving.frontend.rest.openapi import management_document
-from torchere.serving.frontend.rest.wire import checked_status, handler_headers
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
 
@@ -105,10 +105,7 @@ class ModelRoutes:
     async def _describe_customized(self, request: Request, model: str, version: str | None) -> Response:
         wish = InferRequest(request_id_of(request.scope), (), request_headers(request.scope))
         described, response = await self._controlplane.describe_customized(model, version, wish)
-        answer = json_answer(description.customized_text(described, response), checked_status(response))
-        for name, value in handler_headers(response.headers):
-            answer.headers[name.decode("latin-1")] = value.decode("latin-1")
-        return answer
+        return handler_answer(response, description.customized_text(described, response).encode() + b"\n")
 
     async def scale(self, request: Request) -> Response:
         """Change how many executors a version has."""

@@ -41,6 +41,7 @@ from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import (
     DEFLATED_IN_THREAD_BYTES,
     EVENTS_IN_UTF8,
+    JSON,
     Coding,
     RawHeaders,
     Wire,
@@ -59,9 +60,6 @@ _T = TypeVar("_T")
 # Parsing more JSON than this blocks the loop for longer than a hand-over to a thread.
 INLINE_JSON_BYTES = 65_536
 BRIEF_JSON_BYTES = 4096  # parsed in less than half a millisecond, whatever it says
-
-JSON = (b"content-type", b"application/json")
-_OCTETS = (b"content-type", b"application/octet-stream")
 
 
 class TensorPrediction(Prediction):

@@ -45,7 +45,7 @@ _PHRASES = {status.value: status.phrase for status in HTTPStatus} | {
 STATUS_LINES = {
     status: f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\n".encode("ascii") for status in range(100, 600)
 }
-_JSON = (b"content-type", b"application/json")
+JSON = (b"content-type", b"application/json")
 _OURS = frozenset(
     {"x-request-id", "pragma", "cache-control", "expires"}
     | {"connection", "content-length", "transfer-encoding"}
@@ -60,7 +60,7 @@ _kept: Known[Sequence[tuple[str, str]], bytes] = Known(_MAX_KEPT)
 
 def error_answer(error: ServingError, *, show_detail: bool, path: str = "") -> tuple[int, RawHeaders, bytes]:
     """Return status, headers and body of an error for a request's path; with its details if `show_detail`."""
-    headers = [_JSON]
+    headers = [JSON]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     body = pretty(error_body(error, show_detail, path)).encode() + b"\n"

@@ -23,6 +23,7 @@ from torchere.serving.frontend.description import page_text, workflow_text
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.rest.answers import (
     ANY_METHOD,
+    handler_answer,
     json_answer,
     no_such_method,
     route,
@@ -39,7 +40,6 @@ from torchere.serving.frontend.rest.codec import (
 )
 from torchere.serving.frontend.rest.exchange import status_of
 from torchere.serving.frontend.rest.management import page_of, parameters_of
-from torchere.serving.frontend.rest.wire import checked_status, handler_headers
 from torchere.serving.frontend.services import Services
 from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse
@@ -126,7 +126,8 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[R
         parameters = await decodes.run(parse, caller) if is_long else parse()
         asked = prioritised(InferRequest(request_id_of(request.scope), parameters, headers, deadline_s))
         run = workflows.infer(workflow, asked, services.budgets)
-        return _response(await _unless_gone(request.receive, run))
+        answer = await _unless_gone(request.receive, run)
+        return handler_answer(answer, bytes(answer.body))
 
     paths = ("/{first:wfpredict}/{workflow}", "/{first:wfpredict}/{workflow}/{rest:path}")
     return [route(path, predict, ANY_METHOD) for path in paths]
@@ -152,14 +153,3 @@ async def _unless_gone(receive: Receive, run: Coroutine[Any, Any, InferResponse]
         gone.cancel()
         running.cancel()  # no effect when it is done
         await asyncio.gather(running, gone, return_exceptions=True)
-
-
-def _response(answer: InferResponse) -> Response:
-    """Return the answer as a response; JSON, unless the handler of the last step names another type."""
-    response = Response(bytes(answer.body), checked_status(answer))
-    lines = handler_headers(answer.headers)
-    if all(name.lower() != b"content-type" for name, _ in lines):
-        response.headers["content-type"] = "application/json"
-    for name, value in lines:
-        response.headers[name.decode("latin-1")] = value.decode("latin-1")
-    return response
