@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -60,6 +60,11 @@ class Operation(NamedTuple):
     has_body: bool = False
 
 
+def _post(path: str, operation_id: str, summary: str, statuses: tuple[int, ...]) -> Operation:
+    """Return an operation whose request has a body."""
+    return Operation(path, "post", operation_id, summary, statuses, has_body=True)
+
+
 _PREDICT = (200, 400, 404, 500, 503, 504)
 _SCALED = (200, 202, 206, 400, 404, 500)
 _REGISTERED = (200, 202, 206, 400, 404, 405, 409, 500)
@@ -78,9 +83,10 @@ _REGISTER = (
     ("startup_timeout", "integer"),
     ("s3_sse_kms", "boolean"),
 )
-_MODEL_NAME = (("model_name", "string"),)
 _CUSTOMIZED = (("customized", "boolean"),)
 _MODEL, _VERSION = "/models/{model_name}", "/models/{model_name}/{model_version}"
+_PREDICTIONS = "/predictions/{model_name}"
+_V1_PREDICT, _V2_INFER = "/v1/models/{model_name}:predict", "/v2/models/{model_name}/infer"
 
 SHARED = (
     Operation("/", "options", "apiDescription", "Describe this API"),
@@ -90,21 +96,15 @@ SHARED = (
 METRICS = (Operation("/metrics", "get", "metrics", "Metrics as text", (200, 404), (("name[]", "string"),)),)
 INFERENCE = (
     Operation("/ping", "get", "ping", "Whether the models are healthy"),
-    Operation(
-        "/v1/models/{model_name}:predict", "post", "predictions_v1", "Predict", _PREDICT, has_body=True
-    ),
-    Operation("/v2/models/{model_name}/infer", "post", "predictions_v2", "Predict", _PREDICT, has_body=True),
-    Operation("/predictions/{model_name}", "post", "predictions", "Predict", _PREDICT, has_body=True),
-    Operation(
-        "/predictions/{model_name}/{model_version}",
-        "post",
-        "version_predictions",
-        "Predict with a named version",
-        _PREDICT,
-        has_body=True,
+    _post(_V1_PREDICT, "predictions_v1", "Predict", _PREDICT),
+    _post(_V2_INFER, "predictions_v2", "Predict", _PREDICT),
+    _post(_PREDICTIONS, "predictions", "Predict", _PREDICT),
+    _post(
+        f"{_PREDICTIONS}/{{model_version}}", "version_predictions", "Predict with a named version", _PREDICT
     ),
 )
 _LIST_QUERY = (("limit", "integer"), ("next_page_token", "integer"))
+_QUARANTINE = f"{_VERSION}/quarantine"
 _MODEL_OPERATIONS = (
     Operation(_MODEL, "get", "describeModel", "Describe a model", (200, 404, 500), _CUSTOMIZED),
     Operation(_MODEL, "put", "setAutoScale", "Scale a model", _SCALED, _SCALE),
@@ -113,15 +113,10 @@ _MODEL_OPERATIONS = (
     Operation(_VERSION, "put", "version_setAutoScale", "Scale a version", _SCALED, _SCALE),
     Operation(_VERSION, "delete", "version_unregisterModel", "Unregister a version", _UNREGISTERED),
     Operation(f"{_VERSION}/set-default", "put", "setDefault", "Make a version the default one", (200, 404)),
-)
-_QUARANTINE_PATH = f"{_VERSION}/quarantine"
-_QUARANTINE = (
+    Operation(_QUARANTINE, "get", "quarantine", "List the quarantined requests of a version", (200, 404)),
+    Operation(_QUARANTINE, "delete", "liftQuarantine", "Lift the quarantine of them all", (200, 404)),
     Operation(
-        _QUARANTINE_PATH, "get", "quarantine", "List the quarantined requests of a version", (200, 404)
-    ),
-    Operation(_QUARANTINE_PATH, "delete", "liftQuarantine", "Lift the quarantine of them all", (200, 404)),
-    Operation(
-        f"{_QUARANTINE_PATH}/{{digest}}",
+        f"{_QUARANTINE}/{{digest}}",
         "delete",
         "liftQuarantineOfRequest",
         "Lift the quarantine of one request",
@@ -132,26 +127,101 @@ MANAGEMENT = (
     Operation("/models", "get", "listModels", "List the models", (200,), _LIST_QUERY),
     Operation("/models", "post", "registerModel", "Register a model", _REGISTERED, _REGISTER),
     *_MODEL_OPERATIONS,
-    *_QUARANTINE,
+)
+
+_ASK = (200, 400, 404, 413, 415, 500, 503, 504)
+_WORKFLOW = "/workflows/{workflow_name}"
+_REGISTER_WORKFLOW = (
+    ("url", "string"),
+    ("workflow_name", "string"),
+    ("response_timeout", "integer"),
+    ("startup_timeout", "integer"),
+    ("s3_sse_kms", "boolean"),
+)
+_REGISTERED_WORKFLOW = (200, 400, 404, 405, 409, 500)
+# Predictions of workflows, and SageMaker's.
+_OTHER_PREDICTIONS = (
+    _post("/wfpredict/{workflow_name}", "wfpredict", "Run a workflow", _ASK),
+    _post("/invocations", "invocations", "Predict, as SageMaker does", _ASK)._replace(
+        query=(("model_name", "string"),)
+    ),
+    _post(f"{_MODEL}/invoke", "invoke", "Predict, as SageMaker does", _ASK),
+)
+_WORKFLOWS = (
+    Operation("/workflows", "get", "listWorkflows", "List the workflows", (200,), _LIST_QUERY),
+    Operation(
+        "/workflows",
+        "post",
+        "registerWorkflow",
+        "Register a workflow",
+        _REGISTERED_WORKFLOW,
+        _REGISTER_WORKFLOW,
+    ),
+    Operation(_WORKFLOW, "get", "describeWorkflow", "Describe a workflow", (200, 404)),
+    Operation(_WORKFLOW, "delete", "unregisterWorkflow", "Unregister a workflow", (200, 404, 405, 408)),
+)
+
+_READ = (200, 404, 503)
+_LOADED = (200, 400, 404, 409, 500)
+# End of the path, name of the operation, summary.
+_READERS = (
+    ("", "metadata", "Inputs and outputs"),
+    ("/ready", "ready", "Whether it is ready"),
+    ("/config", "config", "Configuration, as Triton has it"),
+    ("/stats", "stats", "Statistics"),
+)
+_ASKERS = (
+    ("/infer", "infer", "Predict with tensors"),
+    ("/generate", "generate", "Predict with plain members of an object"),
+    ("/generate_stream", "generate_stream", "Predict; each part of the answer is an event"),
 )
 
 
-def listener_document(surfaces: Surfaces, server_version: str, more: Sequence[Operation] = ()) -> Document:
-    """Return the document of one listener; `more` holds its operations that TorchServe does not have.
+def _of_model(base: str, prefix: str, whose: str) -> Iterator[Operation]:
+    for end, name, what in _READERS:
+        yield Operation(base + end, "get", f"{prefix}_{name}", f"{what}, {whose}", _READ)
+    for end, name, what in _ASKERS:
+        if base + end != _V2_INFER:  # that one is in TorchServe's part
+            yield _post(base + end, f"{prefix}_{name}", f"{what}, {whose}", _ASK)
+
+
+_OPEN_INFERENCE = (
+    Operation("/v1/models", "get", "v1_models", "Names of the models", (200,)),
+    Operation("/v1/models/{model_name}", "get", "v1_model_ready", "Whether a model is ready", _READ),
+    Operation("/v2", "get", "v2_server_metadata", "Name, version and extensions of the server", (200,)),
+    Operation("/v2/health/live", "get", "v2_live", "Whether the server is alive", (200,)),
+    Operation("/v2/health/ready", "get", "v2_ready", "Whether the models are ready", (200, 503)),
+    Operation("/v2/models", "get", "v2_models", "Names of the models", (200,)),
+    Operation("/v2/models/stats", "get", "v2_statistics", "Statistics of all models", (200,)),
+    *_of_model("/v2/models/{model_name}", "v2_model", "of a model"),
+    *_of_model("/v2/models/{model_name}/versions/{model_version}", "v2_version", "of a version"),
+)
+_REPOSITORY = (
+    _post("/v2/repository/index", "v2_repository_index", "List the models", (200, 400, 500)),
+    _post("/v2/repository/models/{model_name}/load", "v2_load", "Load a model", _LOADED),
+    Operation("/v2/repository/models/{model_name}/unload", "post", "v2_unload", "Unload a model", _LOADED),
+)
+
+
+def listener_document(surfaces: Surfaces, server_version: str, *, open_inference: bool = False) -> Document:
+    """Return the document of one listener; `open_inference`: with the Open Inference Protocol.
 
     As in TorchServe, every document includes the metrics, because clients look for them there.
     """
-    parts: list[Operation] = [*SHARED]
-    if "inference" in surfaces:
-        parts += INFERENCE
-    if "management" in surfaces:
-        parts += MANAGEMENT
-    return _document(TITLE, server_version, [*parts, *METRICS, *more], DESCRIPTION)
+
+    def served(of_inference: Sequence[Operation], of_management: Sequence[Operation]) -> list[Operation]:
+        found = [*of_inference] if "inference" in surfaces else []
+        return [*found, *of_management] if "management" in surfaces else found
+
+    parts = [*SHARED, *served(INFERENCE, MANAGEMENT), *METRICS, *served(_OTHER_PREDICTIONS, _WORKFLOWS)]
+    if open_inference:
+        parts += served(_OPEN_INFERENCE, _REPOSITORY)
+    return _document(TITLE, server_version, parts, DESCRIPTION)
 
 
 def management_document(model: str) -> Document:
     """Return the document of the management operations on one model."""
-    return _document(f"RESTful Management API for: {model}", "1.0.0", _MODEL_OPERATIONS + _QUARANTINE)
+    return _document(f"RESTful Management API for: {model}", "1.0.0", _MODEL_OPERATIONS)
 
 
 def prediction_document(model: str, signature_text: str | None) -> Document:
@@ -160,8 +230,8 @@ def prediction_document(model: str, signature_text: str | None) -> Document:
     Raises:
         InvalidRequest: the signature is not a JSON object.
     """
-    paths = (f"/prediction/{model}", "/v1/models/{model_name}:predict", "/v2/models/{model_name}/infer")
-    rows = [Operation(path, "post", model, "Predict", (200, 500), has_body=True) for path in paths]
+    paths = (f"/prediction/{model}", _V1_PREDICT, _V2_INFER)
+    rows = [_post(path, model, "Predict", (200, 500)) for path in paths]
     document = _document(f"RESTful API for: {model}", "1.0.0", rows)
     if signature_text is not None:
         _merge_signature(document, signature_text)
@@ -219,110 +289,3 @@ def _merge_signature(document: Document, signature_text: str) -> None:
 def _json_content(declared: object) -> dict[str, Any]:
     # The format of the file is not specified, so its content is passed on unchanged.
     return {"application/json": {"schema": {"type": "object"}, "example": declared}}
-
-
-_V2_MODEL = "/v2/models/{model_name}"
-_V2_VERSION = f"{_V2_MODEL}/versions/{{model_version}}"
-_READ = (200, 404, 503)
-_ASK = (200, 400, 404, 413, 415, 500, 503, 504)
-_LOADED = (200, 400, 404, 409, 500)
-
-_SERVER = (
-    Operation("/v1/models", "get", "v1_models", "Names of the models", (200,)),
-    Operation("/v1/models/{model_name}", "get", "v1_model_ready", "Whether a model is ready", _READ),
-    Operation("/v2", "get", "v2_server_metadata", "Name, version and extensions of the server", (200,)),
-    Operation("/v2/health/live", "get", "v2_live", "Whether the server is alive", (200,)),
-    Operation("/v2/health/ready", "get", "v2_ready", "Whether the models are ready", (200, 503)),
-    Operation("/v2/models", "get", "v2_models", "Names of the models", (200,)),
-    Operation("/v2/models/stats", "get", "v2_statistics", "Statistics of all models", (200,)),
-)
-# End of the path, name of the operation, summary.
-_READERS = (
-    ("", "metadata", "Inputs and outputs"),
-    ("/ready", "ready", "Whether it is ready"),
-    ("/config", "config", "Configuration, as Triton has it"),
-    ("/stats", "stats", "Statistics"),
-)
-_ASKERS = (
-    ("/infer", "infer", "Predict with tensors"),
-    ("/generate", "generate", "Predict with plain members of an object"),
-    ("/generate_stream", "generate_stream", "Predict; each part of the answer is an event"),
-)
-_REPOSITORY = (
-    Operation(
-        "/v2/repository/index",
-        "post",
-        "v2_repository_index",
-        "List the models",
-        (200, 400, 500),
-        has_body=True,
-    ),
-    Operation(
-        "/v2/repository/models/{model_name}/load", "post", "v2_load", "Load a model", _LOADED, has_body=True
-    ),
-    Operation("/v2/repository/models/{model_name}/unload", "post", "v2_unload", "Unload a model", _LOADED),
-)
-
-
-def open_inference_operations(surfaces: Surfaces) -> list[Operation]:
-    """Return the operations that a listener has when the protocol is enabled."""
-    operations: list[Operation] = []
-    if "inference" in surfaces:
-        operations += _SERVER
-        operations += _of_model(_V2_MODEL, "v2_model", "of a model")
-        operations += _of_model(_V2_VERSION, "v2_version", "of a version")
-    if "management" in surfaces:
-        operations += _REPOSITORY
-    return operations
-
-
-_NAME = "{workflow_name}"
-_WORKFLOW = f"/workflows/{_NAME}"
-_REGISTER_WORKFLOW = (
-    ("url", "string"),
-    ("workflow_name", "string"),
-    ("response_timeout", "integer"),
-    ("startup_timeout", "integer"),
-    ("s3_sse_kms", "boolean"),
-)
-
-
-def workflow_operations(surfaces: Surfaces) -> list[Operation]:
-    """Return the operations on workflows, and SageMaker's predictions, that a listener has."""
-    operations: list[Operation] = []
-    if "inference" in surfaces:
-        operations += [
-            Operation(f"/wfpredict/{_NAME}", "post", "wfpredict", "Run a workflow", _ASK, has_body=True),
-            Operation(
-                "/invocations", "post", "invocations", "Predict, as SageMaker does", _ASK, _MODEL_NAME, True
-            ),
-            Operation(
-                f"{_MODEL}/invoke", "post", "invoke", "Predict, as SageMaker does", _ASK, has_body=True
-            ),
-        ]
-    if "management" in surfaces:
-        statuses = (200, 400, 404, 405, 409, 500)
-        operations += [
-            Operation("/workflows", "get", "listWorkflows", "List the workflows", (200,), _LIST_QUERY),
-            Operation(
-                "/workflows", "post", "registerWorkflow", "Register a workflow", statuses, _REGISTER_WORKFLOW
-            ),
-            Operation(_WORKFLOW, "get", "describeWorkflow", "Describe a workflow", (200, 404)),
-            Operation(
-                _WORKFLOW, "delete", "unregisterWorkflow", "Unregister a workflow", (200, 404, 405, 408)
-            ),
-        ]
-    return operations
-
-
-def _of_model(base: str, prefix: str, whose: str) -> list[Operation]:
-    rows = [
-        Operation(base + end, "get", f"{prefix}_{name}", f"{what}, {whose}", _READ)
-        for end, name, what in _READERS
-    ]
-    for end, name, what in _ASKERS:
-        if base != _V2_MODEL or name != "infer":  # that one is in TorchServe's part
-            rows.append(
-                Operation(base + end, "post", f"{prefix}_{name}", f"{what}, {whose}", _ASK, has_body=True)
-            )
-    return rows

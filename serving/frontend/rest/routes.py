@@ -33,12 +33,7 @@ from torchere.serving.frontend.rest.open_inference import (
     model_routes,
     repository_routes,
 )
-from torchere.serving.frontend.rest.openapi import (
-    listener_document,
-    open_inference_operations,
-    prediction_document,
-    workflow_operations,
-)
+from torchere.serving.frontend.rest.openapi import listener_document, prediction_document
 from torchere.serving.frontend.rest.page import page, wants_page
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
 from torchere.serving.frontend.rest.targets import prediction_target
@@ -90,16 +85,18 @@ def _management_routes(controlplane: ControlPlane, services: Services) -> list[R
 
 
 def _description_routes(surfaces: Surfaces, services: Services) -> list[Route]:
-    more = workflow_operations(surfaces)
-    more += open_inference_operations(surfaces) if services.settings.open_inference_protocol else []
-    text = pretty(listener_document(surfaces, services.server_version, more))
+    settings = services.settings
+    document = listener_document(
+        surfaces, services.server_version, open_inference=settings.open_inference_protocol
+    )
+    text = pretty(document)
 
     async def describe_api(request: Request) -> Response:
         return json_answer(text)
 
     found = [route("/", describe_api, ["OPTIONS"])]
     if "inference" in surfaces:
-        found.append(route("/", _page_endpoint(surfaces, services.settings), READ))
+        found.append(route("/", _page_endpoint(surfaces, settings), READ))
     found.append(route("/", no_such_method, ANY_METHOD))
     found.append(route("/api-description", describe_api, ANY_METHOD))
     return found

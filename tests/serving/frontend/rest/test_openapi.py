@@ -10,9 +10,7 @@ from torchere.serving.frontend.rest.openapi import (
     MANAGEMENT,
     listener_document,
     management_document,
-    open_inference_operations,
     prediction_document,
-    workflow_operations,
 )
 from torchere.serving.frontend.rest.server import listener_of
 
@@ -49,6 +47,7 @@ def test_the_management_document_has_the_known_operations():
         *("quarantine", "liftQuarantine", "liftQuarantineOfRequest"),
         *("version_describeModel", "version_setAutoScale", "version_unregisterModel", "setDefault"),
         *("api-description", "metrics"),
+        *("listWorkflows", "registerWorkflow", "describeWorkflow", "unregisterWorkflow"),
     }
 
 
@@ -65,7 +64,7 @@ def test_the_page_on_management_has_each_call_and_parameter():
     "document",
     [
         listener_document(ALL, "1"),
-        listener_document(ALL, "1", open_inference_operations(ALL)),
+        listener_document(ALL, "1", open_inference=True),
         management_document("m"),
         prediction_document("m", '{"inputs": [1], "outputs": [2]}'),
     ],
@@ -82,7 +81,7 @@ def test_every_parameter_in_a_path_is_declared_and_every_operation_has_answers(d
 def test_with_the_open_inference_protocol_its_operations_stand_behind_torchserves(surface):
     surfaces = frozenset({surface})
     without = listener_document(surfaces, "1")
-    document = listener_document(surfaces, "1", open_inference_operations(surfaces))
+    document = listener_document(surfaces, "1", open_inference=True)
     assert [*document["paths"]][: len(without["paths"])] == [*without["paths"]]
     assert {path: document["paths"][path] for path in without["paths"]} == without["paths"]
     added = document["paths"].keys() - without["paths"].keys()
@@ -92,7 +91,7 @@ def test_with_the_open_inference_protocol_its_operations_stand_behind_torchserve
 
 
 def test_operations_of_one_document_have_names_of_their_own():
-    document = listener_document(ALL, "1", open_inference_operations(ALL))
+    document = listener_document(ALL, "1", open_inference=True)
     names = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
     assert len(names) == len(set(names))
 
@@ -131,11 +130,11 @@ def test_a_signature_that_is_no_object_is_refused(text):
 
 def test_workflows_and_the_paths_of_sagemaker_are_described_where_they_are_served():
     surfaces: Surfaces = frozenset({"inference"})
-    inference = listener_document(surfaces, "1", workflow_operations(surfaces))
+    inference = listener_document(surfaces, "1")
     assert {"wfpredict", "invocations", "invoke"} <= operations(inference)
     assert list(inference["paths"]["/models/{model_name}/invoke"]) == ["post"]
     surfaces = frozenset({"management"})
-    management = listener_document(surfaces, "1", workflow_operations(surfaces))
+    management = listener_document(surfaces, "1")
     assert set(management["paths"]["/workflows"]) == {"get", "post"}
     assert set(management["paths"]["/workflows/{workflow_name}"]) == {"get", "delete"}
     assert operations(management).isdisjoint({"wfpredict", "invocations"})
