@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -13,6 +13,7 @@ from torchere.handlers.built_in import request_signature
 from torchere.serving.batching.request import Answer, Ledger, Request
 from torchere.serving.batching.stateful import begin_sequence
 from torchere.serving.errors import (
+    HandlerFailed,
     NotFound,
     QueueFull,
     ServingError,
@@ -101,6 +102,21 @@ class _Awaited(Request):
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
+
+
+async def all_parts(parts: AsyncIterable[bytes], max_bytes: int) -> list[bytes]:
+    """Return the parts of a streamed response.
+
+    Raises:
+        HandlerFailed: they exceed `max_bytes` together; the rest of them is abandoned.
+    """
+    found, size = [], 0
+    async for part in parts:
+        size += len(part)
+        if size > max_bytes:
+            raise HandlerFailed(f"The answer has more than max_response_size={max_bytes} bytes.", 500)
+        found.append(part)
+    return found
 
 
 class DataPlane:

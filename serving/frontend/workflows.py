@@ -32,7 +32,7 @@ from torchere.serving.errors import (
 )
 from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ResultsBudget
 from torchere.serving.frontend.call_scope import changed, manages
-from torchere.serving.frontend.dataplane import STARTING, DataPlane
+from torchere.serving.frontend.dataplane import STARTING, DataPlane, all_parts
 from torchere.serving.frontend.refusals import FIRST_ERROR_STATUS, check_refusal
 from torchere.serving.logs.access_lines import log_fields
 from torchere.serving.logs.trace_context import trace_of_headers
@@ -220,7 +220,12 @@ class WorkflowPlane:
             attempt = msgspec.structs.replace(request, deadline_s=deadline_s)
             try:
                 response = await self._dataplane.infer(workflow.model_of(step), None, attempt)
-                whole = await _whole(response, self._max_step_bytes)
+                if isinstance(response, StreamedResponse):
+                    body, head = (
+                        b"".join(await all_parts(response.chunks, self._max_step_bytes)),
+                        response.head,
+                    )
+                    response = InferResponse(body, head.headers, head.status, head.reason)
             except TooManyRequests:  # the client has reached its limits; no step has failed
                 raise
             except ServingError as err:
@@ -229,28 +234,11 @@ class WorkflowPlane:
                 if not attempts_left or not _is_worth_retrying(err):
                     raise _step_error(workflow, step, err, request) from err
             else:
-                _check(step, whole)
-                return whole
+                _check(step, response)
+                return response
             attempts_left -= 1
             await _pause(min(pause_s, max(0.0, request.deadline_s - time.monotonic())))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-async def _whole(response: InferResponse | StreamedResponse, max_bytes: int) -> InferResponse:
-    """Return the response; join the parts of a streamed one.
-
-    Raises:
-        HandlerFailed: the parts exceed `max_bytes` together; the rest of them is abandoned.
-    """
-    if isinstance(response, InferResponse):
-        return response
-    head, parts, size = response.head, [], 0
-    async for part in response.chunks:
-        size += len(part)
-        if size > max_bytes:
-            raise HandlerFailed(f"The answer has more than max_response_size={max_bytes} bytes.", 500)
-        parts.append(part)
-    return InferResponse(b"".join(parts), head.headers, head.status, head.reason)
 
 
 def _hold(step: str, response: InferResponse, held: ResultsBudget) -> None:

@@ -11,8 +11,9 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from torchere.handlers.encode import compact_json
-from torchere.serving.errors import HandlerFailed, NotFound, OverBudget, ServingError
+from torchere.serving.errors import NotFound, OverBudget, ServingError
 from torchere.serving.frontend.budgets import BudgetExceeded, outcome_of
+from torchere.serving.frontend.dataplane import all_parts
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.generate import generate_request, generated, joined
 from torchere.serving.frontend.open_inference.json_request import (
@@ -235,7 +236,7 @@ class TensorPrediction(Prediction):
 
     async def _send_generated(self, outcome: InferResponse | StreamedResponse) -> None:
         """Send a response of any number of parts as one JSON object."""
-        parts = await _all_parts(outcome, self.connection.listener.limits.max_response_bytes)
+        parts = await all_parts(_parts(outcome), self.connection.listener.limits.max_response_bytes)
         self._send_packed(200, [JSON], await self._generated(parts), self._wire.answer_coding)
 
     async def _send_events(self, outcome: InferResponse | StreamedResponse, *, is_generate: bool) -> None:
@@ -321,17 +322,6 @@ async def _parts(response: InferResponse | StreamedResponse) -> AsyncIterator[by
         return
     async for chunk in response.chunks:
         yield chunk
-
-
-async def _all_parts(response: InferResponse | StreamedResponse, max_bytes: int) -> list[bytes]:
-    """Return the parts of a response; raise `HandlerFailed` when they exceed `max_bytes` together."""
-    parts, size = [], 0
-    async for part in _parts(response):
-        size += len(part)
-        if size > max_bytes:
-            raise HandlerFailed(f"The answer has more than max_response_size={max_bytes} bytes.", 500)
-        parts.append(part)
-    return parts
 
 
 def _generated_text(parts: Sequence[bytes]) -> bytes:
