@@ -161,6 +161,7 @@ REQUEST_ID = "torchere.request_id"  # key in an ASGI scope: the id that the answ
 _MULTIPART = "multipart/form-data"
 _FORM = "application/x-www-form-urlencoded"
 _JSON = "application/json"
+FORMS = frozenset({_MULTIPART, _FORM})
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 
 
@@ -181,7 +182,7 @@ def body_parameters(
     Raises:
         InvalidRequest: the form is malformed or has too many fields.
     """
-    mime, lowered = _media_type(content_type)
+    mime, lowered = media_type(content_type)
     body = bytes(body)
     if lowered == _MULTIPART:
         return tuple(multipart_parameters(content_type, body))
@@ -194,7 +195,7 @@ def body_parameters(
 
 def takes_long(content_type: str, body: bytes | memoryview) -> bool:
     """Tell whether `body_parameters` takes so long for the body that it should run in a thread."""
-    mime = _media_type(content_type)[1]
+    mime = media_type(content_type)[1]
     if mime == _FORM:
         return len(body) > INLINE_FORM_BYTES
     if mime != _MULTIPART or len(body) <= INLINE_MULTIPART_MARKS:
@@ -205,14 +206,8 @@ def takes_long(content_type: str, body: bytes | memoryview) -> bool:
     return text.count(b"\n") + text.count(b";") > INLINE_MULTIPART_MARKS
 
 
-def media_type(content_type: str) -> tuple[str, bool]:
-    """Return the media type without its parameters, and whether it is a form."""
-    mime, lowered = _media_type(content_type)
-    return mime, lowered in (_MULTIPART, _FORM)
-
-
 @lru_cache(maxsize=256)  # clients use few content types
-def _media_type(content_type: str) -> tuple[str, str]:
+def media_type(content_type: str) -> tuple[str, str]:
     """Return the media type without its parameters, as written and in lower case."""
     mime = content_type.partition(";")[0].strip()
     return mime, mime.lower()

@@ -16,7 +16,7 @@ from torchere.serving.errors import Forbidden, InvalidRequest
 from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, is_probe
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
-from torchere.serving.frontend.rest.codec import media_type, text_headers
+from torchere.serving.frontend.rest.codec import FORMS, media_type, text_headers
 from torchere.serving.frontend.rest.errors import INVALID_HTTP, UNKNOWN_TRANSFER_CODING, LastWords
 from torchere.serving.frontend.rest.page import wants_page
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
@@ -238,7 +238,8 @@ class Head:
         self.expects = False  # the client waits for "100 Continue" before it sends the body
         if not lines.keys().isdisjoint(_RARE):
             self._read_rare(lines)
-        self.mime, self.is_form = media_type(self.content_type)
+        self.mime, media = media_type(self.content_type)
+        self.is_form = media in FORMS
         self.group = "" if self.target is None else self.target.group
         self.texts: Pairs = ()  # headers for the handler: the client's as text, and those of the target
         self.trace: TraceContext | None = None

@@ -169,11 +169,9 @@ def answer_coding(accepted: bytes) -> Coding | None:
     `response_compression_algorithm`. Clients that list all codings they support (requests, httpx, browsers)
     get uncompressed responses: compressing a tensor takes ten times as long as answering with it.
     """
-    names = []
-    for item in accepted.decode("latin-1").lower().split(","):
-        name, _, weight = item.partition(";")
-        if name.strip() and not _is_zero(weight):
-            names.append(name.strip())
+    names = [
+        name for name, is_allowed in _accepted(accepted.decode("latin-1")).items() if name and is_allowed
+    ]
     return _CODINGS.get(names[0]) if len(names) == 1 else None
 
 
@@ -183,11 +181,14 @@ def accepts_gzip(accepted: str) -> bool:
     >>> accepts_gzip("br, gzip;q=0.5"), accepts_gzip("gzip;q=0, *"), accepts_gzip("")
     (True, False, False)
     """
-    weights = {}
-    for item in accepted.lower().split(","):
-        name, _, weight = item.partition(";")
-        weights[name.strip()] = not _is_zero(weight)
-    return weights.get("gzip", weights.get("*", False))
+    codings = _accepted(accepted)
+    return codings.get("gzip", codings.get("*", False))
+
+
+def _accepted(header: str) -> dict[str, bool]:
+    """Return the codings of an `Accept-Encoding`, and whether each of them is allowed."""
+    items = [item.partition(";") for item in header.lower().split(",")]
+    return {name.strip(): not _is_zero(weight) for name, _, weight in items}
 
 
 def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
