@@ -424,7 +424,7 @@ class Connection(asyncio.BufferedProtocol):
         """
         self.announce_end()
         self._loop.call_later(DRAIN_LINGER_S, self._close_if_idle)
-        if not (self.is_busy() or self._is_in_body()):  # a head has begun, or may come
+        if not self.is_busy():  # a head has begun, or may come
             self._end_timer()
             self._mind_the_head()
         if self._upload is not None:

@@ -51,7 +51,6 @@ OVER_BUDGET = LastWords(
 
 # The type of all errors of handlers and executors, independent of the status.
 INTERNAL = "InternalServerException"
-_REWRITTEN_STATUS = {413: 507}  # 413 is kept for bodies that the server itself refused
 
 
 class UnknownCoding(e.InvalidRequest):
@@ -121,16 +120,11 @@ TABLE: dict[type[e.ServingError], tuple[int, str]] = {
 def status_and_type(error: e.ServingError) -> tuple[int, str]:
     """Return the HTTP status of an error and its `type` string."""
     if isinstance(error, e.HandlerFailed):
-        return handler_status(error.status), INTERNAL
+        status = 507 if error.status == 413 else error.status  # 413: a body that the server itself refused
+        return status if 400 <= status <= 599 else 500, INTERNAL
     if isinstance(error, (e.LoadFailed, e.ExecutorDied)) and error.out_of_memory:
         return 507, INTERNAL
     return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
-
-
-def handler_status(status: int) -> int:
-    """Return the HTTP status for a handler's error status: 413 becomes 507, and one outside 400-599 500."""
-    status = _REWRITTEN_STATUS.get(status, status)
-    return status if 400 <= status <= 599 else 500
 
 
 def error_body(error: e.ServingError, show_detail: bool, path: str = "") -> dict[str, object]:

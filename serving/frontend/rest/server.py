@@ -169,16 +169,13 @@ def listeners(settings: ServerSettings) -> list[tuple[Address, Surfaces]]:
     ]
     if settings.metrics_address is not None:
         wanted.append((settings.metrics_address, frozenset({"metrics"})))
-    merged: list[tuple[Address, Surfaces]] = []
+    merged: dict[object, tuple[Address, Surfaces]] = {}
     for address, surfaces in wanted:
-        same = [i for i, (other, _) in enumerate(merged) if other == address and _is_fixed(address)]
-        if same:
-            merged[same[0]] = (address, merged[same[0]][1] | surfaces)
-        else:
-            merged.append((address, surfaces))
+        is_fixed = address.unix_path is not None or address.port != 0
+        place = address if is_fixed else object()
+        merged[place] = (address, surfaces | merged[place][1] if place in merged else surfaces)
     extra: Surfaces = frozenset() if settings.metrics_address is None else frozenset({"metrics"})
-    return [(address, surfaces | extra if len(surfaces) > 1 else surfaces) for address, surfaces in merged]
-
-
-def _is_fixed(address: Address) -> bool:
-    return address.unix_path is not None or address.port != 0
+    return [
+        (address, surfaces | extra if len(surfaces) > 1 else surfaces)
+        for address, surfaces in merged.values()
+    ]
