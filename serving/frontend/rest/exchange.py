@@ -17,7 +17,6 @@ from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.rest.bodies import WholeBody
 from torchere.serving.frontend.rest.errors import status_and_type
 from torchere.serving.frontend.rest.heads import Head
-from torchere.serving.frontend.rest.targets import route_of
 from torchere.serving.frontend.rest.wire import (
     LAST_LINES,
     NO_CONTENT,
@@ -181,7 +180,7 @@ class Exchange(ABC):
         head, connection = self.head, self.connection
         method = head.method if head.method in _METHODS else "_OTHER"
         place = head.place
-        route = place.row.route if place.target is None else route_of(place.path, place.target)
+        route = place.row.route if place.target is None else place.target.route
         attributes: dict[str, str | int] = {
             "http.request.method": method,
             "http.route": route,

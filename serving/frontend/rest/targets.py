@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 Pairs = tuple[tuple[str, str], ...]
 Verb: TypeAlias = Literal["", "infer", "generate", "generate_stream"]
@@ -11,25 +12,17 @@ Verb: TypeAlias = Literal["", "infer", "generate", "generate_stream"]
 EXPLAIN_NO: Pairs = (("explain", "False"),)
 EXPLAIN_YES: Pairs = (("explain", "True"),)
 
-# First segments with another meaning: a model with such a name can't be reached by `/{model}/predict`.
-_RESERVED = frozenset(
-    {"predictions", "explanations", "invocations", "wfpredict", "ping", "api-description"}  # inference
-    | {"models", "workflows", "token", "v1", "v2"}  # management and KServe
-    | {"metrics", "livez", "readyz", "startupz"}
-)
-
-_VERBS: dict[str, Verb] = {"infer": "infer", "generate": "generate", "generate_stream": "generate_stream"}
-
 
 class Target(NamedTuple):
     """A parsed prediction path."""
 
-    model: str | None  # None: named in the query or a form field, or the sole startup model (`/invocations`)
+    model: str | None = None  # None: in the query or a form field, or the sole startup model (`/invocations`)
     version: str | None = None  # None: the default version
     headers: Pairs = ()  # headers for the handler, in addition to the client's
     takes_query: bool = False  # query parameters are passed to the handler too
     verb: Verb = ""  # of the Open Inference Protocol; "": another protocol's path
     speaks_json: bool = False  # a path of KServe, whose servers take any body for JSON
+    route: str = ""  # the path without the client's names, for spans
 
     @property
     def group(self) -> str:
@@ -37,84 +30,59 @@ class Target(NamedTuple):
         return "explain" if EXPLAIN_YES[0] in self.headers else ""
 
 
+_QUERY = Target(takes_query=True)
+_KSERVE = Target(headers=EXPLAIN_NO, speaks_json=True)
+_KSERVE_EXPLAIN = Target(headers=EXPLAIN_YES, speaks_json=True)
+# TorchServe's path of a model, a version, and a rest for the handler.
+_NAMED = r"(?P<model>[^/]*)(?:/(?P<version>[^/]*)(?:/(?P<url_path>.*))?)?"
+_V2_VERSION = r"/v2/models/(?P<model>[^/]*)(?:/versions/(?P<version>[^/]*))?"
+# First segments with another meaning: a model with such a name can't be reached by `/{model}/predict`.
+_RESERVED = (
+    "predictions|explanations|invocations|wfpredict|ping|api-description"  # inference
+    "|models|workflows|token|v1|v2"  # management and KServe
+    "|metrics|livez|readyz|startupz"
+)
+# The first pattern that matches counts. Each takes time in proportion to the path.
+_PATTERNS = [
+    (re.compile(pattern, re.DOTALL), target)
+    for pattern, target in (
+        (f"/predictions/{_NAMED}", Target(headers=EXPLAIN_NO)),
+        (f"/explanations/{_NAMED}", Target(headers=EXPLAIN_YES)),
+        (r"/v1/models/(?P<model>[^/:]*)(?=:)(?=[^/]*:predict)[^/]*", _KSERVE),
+        (r"/v1/models/(?P<model>[^/:]*)(?=:)(?=[^/]*:explain)[^/]*", _KSERVE_EXPLAIN),
+        (f"{_V2_VERSION}/(?P<verb>infer|generate|generate_stream)", _KSERVE),
+        (r"/v2/models/(?P<model>[^/]*)/explain", _KSERVE_EXPLAIN),
+        (r"/invocations", _QUERY),
+        (r"/models/(?P<model>[^/]*)/invoke", _QUERY),
+        (rf"/(?!(?:{_RESERVED})/)(?P<model>[^/]*)(?:/(?P<version>[^/]*))?/predict", _QUERY),
+    )
+]
+
+
 @lru_cache(maxsize=1024)  # clients use few paths, and every request looks one up
 def prediction_target(path: str) -> Target | None:
     """Return the target of a percent-decoded path; None if it is not a prediction path."""
-    segments = path.rstrip("/").split("/")[1:]
-    target = _target(segments) if segments else None
-    return None if target is None or target.version == "" else target  # an empty version is not the default
+    path = path.rstrip("/")
+    for pattern, target in _PATTERNS:
+        if found := pattern.fullmatch(path):
+            return _filled(target, found)
+    return None
 
 
-def route_of(path: str, target: Target) -> str:
-    """Return a prediction path without the client's names, for spans.
-
-    >>> path = "/v2/models/m/versions/1/infer"
-    >>> route_of(path, prediction_target(path))
-    '/v2/models/{model}/versions/{version}/infer'
-    """
-    segments = path.rstrip("/").split("/")[1:]
-    if target.model is None:
-        return path
-    at = 2 if segments[0] in ("v1", "v2") else 1 if segments[0] in _RESERVED else 0
-    verb = segments[at].partition(":")[2] if segments[0] == "v1" else ""
-    segments[at] = f"{{model}}:{verb}" if verb else "{model}"
-    if target.version is not None:
-        segments[segments.index(target.version, at + 1)] = "{version}"
-    if segments[0] in ("predictions", "explanations") and len(segments) > 3:
-        segments[3:] = ["{url_path}"]
-    return "/" + "/".join(segments)
-
-
-def _target(segments: list[str]) -> Target | None:
-    first = segments[0]
-    if first == "predictions":
-        return _named(segments, EXPLAIN_NO)
-    if first == "explanations":
-        return _named(segments, EXPLAIN_YES)
-    if first in ("v1", "v2"):
-        kserve = _kserve(segments)
-        return None if kserve is None else kserve._replace(speaks_json=True)
-    return _query_style(segments)
-
-
-def _named(segments: list[str], explain: Pairs) -> Target | None:
-    if len(segments) < 2:
+def _filled(target: Target, found: re.Match[str]) -> Target | None:
+    named = found.groupdict()
+    version = named.get("version")
+    if version == "":  # it is not the default
         return None
-    version = segments[2] if len(segments) > 2 else None
-    return Target(segments[1], version, (("url_path", "/".join(segments[3:])), *explain))
-
-
-def _kserve(segments: list[str]) -> Target | None:
-    if len(segments) < 3 or segments[1] != "models":
-        return None
-    if segments[0] == "v2":
-        return _open_inference(segments[2], segments[3:])
-    model = segments[2].partition(":")[0]
-    if len(segments) > 3:
-        return None
-    if ":predict" in segments[2]:
-        return Target(model, headers=EXPLAIN_NO)
-    return Target(model, headers=EXPLAIN_YES) if ":explain" in segments[2] else None
-
-
-def _open_inference(model: str, rest: list[str]) -> Target | None:
-    version = None
-    if len(rest) == 3 and rest[0] == "versions":
-        version, rest = rest[1], rest[2:]
-    if len(rest) != 1:
-        return None
-    verb = _VERBS.get(rest[0])
-    if verb is not None:
-        return Target(model, version, EXPLAIN_NO, verb=verb)
-    return Target(model, headers=EXPLAIN_YES) if rest[0] == "explain" and version is None else None
-
-
-def _query_style(segments: list[str]) -> Target | None:
-    if segments == ["invocations"]:
-        return Target(None, takes_query=True)
-    if segments[0] == "models":
-        is_invoke = len(segments) == 3 and segments[2] == "invoke"
-        return Target(segments[1], takes_query=True) if is_invoke else None
-    if segments[-1] != "predict" or segments[0] in _RESERVED or not 2 <= len(segments) <= 3:
-        return None
-    return Target(segments[0], segments[1] if len(segments) == 3 else None, takes_query=True)
+    url_path = (("url_path", named["url_path"] or ""),) if "url_path" in named else ()
+    route = found.string
+    for name in reversed(found.re.groupindex):
+        if found[name] is not None and name != "verb":
+            route = f"{route[: found.start(name)]}{{{name}}}{route[found.end(name) :]}"
+    return target._replace(
+        model=named.get("model"),
+        version=version,
+        headers=url_path + target.headers,
+        verb=cast("Verb", named.get("verb", "")),
+        route=route,
+    )
