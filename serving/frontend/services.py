@@ -11,7 +11,6 @@ from torchere.serving.access.client_limits import ClientLimits
 from torchere.serving.access.keys import Keys
 from torchere.serving.access.tls import Certificates
 from torchere.serving.config.server_settings import Limits, ServerSettings
-from torchere.serving.frontend.authorisation import Surfaces
 from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES, Budgets
 from torchere.serving.telemetry.metrics import Metrics
 
@@ -29,10 +28,6 @@ class Services:
     budgets: Budgets = field(default_factory=Budgets)
     certificates: Certificates | None = None  # of every listener with TLS
     client_limits: ClientLimits | None = None  # None: clients are not told apart
-
-    def shows_detail(self, surfaces: Surfaces) -> bool:
-        """Whether errors on a REST port carry details, which are for operators alone."""
-        return surfaces == {"management"} and not self.settings.strict_compatibility
 
 
 def budgets_of(limits: Limits) -> Budgets:

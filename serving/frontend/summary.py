@@ -19,9 +19,10 @@ _DEFAULT = Address("127.0.0.1", 8080)
 _MOST_NUMBERS = 32  # in a line to paste
 _MOST_CHARACTERS = 500  # of an example in a line to paste
 _UNKNOWN = "YOUR_REQUEST_FILE"  # where nothing is known of the input
-_PICTURES = ("image_classifier", "image_segmenter", "object_detector")
+# By the handlers that take a file: the option of `torchere predict`, and the name that stands for the file.
+_FILES = dict.fromkeys(("image_classifier", "image_segmenter", "object_detector"), ("--image", "PICTURE.jpg"))
+_FILES["voice_activity"] = ("--file", "SOUND.wav")
 _TEXTS = ("sequence_classifier", "text_classifier", "text_embedding")
-_SOUNDS = ("voice_activity",)
 Paint = Callable[[str, str], str]
 
 
@@ -84,10 +85,8 @@ def _reachable(address: Address) -> Address:
 
 def _body(facts: ModelFacts) -> list[str]:
     """Return the options of `torchere predict` that give the model an input."""
-    if facts.handler in _PICTURES:
-        return ["--image", "PICTURE.jpg"]
-    if facts.handler in _SOUNDS:
-        return ["--file", "SOUND.wav"]
+    if facts.handler in _FILES:
+        return [*_FILES[facts.handler]]
     if facts.handler in _TEXTS:
         return ["--text", "'A sentence.'"]
     signature = _tensors(facts)
@@ -125,8 +124,8 @@ def _plain_value(spec: TensorSpec) -> object:
 def _curl_body(name: str, facts: ModelFacts) -> tuple[str, list[str]]:
     """Return the path and the options of curl that give the model an input."""
     path = f"/predictions/{name}"
-    if facts.handler in (*_PICTURES, *_SOUNDS):
-        return path, ["-T", "PICTURE.jpg" if facts.handler in _PICTURES else "SOUND.wav"]
+    if facts.handler in _FILES:
+        return path, ["-T", _FILES[facts.handler][1]]
     if facts.handler in _TEXTS:
         return path, ["-d", "'A sentence.'", "-H 'Content-Type: text/plain'"]
     signature = _tensors(facts)
@@ -147,7 +146,7 @@ def _curl_body(name: str, facts: ModelFacts) -> tuple[str, list[str]]:
 
 def is_declared(facts: ModelFacts) -> bool:
     """Whether the input of the model is known: by its handler, its signature, or its model config."""
-    by_handler = facts.handler in (*_PICTURES, *_SOUNDS, *_TEXTS)
+    by_handler = facts.handler in (*_FILES, *_TEXTS)
     return by_handler or _tensors(facts) is not None or bool(_example(facts))
 
 

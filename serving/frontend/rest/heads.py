@@ -21,7 +21,7 @@ from torchere.serving.frontend.rest.errors import INVALID_HTTP, UNKNOWN_TRANSFER
 from torchere.serving.frontend.rest.page import wants_page
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
 from torchere.serving.frontend.rest.wire import Wire, read_wire
-from torchere.serving.logs.trace_context import TraceContext, trace_of_headers
+from torchere.serving.logs.trace_context import trace_of_headers
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -166,37 +166,10 @@ class Head:
     """A parsed request head. Requests with the same head share it, so treat it as immutable."""
 
     __slots__ = (
-        *(
-            "authorization",
-            "content_type",
-            "expects",
-            "group",
-            "headers",
-            "host",
-            "is_form",
-            "is_head",
-            "is_old",
-            "is_preflight",
-            "is_probe",
-            "is_tensors",
-            "is_traced",
-        ),
-        *(
-            "keep_alive",
-            "length",
-            "method",
-            "mime",
-            "origin",
-            "page_refusal",
-            "place",
-            "priority",
-            "refusal",
-            "request_line",
-            "role",
-            "target",
-        ),
-        *("text", "texts"),
-        *("timeout_ms", "trace", "version", "wire"),
+        *("authorization", "content_type", "expects", "group", "headers", "host", "is_form", "is_head"),
+        *("is_old", "is_preflight", "is_probe", "is_tensors", "keep_alive", "length", "method", "mime"),
+        *("origin", "page_refusal", "place", "priority", "refusal", "request_line", "role", "target"),
+        *("text", "texts", "timeout_ms", "trace", "version", "wire"),
     )
 
     def __init__(self, reader: HeadReader, place: Place) -> None:
@@ -228,13 +201,12 @@ class Head:
             and self.origin is not None
             and b"access-control-request-method" in lines
         )
-        keys = [value.decode("latin-1") for name, value in reader.headers if name.lower() == b"authorization"]
-        self.authorization = authorization_of(keys)
+        keys = _values(reader.headers, b"authorization")
+        self.authorization = authorization_of([value.decode("latin-1") for value in keys])
         # Content-Length, or `CHUNKED`. The parser accepts digits only; the last 20 are enough for any length.
         self.length = int(lines.get(b"content-length", b"0")[-20:])
         if reader.method == b"CONNECT":
             self.length = 0
-        self.is_traced = b"traceparent" in lines
         self.expects = False  # the client waits for "100 Continue" before it sends the body
         if not lines.keys().isdisjoint(_RARE):
             self._read_rare(lines)
@@ -242,7 +214,7 @@ class Head:
         self.is_form = media in FORMS
         self.group = "" if self.target is None else self.target.group
         self.texts: Pairs = ()  # headers for the handler: the client's as text, and those of the target
-        self.trace: TraceContext | None = None
+        self.trace = trace_of_headers(self.headers) if b"traceparent" in lines else None
         self.wire: Wire | None = None  # headers of the Open Inference Protocol; None: malformed
         self.is_tensors = False  # the path is one of that protocol
 
@@ -252,8 +224,8 @@ class Head:
         elif b"transfer-encoding" in lines or b"expect" in lines:
             self.keep_alive = False  # RFC 9112, 6.1: an HTTP/1.0 proxy may find another end of the body
         if b"upgrade" in lines:  # upgrades are ignored: neither handlers nor the app get the header
-            self.headers = [line for line in self.headers if line[0].lower() != b"upgrade"]
-        codings = [value for name, value in self.headers if name.lower() == b"transfer-encoding"]
+            self.headers = _without(self.headers, b"upgrade")
+        codings = _values(self.headers, b"transfer-encoding")
         if codings and self.method != "CONNECT":
             names = [name.strip(b" \t").lower() for name in b",".join(codings).split(b",")]
             if names[-1] != b"chunked":
@@ -261,10 +233,6 @@ class Head:
             if len(names) > 1:  # RFC 9112, 6.1: they would have to be decoded before a handler has the body
                 raise BadHead(names[0].decode("latin-1"), UNKNOWN_TRANSFER_CODING)
             self.length = CHUNKED
-
-    def hide_key(self) -> None:
-        """Take the key from the headers of handlers, which could call the server with it."""
-        self.headers = [line for line in self.headers if line[0].lower() != b"authorization"]
 
     def inflated(self) -> Head:
         """Return a copy without Content-Encoding, for a handler that gets the body decompressed."""
@@ -324,9 +292,8 @@ class Heads:
             elif not bearer_key(head.authorization):
                 head.page_refusal = self._guard.refusal(needs, head.host, head.origin, checks_host=False)
         if self._takes_tokens and head.role is not None:
-            head.hide_key()
-        if head.is_traced:
-            head.trace = trace_of_headers(head.headers)
+            # A handler could call the server with it.
+            head.headers = _without(head.headers, b"authorization")
         target = head.target
         if target is not None:
             head.texts = text_headers(head.headers) + target.headers
@@ -364,6 +331,14 @@ class Heads:
         return Place(raw_path, path, parsed.query or b"", row, role, target, is_charged(row))
 
 
+def _values(headers: RawHeaders, name: bytes) -> list[bytes]:
+    return [value for spelled, value in headers if spelled.lower() == name]
+
+
+def _without(headers: RawHeaders, name: bytes) -> RawHeaders:
+    return [line for line in headers if line[0].lower() != name]
+
+
 def _without_query(found: re.Match[bytes]) -> bytes:
     """Return the parameter `url` for the access log: without its query, which may hold a signature."""
     url = unquote_plus(found[2].decode("latin-1"), "latin-1")
@@ -380,7 +355,7 @@ def _host(reader: HeadReader) -> bytes:
     """
     if reader.version not in _VERSIONS:
         raise BadHead(f"its version is HTTP/{reader.version}")
-    hosts = [value for name, value in reader.headers if name.lower() == b"host"]
+    hosts = _values(reader.headers, b"host")
     if len(hosts) == 1 and _HOST.fullmatch(hosts[0]):
         return hosts[0]
     if hosts or reader.version != "1.0":

@@ -61,7 +61,8 @@ class Listener:
         self.answers_preflights = settings.cors_allowed_origin != ""
         self.server_timing = settings.server_timing
         self.adds_headers = bool(self.cors or self.server_timing)  # to answers of handlers
-        self.show_detail = services.shows_detail(surfaces)
+        # Details of errors are for operators alone.
+        self.show_detail = surfaces == {"management"} and not settings.strict_compatibility
         self.tensors: TensorService | None = None  # None: requests of that protocol are plain bodies
         if settings.open_inference_protocol:
             self.tensors = TensorService(dataplane, settings.service_envelope)
