@@ -63,9 +63,7 @@ class Listener:
         self.adds_headers = bool(self.cors or self.server_timing)  # to answers of handlers
         # Details of errors are for operators alone.
         self.show_detail = surfaces == {"management"} and not settings.strict_compatibility
-        self.tensors: TensorService | None = None  # None: requests of that protocol are plain bodies
-        if settings.open_inference_protocol:
-            self.tensors = TensorService(dataplane, settings.service_envelope)
+        self.tensors = TensorService(dataplane, settings.service_envelope)
         port = RestPort(
             surfaces,
             authorizes=services.keys is not None,
@@ -74,7 +72,7 @@ class Listener:
         self.heads = Heads(
             port,
             settings.limits.max_request_bytes,
-            speaks_tensors=self.tensors is not None,
+            speaks_tensors=settings.open_inference_protocol,
             guard=BrowserGuard(surfaces, settings),
             takes_tokens=services.keys is not None and settings.token_auth_enabled,
         )

@@ -24,7 +24,6 @@ from torchere.serving.frontend.open_inference.json_request import (
 )
 from torchere.serving.frontend.open_inference.service import (
     KNOWN_HEAD_BYTES,
-    TensorService,
     filled,
     tensors_behind,
     whole,
@@ -66,12 +65,11 @@ BRIEF_JSON_BYTES = 4096  # parsed in less than half a millisecond, whatever it s
 class TensorPrediction(Prediction):
     """A prediction at a path of the Open Inference Protocol; a plain one if the handler gets the raw body."""
 
-    __slots__ = ("_facts", "_for_handler")
+    __slots__ = ("_for_handler",)
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
         super().__init__(connection, head)
         self._for_handler = False
-        self._facts: ModelFacts | None = None
 
     @property
     def _wire(self) -> Wire:
@@ -99,12 +97,11 @@ class TensorPrediction(Prediction):
 
     def _read_inflated(self, body: Body) -> None:
         wire, target = self._wire, self.head.target
-        tensors = self.connection.listener.tensors
-        if target is None or tensors is None:
+        if target is None:
             raise NotFound(f"{self.head.place.path} is no path of the Open Inference Protocol")
-        if self._ask_known(tensors, target, wire, body):
+        if self._ask_known(target, wire, body):
             return
-        self._facts = facts = self._meant(tensors, target, wire, body)
+        facts = self._meant(target, wire, body)
         if facts is None:
             self._for_handler = True
             if wire.coding is not None:
@@ -121,18 +118,18 @@ class TensorPrediction(Prediction):
             length = len(body)
         turns = self.connection.listener.budgets.turns
         if length <= BRIEF_JSON_BYTES:
-            self._ask_tensors(parse(), body)
+            self._ask_tensors(target, facts, parse(), body)
         elif length <= INLINE_JSON_BYTES and not turns.are_over:
             began_s = time.monotonic()
             try:
                 request = parse()
             finally:
                 turns.spend(time.monotonic() - began_s)
-            self._ask_tensors(request, body)
+            self._ask_tensors(target, facts, request, body)
         else:
-            self.in_turn(partial(self._keep_tensors, length), parse)
+            self.in_turn(partial(self._keep_tensors, target, facts, length), parse)
 
-    def _meant(self, service: TensorService, target: Target, wire: Wire, body: Body) -> ModelFacts | None:
+    def _meant(self, target: Target, wire: Wire, body: Body) -> ModelFacts | None:
         """Return the version's facts if the body holds tensors; None if the handler gets it unparsed.
 
         Handlers behind an envelope, and handlers of archives without a signature, parse the JSON themselves.
@@ -141,7 +138,7 @@ class TensorPrediction(Prediction):
             NotFound, Unavailable: the version is not registered; the refusal is counted.
         """
         is_infer = target.verb == "infer" and wire.json_bytes is None
-        dataplane = self.connection.listener.dataplane
+        dataplane, service = self.connection.listener.dataplane, self.connection.listener.tensors
         try:
             facts = dataplane.facts(str(target.model), target.version)
         except NotFound as error:
@@ -152,33 +149,32 @@ class TensorPrediction(Prediction):
         is_opaque = service.enveloped(facts) or (facts.signature is None and target.version is None)
         return None if is_infer and is_opaque else facts
 
-    def _keep_tensors(self, length: int, request: TensorRequest) -> None:
+    def _keep_tensors(self, target: Target, facts: ModelFacts, length: int, request: TensorRequest) -> None:
         """Submit tensors that replace `length` bytes of JSON; count what they have more."""
         size = sum([len(tensor.raw) for tensor in request.inputs if isinstance(tensor.raw, bytes)])
         _room(self.connection.budget.take, max(0, size - length))
-        self._ask_tensors(request)
+        self._ask_tensors(target, facts, request)
 
-    def _ask_known(self, service: TensorService, target: Target, wire: Wire, body: Body) -> bool:
+    def _ask_known(self, target: Target, wire: Wire, body: Body) -> bool:
         """Submit a request whose head came before, and tell so; the bytes behind the head are its tensors."""
         key = _key(target, wire, body)
-        if key is None or wire.json_bytes is None or (known := service.translated(key)) is None:
-            return False
-        if sum(known.sizes) != len(body) - wire.json_bytes:
+        known = None if key is None else self.connection.listener.tensors.translated(key)
+        if known is None or wire.json_bytes is None or sum(known.sizes) != len(body) - wire.json_bytes:
             return False
         self._submit(known.request, tensors_behind(memoryview(body), wire.json_bytes, known.sizes))
         return True
 
-    def _ask_tensors(self, request: TensorRequest, body: Body = b"") -> None:
-        tensors, facts, target = self.connection.listener.tensors, self._facts, self.head.target
-        if tensors is None or facts is None or target is None:
-            raise NotFound(f"{self.head.place.path} is no path of the Open Inference Protocol")
+    def _ask_tensors(
+        self, target: Target, facts: ModelFacts, request: TensorRequest, body: Body = b""
+    ) -> None:
+        service = self.connection.listener.tensors
         if target.verb == "infer" and self._wire.wants_events:
             request = _for_events(request)
-        prepared = tensors.prepared(facts, request)
+        prepared = service.prepared(facts, request)
         key = _key(target, self._wire, body)
         # Heads with an id do not come again, and would push out the others.
         if key is not None and not request.id and _is_behind_head(request, len(body) - len(key.head)):
-            tensors.keep(key, target.version, facts, prepared)
+            service.keep(key, target.version, facts, prepared)
         self._submit(prepared)
 
     def _submit(self, prepared: InferRequest, tensors: Sequence[bytes | memoryview] = ()) -> None:
@@ -276,11 +272,6 @@ class TensorPrediction(Prediction):
         else:
             self.error = in_plain_words(error)
             self.answer(*protocol_error(self.error))
-
-    def let_go(self) -> None:
-        """Release the request's memory."""
-        super().let_go()
-        self._facts = None
 
 
 class _Key(NamedTuple):
