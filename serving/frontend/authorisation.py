@@ -47,6 +47,11 @@ class Row(NamedTuple):
         """Return the name of the change that a call makes; "" if it only reads."""
         return self.actions.get(method, self.actions.get(ANY_METHOD, ""))
 
+    @property
+    def is_charged(self) -> bool:
+        """Whether a request counts for the rate of its client; see `access/client_limits.py`."""
+        return self.needs == "inference" and self.route not in HEALTH_ROUTES
+
 
 def _rest(port: Role | None, needs: Need, *routes: str, **actions: str) -> Iterator[Row]:
     return (Row("rest", port, needs, route, actions) for route in routes)
@@ -149,11 +154,6 @@ _CONVERTERS = {"": "[^/]+", "path": ".*", "wfpredict": "(?i:wfpredict)"}  # by t
 def is_probe(path: str) -> bool:
     """Tell whether a path is that of a probe of the server or of a model."""
     return path in PROBES or path.startswith(_MODEL_PROBES)
-
-
-def is_charged(row: Row) -> bool:
-    """Tell whether a request counts for the rate of its client; see `access/client_limits.py`."""
-    return row.needs == "inference" and row.route not in HEALTH_ROUTES
 
 
 def grpc_rows(port: Role) -> Mapping[str, Row]:

@@ -155,7 +155,7 @@ class Exchange(ABC):
                 if head.page_refusal is not None:
                     self.refuse(head.page_refusal)
                     return False
-            if listener.client_limits is not None and head.place.is_charged:
+            if listener.client_limits is not None and head.place.row.is_charged:
                 self.account = listener.client_limits.charge(self.caller, self.started_s)
         except (Unauthorized, TooManyRequests) as error:
             self.refuse(error)

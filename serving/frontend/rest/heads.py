@@ -13,7 +13,7 @@ import httptools
 from torchere.serving.access.identity import Role, authorization_of, bearer_key
 from torchere.serving.config.kinds import shown_url
 from torchere.serving.errors import Forbidden, InvalidRequest
-from torchere.serving.frontend.authorisation import RestPort, Row, is_charged, is_probe
+from torchere.serving.frontend.authorisation import RestPort, Row, is_probe
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import FORMS, media_type, text_headers
@@ -159,7 +159,6 @@ class Place(NamedTuple):
     row: Row
     role: Role | None  # that its client must have; None: it is for every client
     target: Target | None  # None: not a prediction; the app answers it
-    is_charged: bool  # whether it counts for the rate of its client
 
 
 class Head:
@@ -283,7 +282,7 @@ class Heads:
         """
         place = self._place_of(reader.method, reader.url)
         if place.path == "/" and self._port.page is not None and wants_page(reader.method, reader.headers):
-            place = place._replace(row=self._port.page, role=None, is_charged=False)
+            place = place._replace(row=self._port.page, role=None)
         head = Head(reader, place)
         if self._guard is not None:
             needs = head.place.row.needs
@@ -328,7 +327,7 @@ class Heads:
         target = prediction_target(path) if is_prediction else None
         row = self._port.row(method.decode("ascii"), path)
         role = self._port.role(row)
-        return Place(raw_path, path, parsed.query or b"", row, role, target, is_charged(row))
+        return Place(raw_path, path, parsed.query or b"", row, role, target)
 
 
 def _values(headers: RawHeaders, name: bytes) -> list[bytes]:
