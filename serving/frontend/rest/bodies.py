@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 from starlette.requests import Request
-from starlette.types import Receive
 
 from torchere.serving.errors import Cancelled
 from torchere.serving.frontend.alignment import room_before
@@ -152,24 +151,20 @@ def end_of_blank(data: bytes, start: int) -> int:
     return blank.end() if blank is not None else start
 
 
-async def read_body(receive: Receive, announced_bytes: int, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read the whole body of a request to an ASGI app.
-
-    Args:
-        receive: the ASGI callable.
-        announced_bytes: the Content-Length, 0 when there is none.
-        max_bytes: the longest body to accept.
 
     Raises:
         BodyTooLong: the body exceeds `max_bytes`; raised early if the Content-Length does.
         Cancelled: the connection ended before the body did.
     """
-    if announced_bytes > max_bytes:
+    # `int` refuses thousands of zeros; the last 20 digits are enough for any length.
+    if int(request.headers.get("content-length", "0")[-20:]) > max_bytes:
         raise BodyTooLong(max_bytes)
     # One growing buffer, not a list: a body sent byte by byte needs no more memory than one sent at once.
     buffer = bytearray()
     while True:
-        message = await receive()
+        message = await request.receive()
         if message["type"] != "http.request":
             raise Cancelled
         buffer += message.get("body", b"")
@@ -186,9 +181,8 @@ async def read_parameters(request: Request, max_bytes: int) -> bytes:
         ParametersTooLong: it has more than `MAX_PARAMETERS_BYTES`.
         BodyTooLong, Cancelled: as for `read_body`.
     """
-    announced_bytes = int(request.headers.get("content-length", "0")[-20:])
     try:
-        return await read_body(request.receive, announced_bytes, min(max_bytes, MAX_PARAMETERS_BYTES))
+        return await read_body(request, min(max_bytes, MAX_PARAMETERS_BYTES))
     except BodyTooLong:
         if max_bytes <= MAX_PARAMETERS_BYTES:
             raise

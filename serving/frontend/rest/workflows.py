@@ -118,8 +118,7 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[R
         CallScope("rest", started_s, lambda: headers, status_of, caller=caller, many=True)
         timeout_ms = request.headers.get("x-torchere-timeout-ms", "").encode("latin-1", "replace")
         deadline_s = deadline(timeout_ms, started_s) if timeout_ms else NO_DEADLINE
-        length = int(request.headers.get("content-length", "0")[-20:])  # `int` refuses thousands of zeros
-        body = await read_body(request.receive, length, max_bytes)
+        body = await read_body(request, max_bytes)
         content_type = request.headers.get("content-type", "")
         parse = partial(body_parameters, content_type, body)
         is_long = takes_long(content_type, body)

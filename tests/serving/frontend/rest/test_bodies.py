@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.requests import Request
 
 from torchere.serving.errors import Cancelled
 from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
@@ -32,7 +33,9 @@ class Incoming:
 
 
 def read(incoming: Incoming, announced: int = 0, limit: int = 10) -> bytes:
-    return asyncio.run(read_body(incoming.receive, announced, limit))
+    headers = [(b"content-length", b"%d" % announced)] if announced else []
+    request = Request({"type": "http", "headers": headers}, incoming.receive)
+    return asyncio.run(read_body(request, limit))
 
 
 def test_a_body_of_one_chunk_is_that_chunk():
