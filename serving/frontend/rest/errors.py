@@ -19,14 +19,15 @@ class LastWords(NamedTuple):
 
     def text(self, path: str = "") -> bytes:
         """Return head and body, for a request with this path; "": it is not known."""
-        body = pretty(_members(self.status, self.type, self.message, path)) + "\n"
+        body = pretty(error_members(self.status, self.type, self.message, path)) + "\n"
         return (
             f"HTTP/1.1 {self.status} {self.phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}"
         ).encode("ascii")
 
 
-def _members(status: int, kind: str, message: str, path: str) -> dict[str, object]:
+def error_members(status: int, kind: str, message: str, path: str) -> dict[str, object]:
+    """Return the JSON object of an error; below `/v2` it has `error`, too."""
     members: dict[str, object] = {"code": status, "type": kind, "message": message}
     if path == "/v2" or path.startswith("/v2/"):
         members["error"] = message  # the one member that clients of the Open Inference Protocol read
@@ -125,17 +126,3 @@ def status_and_type(error: e.ServingError) -> tuple[int, str]:
     if isinstance(error, (e.LoadFailed, e.ExecutorDied)) and error.out_of_memory:
         return 507, INTERNAL
     return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
-
-
-def error_body(error: e.ServingError, show_detail: bool, path: str = "") -> dict[str, object]:
-    """Return the JSON object of an error.
-
-    Args:
-        error: the error.
-        show_detail: whether the object has `detail`.
-        path: of the request; below `/v2` the object has `error`, too.
-    """
-    body = _members(*status_and_type(error), error.message, path)
-    if show_detail and error.detail:
-        body["detail"] = error.detail
-    return body

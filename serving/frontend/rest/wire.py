@@ -16,7 +16,12 @@ from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.budgets import GZIP_BITS, inflated, inflated_if_short
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.known_heads import Known
-from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding, error_body, status_and_type
+from torchere.serving.frontend.rest.errors import (
+    InflatesTooFar,
+    UnknownCoding,
+    error_members,
+    status_and_type,
+)
 from torchere.serving.types import InferResponse
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -60,11 +65,14 @@ _kept: Known[Sequence[tuple[str, str]], bytes] = Known(_MAX_KEPT)
 
 def error_answer(error: ServingError, *, show_detail: bool, path: str = "") -> tuple[int, RawHeaders, bytes]:
     """Return status, headers and body of an error for a request's path; with its details if `show_detail`."""
+    status, kind = status_and_type(error)
+    members = error_members(status, kind, error.message, path)
+    if show_detail and error.detail:
+        members["detail"] = error.detail
     headers = [JSON]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
-    body = pretty(error_body(error, show_detail, path)).encode() + b"\n"
-    return status_and_type(error)[0], headers, body
+    return status, headers, pretty(members).encode() + b"\n"
 
 
 def cors_headers(settings: ServerSettings) -> RawHeaders:
