@@ -127,7 +127,7 @@ class Server:
             # Before archives are unpacked, which may take minutes: probes are answered meanwhile.
             endpoints = await self._ports.open(self._dataplane, controlplane, services)
             await self._registry.load_at_startup(wanted)
-            await controlplane.workflows.load_at_startup(settings.snapshot_workflows)
+            await controlplane.workflows.known.load_at_startup(settings.snapshot_workflows)
             self._dataplane.opened()
             await self._registry.opened()
         except BaseException:
@@ -170,10 +170,10 @@ class Server:
     async def _end(self) -> None:
         """Close ports and registry in order; metrics are served until the last version is unloaded."""
         self._registry.stopping()
-        self._controlplane.workflows.stopping()
+        self._controlplane.workflows.known.stopping()
         await self._ports.close()
         await self._registry.close()
-        await asyncio.to_thread(self._controlplane.workflows.close)
+        await asyncio.to_thread(self._controlplane.workflows.known.close)
         await self._ports.close_metrics()
         for task in self._background:
             task.cancel()

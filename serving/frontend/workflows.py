@@ -72,7 +72,7 @@ class WorkflowPlane:
     Used on the event loop, which it never blocks.
 
     Args:
-        workflows: the registered ones.
+        known: the registered workflows.
         dataplane: runs the steps.
         check_model_api: raises when models may not be registered over the network: a registered workflow
             loads models.
@@ -81,12 +81,12 @@ class WorkflowPlane:
 
     def __init__(
         self,
-        workflows: Workflows,
+        known: Workflows,
         dataplane: DataPlane,
         check_model_api: Callable[[], None],
         max_step_bytes: int,
     ) -> None:
-        self._workflows = workflows
+        self.known = known
         self._dataplane = dataplane
         self._max_step_bytes = max_step_bytes
         self.check_model_api = check_model_api
@@ -101,7 +101,7 @@ class WorkflowPlane:
         """
         manages(wanted.name or shown_url(wanted.url))
         self.check_model_api()
-        name = (await self._workflows.register(wanted)).name
+        name = (await self.known.register(wanted)).name
         manages(name)
         return name
 
@@ -115,7 +115,7 @@ class WorkflowPlane:
         """
         self.check_model_api()
         try:
-            await self._workflows.unregister(name)
+            await self.known.unregister(name)
         except WorkflowNotFound:
             raise
         except BaseException:  # cut off, too: it is removed before the wait for its requests
@@ -124,29 +124,17 @@ class WorkflowPlane:
 
     def describe(self, name: str) -> Workflow:
         """Return a workflow; raise `WorkflowNotFound` if it is not registered."""
-        return self._workflows.find(name)
+        return self.known.find(name)
 
     def list(self, limit: int, page_token: int) -> Page:
         """Return one page of at most `limit` workflows; see `paged`."""
-        return paged([(each.name, each.url) for each in self._workflows.registered()], limit, page_token)
-
-    async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:
-        """Register the workflows of a snapshot; log and skip one that fails."""
-        await self._workflows.load_at_startup(wanted)
-
-    def stopping(self) -> None:
-        """End downloads: the server is about to stop."""
-        self._workflows.stopping()
-
-    def close(self) -> None:
-        """End downloads and delete temporary files."""
-        self._workflows.close()
+        return paged([(each.name, each.url) for each in self.known.registered()], limit, page_token)
 
     def check_exists(self, name: str) -> None:
         """Raise `WorkflowNotFound` unless the workflow is registered, and `Unavailable` during the start."""
         if not self._dataplane.has_started:
             raise Unavailable(STARTING)
-        self._workflows.find(name)
+        self.known.find(name)
 
     async def infer(self, name: str, request: InferRequest, budgets: Budgets | None = None) -> InferResponse:
         """Run a workflow for one request. Cancelling the awaiting task withdraws its steps.
@@ -163,7 +151,7 @@ class WorkflowPlane:
             HandlerFailed: the handler of a step refused its input.
         """
         self.check_exists(name)
-        workflow = self._workflows.find(name)
+        workflow = self.known.find(name)
         workflow.begin()
         held = ResultsBudget(budgets or Budgets())
         try:

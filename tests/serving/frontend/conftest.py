@@ -399,7 +399,7 @@ def planes():
     workflows = WorkflowPlane(Workflows(ServerSettings(), registry), data, lambda: None, 1000)
     control.workflows = workflows
     yield SimpleNamespace(data=data, control=control, keys=FakeKeys(), metrics=metrics, services=services)
-    workflows.close()  # a test may have put another in its place
+    workflows.known.close()  # a test may have put another in its place
 
 
 @pytest.fixture

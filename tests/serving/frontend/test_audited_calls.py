@@ -135,7 +135,7 @@ def test_a_refused_url_is_audited_without_user_password_and_query(ask, planes, a
     registry: Any = SimpleNamespace(register=register)
     control = ControlPlane(registry, planes.data, ServerSettings(model_api_enabled=True))
     monkeypatch.setattr(planes.control, "register", control.register)
-    monkeypatch.setattr(planes.control.workflows, "_workflows", registry)
+    monkeypatch.setattr(planes.control.workflows, "known", registry)
     url = "https://user:password@models.example/echo.mar%3FX-Amz-Signature=0f"
     assert ask("management", "POST", f"/{call}?url={url}").status == 404
     assert [one[4] for one in audited()] == ["https://models.example/echo.mar"]
@@ -302,7 +302,7 @@ def test_a_workflow_whose_requests_still_run_is_unregistered(ask, planes, audite
     async def unregister(name):
         raise UnregisterTimeout("its requests still run")
 
-    monkeypatch.setattr(planes.control.workflows, "_workflows", SimpleNamespace(unregister=unregister))
+    monkeypatch.setattr(planes.control.workflows, "known", SimpleNamespace(unregister=unregister))
     assert ask("management", "DELETE", "/workflows/graph").status == 408
     assert [call[6:] for call in audited()] == [("done", 408)]
 
@@ -316,7 +316,7 @@ def test_a_workflow_is_unregistered_though_the_stop_of_the_server_cuts_off_its_r
         begun.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(planes.control.workflows, "_workflows", SimpleNamespace(unregister=unregister))
+    monkeypatch.setattr(planes.control.workflows, "known", SimpleNamespace(unregister=unregister))
     answer = asyncio.run(cut_off(planes, b"DELETE /workflows/graph", begun))
     assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
     assert [call[6:] for call in audited()] == [("done", 503)]

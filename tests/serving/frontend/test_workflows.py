@@ -24,9 +24,7 @@ def plane_of(planes: Any, dag: str, retry_attempts: int = 0) -> Any:
     """The plane with the workflow `flow`, whose steps are all known to the data plane."""
     plane = planes.control.workflows
     models = MODELS.replace("retry-attempts: 0", f"retry-attempts: {retry_attempts}")
-    plane._workflows._workflows["flow"] = Workflow(
-        "flow", "flow.war", read_workflow_spec(f"{models}dag:\n{dag}")
-    )
+    plane.known._workflows["flow"] = Workflow("flow", "flow.war", read_workflow_spec(f"{models}dag:\n{dag}"))
     planes.data.check_exists = lambda *_: None
     return plane
 
