@@ -5,8 +5,10 @@ from __future__ import annotations
 from torchere.serving.frontend.control import Progress, Registered
 from torchere.serving.types import ModelKey
 
-PROCESSING = "Processing worker updates..."
-IN_PROGRESS = "Workers scaling in progress..."
+_UNFINISHED = {
+    Progress.STARTED: "Processing worker updates...",
+    Progress.PARTIAL: "Workers scaling in progress...",
+}
 NO_SUCH_RESOURCE = "Requested resource is not found, please refer to API document."
 NO_SUCH_METHOD = "Requested method is not allowed, please refer to API document."
 NO_MODEL_NAMED = "Parameter model_name is required."
@@ -19,10 +21,8 @@ def health(healthy: bool) -> str:
 
 def registered(result: Registered) -> str:
     """Return the response text of a registration."""
-    if result.progress is Progress.STARTED:
-        return PROCESSING
-    if result.progress is Progress.PARTIAL:
-        return IN_PROGRESS
+    if result.progress in _UNFINISHED:
+        return _UNFINISHED[result.progress]
     head = f'Model "{result.key.name}" Version: {result.key.version} registered with {result.executors}'
     if result.executors == 0:
         return f"{head} initial workers. Use scale workers API to add workers for the model."
@@ -31,10 +31,8 @@ def registered(result: Registered) -> str:
 
 def scaled(progress: Progress, model: str, version: str | None, min_executors: int) -> str:
     """Return the response text of a scaling call."""
-    if progress is Progress.STARTED:
-        return PROCESSING
-    if progress is Progress.PARTIAL:
-        return IN_PROGRESS
+    if progress in _UNFINISHED:
+        return _UNFINISHED[progress]
     named = f", version: {version}" if version else ""
     return f"Workers scaled to {min_executors} for model: {model}{named}"
 

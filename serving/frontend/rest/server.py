@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from functools import partial
 from pathlib import Path
 
 from torchere.serving.access.tls import Certificates
@@ -69,10 +70,7 @@ class RestServer:
         if self.address.unix_path is None:
             self.address = Address(self.address.host, bound.getsockname()[1], tls=self.address.tls)
         loop, listener = asyncio.get_running_loop(), self.listener
-
-        def connected() -> Connection:
-            return Connection(listener)
-
+        connected = partial(Connection, listener)
         if self._context is not None:
             bound.listen(BACKLOG)
             limit, others = listener.connection_limit, listener.connections
