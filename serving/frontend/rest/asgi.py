@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Iterable
 from functools import partial
 
 from starlette.types import Message, Scope
@@ -19,13 +20,15 @@ from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.codec import REQUEST_ID, SPELLED_HEADERS
 from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange, status_of
 from torchere.serving.frontend.rest.heads import Head
-from torchere.serving.frontend.rest.wire import CONTINUE, NO_CONTENT, RESET_CONTENT
+from torchere.serving.frontend.rest.wire import CONTINUE, RawHeaders
 from torchere.serving.logs.access_lines import fields_of
 from torchere.serving.logs.audit import AuditedCall, Outcome, audit_log
 
 HELD_BYTES = 65_536  # buffered body bytes that the app has not received; beyond it reading pauses
 _REFUSALS = frozenset({403, 405})  # the model API is off, or the default version would be removed
-_OF_THE_CONNECTION = frozenset({b"connection", b"transfer-encoding"})  # set by us, not by the app
+_OURS = frozenset(
+    {b"connection", b"content-length", b"transfer-encoding"}
+)  # headers that the app doesn't set
 _LINE_BREAK = re.compile(rb"[\r\n\x00]")  # in a header these allow header injection
 
 logger = logging.getLogger(__name__)
@@ -36,8 +39,8 @@ class AppExchange(Exchange):
 
     __slots__ = (
         *(*SLOTS, "account", "caller", "request_id", "started_s"),
-        *("_body", "_body_left", "_call", "_came", "_expects", "_held_head"),
-        *("_gone_status", "_is_told", "_is_whole"),
+        *("_body", "_body_of_app", "_call", "_came", "_expects", "_gone_status", "_head_of_app"),
+        *("_is_told", "_is_whole"),
     )
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
@@ -50,8 +53,8 @@ class AppExchange(Exchange):
         self._came = asyncio.Event()  # set on more body bytes, the end of the body or of the connection
         self._expects = head.expects
         self._gone_status = 0  # CLIENT_GONE, or the status of an answer of the connection itself; 0: neither
-        self._held_head = b""  # head of the response, sent with the first part of its body
-        self._body_left: int | None = None  # bytes left of the response's Content-Length; None: no length
+        self._head_of_app: tuple[int, RawHeaders] | None = None  # status and headers of its response
+        self._body_of_app = b""
         self._call: CallScope | None = None
 
     def begin(self) -> None:
@@ -122,10 +125,8 @@ class AppExchange(Exchange):
     def _fail(self, error: ServingError) -> None:
         if self._gone_status:
             self._count(status_of(error))
-        elif self.status == 0:
-            self.answer_error(error)
         else:
-            self.break_off(error)
+            self.answer_error(error)
 
     def _scope(self) -> Scope:
         head, transport = self.head, self.connection.transport
@@ -166,57 +167,24 @@ class AppExchange(Exchange):
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Send the head of the response, or a part of its body; the app calls this."""
-        if not self._gone_status:
-            await self.connection.drain()
+        """Take a part of the response, which is sent as a whole behind the last part; the app calls this."""
         kind = message["type"]
-        if kind == "http.response.start" and self.status == 0:
-            self._start(message["status"], [(name.lower(), value) for name, value in message["headers"]])
-        elif kind == "http.response.body" and self.status and not self.complete:
-            self._send_part(message.get("body", b""), last=not message.get("more_body", False))
+        if kind == "http.response.start" and self._head_of_app is None:
+            self._head_of_app = message["status"], _checked(message["headers"])
+        elif kind == "http.response.body" and self._head_of_app is not None and not self.complete:
+            self._body_of_app += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send_whole(*self._head_of_app)
         else:
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
 
-    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        for name, value in headers:
-            if _LINE_BREAK.search(name) or _LINE_BREAK.search(value):
-                raise RuntimeError(f"HTTP can't carry the header {name!r}: {value!r}")
-            if name == b"content-length":
-                self._body_left = int(value)
-            elif name == b"connection" and value.lower() == b"close":
-                self.keep_alive = False
-        if self._call is not None:
-            self._call.sending()
-        own = [line for line in headers if line[0] not in _OF_THE_CONNECTION]
-        is_sized = self._body_left is not None
-        if status == RESET_CONTENT:
-            own = [line for line in own if line[0] != b"content-length"]
-        if self.head.is_head or status in NO_CONTENT or status == RESET_CONTENT:
-            self._body_left = None
-        self._held_head = self.start(status, own, is_sized=is_sized)
-        asyncio.get_running_loop().call_soon(self._send_head)
-
-    def _send_head(self) -> None:
-        """Send the head alone, if the app sent no part of the body in the same loop iteration."""
-        head, self._held_head = self._held_head, b""
-        if head and not self._gone_status:
-            self.connection.write(head)
-
-    def _send_part(self, part: bytes, *, last: bool) -> None:
-        if self._body_left is not None:
-            self._body_left -= len(part)
-            if self._body_left < 0 or (last and self._body_left):
-                raise RuntimeError("the answer is not as long as its Content-Length says")
+    async def _send_whole(self, status: int, headers: RawHeaders) -> None:
+        if not self._gone_status:
+            await self.connection.drain()
         if self._gone_status:
-            if last:
-                self._count(self.status)
-            return
-        head, self._held_head = self._held_head, b""
-        framed = self.framed(part, last=last)
-        if head or framed:
-            self.connection.write(head, framed)
-        if last:
-            self.end_body()
+            self._count(status)
+        else:
+            self.answer(status, headers, self._body_of_app)
 
     def ended(self, status: int = CLIENT_GONE) -> None:
         """Record the end of the connection before the response ended, and notify the app.
@@ -239,7 +207,16 @@ class AppExchange(Exchange):
 
     def let_go(self) -> None:
         """Drop the rest of the body after the response, and wake an app that is still in `receive`."""
-        self._body, self._call = bytearray(), None
+        self._body, self._body_of_app, self._call = bytearray(), b"", None
         if not self._is_whole:
             self.connection.release()
         self._came.set()
+
+
+def _checked(headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
+    """Return the headers of the app's response, with names in lower case."""
+    for name, value in headers:
+        if _LINE_BREAK.search(name) or _LINE_BREAK.search(value):
+            raise RuntimeError(f"HTTP can't carry the header {name!r}: {value!r}")
+    lowered = [(name.lower(), value) for name, value in headers]
+    return [line for line in lowered if line[0] not in _OURS]

@@ -199,12 +199,7 @@ class Exchange(ABC):
 
     def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Send a complete response, with the headers common to all responses added."""
-        cors = self.connection.listener.cors
-        if cors:
-            headers = headers + missing(cors, headers)
-        if self.connection.listener.server_timing:
-            headers = headers + self._timing()
-        self.send_whole(status, joined(headers), body)
+        self.send_whole(status, self._lines(headers), body)
 
     def send_whole(self, status: int, lines: bytes, body: bytes) -> None:
         """As `answer`, but with encoded header lines."""
@@ -218,17 +213,14 @@ class Exchange(ABC):
         self.connection.write(self._head(lines), b"" if self.head.is_head else body)
         self.over()
 
-    def start(self, status: int, headers: RawHeaders, *, is_sized: bool = False) -> bytes:
-        """Return the head of a response whose body follows in parts.
-
-        `is_sized`: `headers` contain the Content-Length.
-        """
+    def start(self, status: int, headers: RawHeaders) -> bytes:
+        """Return the head of a response whose body follows in parts."""
         self._begun(status)
-        lines = joined(headers + missing(self.connection.listener.cors, headers) + self._timing())
+        lines = self._lines(headers)
         self.is_chunked = False
         if status == RESET_CONTENT:
             lines += b"content-length: 0\r\n"
-        elif not (is_sized or self.head.is_head or status in NO_CONTENT):
+        elif not (self.head.is_head or status in NO_CONTENT):
             if self.head.is_old:  # RFC 9112, 6.1: HTTP/1.0 has no chunks, so closing delimits the body
                 self.keep_alive = False
                 self._end_by_reset(True)
@@ -237,11 +229,14 @@ class Exchange(ABC):
                 lines += b"transfer-encoding: chunked\r\n"
         return self._head(lines)
 
-    def _timing(self) -> RawHeaders:
-        """Return the header `Server-Timing` of a prediction, if it is configured."""
-        if self.prediction is None or not self.connection.listener.server_timing:
-            return []
-        return [(b"server-timing", server_timing(self.prediction, time.monotonic()).encode())]
+    def _lines(self, headers: RawHeaders) -> bytes:
+        """Encode the headers of a response, with those of CORS and `Server-Timing` if they are configured."""
+        listener, prediction = self.connection.listener, self.prediction
+        if listener.cors:
+            headers = headers + missing(listener.cors, headers)
+        if listener.server_timing and prediction is not None:
+            headers = [*headers, (b"server-timing", server_timing(prediction, time.monotonic()).encode())]
+        return joined(headers)
 
     def _head(self, lines: bytes) -> bytes:
         last_lines = LAST_LINES[self.keep_alive]
