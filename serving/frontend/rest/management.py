@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from http import HTTPStatus
 
 import msgspec
@@ -34,6 +35,7 @@ from torchere.serving.frontend.rest.openapi import management_document
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
 
+_QUARANTINE = "/models/{model}/{version}/quarantine"  # three levels: a version may be called so
 PAGE_SIZE = 100  # both the default and the maximum
 NEARLY_JSON_BYTES = 4096  # PyYAML reads about 100 KB a second
 _NUMBERS = (
@@ -47,8 +49,8 @@ STATUS_OF = {
 }
 
 
-class ModelRoutes:
-    """Endpoints of the management API; each translates one HTTP request to a call of the control plane.
+def management_routes(controlplane: ControlPlane, max_request_bytes: int, *, is_strict: bool) -> list[Route]:
+    """Return the routes of models.
 
     Args:
         controlplane: carries the calls out.
@@ -56,110 +58,96 @@ class ModelRoutes:
         is_strict: read numbers of a query as TorchServe does, see `as_torchserve_reads`.
     """
 
-    def __init__(self, controlplane: ControlPlane, max_request_bytes: int, is_strict: bool = False) -> None:
-        self._controlplane = controlplane
-        self._max_request_bytes = max_request_bytes
-        self._is_strict = is_strict
-
-    def routes(self) -> list[Route]:
-        """Return the routes. Starlette takes the first match, so routes with exact methods come first."""
-        quarantine = "/models/{model}/{version}/quarantine"  # three levels: a version may be called so
-        found = [
-            route("/models", self.list_models, ["GET"]),
-            route("/models", self.register, ["POST"]),
-            route("/models/{model}/{version}/set-default", self.set_default, ["PUT"]),
-            route(quarantine, self.quarantined, ["GET"]),
-            route(quarantine, self.lift_quarantine, ["DELETE"]),
-            route(f"{quarantine}/{{digest}}", self.lift_quarantine, ["DELETE"]),
-        ]
-        for path in ("/models/{model}", "/models/{model}/{version}"):
-            found.append(route(path, self.describe, ["GET"]))
-            found.append(route(path, self.scale, ["PUT"]))
-            found.append(route(path, self.unregister, ["DELETE"]))
-            found.append(route(path, self.describe_api, ["OPTIONS"]))
-        found.append(route("/v1/models/{model}", self.kserve_ready, ["GET"]))
-        paths = ["/models", "/models/{model}", "/models/{model}/{version}", "/v1/models/{model}"]
-        paths += [quarantine, f"{quarantine}/{{digest}}"]
-        return found + [route(path, no_such_method, ANY_METHOD) for path in paths]
-
-    async def list_models(self, request: Request) -> Response:
-        """Return one page of the models; invalid numbers in the query are ignored."""
+    async def page(request: Request) -> Response:
         query = text_values(request.scope["query_string"])
-        return json_answer(description.page_text(self._controlplane.list_models(*page_of(query))))
+        return json_answer(description.page_text(controlplane.list_models(*page_of(query))))
 
-    async def register(self, request: Request) -> Response:
-        """Register an archive, with the parameters of the query or, instead, of a JSON object."""
-        self._controlplane.check_model_api()
-        values = await parameters_of(request, self._max_request_bytes, self._is_strict)
-        result = await self._controlplane.register(registration(values))
+    async def register(request: Request) -> Response:
+        controlplane.check_model_api()
+        values = await parameters_of(request, max_request_bytes, is_strict)
+        result = await controlplane.register(registration(values))
         return status_answer(wording.registered(result), STATUS_OF[result.progress])
 
-    async def describe(self, request: Request) -> Response:
-        """Describe one version or all versions; `customized=true` calls the version's handler too."""
+    async def unregister(request: Request) -> Response:
         model, version = _named(request)
-        query = text_values(request.scope["query_string"])
-        if flag(query, "customized", default=False) and version != "all":
-            return await self._describe_customized(request, model, version)
-        return json_answer(description.versions_text(self._controlplane.describe(model, version)))
-
-    async def _describe_customized(self, request: Request, model: str, version: str | None) -> Response:
-        wish = InferRequest(request_id_of(request.scope), (), request_headers(request.scope))
-        described, response = await self._controlplane.describe_customized(model, version, wish)
-        return handler_answer(response, description.customized_text(described, response).encode() + b"\n")
-
-    async def scale(self, request: Request) -> Response:
-        """Change how many executors a version has."""
-        query = text_values(request.scope["query_string"])
-        model, version = _named(request)
-        version = version or query.get("model_version") or None
-        numbers = as_torchserve_reads(query) if self._is_strict else query
-        min_executors = integer(numbers, "min_worker")
-        minimum = 1 if min_executors is None else min_executors
-        if self._is_strict and minimum < 0:
-            raise ServingError(f"min_worker is below 0: {minimum}")
-        max_executors = integer(numbers, "max_worker")
-        progress = await self._controlplane.scale(
-            model,
-            version,
-            min_executors=minimum,
-            max_executors=minimum if max_executors is None else max_executors,
-            synchronous=flag(query, "synchronous", default=False),
-        )
-        return status_answer(wording.scaled(progress, model, version, minimum), STATUS_OF[progress])
-
-    async def unregister(self, request: Request) -> Response:
-        """Remove a version after its requests are answered."""
-        model, version = _named(request)
-        await self._controlplane.unregister(model, version)
+        await controlplane.unregister(model, version)
         return status_answer(wording.unregistered(model))
 
-    async def set_default(self, request: Request) -> Response:
-        """Make a version the default version."""
-        key = _key(request)
-        await self._controlplane.set_default(*key)
-        return status_answer(wording.default_set(key))
-
-    async def quarantined(self, request: Request) -> Response:
-        """List the requests that a version does not run, because they crash its executors."""
-        return json_answer(description.quarantine_text(self._controlplane.quarantined(*_key(request))))
-
-    async def lift_quarantine(self, request: Request) -> Response:
-        """Lift the quarantine of all requests of a version, or of the one that the path names."""
-        key = _key(request)
-        lifted = self._controlplane.lift_quarantine(*key, request.path_params.get("digest"))
-        return status_answer(wording.quarantine_lifted(key, lifted))
-
-    async def describe_api(self, request: Request) -> Response:
-        """Return the OpenAPI document of the management operations on a model."""
+    async def describe_api(request: Request) -> Response:
         model, version = _named(request)
-        self._controlplane.describe(model, version)
+        controlplane.describe(model, version)
         return json_answer(description.pretty(management_document(model)))
 
-    async def kserve_ready(self, request: Request) -> Response:
-        """Return the KServe v1 readiness of a model."""
+    async def kserve_ready(request: Request) -> Response:
         model, _ = _named(request)
-        ready = self._controlplane.has_executors(model)
-        return json_answer(description.pretty({"name": model, "ready": ready}))
+        return json_answer(description.pretty({"name": model, "ready": controlplane.has_executors(model)}))
+
+    # The framework takes the first match, so routes with exact methods come first.
+    found = [route("/models", page, ["GET"]), route("/models", register, ["POST"])]
+    found += _routes_of_versions(controlplane)
+    for path in ("/models/{model}", "/models/{model}/{version}"):
+        found.append(route(path, partial(_describe, controlplane), ["GET"]))
+        found.append(route(path, partial(_scale, controlplane, is_strict), ["PUT"]))
+        found.append(route(path, unregister, ["DELETE"]))
+        found.append(route(path, describe_api, ["OPTIONS"]))
+    found.append(route("/v1/models/{model}", kserve_ready, ["GET"]))
+    paths = ["/models", "/models/{model}", "/models/{model}/{version}", "/v1/models/{model}"]
+    paths += [_QUARANTINE, f"{_QUARANTINE}/{{digest}}"]
+    return found + [route(path, no_such_method, ANY_METHOD) for path in paths]
+
+
+def _routes_of_versions(controlplane: ControlPlane) -> list[Route]:
+    async def set_default(request: Request) -> Response:
+        key = _key(request)
+        await controlplane.set_default(*key)
+        return status_answer(wording.default_set(key))
+
+    async def quarantined(request: Request) -> Response:
+        return json_answer(description.quarantine_text(controlplane.quarantined(*_key(request))))
+
+    async def lift_quarantine(request: Request) -> Response:
+        key = _key(request)
+        lifted = controlplane.lift_quarantine(*key, request.path_params.get("digest"))
+        return status_answer(wording.quarantine_lifted(key, lifted))
+
+    return [
+        route("/models/{model}/{version}/set-default", set_default, ["PUT"]),
+        route(_QUARANTINE, quarantined, ["GET"]),
+        route(_QUARANTINE, lift_quarantine, ["DELETE"]),
+        route(f"{_QUARANTINE}/{{digest}}", lift_quarantine, ["DELETE"]),
+    ]
+
+
+async def _describe(controlplane: ControlPlane, request: Request) -> Response:
+    """Describe one version or all versions; `customized=true` calls the version's handler too."""
+    model, version = _named(request)
+    query = text_values(request.scope["query_string"])
+    if not flag(query, "customized", default=False) or version == "all":
+        return json_answer(description.versions_text(controlplane.describe(model, version)))
+    wish = InferRequest(request_id_of(request.scope), (), request_headers(request.scope))
+    described, response = await controlplane.describe_customized(model, version, wish)
+    return handler_answer(response, description.customized_text(described, response).encode() + b"\n")
+
+
+async def _scale(controlplane: ControlPlane, is_strict: bool, request: Request) -> Response:
+    """Change how many executors a version has."""
+    query = text_values(request.scope["query_string"])
+    model, version = _named(request)
+    version = version or query.get("model_version") or None
+    numbers = as_torchserve_reads(query) if is_strict else query
+    min_executors = integer(numbers, "min_worker")
+    minimum = 1 if min_executors is None else min_executors
+    if is_strict and minimum < 0:
+        raise ServingError(f"min_worker is below 0: {minimum}")
+    max_executors = integer(numbers, "max_worker")
+    progress = await controlplane.scale(
+        model,
+        version,
+        min_executors=minimum,
+        max_executors=minimum if max_executors is None else max_executors,
+        synchronous=flag(query, "synchronous", default=False),
+    )
+    return status_answer(wording.scaled(progress, model, version, minimum), STATUS_OF[progress])
 
 
 def _named(request: Request) -> tuple[str, str | None]:
@@ -173,11 +161,6 @@ def _key(request: Request) -> ModelKey:
 
 async def parameters_of(request: Request, max_bytes: int, is_strict: bool = False) -> dict[str, object]:
     """Return the parameters of a registration: those of the query or, instead, of a JSON object.
-
-    Args:
-        request: the request.
-        max_bytes: the limit of a JSON body.
-        is_strict: read numbers of the query as TorchServe does.
 
     Raises:
         InvalidRequest: the body is not a JSON object.

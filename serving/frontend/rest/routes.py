@@ -23,8 +23,8 @@ from torchere.serving.frontend.rest.answers import (
     route,
 )
 from torchere.serving.frontend.rest.management import (
-    ModelRoutes,
     log_level_routes,
+    management_routes,
     token_routes,
 )
 from torchere.serving.frontend.rest.open_inference import (
@@ -37,7 +37,7 @@ from torchere.serving.frontend.rest.openapi import listener_document, prediction
 from torchere.serving.frontend.rest.page import page, wants_page
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
 from torchere.serving.frontend.rest.targets import prediction_target
-from torchere.serving.frontend.rest.workflows import WorkflowRoutes, workflow_predictions
+from torchere.serving.frontend.rest.workflows import workflow_predictions, workflow_routes
 from torchere.serving.frontend.services import Services
 
 
@@ -74,8 +74,8 @@ def _inference_routes(dataplane: DataPlane, services: Services, *, is_management
 def _management_routes(controlplane: ControlPlane, services: Services) -> list[Route]:
     settings = services.settings
     max_request_bytes = settings.limits.max_request_bytes
-    found = ModelRoutes(controlplane, max_request_bytes, settings.strict_compatibility).routes()
-    found += WorkflowRoutes(controlplane.workflows, max_request_bytes).routes()
+    found = management_routes(controlplane, max_request_bytes, is_strict=settings.strict_compatibility)
+    found += workflow_routes(controlplane.workflows, max_request_bytes)
     found += log_level_routes()
     if services.settings.open_inference_protocol:
         found += repository_routes(controlplane, max_request_bytes)

@@ -45,33 +45,16 @@ from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse
 
 
-class WorkflowRoutes:
-    """Endpoints of `/workflows`; each translates one HTTP request to a call of the plane."""
+def workflow_routes(workflows: WorkflowPlane, max_request_bytes: int) -> list[Route]:
+    """Return the routes of `/workflows`. Like TorchServe, they ignore what follows the name in a path."""
 
-    def __init__(self, workflows: WorkflowPlane, max_request_bytes: int) -> None:
-        self._workflows = workflows
-        self._max_request_bytes = max_request_bytes
-
-    def routes(self) -> list[Route]:
-        """Return the routes. Like TorchServe, they ignore what follows the name in a path."""
-        found = []
-        for path in ("/workflows", "/workflows/"):
-            found += [route(path, self.list, ["GET"]), route(path, self.register, ["POST"])]
-            found.append(route(path, no_such_method, ANY_METHOD))
-        for path in ("/workflows/{workflow}", "/workflows/{workflow}/{rest:path}"):
-            found += [route(path, self.describe, ["GET"]), route(path, self.unregister, ["DELETE"])]
-            found.append(route(path, no_such_method, ANY_METHOD))
-        return found
-
-    async def list(self, request: Request) -> Response:
-        """Return one page of the workflows; invalid numbers in the query are ignored."""
+    async def page(request: Request) -> Response:
         query = text_values(request.scope["query_string"])
-        return json_answer(page_text(self._workflows.list(*page_of(query)), "workflow"))
+        return json_answer(page_text(workflows.list(*page_of(query)), "workflow"))
 
-    async def register(self, request: Request) -> Response:
-        """Register a workflow, with the parameters of the query or, instead, of a JSON object."""
-        self._workflows.check_model_api()
-        values = await parameters_of(request, self._max_request_bytes)
+    async def register(request: Request) -> Response:
+        workflows.check_model_api()
+        values = await parameters_of(request, max_request_bytes)
         if values.get("url") is None:
             raise InvalidRequest("Parameter url is required.")
         wanted = SnapshotWorkflow(
@@ -81,18 +64,24 @@ class WorkflowRoutes:
             integer(values, "startup_timeout"),
             flag(values, "s3_sse_kms", default=False),
         )
-        name = await self._workflows.register(wanted)
-        return status_answer(wording.workflow_registered(name))
+        return status_answer(wording.workflow_registered(await workflows.register(wanted)))
 
-    async def describe(self, request: Request) -> Response:
-        """Describe a workflow."""
-        return json_answer(workflow_text(self._workflows.describe(request.path_params["workflow"])))
+    async def describe(request: Request) -> Response:
+        return json_answer(workflow_text(workflows.describe(request.path_params["workflow"])))
 
-    async def unregister(self, request: Request) -> Response:
-        """Remove a workflow after its requests are answered."""
+    async def unregister(request: Request) -> Response:
         workflow = request.path_params["workflow"]
-        await self._workflows.unregister(workflow)
+        await workflows.unregister(workflow)
         return status_answer(wording.workflow_unregistered(workflow))
+
+    found = []
+    for path in ("/workflows", "/workflows/"):
+        found += [route(path, page, ["GET"]), route(path, register, ["POST"])]
+        found.append(route(path, no_such_method, ANY_METHOD))
+    for path in ("/workflows/{workflow}", "/workflows/{workflow}/{rest:path}"):
+        found += [route(path, describe, ["GET"]), route(path, unregister, ["DELETE"])]
+        found.append(route(path, no_such_method, ANY_METHOD))
+    return found
 
 
 class _AnyCase(StringConvertor):
