@@ -88,11 +88,6 @@ class CallScope:
         """Record that the client cancelled a prediction or disconnected."""
         self._end(request, CANCELLED[self.protocol])
 
-    def sending(self) -> None:
-        """Record that sending the response begins."""
-        if self.request is not None:
-            self.request.sending_s = time.monotonic()
-
     def finish(self, code: str | int) -> None:
         """Record the end of the call with `code`. No effect on a prediction that has already ended."""
         if self.request is not None:

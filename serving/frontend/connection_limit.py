@@ -6,6 +6,7 @@ workers. A process without a free one can neither accept a probe nor restart a w
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterable, Iterator, MutableSet
 from heapq import nsmallest
@@ -79,10 +80,6 @@ def listening_descriptors(files: int) -> int:
 
 def open_file_limit() -> int:
     """Return how many files this process may open."""
-    try:
-        import resource  # noqa: PLC0415 - not available on Windows
-    except ImportError:
-        return UNLIMITED_FILES
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return UNLIMITED_FILES if soft == resource.RLIM_INFINITY else soft
 
