@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, MutableSet
 from heapq import nsmallest
 from itertools import chain
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
 
@@ -39,13 +39,6 @@ CLOSED_AT_ONCE = 64  # 1/CLOSED_AT_ONCE of the limit
 SEARCH_INTERVAL_S = 0.1
 
 
-class ConnectionLimits(NamedTuple):
-    """Limits on the connections of one listener."""
-
-    inference: int
-    control: int  # of one that serves no predictions
-
-
 class IdleConnection(Protocol):
     """A connection, as far as the limit needs it."""
 
@@ -59,18 +52,20 @@ class IdleConnection(Protocol):
 C = TypeVar("C", bound=IdleConnection)
 
 
-def connection_limits(files: int, wanted: int = 0) -> ConnectionLimits:
-    """Divide the file descriptors of the process among its listeners. Pure.
+def connection_limit(files: int, wanted: int = 0, *, serves_inference: bool = True) -> int:
+    """Return the limit on the connections of a listener, its share of the process's descriptors. Pure.
 
     Args:
         files: limit of open files of the process.
         wanted: configured limit for an inference listener; 0: `DEFAULT_CONNECTIONS`.
+        serves_inference: whether the listener serves predictions.
     """
     control = max(files // CONTROL_SHARE, MIN_CONNECTIONS)
+    if not serves_inference:
+        return min(control, DEFAULT_CONNECTIONS)
     reserve = max(files // RESERVE_SHARE, MIN_RESERVE)
     left = files - reserve - CONTROL_LISTENERS * control - REST_LISTENERS * listening_descriptors(files)
-    share = max(left // INFERENCE_LISTENERS, MIN_CONNECTIONS)
-    return ConnectionLimits(min(wanted or DEFAULT_CONNECTIONS, share), min(control, DEFAULT_CONNECTIONS))
+    return min(wanted or DEFAULT_CONNECTIONS, max(left // INFERENCE_LISTENERS, MIN_CONNECTIONS))
 
 
 def listening_descriptors(files: int) -> int:
@@ -85,9 +80,10 @@ def open_file_limit() -> int:
 
 
 def limit_of_listener(serves_inference: bool, wanted: int, budgets: Budgets) -> ConnectionLimit:
-    """Return the limit of one listener of this process; `wanted` as for `connection_limits`."""
-    limits = connection_limits(open_file_limit(), wanted)
-    return ConnectionLimit(limits.inference if serves_inference else limits.control, budgets)
+    """Return the limit of one listener of this process; `wanted` as for `connection_limit`."""
+    return ConnectionLimit(
+        connection_limit(open_file_limit(), wanted, serves_inference=serves_inference), budgets
+    )
 
 
 class ConnectionLimit:

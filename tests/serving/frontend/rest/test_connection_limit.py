@@ -7,17 +7,17 @@ import pytest
 
 from torchere.serving.frontend import connection_limit as module
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
-from torchere.serving.frontend.connection_limit import ConnectionLimit, connection_limits
+from torchere.serving.frontend.connection_limit import ConnectionLimit, connection_limit
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.server import listener_of
 
 
 @pytest.mark.parametrize("files", [module.MIN_FILES, 256, 1024, 4096, 65_536, 2**20])
 def test_all_listeners_together_leave_descriptors_to_workers_and_files(files):
-    limits = connection_limits(files)
-    connections = 2 * limits.inference + 3 * limits.control
+    control = connection_limit(files, serves_inference=False)
+    connections = 2 * connection_limit(files) + 3 * control
     assert connections + 3 * module.listening_descriptors(files) <= files - max(files // 4, 48)
-    assert limits.control >= 16
+    assert control >= 16
 
 
 @pytest.mark.parametrize(("files", "descriptors"), [(16, 1), (150, 4), (1024, 32), (2**20, 32)])
@@ -26,9 +26,9 @@ def test_a_listening_socket_takes_few_descriptors_where_there_are_few(files, des
 
 
 def test_a_configured_limit_counts_as_far_as_descriptors_allow():
-    assert connection_limits(1024, 100).inference == 100
-    assert connection_limits(1024, 10_000).inference == connection_limits(1024).inference
-    assert connection_limits(2**20, 100_000).inference == 100_000
+    assert connection_limit(1024, 100) == 100
+    assert connection_limit(1024, 10_000) == connection_limit(1024)
+    assert connection_limit(2**20, 100_000) == 100_000
 
 
 class Idle:
