@@ -105,7 +105,8 @@ class VersionDescription:
 class ControlPlane:
     """Registers, scales, describes and unregisters models. Used on the event loop, which it never blocks.
 
-    Changes are written to the snapshot before the call returns, except by calls that do not wait.
+    Changes are written to the snapshot before the call returns, except by calls that do not wait. Methods
+    that take a model or a version raise `ModelNotFound` or `VersionNotFound` if it is not registered.
     """
 
     def __init__(self, registry: Registry, dataplane: DataPlane, settings: ServerSettings) -> None:
@@ -155,7 +156,7 @@ class ControlPlane:
         """Remove a version (None: the default one) after its requests are answered.
 
         Raises:
-            NotAllowed, ModelNotFound, VersionNotFound, DefaultVersionInUse, UnregisterTimeout.
+            NotAllowed, DefaultVersionInUse, UnregisterTimeout.
         """
         manages(model, version)
         self.check_model_api()
@@ -198,7 +199,6 @@ class ControlPlane:
 
         Raises:
             InvalidRequest: max below min, or a number out of range (checked before the model is looked up).
-            ModelNotFound, VersionNotFound.
             LoadFailed: synchronous, an executor would not start, and `min_executors` are not in service.
             Conflict: synchronous, and it was unregistered meanwhile.
         """
@@ -226,40 +226,28 @@ class ControlPlane:
         return progress
 
     async def set_default(self, model: str, version: str) -> None:
-        """Make `version` the default version, used by requests that name none.
-
-        Raises:
-            ModelNotFound, VersionNotFound.
-        """
+        """Make `version` the default version, used by requests that name none."""
         manages(model, version)
         self._registry.set_default(model, version)
         changed()
         await self._registry.written()
 
     def describe(self, model: str, version: str | None) -> list[VersionDescription]:
-        """Describe one version (None: the default; "all": every version).
-
-        Raises:
-            ModelNotFound, VersionNotFound.
-        """
+        """Describe one version (None: the default; "all": every version)."""
         if version != "all":
             return [_describe(self._registry.find(model, version))]
         self._registry.find(model, None)
         return [_describe(one) for one in self._registry.served()[model].versions.values()]
 
     def quarantined(self, model: str, version: str) -> list[ConvictedRequest]:
-        """Return the requests that a version does not run, because they crash its executors.
-
-        Raises:
-            ModelNotFound, VersionNotFound.
-        """
+        """Return the requests that a version does not run, because they crash its executors."""
         return self._registry.find(model, version).batcher.quarantine.convicts()
 
     def lift_quarantine(self, model: str, version: str, digest: str | None = None) -> int:
         """Run a quarantined request again when it is sent (None: all of them); return how many there were.
 
         Raises:
-            ModelNotFound, VersionNotFound; NotFound: no request of that digest is quarantined.
+            NotFound: no request of that digest is quarantined.
         """
         manages(model, version)
         lifted = self._registry.find(model, version).batcher.quarantine.lift(digest)
@@ -273,7 +261,7 @@ class ControlPlane:
         """Describe one version and call its handler's `describe_handle` (`request` supplies the headers).
 
         Raises:
-            ModelNotFound, VersionNotFound; Unavailable with the contract's describe text; HandlerFailed.
+            Unavailable with the contract's describe text; HandlerFailed.
         """
         target = self._registry.find(model, version)
         if target.target == 0:
@@ -295,11 +283,7 @@ class ControlPlane:
         return paged(known, limit, page_token)
 
     def has_executors(self, model: str) -> bool:
-        """Whether the default version has at least one executor (KServe v1 readiness).
-
-        Raises:
-            ModelNotFound.
-        """
+        """Whether the default version has at least one executor (KServe v1 readiness)."""
         return self._registry.find(model, None).pool.size > 0
 
 

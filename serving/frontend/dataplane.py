@@ -122,6 +122,8 @@ async def all_parts(parts: AsyncIterable[bytes], max_bytes: int) -> list[bytes]:
 class DataPlane:
     """Answers requests. All methods run on the event loop and never block it.
 
+    Methods that take a model and a version raise `ModelNotFound` or `VersionNotFound` if it is not known.
+
     `readiness_of_all_models`: whether a model that was registered after the start can make it unready.
     """
 
@@ -157,8 +159,7 @@ class DataPlane:
         request: it won't run if it has not started yet. Telemetry counts it in the current call's scope.
 
         Raises:
-            ModelNotFound, VersionNotFound: the model or version is not registered.
-            Unavailable, QueueFull: it has no executor, or its queue is full.
+            Unavailable, QueueFull: the version has no executor, or its queue is full.
             TooManyRequests: the client has reached its limits.
             DeadlineExceeded, HandlerFailed, OutOfResources, ExecutorDied: the prediction failed.
         """
@@ -200,7 +201,7 @@ class DataPlane:
             The version. Call `withdraw` of its batcher when the client disconnects.
 
         Raises:
-            ModelNotFound, VersionNotFound, Unavailable, QueueFull, DeadlineExceeded: it was not admitted.
+            Unavailable, QueueFull, DeadlineExceeded: it was not admitted.
             TooManyRequests: the client has too many unanswered predictions.
         """
         account = request.account
@@ -277,7 +278,7 @@ class DataPlane:
             raise VersionFailed(text, why, *target.key) if why and target.target else Unavailable(text, why)
 
     def check_exists(self, model: str, version: str | None) -> None:
-        """Raise `ModelNotFound` or `VersionNotFound` unless the version is registered."""
+        """Raise the error of a version that is not registered."""
         self._registry.find(model, version)
 
     def sole_startup_model(self) -> str | None:
@@ -294,30 +295,18 @@ class DataPlane:
         return self._registry.find(model, version).origin.archive.signature
 
     def tensors(self, model: str, version: str | None) -> Signature | None:
-        """Return the tensors that a version takes, the same object for its life; None: they are not known.
-
-        Raises:
-            ModelNotFound, VersionNotFound: it is not registered.
-        """
+        """Return the tensors that a version takes, the same object for its life; None: they are not known."""
         origin = self._registry.find(model, version).origin
         return request_signature(origin.handler, origin.archive.tensors)
 
     def facts(self, model: str, version: str | None) -> ModelFacts:
-        """Return the public facts of a version.
-
-        Raises:
-            ModelNotFound, VersionNotFound: it is not registered.
-        """
+        """Return the public facts of a version."""
         found = self._registry.find(model, version)
         versions = tuple(self._registry.served()[model].versions)
         return facts_of(found, versions)
 
     def facts_of_versions(self, model: str, version: str | None) -> list[ModelFacts]:
-        """Return the facts of a version (None: of every version), in the order of their registration.
-
-        Raises:
-            ModelNotFound, VersionNotFound: it is not registered.
-        """
+        """Return the facts of a version (None: of every version), in the order of their registration."""
         found = self.facts(model, version)
         return [self.facts(model, each) for each in found.versions] if version is None else [found]
 
@@ -359,9 +348,6 @@ class DataPlane:
         """Apply the rule of `/readyz/{model}`: as `readiness`, for one version.
 
         A version is ready while a loaded, warm and living executor can take its requests.
-
-        Raises:
-            ModelNotFound, VersionNotFound: it is not registered.
         """
         found = self._registry.find(model, version)
         reasons = () if found.ready else (unready_because(found),)

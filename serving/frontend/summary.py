@@ -188,11 +188,7 @@ def started_models(
 ) -> list[StartedModel]:
     """Return the models of a start, once each version has settled; steps of workflows are left out.
 
-    Args:
-        versions: those that are registered.
-        missing: names of models that could not be registered.
-        facts: returns the facts of a version.
-        caller: makes the lines to paste.
+    `missing` are names of models that could not be registered.
     """
     models = []
     for version in versions:

@@ -246,7 +246,7 @@ def _check(step: str, response: InferResponse) -> None:
 
 
 def _is_refusal(error: ServingError) -> TypeGuard[HandlerFailed]:
-    """Return whether a handler raised an error of the client's."""
+    """Tell whether a handler raised an error of the client's."""
     return isinstance(error, HandlerFailed) and FIRST_ERROR_STATUS <= error.status < 500
 
 

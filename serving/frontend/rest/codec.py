@@ -117,11 +117,7 @@ class _Collector:
 
 
 def _options(header: bytes) -> dict[bytes, bytes]:
-    """Return the parameters of a header.
-
-    Raises:
-        InvalidRequest: there are too many.
-    """
+    """Return the parameters of a header; raise `InvalidRequest` if there are too many."""
     if header.count(b";") > MAX_SEMICOLONS:
         raise InvalidRequest(
             f"A header of the multipart body has more than {MAX_SEMICOLONS} semicolons; expected a name, "
@@ -131,12 +127,9 @@ def _options(header: bytes) -> dict[bytes, bytes]:
 
 
 def _extended_name(disposition: bytes) -> bytes:
-    """Return the name of a part from `name*` (RFC 8187).
+    """Return the name of a part from `name*` (RFC 8187); raise `InvalidRequest` without one in UTF-8.
 
     Forms must not use `name*`, but aiohttp writes it for names that are not ASCII.
-
-    Raises:
-        InvalidRequest: there is no `name*` in UTF-8.
     """
     found = _EXTENDED_NAME.search(_QUOTED.sub(b"", disposition))
     if found is None:
@@ -171,13 +164,9 @@ def body_parameters(
     """Convert a body to the parameters of a handler.
 
     A form becomes one parameter for each field. Any other body, even an empty one, becomes one parameter
-    called `body` with the content type of the request.
-
-    Args:
-        content_type: content type of the request.
-        body: the whole body.
-        speaks_json: the path takes JSON, so a JSON object is not parsed as a form even if the content type
-            says so, as with `curl -d`. A real form would have its first byte, `{`, escaped.
+    called `body` with the content type of the request. With `speaks_json` the path takes JSON, so a JSON
+    object is not parsed as a form even if the content type says so, as with `curl -d`. A real form would have
+    its first byte, `{`, escaped.
 
     Raises:
         InvalidRequest: the form is malformed or has too many fields.
@@ -214,11 +203,7 @@ def media_type(content_type: str) -> tuple[str, str]:
 
 
 def form_parameters(text: bytes) -> tuple[Parameter, ...]:
-    """Parse `a=1&b=two+words` into parameters without a content type, in order.
-
-    Raises:
-        InvalidRequest: too many fields.
-    """
+    """Parse `a=1&b=two+words` into parameters without a content type; raise `InvalidRequest` for too many."""
     if text.count(b"&") >= MAX_FIELDS:
         raise InvalidRequest(f"The form has more than {MAX_FIELDS} fields.")
     return tuple(_field(field) for field in text.split(b"&") if field)

@@ -348,9 +348,8 @@ def _without_query(found: re.Match[bytes]) -> bytes:
 def _host(reader: HeadReader) -> bytes:
     """Return the value of `Host`; empty if an HTTP/1.0 request has none.
 
-    Raises:
-        BadHead: the version is neither 1.0 nor 1.1, or `Host` is missing, repeated or invalid (RFC 9112,
-            3.2): a proxy might take such a request for one to another host.
+    It must not be missing, repeated or invalid (RFC 9112, 3.2): a proxy might take the request for one to
+    another host.
     """
     if reader.version not in _VERSIONS:
         raise BadHead(f"its version is HTTP/{reader.version}")

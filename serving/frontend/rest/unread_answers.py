@@ -46,11 +46,7 @@ class UnreadAnswers:
         self._watchdog = Unread(self._held_back, lambda _: transport.abort())
 
     def begin(self, longest_bytes: int) -> str:
-        """Count the bytes of a full buffer; return an error if all connections hold too much, else "".
-
-        Args:
-            longest_bytes: the greatest size of an answer.
-        """
+        """Count the bytes of a full buffer; return an error as `Budgets.flaw_of_answers`."""
         self._room = asyncio.get_running_loop().create_future()
         self._times_full += 1
         self._watchdog.watch()

@@ -122,15 +122,7 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[R
 
 
 async def _unless_gone(receive: Receive, run: Coroutine[Any, Any, InferResponse]) -> InferResponse:
-    """Return the result of a run; cancel it if the client disconnects before, as for other predictions.
-
-    Args:
-        receive: the ASGI callable; the whole body has been received.
-        run: the run of a workflow.
-
-    Raises:
-        Cancelled: the client disconnected.
-    """
+    """Return the result of a run; if the client disconnects before, cancel it and raise `Cancelled`."""
     running, gone = asyncio.ensure_future(run), asyncio.ensure_future(receive())
     try:
         await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
