@@ -120,10 +120,12 @@ class _Handshake:
             self.task.cancel()
 
 
-async def bound_sockets(address: Address, backlog: int) -> list[socket.socket]:
-    """Return the listening sockets of an address, one for each of the addresses of a host name.
+async def bound_sockets(address: Address, backlog: int, *, only_first: bool = False) -> list[socket.socket]:
+    """Return the listening sockets of an address.
 
-    `[::]` takes IPv4, too, as TorchServe's does: in a cluster with both, a pod has one address of each kind.
+    They are one for each of the addresses of a host name, or with `only_first` one for its first address of
+    IPv4. `[::]` takes IPv4, too, as TorchServe's does: in a cluster with both, a pod has one address of each
+    kind.
 
     Raises:
         OSError: the address can't be bound.
@@ -132,10 +134,17 @@ async def bound_sockets(address: Address, backlog: int) -> list[socket.socket]:
         Path(address.unix_path).unlink(missing_ok=True)  # may be left over from a killed server
         wanted: list[tuple[int, Any]] = [(socket.AF_UNIX, address.unix_path)]
     else:
+        kind = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        # Unlike this, `bind` leaves the zone of an IPv6 address out.
         found = await asyncio.get_running_loop().getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            address.host,
+            address.port,
+            family=kind if only_first else socket.AF_UNSPEC,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
         )
         wanted = list(dict.fromkeys((family, bound) for family, _, _, _, bound in found))
+        wanted = wanted[:1] if only_first else wanted
     sockets: list[socket.socket] = []
     try:
         for family, name in wanted:

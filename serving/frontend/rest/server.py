@@ -19,7 +19,7 @@ from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.rest.routes import routes
 from torchere.serving.frontend.services import Services
-from torchere.serving.frontend.tls_server import TlsServer
+from torchere.serving.frontend.tls_server import TlsServer, bound_sockets
 
 BACKLOG = 1024
 MIN_DRAIN_S = 1.0  # requests on their way to idle connections are answered even without a drain timeout
@@ -66,13 +66,12 @@ class RestServer:
         Raises:
             OSError: the address can't be bound.
         """
-        bound = _bound_socket(self.address)
+        (bound,) = await bound_sockets(self.address, BACKLOG, only_first=True)
         if self.address.unix_path is None:
             self.address = Address(self.address.host, bound.getsockname()[1], tls=self.address.tls)
         loop, listener = asyncio.get_running_loop(), self.listener
         connected = partial(Connection, listener)
         if self._context is not None:
-            bound.listen(BACKLOG)
             limit, others = listener.connection_limit, listener.connections
             self._servers.append(TlsServer([bound], self._context, limit, others, connected))
             return self.address
@@ -127,25 +126,6 @@ class RestServer:
         self._servers, self._sockets = [], []
         if self.address.unix_path is not None:
             Path(self.address.unix_path).unlink(missing_ok=True)
-
-
-def _bound_socket(address: Address) -> socket.socket:
-    if address.unix_path is not None:
-        Path(address.unix_path).unlink(missing_ok=True)  # may be left over from a killed server
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listening.bind(address.unix_path)
-        return listening
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    # Unlike this, `bind` leaves the zone of an IPv6 address out.
-    (*_, place), *_ = socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM)
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind(place)
-    except OSError:
-        listening.close()
-        raise
-    return listening
 
 
 def listener_of(
