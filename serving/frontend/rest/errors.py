@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import NamedTuple
 
 from torchere.serving import errors as e
@@ -13,7 +14,6 @@ class LastWords(NamedTuple):
     """A response that a connection sends itself before it closes."""
 
     status: int
-    phrase: str
     type: str
     message: str
 
@@ -21,7 +21,7 @@ class LastWords(NamedTuple):
         """Return head and body, for a request with this path; "": it is not known."""
         body = pretty(error_members(self.status, self.type, self.message, path)) + "\n"
         return (
-            f"HTTP/1.1 {self.status} {self.phrase}\r\ncontent-type: application/json\r\n"
+            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}"
         ).encode("ascii")
 
@@ -35,20 +35,15 @@ def error_members(status: int, kind: str, message: str, path: str) -> dict[str, 
 
 
 # The complete response to a malformed request, in TorchServe's words.
-INVALID_HTTP = LastWords(400, "Bad Request", "BadRequestException", "Invalid HTTP message.")
+INVALID_HTTP = LastWords(400, "BadRequestException", "Invalid HTTP message.")
 UNKNOWN_TRANSFER_CODING = LastWords(
-    501, "Not Implemented", "NotImplementedException", "Transfer-Encoding: expected chunked alone."
+    501, "NotImplementedException", "Transfer-Encoding: expected chunked alone."
 )
 STALLED_BODY = LastWords(
-    408, "Request Timeout", "RequestTimeoutException", "The rest of the request's body did not come in time."
+    408, "RequestTimeoutException", "The rest of the request's body did not come in time."
 )
 
-OVER_BUDGET = LastWords(
-    503,
-    "Service Unavailable",
-    "ServiceUnavailableException",
-    "The server holds too many bytes of requests.",
-)
+OVER_BUDGET = LastWords(503, "ServiceUnavailableException", "The server holds too many bytes of requests.")
 
 # The type of all errors of handlers and executors, independent of the status.
 INTERNAL = "InternalServerException"
