@@ -19,7 +19,7 @@ from hpack import Decoder, Encoder, HPACKError
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import InvalidRequest, ModelNotFound, NotFound
-from torchere.serving.frontend.authorisation import RestPort
+from torchere.serving.frontend.authorisation import RestPort, Surfaces
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.grpc.fields import counted
 from torchere.serving.frontend.grpc.open_inference_messages import decode_request, tensor_request
@@ -32,6 +32,7 @@ from torchere.serving.frontend.http2.listener import Listener as Http2Listener
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, MessageReader
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.bodies import BadBody, Chunks
+from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.heads import BadHead, HeadReader, Heads
 from torchere.serving.frontend.rest.listener import Listener
@@ -264,8 +265,10 @@ def http1_head(data: bytes) -> None:
 
 def _head_of(data: bytes, size: int) -> tuple[int, bytes, bytes, int, list[tuple[bytes, bytes]]] | str | None:
     """End, method, target, length and headers of a head; a text if it is refused, None if incomplete."""
-    port = RestPort(frozenset({"inference"}), authorizes=True)
-    reader, heads = HeadReader(), Heads(port, 1000, speaks_tensors=True)
+    surfaces: Surfaces = frozenset({"inference"})
+    guard = BrowserGuard(surfaces, ServerSettings())
+    heads = Heads(RestPort(surfaces, authorizes=True), 1000, guard, speaks_tensors=True)
+    reader = HeadReader()
     for at in range(0, len(data), size):
         try:
             end = reader.feed(data[at : at + size], 0)

@@ -250,8 +250,8 @@ class Heads:
     Args:
         port: the rows of the listener's port.
         max_body_bytes: the longest body to accept.
+        guard: checks hosts and origins where no token is asked for.
         speaks_tensors: whether the listener supports the Open Inference Protocol.
-        guard: checks hosts and origins where no token is asked for; None: they are not checked.
         takes_tokens: whether `Authorization` holds a key of this server, which handlers don't get.
     """
 
@@ -259,9 +259,9 @@ class Heads:
         self,
         port: RestPort,
         max_body_bytes: int,
+        guard: BrowserGuard,
         *,
         speaks_tensors: bool,
-        guard: BrowserGuard | None = None,
         takes_tokens: bool = False,
     ) -> None:
         self.known: Known[bytes, Head] = Known(MAX_KNOWN_HEADS)
@@ -284,12 +284,11 @@ class Heads:
         if place.path == "/" and self._port.page is not None and wants_page(reader.method, reader.headers):
             place = place._replace(row=self._port.page, role=None)
         head = Head(reader, place)
-        if self._guard is not None:
-            needs = head.place.row.needs
-            if not self._port.asks(head.place.row):
-                head.refusal = self._guard.refusal(needs, head.host, head.origin)
-            elif not bearer_key(head.authorization):
-                head.page_refusal = self._guard.refusal(needs, head.host, head.origin, checks_host=False)
+        needs = place.row.needs
+        if not self._port.asks(place.row):
+            head.refusal = self._guard.refusal(needs, head.host, head.origin)
+        elif not bearer_key(head.authorization):
+            head.page_refusal = self._guard.refusal(needs, head.host, head.origin, checks_host=False)
         if self._takes_tokens and head.role is not None:
             # A handler could call the server with it.
             head.headers = _without(head.headers, b"authorization")

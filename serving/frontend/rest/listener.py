@@ -72,8 +72,8 @@ class Listener:
         self.heads = Heads(
             port,
             settings.limits.max_request_bytes,
+            BrowserGuard(surfaces, settings),
             speaks_tensors=settings.open_inference_protocol,
-            guard=BrowserGuard(surfaces, settings),
             takes_tokens=services.keys is not None and settings.token_auth_enabled,
         )
         self.buffer = bytearray(READ_BYTES)  # shared by all connections: see `Connection`

@@ -2,8 +2,10 @@
 
 import pytest
 
-from torchere.serving.frontend.authorisation import RestPort
+from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.frontend.authorisation import RestPort, Surfaces
 from torchere.serving.frontend.rest import heads as module
+from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.heads import CHUNKED, MAX_KNOWN_HEADS, BadHead, Head, HeadReader, Heads
 
 LINE = b"POST /predictions/echo HTTP/1.1"
@@ -13,7 +15,9 @@ BYTES = LINE + b"\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
 
 @pytest.fixture
 def heads() -> Heads:
-    return Heads(RestPort(frozenset({"inference"}), authorizes=True), MAX_BODY_BYTES, speaks_tensors=True)
+    surfaces: Surfaces = frozenset({"inference"})
+    guard = BrowserGuard(surfaces, ServerSettings())
+    return Heads(RestPort(surfaces, authorizes=True), MAX_BODY_BYTES, guard, speaks_tensors=True)
 
 
 def read(heads: Heads, text: bytes, size: int = 100_000) -> Head:
