@@ -76,7 +76,7 @@ def _filled(target: Target, found: re.Match[str]) -> Target | None:
         return None
     url_path = (("url_path", named["url_path"] or ""),) if "url_path" in named else ()
     route = found.string
-    for name in reversed(found.re.groupindex):
+    for name in reversed([*found.re.groupindex]):
         if found[name] is not None and name != "verb":
             route = f"{route[: found.start(name)]}{{{name}}}{route[found.end(name) :]}"
     return target._replace(
