@@ -31,10 +31,11 @@ from torchere.serving.frontend.http2.header_blocks import HeaderReader, request_
 from torchere.serving.frontend.http2.listener import Listener as Http2Listener
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, MessageReader
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.rest.bodies import BadBody, Chunks
+from torchere.serving.frontend.rest.bodies import Chunks
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.connection import Connection
-from torchere.serving.frontend.rest.heads import BadHead, HeadReader, Heads
+from torchere.serving.frontend.rest.errors import BadMessage
+from torchere.serving.frontend.rest.heads import HeadReader, Heads
 from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.metrics import Metrics
@@ -243,7 +244,7 @@ def http1_seeds() -> list[bytes]:
 
 
 def http1_head(data: bytes) -> None:
-    """A head, or BadHead, and the same one in pieces; h11 finds the same end of its body, or refuses it."""
+    """A head, or BadMessage, and the same one in pieces; h11 finds the same end of its body, or refuses."""
     found = _head_of(data, len(data) + 1)
     assert found == _head_of(data, 7), "segments change the head"
     if found is None or isinstance(found, str):
@@ -275,7 +276,7 @@ def _head_of(data: bytes, size: int) -> tuple[int, bytes, bytes, int, list[tuple
             if end >= 0:
                 head = heads.read(reader)
                 return at + end, reader.method, reader.url, head.length, head.headers
-        except BadHead:
+        except BadMessage:
             return "refused"
     return None
 
@@ -294,7 +295,7 @@ def head_seeds() -> list[bytes]:
 
 
 def http1_chunks(data: bytes) -> None:
-    """A chunked body, or BadBody, and the same one in pieces; h11 finds the same bytes, or refuses them."""
+    """A chunked body, or BadMessage, and the same one in pieces; h11 finds the same bytes, or refuses."""
     whole = _chunks_of(data, len(data) + 1)
     assert whole == _chunks_of(data, 3), "segments change the body"
     if whole is None or isinstance(whole, str):
@@ -319,7 +320,7 @@ def _chunks_of(data: bytes, size: int) -> tuple[int, bytes] | str | None:
     for at in range(0, len(data), size):
         try:
             end, pieces = chunks.feed(data[at : at + size], 0)
-        except BadBody:
+        except BadMessage:
             return "refused"
         found += b"".join(pieces)
         if chunks.over:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from torchere.serving.errors import Cancelled
 from torchere.serving.frontend.alignment import room_before
-from torchere.serving.frontend.rest.errors import BodyTooLong, ParametersTooLong
+from torchere.serving.frontend.rest.errors import BadMessage, BodyTooLong, ParametersTooLong
 
 MAX_LINE_BYTES = 16_384  # of a chunk-size or trailer line; else a client could send an endless one
 MAX_TRAILER_BYTES = 8192  # the same limit as for the headers of a head
@@ -25,10 +25,6 @@ _BLANK = re.compile(rb"[\r\n]*")
 # Of the JSON of a call that is no prediction. The event loop decodes it: 6 MB of empty lists take 0.6 s.
 MAX_PARAMETERS_BYTES = 65_536
 _OF_THE_CONNECTION = frozenset({b"connection", b"proxy-connection"})  # allowed in the head only
-
-
-class BadBody(Exception):
-    """The body's chunks are malformed: answer 400 and close."""
 
 
 class WholeBody:
@@ -75,7 +71,7 @@ class Chunks:
         """Decode `data` from `start`; return the offset of the first unused byte, and the chunks' data.
 
         Raises:
-            BadBody: the framing is malformed, or one of its lines is too long.
+            BadMessage: the framing is malformed, or one of its lines is too long.
         """
         pieces: list[bytes] = []
         size = len(data)
@@ -99,7 +95,7 @@ class Chunks:
             pieces.append(data[start:content])
         for at in range(max(start, content), end):
             if data[at] != b"\r\n"[at - start - self._left + 2]:
-                raise BadBody("a chunk is longer than its size")
+                raise BadMessage("a chunk is longer than its size")
         self._left -= end - start
         return end
 
@@ -112,22 +108,22 @@ class Chunks:
         end = data.find(b"\r\n", start) + 2
         line = data[start : end if end > 1 else len(data)]
         if len(line) > MAX_LINE_BYTES:
-            raise BadBody("a line of its framing has no end")
+            raise BadMessage("a line of its framing has no end")
         if end > 1:
             self._line = b""
             return line, end - before
         if b"\n" in line or b"\r" in line[:-1]:
-            raise BadBody("a line of its framing ends with other than CRLF")
+            raise BadMessage("a line of its framing ends with other than CRLF")
         self._line = line
         return None, len(data) - before
 
     def _begin_chunk(self, line: bytes) -> None:
         found = _SIZE_LINE.fullmatch(line)
         if found is None:
-            raise BadBody("a chunk has no size")
+            raise BadMessage("a chunk has no size")
         size = int(found[1], 16)
         if size >= _MAX_SIZE:
-            raise BadBody("the size of a chunk is out of range")
+            raise BadMessage("the size of a chunk is out of range")
         if size:
             self._left = size + 2
         else:
@@ -140,9 +136,9 @@ class Chunks:
         self._trailer_bytes += len(line)
         found = _TRAILER.fullmatch(line)
         if found is None or self._trailer_bytes > MAX_TRAILER_BYTES:
-            raise BadBody("a trailer is malformed or too long")
+            raise BadMessage("a trailer is malformed or too long")
         if found[1].lower() in _OF_THE_CONNECTION:
-            raise BadBody("a trailer has a field of the connection")
+            raise BadMessage("a trailer has a field of the connection")
 
 
 def end_of_blank(data: bytes, start: int) -> int:

@@ -16,9 +16,9 @@ from torchere.serving.access.identity import address_of, subjects_of
 from torchere.serving.errors import OverBudget, TooManyRequests
 from torchere.serving.frontend.budgets import BudgetExceeded, ConnectionBudget
 from torchere.serving.frontend.rest.asgi import AppExchange
-from torchere.serving.frontend.rest.bodies import BadBody, Chunks, end_of_blank
-from torchere.serving.frontend.rest.errors import INVALID_HTTP, OVER_BUDGET, STALLED_BODY, LastWords
-from torchere.serving.frontend.rest.heads import CHUNKED, HEAD_END, MAX_KNOWN_BYTES, BadHead, Head, HeadReader
+from torchere.serving.frontend.rest.bodies import Chunks, end_of_blank
+from torchere.serving.frontend.rest.errors import OVER_BUDGET, STALLED_BODY, BadMessage, LastWords
+from torchere.serving.frontend.rest.heads import CHUNKED, HEAD_END, MAX_KNOWN_BYTES, Head, HeadReader
 from torchere.serving.frontend.rest.predictions import Prediction
 from torchere.serving.frontend.rest.tensors import TensorPrediction
 from torchere.serving.frontend.rest.unread_answers import UnreadAnswers
@@ -160,7 +160,7 @@ class Connection(asyncio.BufferedProtocol):
                 return len(data)
             self._reader = None
             head = self.listener.heads.read(reader)
-        except BadHead as error:
+        except BadMessage as error:
             self._refuse(error)
             return len(data)
         self._end_timer()
@@ -225,7 +225,7 @@ class Connection(asyncio.BufferedProtocol):
                 return len(data)
             try:
                 end, pieces = self._chunks.feed(data, start)
-            except BadBody as error:
+            except BadMessage as error:
                 self._refuse(error)
                 return len(data)
             turns.spend(time.monotonic() - began_s)
@@ -449,10 +449,10 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self.transport.close()
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: BadMessage) -> None:
         """Reject a malformed or oversized request, and close the connection."""
         logger.debug("%s sent a malformed request: %s", self.client, error)  # else clients can flood the log
-        self._end(error.last_words if isinstance(error, BadHead) else INVALID_HTTP)
+        self._end(error.last_words)
 
     def _end(self, last_words: LastWords) -> None:
         if self.transport.is_closing():

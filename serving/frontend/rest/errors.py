@@ -45,6 +45,15 @@ STALLED_BODY = LastWords(
 
 OVER_BUDGET = LastWords(503, "ServiceUnavailableException", "The server holds too many bytes of requests.")
 
+
+class BadMessage(Exception):
+    """The bytes are not an HTTP/1 message, or exceed a limit: answer with `last_words`, and close."""
+
+    def __init__(self, flaw: str, last_words: LastWords = INVALID_HTTP) -> None:
+        super().__init__(flaw)
+        self.last_words = last_words
+
+
 # The type of all errors of handlers and executors, independent of the status.
 INTERNAL = "InternalServerException"
 

@@ -17,7 +17,7 @@ from torchere.serving.frontend.authorisation import RestPort, Row, is_probe
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.codec import FORMS, media_type, text_headers
-from torchere.serving.frontend.rest.errors import INVALID_HTTP, UNKNOWN_TRANSFER_CODING, LastWords
+from torchere.serving.frontend.rest.errors import UNKNOWN_TRANSFER_CODING, BadMessage
 from torchere.serving.frontend.rest.page import wants_page
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
 from torchere.serving.frontend.rest.wire import Wire, read_wire
@@ -48,14 +48,6 @@ MAX_KNOWN_HEADS = 1024
 MAX_KNOWN_BYTES = 2048  # of a cached head
 
 
-class BadHead(Exception):
-    """The bytes are not an HTTP/1 head, or exceed a limit: answer with `last_words`, and close."""
-
-    def __init__(self, flaw: str, last_words: LastWords = INVALID_HTTP) -> None:
-        super().__init__(flaw)
-        self.last_words = last_words
-
-
 class HeadReader:
     """Incremental parser of one head. Not thread-safe.
 
@@ -82,11 +74,11 @@ class HeadReader:
         """Parse up to the end of the head; return the offset behind it, or -1 while it is incomplete.
 
         Raises:
-            BadHead: the head is malformed or too long.
+            BadMessage: the head is malformed or too long.
         """
         parser = self._parser
         if parser is None:
-            raise BadHead("it was given up")
+            raise BadMessage("it was given up")
         tail = self.text[-3:]
         end = (tail + data[start:]).find(HEAD_END) - len(tail) if tail else data.find(HEAD_END, start) - start
         if is_whole := end >= -len(tail):
@@ -98,15 +90,15 @@ class HeadReader:
         flaw = _flaw_of(piece, parser)
         if flaw or self.is_complete != is_whole:
             self.drop()
-            raise BadHead(flaw or "it has no end where an empty line is")
+            raise BadMessage(flaw or "it has no end where an empty line is")
         if not is_whole:
             if len(self.text) > MAX_HEAD_BYTES:
-                raise BadHead("it has no end")
+                raise BadMessage("it has no end")
             return -1
         self.drop()
         text = self.text
         if len(text) - text.find(b"\r\n") - 2 > MAX_HEADER_BYTES:
-            raise BadHead("its header lines are too long")
+            raise BadMessage("its header lines are too long")
         if b" \r\n" in text or b"\t\r\n" in text:
             # RFC 9110, 5.5: a value excludes blanks around it, but the parser strips the leading ones only.
             self.headers = [(name, value.rstrip(b" \t")) for name, value in self.headers]
@@ -120,7 +112,7 @@ class HeadReader:
         """Append a piece of the request target; the parser calls this."""
         self.url += url
         if len(self.url) > MAX_REQUEST_LINE_BYTES:
-            raise BadHead("its request line is too long")
+            raise BadMessage("its request line is too long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Append one header line; the parser calls this."""
@@ -130,7 +122,7 @@ class HeadReader:
         """Copy the parser's results, which it drops at the end of a message; the parser calls this."""
         parser = self._parser
         if parser is None or self.is_complete:
-            raise BadHead("it holds two heads")
+            raise BadMessage("it holds two heads")
         self.is_complete = True
         self.method = parser.get_method()
         self.version = parser.get_http_version()
@@ -228,9 +220,9 @@ class Head:
         if codings and self.method != "CONNECT":
             names = [name.strip(b" \t").lower() for name in b",".join(codings).split(b",")]
             if names[-1] != b"chunked":
-                raise BadHead("its body has no end that can be told")  # RFC 9112, 6.3
+                raise BadMessage("its body has no end that can be told")  # RFC 9112, 6.3
             if len(names) > 1:  # RFC 9112, 6.1: they would have to be decoded before a handler has the body
-                raise BadHead(names[0].decode("latin-1"), UNKNOWN_TRANSFER_CODING)
+                raise BadMessage(names[0].decode("latin-1"), UNKNOWN_TRANSFER_CODING)
             self.length = CHUNKED
 
     def inflated(self) -> Head:
@@ -277,7 +269,7 @@ class Heads:
         """Return the `Head` of a complete head, and cache it if it is that of a prediction.
 
         Raises:
-            BadHead: the request line has no path or an unknown version, the host is missing or invalid, or
+            BadMessage: the request line has no path or an unknown version, the host is missing or invalid, or
                 the end of the body can't be determined.
         """
         place = self._place_of(reader.method, reader.url)
@@ -318,7 +310,7 @@ class Heads:
             raw_path = parsed.path
             path = raw_path.decode("ascii")
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError, AttributeError):
-            raise BadHead("its request line has no path") from None
+            raise BadMessage("its request line has no path") from None
         if "%" in path:
             path = unquote(path)
         path = path.rstrip("/") or "/"
@@ -351,12 +343,12 @@ def _host(reader: HeadReader) -> bytes:
     another host.
     """
     if reader.version not in _VERSIONS:
-        raise BadHead(f"its version is HTTP/{reader.version}")
+        raise BadMessage(f"its version is HTTP/{reader.version}")
     hosts = _values(reader.headers, b"host")
     if len(hosts) == 1 and _HOST.fullmatch(hosts[0]):
         return hosts[0]
     if hosts or reader.version != "1.0":
-        raise BadHead("it has no host, several, or an invalid one")
+        raise BadMessage("it has no host, several, or an invalid one")
     return b""
 
 

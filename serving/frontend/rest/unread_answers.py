@@ -27,7 +27,7 @@ class UnreadAnswers:
     """
 
     __slots__ = (
-        *("_budgets", "_bytes", "_closes", "_rest", "_rest_bytes", "_room", "_times_full", "_transport"),
+        *("_budgets", "_bytes", "_closes", "_rest", "_room", "_times_full", "_transport"),
         *("_watchdog", "is_of_tls"),
     )
 
@@ -38,7 +38,6 @@ class UnreadAnswers:
         if self.is_of_tls:
             transport.set_write_buffer_limits(SLICE_BYTES)
         self._rest: deque[memoryview] = deque()  # not written yet; empty if the buffer has room
-        self._rest_bytes = 0
         self._closes = False  # the connection is closed when the buffer has room
         self._bytes = 0  # of both when the buffer got full; 0: it has room
         self._times_full = 0
@@ -50,7 +49,7 @@ class UnreadAnswers:
         self._room = asyncio.get_running_loop().create_future()
         self._times_full += 1
         self._watchdog.watch()
-        self._bytes = self._transport.get_write_buffer_size() + self._rest_bytes
+        self._bytes = self._transport.get_write_buffer_size() + self._rest_bytes()
         self._budgets.unsent_bytes += self._bytes
         return self._budgets.flaw_of_answers(longest_bytes)
 
@@ -70,7 +69,6 @@ class UnreadAnswers:
         for buffer in buffers:
             if buffer:
                 self._rest.append(memoryview(buffer))
-                self._rest_bytes += len(buffer)
         self._write_rest()
 
     def _write_rest(self) -> None:
@@ -78,9 +76,7 @@ class UnreadAnswers:
             whole = self._rest.popleft()
             if len(whole) > SLICE_BYTES:
                 self._rest.appendleft(whole[SLICE_BYTES:])
-            piece = whole[:SLICE_BYTES]
-            self._rest_bytes -= len(piece)
-            self._transport.write(piece)  # may call `begin`
+            self._transport.write(whole[:SLICE_BYTES])  # may call `begin`
 
     def close(self) -> None:
         """Close the connection behind all that was written."""
@@ -100,8 +96,11 @@ class UnreadAnswers:
         while self._room is not None and not self._transport.is_closing():
             await asyncio.shield(self._room)
 
+    def _rest_bytes(self) -> int:
+        return sum(map(len, self._rest))
+
     def _held_back(self) -> tuple[int, int] | None:
         in_kernel = bytes_in_kernel(self._transport) if self._room is not None else None
         if in_kernel is None:
             return None
-        return self._times_full, self._rest_bytes + self._transport.get_write_buffer_size() + in_kernel
+        return self._times_full, self._rest_bytes() + self._transport.get_write_buffer_size() + in_kernel

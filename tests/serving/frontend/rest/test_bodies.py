@@ -10,12 +10,11 @@ from torchere.serving.errors import Cancelled
 from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
 from torchere.serving.frontend.rest.bodies import (
     MAX_LINE_BYTES,
-    BadBody,
     Chunks,
     WholeBody,
     read_body,
 )
-from torchere.serving.frontend.rest.errors import BodyTooLong
+from torchere.serving.frontend.rest.errors import BadMessage, BodyTooLong
 
 
 class Incoming:
@@ -132,7 +131,7 @@ def test_a_long_line_of_blanks_and_extensions_is_judged_soon(unit):
     for start in (b"3", b"3;", b"3;a", b"3;a =", b'3;a="'):
         text = start + unit * ((MAX_LINE_BYTES - 20) // len(unit)) + b"\x00\r\n"
         begun_s = time.thread_time()
-        with pytest.raises(BadBody, match="a chunk has no size"):
+        with pytest.raises(BadMessage, match="a chunk has no size"):
             Chunks().feed(text, 0)
         assert time.thread_time() - begun_s < 0.1
 
@@ -167,6 +166,6 @@ BROKEN = {
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
 def test_broken_chunks_are_refused(text, size):
     chunks = Chunks()
-    with pytest.raises(BadBody):
+    with pytest.raises(BadMessage):
         for start in range(0, len(text), size):
             chunks.feed(text[start : start + size], 0)

@@ -6,7 +6,8 @@ from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.frontend.authorisation import RestPort, Surfaces
 from torchere.serving.frontend.rest import heads as module
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
-from torchere.serving.frontend.rest.heads import CHUNKED, MAX_KNOWN_HEADS, BadHead, Head, HeadReader, Heads
+from torchere.serving.frontend.rest.errors import BadMessage
+from torchere.serving.frontend.rest.heads import CHUNKED, MAX_KNOWN_HEADS, Head, HeadReader, Heads
 
 LINE = b"POST /predictions/echo HTTP/1.1"
 MAX_BODY_BYTES = 1000
@@ -41,7 +42,7 @@ def test_a_head_is_read_in_pieces_of_any_size_up_to_its_end(heads, size):
 @pytest.mark.parametrize("rest", [b"Host: x\r\n\r\n", b"Host: x\r\n", b"\n\n\r\n", b""])
 def test_a_head_that_ends_earlier_for_the_parser_is_refused_in_pieces_of_any_size(size, rest):
     reader, text = HeadReader(), b"CONNECT \n\r\n" + rest
-    with pytest.raises(BadHead):
+    with pytest.raises(BadMessage):
         for start in range(0, len(text), size):
             reader.feed(text[start : start + size], 0)
 
@@ -95,7 +96,7 @@ def test_of_two_different_keys_none_counts(heads, second, counts):
     ],
 )
 def test_a_head_of_which_two_readers_might_make_two_things_is_refused(heads, text):
-    with pytest.raises(BadHead):
+    with pytest.raises(BadMessage):
         read(heads, text)
 
 
@@ -116,7 +117,7 @@ def test_a_head_of_which_two_readers_might_make_two_things_is_refused(heads, tex
     ],
 )
 def test_a_request_of_http_1_1_needs_one_valid_host(heads, lines):
-    with pytest.raises(BadHead):
+    with pytest.raises(BadMessage):
         read(heads, BYTES.replace(b"Host: x\r\n", lines))
 
 
@@ -130,13 +131,13 @@ def test_a_host_is_a_name_or_an_address_and_may_have_a_port(heads, host):
 def test_a_request_of_http_1_0_needs_no_host_but_has_at_most_one(heads):
     old = BYTES.replace(b"HTTP/1.1", b"HTTP/1.0")
     assert read(heads, old.replace(b"Host: x\r\n", b"")).host == b""
-    with pytest.raises(BadHead):
+    with pytest.raises(BadMessage):
         read(heads, old.replace(b"Host: x\r\n", b"Host: x\r\nHost: y\r\n"))
 
 
 @pytest.mark.parametrize("version", [b"0.9", b"1.2", b"2.0", b"3.0"])
 def test_a_head_of_another_version_is_refused(heads, version):
-    with pytest.raises(BadHead):
+    with pytest.raises(BadMessage):
         read(heads, BYTES.replace(b"HTTP/1.1", b"HTTP/" + version))
 
 
