@@ -5,7 +5,7 @@ import zlib
 import pytest
 
 from torchere.serving.frontend.dataplane import Readiness
-from torchere.serving.frontend.rest import probes
+from torchere.serving.frontend.rest import routes
 from torchere.serving.frontend.rest.server import listener_of
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -117,7 +117,7 @@ def test_the_metrics_are_compressed_for_those_who_take_it(ask, accepted, zipped)
 
 def test_scrapes_of_clients_that_are_gone_are_not_written(planes, monkeypatch):
     began, go_on, written = threading.Event(), threading.Event(), []
-    page = probes._page
+    page = routes._metrics_page
 
     def held_page(*args, **kwargs):
         written.append(args)
@@ -125,7 +125,7 @@ def test_scrapes_of_clients_that_are_gone_are_not_written(planes, monkeypatch):
         assert go_on.wait(20)
         return page(*args, **kwargs)
 
-    monkeypatch.setattr(probes, "_page", held_page)
+    monkeypatch.setattr(routes, "_metrics_page", held_page)
 
     async def until(is_so):
         while not is_so():
