@@ -378,16 +378,15 @@ def integer(values: Mapping[str, object], name: str) -> int | None:
         return None
     if isinstance(value, float) and value.is_integer():  # some clients write every number as 1.0
         value = int(value)
-    if isinstance(value, (int, str)) and not isinstance(value, bool):
-        try:
-            number = int(value)
-        except ValueError:
-            pass
-        else:
-            if -MAX_NUMBER <= number <= MAX_NUMBER:
-                return number
-            raise InvalidRequest(f"Parameter {name} must be a whole number of at most {MAX_NUMBER}")
-    raise InvalidRequest(f"Parameter {name} must be a whole number, found: {str(value)[:100]!r}")
+    try:
+        number = int(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
+    except ValueError:
+        number = None
+    if number is None:
+        raise InvalidRequest(f"Parameter {name} must be a whole number, found: {str(value)[:100]!r}")
+    if abs(number) > MAX_NUMBER:
+        raise InvalidRequest(f"Parameter {name} must be a whole number of at most {MAX_NUMBER}")
+    return number
 
 
 def text(values: Mapping[str, object], name: str) -> str | None:

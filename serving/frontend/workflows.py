@@ -122,10 +122,6 @@ class WorkflowPlane:
             changed()
             raise
 
-    def describe(self, name: str) -> Workflow:
-        """Return a workflow; raise `WorkflowNotFound` if it is not registered."""
-        return self.known.find(name)
-
     def list(self, limit: int, page_token: int) -> Page:
         """Return one page of at most `limit` workflows; see `paged`."""
         return paged([(each.name, each.url) for each in self.known.registered()], limit, page_token)

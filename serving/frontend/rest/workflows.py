@@ -67,7 +67,7 @@ def workflow_routes(workflows: WorkflowPlane, max_request_bytes: int) -> list[Ro
         return status_answer(wording.workflow_registered(await workflows.register(wanted)))
 
     async def describe(request: Request) -> Response:
-        return json_answer(workflow_text(workflows.describe(request.path_params["workflow"])))
+        return json_answer(workflow_text(workflows.known.find(request.path_params["workflow"])))
 
     async def unregister(request: Request) -> Response:
         workflow = request.path_params["workflow"]
