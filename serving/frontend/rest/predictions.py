@@ -122,20 +122,11 @@ class Prediction(Exchange, Request):
         self.trace = self.head.trace
         self.read_s = read_s
         self.connection.listener.metrics.prediction_begins(self)
-        try:  # as `guarded`, inlined to save a call for each request
+        try:
             self.read(body)
         except ServingError as error:
             self.fail(error)
         except Exception as error:
-            self._break_down(error)
-
-    def guarded(self, step: Callable[..., None], argument: Any) -> None:
-        """Call `step(argument)`; answer with its error if it raises."""
-        try:
-            step(argument)
-        except ServingError as error:
-            self.fail(error)
-        except Exception as error:  # the top of a request: a bug is logged, and the client gets a 500
             self._break_down(error)
 
     def read(self, body: Body) -> None:
@@ -188,9 +179,19 @@ class Prediction(Exchange, Request):
         self._decode = self.connection.listener.budgets.decodes.add(work, come_back, self.caller)
 
     def _come_back(self, then: Callable[..., None], done: asyncio.Future[Any]) -> None:
-        if not (done.cancelled() or self.complete):
-            outcome = done.exception() or done.result()
-            self.guarded(_raised if isinstance(outcome, BaseException) else then, outcome)
+        if done.cancelled():
+            return
+        outcome = done.exception() or done.result()  # also if it is too late: asyncio logs unread exceptions
+        if self.complete:
+            return
+        try:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            then(outcome)
+        except ServingError as error:
+            self.fail(error)
+        except Exception as error:  # the top of a request: a bug is logged, and the client gets a 500
+            self._break_down(error)
 
     def _target(self) -> Target:
         head = self.head
@@ -251,7 +252,7 @@ class Prediction(Exchange, Request):
         """
         if self.complete:
             return
-        try:  # as `guarded`, inlined to save a call for each request
+        try:
             if isinstance(outcome, ServingError):
                 self.fail(outcome)
             else:
@@ -300,7 +301,7 @@ class Prediction(Exchange, Request):
             else:
                 self.withdraw()  # parts that would follow have no reader
                 self.fail(error.with_traceback(None))  # whose frames hold the stream of parts
-        except Exception as error:  # as in `guarded`
+        except Exception as error:  # as in `_come_back`
             if self.status:
                 logger.exception("request %s: the stream broke off", self.request_id)
                 self.break_off(ServingError("Internal server error"))
@@ -360,7 +361,3 @@ def _is_torchserves(target: Target) -> bool:
 def _name_in(parameters: tuple[Parameter, ...]) -> str | None:
     named = (one.value for one in parameters if one.name == "model_name")
     return next((value.decode("utf-8", "replace") for value in named), None)
-
-
-def _raised(error: BaseException) -> None:
-    raise error
