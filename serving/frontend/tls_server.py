@@ -54,10 +54,6 @@ class TlsServer:
             each.setblocking(False)
             self._watch(each)
 
-    def is_serving(self) -> bool:
-        """Tell whether new connections are accepted."""
-        return bool(self.sockets)
-
     def close(self) -> None:
         """Accept no more connections; handshakes go on."""
         for each in self.sockets:

@@ -55,11 +55,6 @@ class RestServer:
         self._servers: list[asyncio.Server | TlsServer] = []
         self._sockets: list[socket.socket] = []
 
-    @property
-    def is_serving(self) -> bool:
-        """Whether new connections are accepted."""
-        return any(server.is_serving() for server in self._servers)
-
     async def start(self) -> Address:
         """Bind and begin to serve; return the address with its actual port.
 

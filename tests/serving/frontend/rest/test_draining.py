@@ -86,7 +86,7 @@ def test_a_request_on_its_way_to_an_idle_connection_is_answered(planes, request_
             await head(used)
             served.server.drain()
             stopping = asyncio.create_task(served.server.stop())
-            while served.server.is_serving:
+            while not served.server.listener.stopping:
                 await asyncio.sleep(0)
             answers = []
             for connection in (fresh, used):
