@@ -14,7 +14,6 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.types import Scope
 
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.types import Parameter
 
 MAX_PARTS = 1000
@@ -249,13 +248,8 @@ def text_values(query: bytes) -> dict[str, str]:
 
 
 def request_headers(scope: Scope) -> tuple[tuple[str, str], ...]:
-    """Return the client's headers from an ASGI scope, in the client's spelling where `asgi.py` kept it."""
-    return text_headers(scope.get(SPELLED_HEADERS) or scope["headers"])
-
-
-def request_id_of(scope: Scope) -> str:
-    """Return the id of the request of an ASGI scope: that of its answer and of its line in the access log."""
-    return scope.get(REQUEST_ID) or new_request_id()
+    """Return the client's headers from an ASGI scope, in the client's spelling."""
+    return text_headers(scope[SPELLED_HEADERS])
 
 
 def text_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:

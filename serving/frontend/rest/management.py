@@ -30,7 +30,7 @@ from torchere.serving.frontend.rest.answers import (
     status_answer,
 )
 from torchere.serving.frontend.rest.bodies import read_parameters
-from torchere.serving.frontend.rest.codec import request_headers, request_id_of, text_values
+from torchere.serving.frontend.rest.codec import REQUEST_ID, request_headers, text_values
 from torchere.serving.frontend.rest.openapi import management_document
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
@@ -124,7 +124,7 @@ async def _describe(controlplane: ControlPlane, request: Request) -> Response:
     query = text_values(request.scope["query_string"])
     if not flag(query, "customized", default=False) or version == "all":
         return json_answer(description.versions_text(controlplane.describe(model, version)))
-    wish = InferRequest(request_id_of(request.scope), (), request_headers(request.scope))
+    wish = InferRequest(request.scope[REQUEST_ID], (), request_headers(request.scope))
     described, response = await controlplane.describe_customized(model, version, wish)
     return handler_answer(response, description.customized_text(described, response).encode() + b"\n")
 

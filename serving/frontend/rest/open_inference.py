@@ -107,7 +107,8 @@ def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> lis
         ready = said.get("ready", False)
         if not isinstance(ready, bool):
             raise InvalidRequest(f"ready: found {shown(ready)}, expected true or false")
-        return json_answer(pretty([_without_blanks(entry._asdict()) for entry in repository.index(ready)]))
+        entries = [entry._asdict() for entry in repository.index(ready)]
+        return json_answer(pretty([{name: text for name, text in each.items() if text} for each in entries]))
 
     async def load(request: Request) -> Response:
         said = await _object(request, max_request_bytes)
@@ -158,10 +159,6 @@ def _route(path: str, endpoint: Endpoint, methods: Sequence[str]) -> Route:
             return raw_answer(*protocol_error(error))
 
     return route(path, answer, methods)
-
-
-def _without_blanks(members: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in members.items() if value != ""}
 
 
 async def _object(request: Request, max_request_bytes: int) -> dict[str, Any]:

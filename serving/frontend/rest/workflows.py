@@ -31,10 +31,10 @@ from torchere.serving.frontend.rest.answers import (
 )
 from torchere.serving.frontend.rest.bodies import read_body
 from torchere.serving.frontend.rest.codec import (
+    REQUEST_ID,
     body_parameters,
     deadline,
     request_headers,
-    request_id_of,
     takes_long,
     text_values,
 )
@@ -112,7 +112,7 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[R
         parse = partial(body_parameters, content_type, body)
         is_long = takes_long(content_type, body)
         parameters = await decodes.run(parse, caller) if is_long else parse()
-        asked = prioritised(InferRequest(request_id_of(request.scope), parameters, headers, deadline_s))
+        asked = prioritised(InferRequest(request.scope[REQUEST_ID], parameters, headers, deadline_s))
         run = workflows.infer(workflow, asked, services.budgets)
         answer = await _unless_gone(request.receive, run)
         return handler_answer(answer, bytes(answer.body))
