@@ -114,8 +114,9 @@ class Exchange(ABC):
 
     @property
     def room(self) -> memoryview | None:
-        """Buffer for the next bytes of the body; None: pass them to `take`."""
-        return None
+        """Buffer for the next bytes of a body of known length; None: pass them to `take`."""
+        body = self.body
+        return body.room if isinstance(body, WholeBody) else None
 
     @abstractmethod
     def begin(self) -> None:
@@ -123,7 +124,8 @@ class Exchange(ABC):
 
     def filled(self, size: int) -> None:
         """Record that `size` bytes were written to `room`."""
-        raise RuntimeError("there is no room to write to")
+        if isinstance(self.body, WholeBody):
+            self.body.filled(size)
 
     @abstractmethod
     def take(self, piece: bytes) -> None:

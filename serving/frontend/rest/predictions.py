@@ -65,12 +65,6 @@ class Prediction(Exchange, Request):
         """This prediction itself."""
         return self
 
-    @property
-    def room(self) -> memoryview | None:
-        """Buffer for the next bytes of a body of known length; None: pass them to `take`."""
-        body = self.body
-        return body.room if isinstance(body, WholeBody) else None
-
     def begin(self) -> None:
         """Allocate the buffer for the body; refuse a body that is too long without reading it."""
         length = self.head.length
@@ -83,11 +77,6 @@ class Prediction(Exchange, Request):
             self.body = bytearray()
         if self.head.expects:
             self.connection.write(CONTINUE)
-
-    def filled(self, size: int) -> None:
-        """Record that `size` bytes were written to `room`."""
-        if isinstance(self.body, WholeBody):
-            self.body.filled(size)
 
     def take(self, piece: bytes) -> None:
         """Append the next bytes of the body."""
