@@ -25,23 +25,16 @@ ANY_METHOD = "*"
 
 
 class Row(NamedTuple):
-    """One route.
+    """One route."""
 
-    Attributes:
-        transport: the protocol of its clients.
-        port: the API whose ports have the route; None: all ports.
-        needs: the role of the clients that may call it.
-        route: its path in the framework's notation, or `/package.Service/Method` of gRPC.
-        actions: what a call changes, by its HTTP method (`ANY_METHOD`: with each). Such calls are audited.
-        method: the HTTP method that the row is for.
-    """
-
-    transport: Transport
-    port: Role | None
-    needs: Need
-    route: str
-    actions: Mapping[str, str]
-    method: str = ANY_METHOD
+    transport: Transport  # the protocol of its clients
+    port: Role | None  # the API whose ports have the route; None: all ports
+    needs: Need  # the role of the clients that may call it
+    route: str  # its path in the framework's notation, or `/package.Service/Method` of gRPC
+    actions: Mapping[
+        str, str
+    ]  # the changes of its calls by HTTP method (`ANY_METHOD`: each); they are audited
+    method: str = ANY_METHOD  # the HTTP method that the row is for
 
     def action(self, method: str) -> str:
         """Return the name of the change that a call makes; "" if it only reads."""

@@ -103,14 +103,6 @@ class Budgets:
     Args:
         limit_bytes: of all connections together, of requests, and as much again of answers.
         message_bytes: the greatest size of a message.
-
-    Attributes:
-        held_bytes: of all connections now.
-        key_free_bytes: those of them that needed no key.
-        refused: how often each budget refused bytes, and each other limit a connection or a call.
-        decodes: the queue of long decodes.
-        turns: time of the event loop.
-        unsent_bytes: of answers that clients have not taken, of all connections.
     """
 
     __slots__ = (
@@ -123,14 +115,15 @@ class Budgets:
         self.limit_bytes = max(limit_bytes, least)
         self.connection_limit_bytes = max(self.limit_bytes // CONNECTION_SHARE, least)
         self.key_free_limit_bytes = max(self.limit_bytes // KEY_FREE_SHARE, MIN_KEY_FREE_BYTES)
-        self.held_bytes = 0
-        self.key_free_bytes = 0
+        self.held_bytes = 0  # of all connections now
+        self.key_free_bytes = 0  # those of them that needed no key
+        # How often each budget refused bytes, and each other limit a connection or a call.
         self.refused: Counter[str] = Counter(
             dict.fromkeys((ALL, CONNECTION, KEY_FREE, UNSENT, CONNECTIONS, WATCHES, FLOOD), 0)
         )
         self.decodes = DecodeQueue()
         self.turns = LoopTurns()
-        self.unsent_bytes = 0
+        self.unsent_bytes = 0  # of answers that clients have not taken, of all connections
 
     def over(self, held_bytes: int, size: int, *, key_free: bool) -> BudgetExceeded:
         """Count a refusal and return the error that names the exceeded budget."""
@@ -148,8 +141,7 @@ class Budgets:
     def flaw_of_answers(self, longest_bytes: int) -> str:
         """Return an error, and count it, if clients have left too much of their answers; else "".
 
-        Args:
-            longest_bytes: the greatest size of an answer.
+        `longest_bytes` is the greatest size of an answer.
         """
         limit_bytes = max(self.limit_bytes, MIN_MESSAGES * longest_bytes)
         if self.unsent_bytes <= limit_bytes:
@@ -159,20 +151,14 @@ class Budgets:
 
 
 class ConnectionBudget:
-    """Bytes that one connection holds. Return each byte taken exactly once, with `give` or `give_all`.
-
-    Attributes:
-        budgets: those of the server.
-        held_bytes: in all.
-        key_free_bytes: of these, without a key.
-    """
+    """Bytes that one connection holds. Return each byte taken exactly once, with `give` or `give_all`."""
 
     __slots__ = ("_leased_bytes", "budgets", "held_bytes", "key_free_bytes")
 
     def __init__(self, budgets: Budgets) -> None:
-        self.budgets = budgets
-        self.held_bytes = 0
-        self.key_free_bytes = 0
+        self.budgets = budgets  # of the server
+        self.held_bytes = 0  # in all
+        self.key_free_bytes = 0  # of these, without a key
         self._leased_bytes = 0  # of all, by leases
 
     def take(self, size: int, key_free: bool = False) -> None:

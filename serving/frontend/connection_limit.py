@@ -92,17 +92,13 @@ class ConnectionLimit:
     Above the limit the connections idle for longest are closed, as an idle timeout would do later. So a
     client with many idle connections at worst forces others to reconnect. If new connections were refused
     instead, it would lock the others out. A new connection is refused only while all others are busy.
-
-    Attributes:
-        limit: of open connections.
-        handshakes: connections in the middle of a TLS handshake, which count as open ones.
     """
 
     __slots__ = ("_budgets", "_searchable_s", "handshakes", "limit")
 
     def __init__(self, limit: int, budgets: Budgets) -> None:
-        self.limit = limit
-        self.handshakes: set[IdleConnection] = set()
+        self.limit = limit  # of open connections
+        self.handshakes: set[IdleConnection] = set()  # of TLS; they count as open connections
         self._budgets = budgets
         self._searchable_s = 0.0
 

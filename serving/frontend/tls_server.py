@@ -26,14 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class TlsServer:
-    """Server of listening sockets, as `loop.create_server` returns one. Used on the event loop only.
+    """Server of listening sockets, which `close` closes. Used on the event loop only.
 
-    Args:
-        sockets: bound and listening; closed by `close`.
-        context: of TLS.
-        limit: of the listener.
-        others: its connections after their handshakes.
-        connected: makes the protocol of a connection.
+    `others` are the connections of the listener after their handshakes; `connected` makes a protocol.
     """
 
     def __init__(

@@ -74,8 +74,7 @@ class WorkflowPlane:
     Args:
         known: the registered workflows.
         dataplane: runs the steps.
-        check_model_api: raises when models may not be registered over the network: a registered workflow
-            loads models.
+        check_model_api: raises when models may not be registered over the network, as workflows load models.
         max_step_bytes: the greatest size of the result of a step that sends it in parts.
     """
 

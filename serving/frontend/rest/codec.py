@@ -258,14 +258,10 @@ def text_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str
 
 
 def deadline(timeout_ms: bytes, now_s: float) -> float:
-    """Return the deadline, in monotonic seconds, of a request with a timeout header.
-
-    Args:
-        timeout_ms: value of `x-torchere-timeout-ms`.
-        now_s: arrival time of the request, in monotonic seconds.
+    """Return the deadline of a request that arrived at `now_s`; both are in monotonic seconds.
 
     Raises:
-        InvalidRequest: the value is not an integer from 1 to `MAX_TIMEOUT_MS`.
+        InvalidRequest: the header `x-torchere-timeout-ms` is not an integer from 1 to `MAX_TIMEOUT_MS`.
     """
     digits = timeout_ms.strip()
     if len(digits) <= 8 and digits.isdigit() and 1 <= int(digits) <= MAX_TIMEOUT_MS:

@@ -241,7 +241,7 @@ class Heads:
 
     Args:
         port: the rows of the listener's port.
-        max_body_bytes: the longest body to accept.
+        max_body_bytes: the longest body that a prediction may have to run at once.
         guard: checks hosts and origins where no token is asked for.
         speaks_tensors: whether the listener supports the Open Inference Protocol.
         takes_tokens: whether `Authorization` holds a key of this server, which handlers don't get.

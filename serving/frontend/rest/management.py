@@ -50,13 +50,7 @@ STATUS_OF = {
 
 
 def management_routes(controlplane: ControlPlane, max_request_bytes: int, *, is_strict: bool) -> list[Route]:
-    """Return the routes of models.
-
-    Args:
-        controlplane: carries the calls out.
-        max_request_bytes: the limit of a JSON body.
-        is_strict: read numbers of a query as TorchServe does, see `as_torchserve_reads`.
-    """
+    """Return the routes of models; `is_strict`: read numbers as `as_torchserve_reads`."""
 
     async def page(request: Request) -> Response:
         query = text_values(request.scope["query_string"])
