@@ -183,9 +183,7 @@ class RestPort:
     def row(self, method: str, path: str) -> Row:
         """Return the row of a request; one with the role of the port for a path that does not exist.
 
-        Args:
-            method: HTTP method.
-            path: percent-decoded, without trailing slashes except for "/"; "*" of `OPTIONS *`.
+        The path is percent-decoded, without trailing slashes except for "/"; "*" of `OPTIONS *`.
         """
         for row, pattern in self._rows:
             if row.method not in (ANY_METHOD, method):

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from torchere.serving.errors import Cancelled
 from torchere.serving.frontend.alignment import room_before
-from torchere.serving.frontend.rest.errors import BadMessage, BodyTooLong, ParametersTooLong
+from torchere.serving.frontend.rest.errors import BadMessage, BodyTooLong
 
 MAX_LINE_BYTES = 16_384  # of a chunk-size or trailer line; else a client could send an endless one
 MAX_TRAILER_BYTES = 8192  # the same limit as for the headers of a head
@@ -174,12 +174,13 @@ async def read_parameters(request: Request, max_bytes: int) -> bytes:
     """Read the body of a call that is no prediction, which holds a few parameters.
 
     Raises:
-        ParametersTooLong: it has more than `MAX_PARAMETERS_BYTES`.
-        BodyTooLong, Cancelled: as for `read_body`.
+        BodyTooLong: as for `read_body`, or it has more than `MAX_PARAMETERS_BYTES`.
+        Cancelled: as for `read_body`.
     """
     try:
         return await read_body(request, min(max_bytes, MAX_PARAMETERS_BYTES))
     except BodyTooLong:
         if max_bytes <= MAX_PARAMETERS_BYTES:
             raise
-        raise ParametersTooLong(MAX_PARAMETERS_BYTES) from None
+        text = "The parameters of this call have more than {} bytes."
+        raise BodyTooLong(MAX_PARAMETERS_BYTES, text) from None

@@ -241,10 +241,7 @@ def _unquoted_long(text: bytes) -> bytes:
 
 def text_values(query: bytes) -> dict[str, str]:
     """Return the values of a query string by name; the first value of a name wins."""
-    values: dict[str, str] = {}
-    for parameter in form_parameters(query):
-        values.setdefault(parameter.name, parameter.value.decode("utf-8", "replace"))
-    return values
+    return {one.name: one.value.decode("utf-8", "replace") for one in reversed(form_parameters(query))}
 
 
 def request_headers(scope: Scope) -> tuple[tuple[str, str], ...]:

@@ -65,19 +65,14 @@ class UnknownCoding(e.InvalidRequest):
 
 
 class BodyTooLong(e.InvalidRequest):
-    """The body is, or says that it will be, longer than `limits.max_request_bytes`."""
+    """The body is, or says that it will be, longer than a limit."""
 
     code = "body_too_long"
 
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(f"The body is longer than max_request_size={max_bytes} bytes.")
-
-
-class ParametersTooLong(BodyTooLong):
-    """The parameters of a call that is no prediction have more than `bodies.MAX_PARAMETERS_BYTES`."""
-
-    def __init__(self, max_bytes: int) -> None:
-        e.InvalidRequest.__init__(self, f"The parameters of this call have more than {max_bytes} bytes.")
+    def __init__(
+        self, max_bytes: int, text: str = "The body is longer than max_request_size={} bytes."
+    ) -> None:
+        super().__init__(text.format(max_bytes))
 
 
 class InflatesTooFar(e.InvalidRequest):
