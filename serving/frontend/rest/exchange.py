@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 # RFC 9110 and 5789; OpenTelemetry's spans name no others.
 _METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
-LAST_CHUNK = b"0\r\n\r\n"
 FOR_THIS_MACHINE = (
     "Tokens are off, so only clients on this machine may change models. Switch token authorization on, or "
     "set insecure_management=true."
@@ -46,7 +43,7 @@ FOR_THIS_MACHINE = (
 
 # Slots for the concrete subclasses of `Exchange`, which has none itself: Python can't combine two base
 # classes that both have slots. Predictions get `request_id` and `started_s` from `Request`.
-SLOTS = ("body", "complete", "connection", "head", "is_chunked", "keep_alive", "status", "task")
+SLOTS = ("body", "complete", "connection", "head", "keep_alive", "status", "task")
 
 
 class ClientConnection(Protocol):
@@ -81,7 +78,7 @@ class Exchange(ABC):
 
     The connection calls `begin` after the head, `take` for each piece of the body, `whole` after its end, and
     `ended` when the client disconnects, or when the connection sent a response itself. `status` is 0 until
-    the response begins; a response that fails midway is counted with another status than it began with.
+    the response begins.
     """
 
     if not TYPE_CHECKING:  # a type checker would take these for the complete list of attributes
@@ -90,7 +87,6 @@ class Exchange(ABC):
     started_s: float
     caller: str  # names the client: its identity, or its address
     account: Account | None  # of the client; None: clients are not told apart
-    is_chunked: bool  # whether a response in parts uses chunked encoding
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
         self.connection = connection
@@ -215,22 +211,6 @@ class Exchange(ABC):
         self.connection.write(self._head(lines), b"" if self.head.is_head else body)
         self.over()
 
-    def start(self, status: int, headers: RawHeaders) -> bytes:
-        """Return the head of a response whose body follows in parts."""
-        self._begun(status)
-        lines = self._lines(headers)
-        self.is_chunked = False
-        if status == RESET_CONTENT:
-            lines += b"content-length: 0\r\n"
-        elif not (self.head.is_head or status in NO_CONTENT):
-            if self.head.is_old:  # RFC 9112, 6.1: HTTP/1.0 has no chunks, so closing delimits the body
-                self.keep_alive = False
-                self._end_by_reset(True)
-            else:
-                self.is_chunked = True
-                lines += b"transfer-encoding: chunked\r\n"
-        return self._head(lines)
-
     def _lines(self, headers: RawHeaders) -> bytes:
         """Encode the headers of a response, with those of CORS and `Server-Timing` if they are configured."""
         listener, prediction = self.connection.listener, self.prediction
@@ -249,15 +229,6 @@ class Exchange(ABC):
             last_lines,
         )
 
-    def framed(self, part: bytes, *, last: bool = False) -> bytes:
-        """Encode a part of the body, as a chunk if needed; empty if the response has no content."""
-        if self.status in NO_CONTENT or self.status == RESET_CONTENT or self.head.is_head:
-            return b""
-        if not self.is_chunked:
-            return part
-        chunk = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
-        return chunk + LAST_CHUNK if last else chunk
-
     def over(self) -> None:
         """Count the response after its last byte was written, and let the connection continue."""
         if self.complete:
@@ -266,26 +237,6 @@ class Exchange(ABC):
         self.finished(self.status)
         self.let_go()
         self.connection.answered(self.keep_alive)
-
-    def end_body(self) -> None:
-        """As `over`, after a response in parts."""
-        if self.head.is_old and not self.keep_alive and not self.complete:
-            self._end_by_reset(False)  # a FIN, not a reset, shows that the body is complete
-        self.over()
-
-    def break_off(self, error: ServingError) -> None:
-        """Close the connection without ending the body, so that the client detects the failure."""
-        if self.complete:
-            return
-        self.complete = True
-        if self.prediction is not None:
-            self.prediction.error = error
-        self.finished(status_of(error))
-        self.let_go()
-        if self.head.is_old:
-            self.connection.transport.abort()  # `close` would send TLS's close_notify, as after a whole body
-        else:
-            self.connection.transport.close()
 
     @abstractmethod
     def ended(self, status: int = CLIENT_GONE) -> None:
@@ -318,13 +269,6 @@ class Exchange(ABC):
             self.prediction.sending_s = time.monotonic()
         if status >= 400:
             self.keep_alive = False
-
-    def _end_by_reset(self, wanted: bool) -> None:
-        """Set how closing ends the connection: with a reset if `wanted`, else in order (with a FIN)."""
-        transport = self.connection.transport
-        if not transport.is_closing():
-            connection = transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", wanted, 0))
 
 
 def status_of(error: ServingError) -> int:

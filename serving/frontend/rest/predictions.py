@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -24,11 +26,14 @@ from torchere.serving.frontend.rest.bodies import WholeBody
 from torchere.serving.frontend.rest.codec import body_parameters, form_parameters, takes_long
 from torchere.serving.frontend.rest.codec import deadline as deadline_of
 from torchere.serving.frontend.rest.errors import BodyTooLong
-from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange
+from torchere.serving.frontend.rest.exchange import SLOTS, ClientConnection, Exchange, status_of
 from torchere.serving.frontend.rest.heads import CHUNKED, Head
 from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.frontend.rest.wire import (
     CONTINUE,
+    NO_CONTENT,
+    RESET_CONTENT,
+    RawHeaders,
     checked_status,
     handler_headers,
     handler_lines,
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from torchere.serving.registry.version import Version
 
 Body = bytes | memoryview
+LAST_CHUNK = b"0\r\n\r\n"
 
 logger = logging.getLogger(__name__)
 
@@ -297,6 +303,22 @@ class Prediction(Exchange, Request):
             else:
                 self._break_down(error)
 
+    def break_off(self, error: ServingError) -> None:
+        """Close the connection without ending the body, so that the client detects the failure.
+
+        The request is counted with another status than its response began with.
+        """
+        if self.complete:
+            return
+        self.complete = True
+        self.error = error
+        self.finished(status_of(error))
+        self.let_go()
+        if self.head.is_old:
+            self.connection.transport.abort()  # `close` would send TLS's close_notify, as after a whole body
+        else:
+            self.connection.transport.close()
+
     async def _send_stream(self, response: StreamedResponse) -> None:
         """Send a streamed response, one chunk for each part."""
         chunks = aiter(response.chunks)
@@ -309,6 +331,36 @@ class Prediction(Exchange, Request):
             await self.send_part(chunk)
         await self.send_part(b"", last=True)
 
+    def start(self, status: int, headers: RawHeaders) -> bytes:
+        """Return the head of a response whose body follows in parts."""
+        self._begun(status)
+        lines = self._lines(headers)
+        if status == RESET_CONTENT:
+            lines += b"content-length: 0\r\n"
+        elif not (self.head.is_head or status in NO_CONTENT):
+            if self.head.is_old:  # RFC 9112, 6.1: HTTP/1.0 has no chunks, so closing delimits the body
+                self.keep_alive = False
+                self._end_by_reset(True)
+            else:
+                lines += b"transfer-encoding: chunked\r\n"
+        return self._head(lines)
+
+    def framed(self, part: bytes, *, last: bool = False) -> bytes:
+        """Encode a part of the body, as a chunk if needed; empty if the response has no content."""
+        if self.status in NO_CONTENT or self.status == RESET_CONTENT or self.head.is_head:
+            return b""
+        if self.head.is_old:
+            return part
+        chunk = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
+        return chunk + LAST_CHUNK if last else chunk
+
+    def _end_by_reset(self, wanted: bool) -> None:
+        """Set how closing ends the connection: with a reset if `wanted`, else in order (with a FIN)."""
+        transport = self.connection.transport
+        if not transport.is_closing():
+            connection = transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", wanted, 0))
+
     async def send_part(self, part: bytes, *, last: bool = False) -> None:
         """Send a part of the body; wait first while the write buffer is full."""
         connection = self.connection
@@ -320,7 +372,9 @@ class Prediction(Exchange, Request):
         if framed:
             connection.write(framed)
         if last:
-            self.end_body()
+            if self.head.is_old and not self.keep_alive:
+                self._end_by_reset(False)  # a FIN, not a reset, shows that the body is complete
+            self.over()
 
     def ended(self, status: int = CLIENT_GONE) -> None:
         """End the prediction: the client disconnected, or the connection sent a response with `status`."""
