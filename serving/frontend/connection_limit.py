@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, MutableSet
 from heapq import nsmallest
 from itertools import chain
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
 
@@ -47,9 +47,6 @@ class IdleConnection(Protocol):
 
     def close_idle(self) -> None:
         """Close it; its client may connect again."""
-
-
-C = TypeVar("C", bound=IdleConnection)
 
 
 def connection_limit(files: int, wanted: int = 0, *, serves_inference: bool = True) -> int:
@@ -102,7 +99,7 @@ class ConnectionLimit:
         self._budgets = budgets
         self._searchable_s = 0.0
 
-    def admits(self, others: MutableSet[C]) -> bool:
+    def admits(self, others: MutableSet[Any]) -> bool:
         """Tell whether a new connection may join the others; idle ones are closed and removed for it."""
         if len(others) + len(self.handshakes) < self.limit:
             return True
@@ -113,7 +110,7 @@ class ConnectionLimit:
             if not victims:
                 self._searchable_s = now_s + SEARCH_INTERVAL_S
         for _, _, connection in victims:
-            others.discard(connection)  # type: ignore[arg-type]  # of either set
+            others.discard(connection)  # it is in either set
             self.handshakes.discard(connection)
             connection.close_idle()
         self._budgets.refused[CONNECTIONS] += len(victims) or 1

@@ -199,15 +199,9 @@ def started_models(
         about = f"{count} {noun} ({version.origin.isolation})"
         if works and not is_declared(facts(key)):
             about += f"; its input is not declared: {_UNKNOWN} stands for a file with a request"
-        failure = version.failure_text or "it has no worker: scale it up"
-        models.append(
-            StartedModel(
-                f"{key.name} {key.version}",
-                about,
-                caller.line(facts(key)) if works else "",
-                "" if works else failure,
-            )
-        )
+        line = caller.line(facts(key)) if works else ""
+        failure = "" if works else version.failure_text or "it has no worker: scale it up"
+        models.append(StartedModel(f"{key.name} {key.version}", about, line, failure))
     return [*models, *(StartedModel(name, "", "", "not registered: see above") for name in missing)]
 
 

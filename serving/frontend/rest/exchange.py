@@ -221,13 +221,8 @@ class Exchange(ABC):
         return joined(headers)
 
     def _head(self, lines: bytes) -> bytes:
-        last_lines = LAST_LINES[self.keep_alive]
-        return b"%b%bx-request-id: %b\r\n%b" % (
-            STATUS_LINES[self.status],
-            lines,
-            self.request_id.encode(),
-            last_lines,
-        )
+        request_id, last_lines = self.request_id.encode(), LAST_LINES[self.keep_alive]
+        return b"%b%bx-request-id: %b\r\n%b" % (STATUS_LINES[self.status], lines, request_id, last_lines)
 
     def over(self) -> None:
         """Count the response after its last byte was written, and let the connection continue."""
