@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
@@ -206,7 +207,9 @@ class Head:
         self.group = "" if self.target is None else self.target.group
         self.texts: Pairs = ()  # headers for the handler: the client's as text, and those of the target
         self.trace = trace_of_headers(self.headers) if b"traceparent" in lines else None
-        self.wire: Wire | None = None  # headers of the Open Inference Protocol; None: malformed
+        self.wire: Wire | None = (
+            None  # headers of the Open Inference Protocol; None: malformed, or another path
+        )
         self.is_tensors = False  # the path is one of that protocol
 
     def _read_rare(self, lines: dict[bytes, bytes]) -> None:
@@ -288,7 +291,9 @@ class Heads:
         if target is not None:
             head.texts = text_headers(head.headers) + target.headers
             head.is_tensors = self._speaks_tensors and target.verb != ""
-            head.wire = _wire_of(head)
+            if head.is_tensors:
+                with suppress(InvalidRequest):  # raised again when the request is read
+                    head.wire = read_wire(head.headers)
             self._remember(head)
         return head
 
@@ -298,7 +303,8 @@ class Heads:
         return is_short and not head.expects and head.refusal is None
 
     def _remember(self, head: Head) -> None:
-        if len(head.text) > MAX_KNOWN_BYTES or head.wire is None or not self.is_plain(head):
+        is_malformed = head.is_tensors and head.wire is None
+        if len(head.text) > MAX_KNOWN_BYTES or is_malformed or not self.is_plain(head):
             return
         if head.trace is not None:  # its trace context makes it unique
             return
@@ -350,12 +356,3 @@ def _host(reader: HeadReader) -> bytes:
     if hosts or reader.version != "1.0":
         raise BadMessage("it has no host, several, or an invalid one")
     return b""
-
-
-def _wire_of(head: Head) -> Wire | None:
-    if not head.is_tensors:
-        return Wire()
-    try:
-        return read_wire(head.headers)
-    except InvalidRequest:
-        return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -167,13 +167,17 @@ class TensorPrediction(Prediction):
     def _ask_tensors(
         self, target: Target, facts: ModelFacts, request: TensorRequest, body: Body = b""
     ) -> None:
-        service = self.connection.listener.tensors
-        if target.verb == "infer" and self._wire.wants_events:
+        service, wire = self.connection.listener.tensors, self._wire
+        if target.verb == "infer" and wire.wants_events:
             request = _for_events(request)
         prepared = service.prepared(facts, request)
-        key = _key(target, self._wire, body)
+        key = _key(target, wire, body)
         # Heads with an id do not come again, and would push out the others.
-        if key is not None and not request.id and _is_behind_head(request, len(body) - len(key.head)):
+        if (
+            key is not None
+            and not request.id
+            and _is_behind_head(request, len(body) - (wire.json_bytes or 0))
+        ):
             service.keep(key, target.version, facts, prepared)
         self._submit(prepared)
 
@@ -274,20 +278,11 @@ class TensorPrediction(Prediction):
             self.answer(*protocol_error(self.error))
 
 
-class _Key(NamedTuple):
-    """Names a head, with what its translation depends on beside the head."""
-
-    model: str | None
-    version: str | None
-    wants_events: bool
-    head: bytes
-
-
-def _key(target: Target, wire: Wire, body: Body) -> _Key | None:
-    """Return the key of a request's head; None if its translation is never kept."""
+def _key(target: Target, wire: Wire, body: Body) -> Hashable | None:
+    """Return a head and its place, which name its translation; None if that is never kept."""
     if target.verb != "infer" or wire.json_bytes is None or wire.json_bytes > KNOWN_HEAD_BYTES:
         return None
-    return _Key(target.model, target.version, wire.wants_events, bytes(body[: wire.json_bytes]))
+    return target.model, target.version, wire.wants_events, bytes(body[: wire.json_bytes])
 
 
 def _is_request(body: Body) -> bool:
