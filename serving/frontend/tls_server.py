@@ -141,7 +141,7 @@ async def bound_sockets(address: Address, backlog: int, *, only_first: bool = Fa
         for family, name in wanted:
             sockets.append(socket.socket(family, socket.SOCK_STREAM))
             if family == socket.AF_INET6:
-                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address.host != "::")
+                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, name[0] != "::")
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sockets[-1].bind(name)
             sockets[-1].listen(backlog)
