@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from torchere.archiver.split import SECTION, Split
@@ -37,7 +38,7 @@ from torchere.serving.registry.version import Origin, Version, VersionMetrics
 from torchere.serving.store.package import StoredArchive
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.devices import CoreShares, counted_kind, gpu_count
-from torchere.serving.workers.executor import FreeCallback, LoadSpec
+from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.isolation import LANES_SHARE, choose_isolation
 from torchere.serving.workers.launch import CompilerLauncher, ExecLauncher, ForkLauncher, Launcher
 from torchere.serving.workers.oom import OomWatch
@@ -164,7 +165,7 @@ class Loader:
         spec: LoadSpec,
         launcher: Launcher,
         settings: ModelSettings,
-        on_free: FreeCallback,
+        on_free: Callable[[], None],
         observer: VersionMetrics,
     ) -> WorkerPool:
         # Requests sent ahead to a worker are not counted as queued, so a small queue limit forbids sending

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from torchere.handlers.metrics import MetricDeclaration, MetricSample
-from torchere.serving.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoRoom, ServingError
+from torchere.serving.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    LoadFailed,
+    NoRoom,
+    ServingError,
+)
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.sandbox import Sandbox
 
-Executor = TypeVar("Executor")
 _MOST_S = 1e9  # 30 years
 
 
@@ -67,17 +73,6 @@ class Outage(NamedTuple):
 
     since_s: float  # when the last executor left service
     restart_s: float  # when the next process starts, or started
-
-
-def age_s(status: ExecutorStatus) -> float:
-    """Return the seconds since an executor was last started."""
-    return time.monotonic() - status.started_s
-
-
-def those_that_stay(executors: Sequence[Executor], count: int, in_service: Sequence[bool]) -> list[Executor]:
-    """Return the `count` executors to keep, in order; drops those not in service first, then the youngest."""
-    places = sorted(range(len(executors)), key=lambda place: not in_service[place])[:count]
-    return [executors[place] for place in sorted(places)]
 
 
 class BatchReport(msgspec.Struct, frozen=True):
@@ -164,8 +159,6 @@ class LoadSpec:
         """Whether a worker is several processes, which run one batch at a time."""
         return self.ranks > 1 or self.rendezvous is not None
 
-
-FreeCallback: TypeAlias = Callable[[], None]  # an executor became free, or all have failed for good
-LoadedCallback: TypeAlias = Callable[[int, float], None]  # executor id, seconds from its start to ready
-MetricsCallback: TypeAlias = Callable[[Sequence[MetricSample]], None]  # reported outside of a batch
-LostCallback: TypeAlias = Callable[[str], None]  # gets the cause of a loss: a value of `LossKind`
+    def failed(self, detail: str, out_of_memory: bool = False) -> LoadFailed:
+        """Return the error for a load that failed; `detail` has the cause."""
+        return LoadFailed.of(self.model_name, self.model_version, detail, out_of_memory)

@@ -41,7 +41,6 @@ from torchere.serving.errors import (
     ExecutorDied,
     HandlerFailed,
     InvalidRequest,
-    LoadFailed,
     NoRoom,
     OutOfResources,
     ServingError,
@@ -145,10 +144,11 @@ class HandlerHost:
             )
         except HandlerLoadError as err:
             logger.error("loading %s failed: %s", spec.model_name, err)
-            raise self._load_failed(plain_text(err), err.__cause__ or err) from err
+            raise spec.failed(plain_text(err), lacks_memory(err.__cause__ or err)) from err
         except BaseException as err:  # the handler's own code may raise anything, even SystemExit
             logger.exception("loading %s failed in its handler %s", spec.model_name, spec.handler)
-            raise self._load_failed(f"handler {spec.handler} raised {line_of(err)}", err) from err
+            detail = f"handler {spec.handler} raised {line_of(err)}"
+            raise spec.failed(detail, lacks_memory(err)) from err
         self._encoder.labels = getattr(self._entry_point.instance, "mapping", None)
         self._borrows = getattr(self._entry_point.instance, "borrows_tensors", False) is True
         self._decodes = spec.decode_input and not getattr(self._entry_point.instance, "takes_bytes", False)
@@ -167,7 +167,8 @@ class HandlerHost:
                 self._loaded()(list(rows or ()), self._context)
         except BaseException as err:  # as in `load`
             logger.exception("the warm-up of %s failed", self._spec.model_name)
-            raise self._load_failed(f"the warm-up request failed with {line_of(err)}", err) from err
+            detail = f"the warm-up request failed with {line_of(err)}"
+            raise self._spec.failed(detail, lacks_memory(err)) from err
         self._metrics.drain()  # discard the samples of the warm-up: they belong to no request
         for sample in of_load:
             self._metrics.record(sample)  # reported with the first batch
@@ -410,10 +411,6 @@ class HandlerHost:
         traces = [trace_of_headers(request.headers) for request in requests]
         trace_ids = ",".join(dict.fromkeys(trace.trace_id for trace in traces if trace is not None))
         return fields | ({"trace_id": trace_ids} if trace_ids else {})
-
-    def _load_failed(self, detail: str, err: BaseException) -> LoadFailed:
-        spec = self._spec
-        return LoadFailed.of(spec.model_name, spec.model_version, detail, lacks_memory(err))
 
 
 @contextmanager

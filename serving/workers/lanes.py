@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from torchere.serving.errors import LoadFailed, NoRoom
+from torchere.serving.errors import NoRoom
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.frames import FrameReader, FrameSocket
 from torchere.serving.workers.messages import Run, data_to_worker, most_report_bytes, raw_bytes, run_with_raw
@@ -154,7 +154,7 @@ def receive_lanes(connection: socket.socket, count: int, spec: LoadSpec) -> list
     if len(data) < count:  # the kernel has left out those that would exceed the limit
         for each in data:
             each.close()
-        raise LoadFailed.of(spec.model_name, spec.model_version, os.strerror(errno.EMFILE).lower())
+        raise spec.failed(os.strerror(errno.EMFILE).lower())
     for each in data:
         each.set_inheritable(False)
     return data

@@ -13,12 +13,7 @@ from dataclasses import replace
 
 from torchere.serving.errors import LoadFailed
 from torchere.serving.workers.devices import CoreShares, first_devices, new_places
-from torchere.serving.workers.executor import (
-    ExecutorState,
-    ExecutorStatus,
-    Outage,
-    those_that_stay,
-)
+from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, Outage
 from torchere.serving.workers.run import Run
 from torchere.serving.workers.worker import Worker
 from torchere.serving.workers.worker_settings import WorkerSettings
@@ -123,9 +118,9 @@ class WorkerPool:
         if self._spec.shares_weights and count and self._workers:
             await self._resize_lanes(self._workers[0], count)
             return
-        staying = those_that_stay(self._workers, count, [bool(worker.in_service) for worker in self._workers])
-        surplus = [worker for worker in self._workers if worker not in staying]
-        self._workers = staying
+        serving_first = sorted(self._workers, key=lambda worker: not worker.in_service)
+        surplus = serving_first[count:]  # those not in service, and then the youngest
+        self._workers = [worker for worker in self._workers if worker not in surplus]
         self._leaving = dict.fromkeys(surplus, self._settings.now() + self._settings.response_timeout_s)
         await asyncio.shield(asyncio.gather(*(worker.retire() for worker in surplus)))
         self._leaving.clear()

@@ -363,7 +363,7 @@ class WorkerMain:
                 failed = "the worker can't enter its sandbox"
                 enter(spec.sandbox)
         except OSError as err:
-            raise LoadFailed.of(spec.model_name, spec.model_version, f"{failed}: {err}") from err
+            raise spec.failed(f"{failed}: {err}") from err
         self._load(gpu_ids)
 
     def _load(self, gpu_ids: Sequence[int | None]) -> None:
@@ -382,7 +382,7 @@ class WorkerMain:
             try:
                 lane.start()
             except RuntimeError as err:  # the system has no thread left
-                raise LoadFailed.of(spec.model_name, spec.model_version, str(err)) from err
+                raise spec.failed(str(err)) from err
             lane.call(host.load)
 
     def _host_of(self, spec: LoadSpec, gpu_id: int | None) -> Host:

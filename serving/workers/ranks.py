@@ -27,7 +27,6 @@ import msgspec
 
 from torchere.handlers.loading.devices import kind_of
 from torchere.handlers.loading.weights import SharedModels
-from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import name_rank
 from torchere.serving.process.signals import live
 from torchere.serving.types import NO_DEADLINE, InferRequest
@@ -269,8 +268,7 @@ class GroupHost:
         except OSError as err:
             ours.close()
             theirs.close()
-            cause = f"rank {number} could not be started: {err}"
-            raise LoadFailed.of(self._spec.model_name, self._spec.model_version, cause) from err
+            raise self._spec.failed(f"rank {number} could not be started: {err}") from err
         if pid == 0:
             for rank in self._ranks:
                 rank.connection.close()
@@ -290,8 +288,7 @@ class GroupHost:
             self._give_up(spec.ranks * err.found, 1, str(err), is_cut_off=True)
         except OSError as err:
             at = f"{spec.rendezvous.host}:{spec.rendezvous.port}"
-            cause = f"rank 0 can't listen at {at} for other machines: {err}"
-            raise LoadFailed.of(spec.model_name, spec.model_version, cause) from err
+            raise spec.failed(f"rank 0 can't listen at {at} for other machines: {err}") from err
         for place, machine in enumerate(machines, 1):
             for number, connection in enumerate(machine.connections, place * spec.ranks):
                 reader = FrameReader(connection)

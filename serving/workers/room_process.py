@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from torchere.handlers.archive_import import forget_archive
-from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.process import SWITCH_INTERVAL_S, WorkerMain, begin
@@ -100,8 +99,7 @@ class Tenant(WorkerMain):
         if not self._models.shares_all:
             # The model keeps state between requests, which must not be lost when another tenant crashes.
             self.needs_own_process = True
-            spec = self.loaded_spec()
-            raise LoadFailed.of(spec.model_name, spec.model_version, "the model changes itself")
+            raise self.loaded_spec().failed("the model changes itself")
 
     def _tidy(self, *, thaw: bool = False) -> None:
         # No `gc.freeze`: the fork server has frozen the shared objects, and the objects of tenants must stay

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
-from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, Outage, age_s
+from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, Outage
 from torchere.serving.workers.heartbeat import Heartbeat
 from torchere.serving.workers.loss import Loss, LossKind, LossRow, loss_of_slow_load
 from torchere.serving.workers.messages import Done
@@ -240,7 +240,7 @@ class Worker:
         if self._ready_s is None:
             self._ready_s = self._settings.now()
         self._look_whether_in_service()
-        self._settings.on_loaded(status.executor_id, age_s(status))
+        self._settings.on_loaded(status.executor_id, time.monotonic() - status.started_s)
         self._settings.on_free()  # do not wait for the other lanes
 
     async def add(self, executors: Sequence[tuple[int, int | None]]) -> None:
@@ -281,8 +281,8 @@ class Worker:
         if not isinstance(err, asyncio.TimeoutError):  # if the load was cancelled, the version ends its runs
             raise err
         self._replace_process(Loss(LossKind.TIMEOUT, "a lane did not load in time"))
-        spec, loss = self._settings.spec, loss_of_slow_load(self._settings.startup_timeout_s)
-        raise LoadFailed.of(spec.model_name, spec.model_version, loss.cause, False) from None
+        loss = loss_of_slow_load(self._settings.startup_timeout_s)
+        raise self._settings.spec.failed(loss.cause) from None
 
     def remove(self, count: int) -> None:
         """End the last `count` lanes, each after the runs that were sent to it before."""

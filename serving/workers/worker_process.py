@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torchere.serving.errors import LoadFailed, NoRoom, ServingError
+from torchere.handlers.metrics import MetricSample
+from torchere.serving.errors import NoRoom, ServingError
 from torchere.serving.io.watchdog import was_late, within
 from torchere.serving.logs.levels import follow
 from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.workers import messages
-from torchere.serving.workers.executor import LoadSpec, MetricsCallback
+from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.group import MAX_CAUSE_CHARACTERS, Group
 from torchere.serving.workers.lanes import MAX_LANES, LaneSocket, load_of_lane, requests_of
@@ -49,7 +50,7 @@ class ProcessEvents:
 
     serving: Callable[[], None]
     pong: Callable[[], None]
-    metrics: MetricsCallback
+    metrics: Callable[[Sequence[MetricSample]], None]
     done: Callable[[messages.Done], None]
     hung: Callable[[Run], None]
     gone: Callable[[], None]
@@ -123,7 +124,7 @@ class WorkerProcess:
         try:
             self._launched = launched = await self._launcher.launch(requests_of(self._spec.batch_size))
         except OSError as err:
-            raise self._load_failed(f"the worker process could not be started: {err}") from err
+            raise self._spec.failed(f"the worker process could not be started: {err}") from err
         self._control = FrameSocket(launched.control, self._on_control, self._on_end, messages.CONTROL_BYTES)
         # The exit ends it too, because a forked child may keep the sockets open.
         launched.exit_code.add_done_callback(lambda _: self._on_end(""))
@@ -166,7 +167,7 @@ class WorkerProcess:
                 raise BrokenPipeError("the process is not started")
             sockets = open_lanes(self._launched, count)
         except OSError as err:
-            raise self._load_failed(f"its sockets could not be opened: {err}") from err
+            raise self._spec.failed(f"its sockets could not be opened: {err}") from err
         self._lanes += [LaneSocket(each, self._on_data, self._on_lane_end, self._spec) for each in sockets]
         self._lanes_loaded += count
 
@@ -181,14 +182,14 @@ class WorkerProcess:
         await self._step(messages.WarmUp(), timeout_s, beside=beside)
         if self.serving < len(self._lanes):  # it is hostile
             self.kill(Loss(LossKind.PROTOCOL, "said that its lanes are warm before they were"))
-            raise self._load_failed("it said that its lanes are warm before they were")
+            raise self._spec.failed("it said that its lanes are warm before they were")
 
     async def _step(
         self, message: messages.ControlToWorker, timeout_s: float, *, beside: bool = False
     ) -> None:
         if self.lost.done():  # lost between two steps
             self._drop_unready()
-            raise self._load_failed(self.lost.result().cause)
+            raise self._spec.failed(self.lost.result().cause)
         self._step_reply = self._loop.create_future()
         self._order(message)
         try:
@@ -201,7 +202,7 @@ class WorkerProcess:
                 await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
                 raise
             await self._kill_and_reap(loss_of_slow_load(timeout_s))
-            raise self._load_failed(self.lost.result().cause) from None
+            raise self._spec.failed(self.lost.result().cause) from None
         finally:
             self._step_reply = None
 
@@ -326,7 +327,7 @@ class WorkerProcess:
         elif self._step_reply is not None and not self._step_reply.done():
             if isinstance(message, messages.LoadError):
                 self.needs_own_process = message.needs_own_process
-                self._step_reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
+                self._step_reply.set_exception(self._spec.failed(message.detail, message.out_of_memory))
             elif isinstance(message, messages.Loaded):
                 self._step_reply.set_result(None)
 
@@ -466,13 +467,10 @@ class WorkerProcess:
             # A worker killed while it loads has usually asked for more memory than there is.
             by_server = self._killed is not None and not self._killed.hints_at_memory
             out_of_memory = code == -signal.SIGKILL and not by_server
-            failure = self._load_failed(f"{loss.cause} while it was loading", out_of_memory)
+            failure = self._spec.failed(f"{loss.cause} while it was loading", out_of_memory)
             self._step_reply.set_exception(failure)
         if not self.lost.done():
             self.lost.set_result(loss)
-
-    def _load_failed(self, detail: str, out_of_memory: bool = False) -> LoadFailed:
-        return LoadFailed.of(self._spec.model_name, self._spec.model_version, detail, out_of_memory)
 
     async def _read_out(self) -> None:
         """Read the last messages and output, for at most `LAST_WORDS_S`: a child may keep them open."""

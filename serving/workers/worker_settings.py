@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torchere.serving.workers.executor import (
-    FreeCallback,
-    LoadedCallback,
-    LoadSpec,
-    LostCallback,
-    MetricsCallback,
-)
+from torchere.handlers.metrics import MetricSample
+from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.heartbeat import HeartbeatSettings
 from torchere.serving.workers.launch import Launcher
 from torchere.serving.workers.oom import OomWatch
@@ -27,10 +22,10 @@ class WorkerSettings:
     startup_timeout_s: float
     max_retry_timeout_s: float
     launcher: Launcher
-    on_free: FreeCallback
-    on_loaded: LoadedCallback
-    on_lost: LostCallback = lambda reason: None
-    on_metrics: MetricsCallback = lambda samples: None
+    on_free: Callable[[], None]  # an executor became free, or all have failed for good
+    on_loaded: Callable[[int, float], None]  # executor id, seconds from its start to ready
+    on_lost: Callable[[str], None] = lambda reason: None  # gets the cause: a value of `LossKind`
+    on_metrics: Callable[[Sequence[MetricSample]], None] = lambda samples: None  # reported outside of a batch
     now: Callable[[], float] = time.monotonic
     oom: OomWatch = field(default_factory=OomWatch)
     heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
