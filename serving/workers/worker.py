@@ -72,22 +72,14 @@ class Worker:
     def _new_process(self) -> WorkerProcess:
         self._over = asyncio.get_running_loop().create_future()
         self._lanes = 0
-        process = WorkerProcess(
-            self._settings.spec,
-            self.first_id,
-            self._settings.launcher,
-            response_timeout_s=self._settings.response_timeout_s,
-            events=ProcessEvents(
-                serving=lambda: self._one_more_serves(process),
-                threads=self._settings.threads,
-                pong=self._heartbeat.answered,
-                metrics=self._settings.on_metrics,
-                done=lambda message: self._on_done(process, message),
-                hung=lambda run: self._hung(process, run),
-                gone=self._look_whether_in_service,
-            ),
-            oom=self._settings.oom,
+        events = ProcessEvents(
+            serving=lambda: self._one_more_serves(process),
+            pong=self._heartbeat.answered,
+            done=lambda message: self._on_done(process, message),
+            hung=lambda run: self._hung(process, run),
+            gone=self._look_whether_in_service,
         )
+        process = WorkerProcess(self._settings, self.first_id, events)
         over = self._over
         process.lost.add_done_callback(lambda lost: None if over.done() else over.set_result(lost.result()))
         return process

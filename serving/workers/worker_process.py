@@ -11,20 +11,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torchere.handlers.metrics import MetricSample
 from torchere.serving.errors import NoRoom, ServingError
 from torchere.serving.io.watchdog import was_late, within
 from torchere.serving.logs.levels import follow
 from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.workers import messages
-from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.group import MAX_CAUSE_CHARACTERS, Group
 from torchere.serving.workers.lanes import MAX_LANES, LaneSocket, load_of_lane, requests_of
-from torchere.serving.workers.launch import Launched, Launcher, open_lanes
+from torchere.serving.workers.launch import Launched, open_lanes
 from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_slow_load
-from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
+from torchere.serving.workers.worker_settings import WorkerSettings
 
 logger = logging.getLogger("torchere.worker")
 
@@ -41,20 +39,16 @@ class ProcessEvents:
     Attributes:
         serving: one more lane is in service.
         pong: the process answered a ping.
-        metrics: its handlers reported values outside of a batch, or printed them as TorchServe's do.
         done: the process sent a report.
         hung: a lane has been silent for the response time-out; gets its run, which is not answered yet.
-        threads: returns the intra-op threads of each lane for its next run; 0: those of the load.
         gone: the process can't receive messages any more.
     """
 
     serving: Callable[[], None]
     pong: Callable[[], None]
-    metrics: Callable[[Sequence[MetricSample]], None]
     done: Callable[[messages.Done], None]
     hung: Callable[[Run], None]
     gone: Callable[[], None]
-    threads: Callable[[], int] = int
 
 
 class WorkerProcess:
@@ -63,23 +57,12 @@ class WorkerProcess:
     `lost` completes with the cause when the process has ended, possibly seconds after `ProcessEvents.gone`.
     """
 
-    def __init__(
-        self,
-        spec: LoadSpec,
-        executor_id: int,
-        launcher: Launcher,
-        *,
-        response_timeout_s: float,
-        events: ProcessEvents,
-        oom: OomWatch,
-    ) -> None:
-        self._spec = spec
-        self._group = Group(spec, oom)
-        self._launcher = launcher
+    def __init__(self, settings: WorkerSettings, executor_id: int, events: ProcessEvents) -> None:
+        self._settings = settings
+        self._spec = settings.spec
+        self._group = Group(settings.spec, settings.oom)
         self._executor_id = executor_id  # of its first lane, for its log lines
-        self._response_timeout_s = response_timeout_s
         self._events = events
-        self._oom = oom
         self._loop = asyncio.get_running_loop()
         self._launched: Launched | None = None
         self._lanes: list[LaneSocket] = []  # lanes in service come first
@@ -122,7 +105,8 @@ class WorkerProcess:
             LoadFailed: the system can't start the process.
         """
         try:
-            self._launched = launched = await self._launcher.launch(requests_of(self._spec.batch_size))
+            launching = self._settings.launcher.launch(requests_of(self._spec.batch_size))
+            self._launched = launched = await launching
         except OSError as err:
             raise self._spec.failed(f"the worker process could not be started: {err}") from err
         self._control = FrameSocket(launched.control, self._on_control, self._on_end, messages.CONTROL_BYTES)
@@ -130,7 +114,7 @@ class WorkerProcess:
         launched.exit_code.add_done_callback(lambda _: self._on_end(""))
         spec = self._spec
         origin = {"model": spec.model_name, "version": spec.model_version, "executor": self._executor_id}
-        has_ended, report = launched.exit_code.done, self._events.metrics
+        has_ended, report = launched.exit_code.done, self._settings.on_metrics
         self._output = asyncio.ensure_future(
             relay_all(launched.output, self._log_token, origin, logger, has_ended, report=report)
         )
@@ -261,7 +245,7 @@ class WorkerProcess:
         else:
             self._places_used += 1
         page = self._launched.page
-        page.prepare(place, self._events.threads())
+        page.prepare(place, self._settings.threads())
         run.run_id, run.place, run.page = run_id, place, page
         run.shares_process = self._launched.is_shared
         run.heard_s = time.monotonic()
@@ -272,7 +256,7 @@ class WorkerProcess:
         run.lane = lane
         lane.frames.send(parts)
         if self._watch is None:
-            self._look_in(self._response_timeout_s)
+            self._look_in(self._settings.response_timeout_s)
 
     def _on_data(self, lane: LaneSocket, payload: memoryview) -> None:
         try:
@@ -317,7 +301,7 @@ class WorkerProcess:
             return
         if isinstance(message, messages.Pong):
             self._events.pong()
-            self._events.metrics(message.metrics)
+            self._settings.on_metrics(message.metrics)
         elif isinstance(message, messages.RankLost | messages.RankPids):
             self._group.hear(message, self.kill)
         elif isinstance(message, messages.Serving):
@@ -337,20 +321,20 @@ class WorkerProcess:
     def _look(self, due_s: float) -> None:
         """Look for a lane that has been silent for the response time-out, and fail its run."""
         self._watch = None
+        timeout_s = self._settings.response_timeout_s
         if not self.inside or self._launched is None or self.lost.done():
             return
         if was_late(due_s) and not self._looked_late:  # the event loop was blocked: reports may be unread
             self._looked_late = True  # only once, so that a loop that is always late still finds a hang
-            self._look_in(min(LOOK_AGAIN_S, self._response_timeout_s))
+            self._look_in(min(LOOK_AGAIN_S, timeout_s))
             return
         self._looked_late = False
         now_s = time.monotonic()
         run, since_s = min(self._silences(now_s), key=lambda each: each[1])
-        left_s = since_s + self._response_timeout_s - now_s
+        left_s = since_s + timeout_s - now_s
         if left_s > 0:
             self._look_in(left_s)
             return
-        timeout_s = self._response_timeout_s
         logger.error(
             "Backend worker did not respond in given time: model %s version %s gave no answer within its "
             "responseTimeout of %g s",
@@ -459,7 +443,7 @@ class WorkerProcess:
         except asyncio.TimeoutError:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
-        loss = self._killed or self._group.of_first(self._launched.loss(code, self._oom))
+        loss = self._killed or self._group.of_first(self._launched.loss(code, self._settings.oom))
         if self._end_cause:  # the error is in its log
             loss = loss_of_end(self._end_cause)
         await self._read_out()

@@ -25,7 +25,8 @@ class WorkerSettings:
     on_free: Callable[[], None]  # an executor became free, or all have failed for good
     on_loaded: Callable[[int, float], None]  # executor id, seconds from its start to ready
     on_lost: Callable[[str], None] = lambda reason: None  # gets the cause: a value of `LossKind`
-    on_metrics: Callable[[Sequence[MetricSample]], None] = lambda samples: None  # reported outside of a batch
+    # Gets values that handlers reported outside of a batch, or printed as TorchServe's do.
+    on_metrics: Callable[[Sequence[MetricSample]], None] = lambda samples: None
     now: Callable[[], float] = time.monotonic
     oom: OomWatch = field(default_factory=OomWatch)
     heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)

@@ -19,9 +19,9 @@ from torchere.serving.io.watchdog import Silence, Upload, within
 from torchere.serving.workers import lanes
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.lanes import LanePage
-from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
 from torchere.serving.workers.worker_process import ProcessEvents, WorkerProcess
+from torchere.serving.workers.worker_settings import WorkerSettings
 
 TIMEOUT_S = 0.04
 TICK_S = 0.002  # a loop's clock may be that coarse
@@ -155,20 +155,22 @@ class SilentWorker:
         events = ProcessEvents(
             serving=self.unexpected,
             pong=self.unexpected,
-            metrics=self.unexpected,
             done=self.unexpected,
             hung=self._hangs,
             gone=self.unexpected,
         )
         stand_in: Any = self  # of the launcher, and of the owner of the run
-        self.process = WorkerProcess(
+        settings = WorkerSettings(
             LoadSpec("m", "1.0", "/nowhere", "h.py"),
-            9000,
-            stand_in,
             response_timeout_s=self._timeout_s,
-            events=events,
-            oom=OomWatch(),
+            startup_timeout_s=60.0,
+            max_retry_timeout_s=60.0,
+            launcher=stand_in,
+            on_free=self.unexpected,
+            on_loaded=self.unexpected,
+            on_metrics=self.unexpected,
         )
+        self.process = WorkerProcess(settings, 9000, events)
         await self.process.start()
         self.process._open_lanes(1)
         (self._lane,) = self.process._lanes
