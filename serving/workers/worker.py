@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = 0.8  # weight of the old value in the running mean of the handler's time, per batch
 CANCEL_GRACE_S = 2.0  # for a coroutine that is cancelled; the lane looks every 0.05 s
+_LOOK_S = 0.05  # polling interval of the runs of a process that is to end
 KILLS_AT_FIRST_LOAD = 2  # losses by another cause after which a first load is tried again
 
 
@@ -43,14 +44,11 @@ class Worker:
         self._inside_a_lane = 1
         self._row = LossRow(settings.max_retry_timeout_s, settings.spec.max_restarts)
         self._ready_s: float | None = None  # monotonic, when the process entered service
-        self._lanes = 0  # lanes in service
-        self._exclusive: Run | None = None  # the exclusive run inside: no other may be sent
         self._supervisor: asyncio.Task[None] | None = None
         self._retiring = False  # the worker is to end
         self._restarting = False  # a process is brought up in place of a lost one, step by step
         self._retired: WorkerProcess | None = None  # the replaced process; its other lanes finish their runs
-        self._ending: set[asyncio.Task[None]] = set()  # of processes that were replaced
-        self._emptied = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None  # of the last process that was replaced
         self._over: asyncio.Future[Loss]  # the process is lost, or was replaced because it hangs
         started_at = datetime.now(timezone.utc)
         self._statuses = [
@@ -71,7 +69,6 @@ class Worker:
 
     def _new_process(self) -> WorkerProcess:
         self._over = asyncio.get_running_loop().create_future()
-        self._lanes = 0
         events = ProcessEvents(
             serving=lambda: self._one_more_serves(process),
             pong=self._heartbeat.answered,
@@ -110,7 +107,8 @@ class Worker:
 
     def _look_whether_in_service(self) -> None:
         # The state alone is late: a loss may be known only seconds after the connection ends.
-        lanes = self._lanes if self.state is ExecutorState.READY and self._process.reachable else 0
+        is_in_service = self.state is ExecutorState.READY and self._process.reachable
+        lanes = self._process.serving if is_in_service else 0
         if lanes:
             self.outage = None
         elif self.in_service:
@@ -125,7 +123,7 @@ class Worker:
     @property
     def free(self) -> int:
         """The number of runs that may be submitted for idle lanes."""
-        if self._retiring or self._exclusive is not None:
+        if self._retiring or self._process.is_exclusive:
             return 0
         return self._process.idle_lanes if self.in_service else 0
 
@@ -133,7 +131,7 @@ class Worker:
     def ahead(self) -> int:
         """The number of runs of full batches that may be submitted, including those ahead of a free lane."""
         settings = self._settings
-        if self._retiring or self._exclusive is not None or not settings.sends_ahead or settings.spec.pinned:
+        if self._retiring or self._process.is_exclusive or not settings.sends_ahead or settings.spec.pinned:
             return 0
         if settings.spec.batch_size > 1:
             most = self.in_service + FULL_AHEAD if self.in_service else 0
@@ -179,7 +177,7 @@ class Worker:
                     await self.start()
                     continue
             except asyncio.CancelledError:
-                if self._lanes and not self._retiring:  # they finish their runs
+                if self._process.serving and not self._retiring:  # its lanes finish their runs
                     self._enter_service()
                 raise
             return self._enter_service()
@@ -192,7 +190,7 @@ class Worker:
     def _ended_in_service(self) -> bool:
         """Return whether a lane in service ended the process: an ordinary loss, for the supervisor."""
         lost = self._process.lost
-        return self._lanes > 0 and lost.done() and lost.result().kind is not LossKind.LOAD
+        return self._process.serving > 0 and lost.done() and lost.result().kind is not LossKind.LOAD
 
     async def _replaced_after_kill(self) -> bool:
         """Replace a first process that was killed, or lost with its room, while it loaded: a few times only.
@@ -224,11 +222,11 @@ class Worker:
     def _one_more_serves(self, process: WorkerProcess) -> None:
         if process is not self._process:
             return
-        if self._lanes >= len(self._statuses):  # scaled down meanwhile
+        if process.serving > len(self._statuses):  # scaled down meanwhile
             process.retire_lane()
             return
-        status = self._statuses[self._lanes] = replace(self._statuses[self._lanes], state=ExecutorState.READY)
-        self._lanes += 1
+        at = process.serving - 1
+        status = self._statuses[at] = replace(self._statuses[at], state=ExecutorState.READY)
         if self._ready_s is None:
             self._ready_s = self._settings.now()
         self._look_whether_in_service()
@@ -258,11 +256,12 @@ class Worker:
 
     async def warm_up_added(self) -> None:
         """Warm up the added lanes and put them in service; raise `LoadFailed` if that fails."""
-        fresh, process = self.executor_ids[self._lanes :], self._process
+        process = self._process
+        fresh = self.executor_ids[process.serving :]
         try:
             await process.warm_up(self._settings.startup_timeout_s, beside=True)
         except BaseException as err:
-            serving = self.executor_ids[: self._lanes]
+            serving = self.executor_ids[: self._process.serving]
             self._drop([executor_id for executor_id in fresh if executor_id not in serving], process, err)
 
     def _drop(self, executor_ids: Sequence[int], process: WorkerProcess, err: BaseException) -> None:
@@ -279,19 +278,14 @@ class Worker:
     def remove(self, count: int) -> None:
         """End the last `count` lanes, each after the runs that were sent to it before."""
         kept = len(self._statuses) - count
-        for _ in range(self._lanes - min(self._lanes, kept)):
+        while self._process.serving > kept:
             self._process.retire_lane()
         self._statuses = self._statuses[:kept]
-        self._lanes = min(self._lanes, kept)
         self._look_whether_in_service()
 
     def submit(self, run: Run) -> None:
         """Send a run to the process, which must have room for it."""
-        if run.exclusive:
-            self._exclusive = run
         self._process.submit(run)
-        if not self._process.inside:  # it could not be sent
-            self._exclusive = None
 
     def _on_done(self, process: WorkerProcess, message: Done) -> None:
         if process is not self._process:
@@ -305,18 +299,15 @@ class Worker:
             self._row.end()
         if 0 <= message.handler_s < math.inf:  # the value from the worker is not trusted
             self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
-        self._inside_a_lane = inside_a_lane(self._mean_run_s, self._lanes)
-        if not process.inside:
-            self._exclusive = None
-            self._emptied.set()
+        self._inside_a_lane = inside_a_lane(self._mean_run_s, process.serving)
 
     def _suspicion_changed(self) -> None:
         """Change the state after a missed heartbeat, or after its late answer."""
         if self.state in (ExecutorState.READY, ExecutorState.SUSPECT):
             suspect = self._heartbeat.suspect
             state = ExecutorState.SUSPECT if suspect else ExecutorState.READY
-            serving = [replace(status, state=state) for status in self._statuses[: self._lanes]]
-            self._statuses[: self._lanes] = serving  # lanes that are still loading keep their state
+            lanes = self._process.serving  # those that are still loading keep their state
+            self._statuses[:lanes] = [replace(status, state=state) for status in self._statuses[:lanes]]
             self._look_whether_in_service()
             self._log(logging.WARNING, "gives no sign of life" if suspect else "gives signs of life again")
             self._settings.on_free()
@@ -356,21 +347,18 @@ class Worker:
             process.kill(loss)  # two processes may not fit in memory, and three must not run
             return
         self._retired = process
-        task = asyncio.ensure_future(self._end_retired(process, loss))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._ending = asyncio.ensure_future(self._end_retired(process, loss))
         if not self._over.done():
             self._over.set_result(loss)
 
     async def _end_retired(self, process: WorkerProcess, loss: Loss) -> None:
         until_s = time.monotonic() + self._settings.response_timeout_s
         while not (process.hangs() or process.lost.done()) and time.monotonic() < until_s:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_LOOK_S)
         process.kill(loss)
         lost = await asyncio.shield(process.lost)
         process.take_apart(ExecutorDied(lost.cause))
-        if self._retired is process:
-            self._retired = None
+        self._retired = None
 
     async def _supervise(self) -> None:
         """Restart the process after each loss, until the worker is closed or the restart rule gives up."""
@@ -402,14 +390,14 @@ class Worker:
             try:
                 await self.start()
                 await self.warm_up()
-                while missing := [status.gpu_id for status in self._statuses[self._lanes :]]:
+                while missing := [status.gpu_id for status in self._statuses[self._process.serving :]]:
                     await self._process.add_lanes(missing, settings.startup_timeout_s)
                     await self._process.warm_up(settings.startup_timeout_s, beside=True)
             except LoadFailed as err:
                 loss = await self._kill_while_loading() or Loss(LossKind.LOAD, err.detail)
-                if self._lanes and self._process.reachable:  # as in `add`, lanes in service continue
+                if self._process.serving and self._process.reachable:  # as in `add`, these lanes continue
                     self._log(logging.ERROR, f"goes on without the lanes that were added: {err.detail}")
-                    self._statuses = self._statuses[: self._lanes]
+                    self._statuses = self._statuses[: self._process.serving]
                     loss = None
             except asyncio.TimeoutError:
                 loss = loss_of_slow_load(settings.startup_timeout_s)
@@ -422,7 +410,6 @@ class Worker:
     def _note_loss(self, loss: Loss) -> None:
         self._row.add(loss, self._healthy_s(loss), self._settings.now())
         self._ready_s = None
-        self._lanes = 0
         self._change(
             state=ExecutorState.RESTARTING,
             last_failure=loss.cause,
@@ -447,8 +434,6 @@ class Worker:
 
     def _answer_lost(self, loss: Loss) -> None:
         self._heartbeat.stop()
-        self._exclusive = None
-        self._emptied.set()
         if self._process is not self._retired:
             is_oom = loss.kind is LossKind.OUT_OF_MEMORY
             self._process.take_apart(ExecutorDied(loss.cause, crashed=loss.crashed, out_of_memory=is_oom))
@@ -456,14 +441,10 @@ class Worker:
     async def retire(self) -> None:
         """Finish the runs inside, then stop."""
         self._retiring = True
-        if self._ending:  # they finish theirs, for one response time-out
-            await asyncio.wait(self._ending)
+        if self._ending is not None:  # a replaced process finishes its runs, for one response time-out
+            await asyncio.wait({self._ending})
         while self._process.inside and not self._process.lost.done():
-            self._emptied.clear()
-            emptied = asyncio.ensure_future(self._emptied.wait())
-            either: list[asyncio.Future[Any]] = [emptied, self._process.lost]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            emptied.cancel()
+            await asyncio.sleep(_LOOK_S)
         if self._process.lost.done():
             loss = self._process.lost.result()
             if self._process.inside:  # else it is known
@@ -486,6 +467,6 @@ class Worker:
             self._retired.kill(Loss(LossKind.STOPPED, "stopped by the server"))
         if self._process.pid:
             await self._process.stop()
-        if self._ending:
-            await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._ending is not None:
+            await asyncio.gather(self._ending, return_exceptions=True)
         self._change(state=ExecutorState.STOPPED)

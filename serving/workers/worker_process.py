@@ -84,6 +84,7 @@ class WorkerProcess:
         self._end_cause = ""  # why it ends by itself; it has begun no run after its last report
         self.needs_own_process = False  # the load failed because the process is shared
         self.inside: dict[int, Run] = {}  # by run id, in the order they were sent
+        self.is_exclusive = False  # the run inside must be alone: no other may be sent
         self.lost: asyncio.Future[Loss] = self._loop.create_future()
 
     @property
@@ -250,6 +251,7 @@ class WorkerProcess:
         run.shares_process = self._launched.is_shared
         run.heard_s = time.monotonic()
         self.inside[run_id] = run
+        self.is_exclusive = run.exclusive
         if not lane.inside:
             lane.since_s = run.heard_s
         lane.inside += 1
@@ -283,6 +285,7 @@ class WorkerProcess:
 
     def _on_done(self, message: messages.Done, run: Run, lane: LaneSocket) -> None:
         del self.inside[message.run_id]
+        self.is_exclusive = False
         lane.inside -= 1
         run.lane = None
         self._places.append(run.place)
