@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torchere.serving.workers import lanes
 from torchere.serving.workers.fork_client import COMPILER_WORKER, ROOM, WORKER, ForkServer
@@ -25,25 +25,19 @@ from torchere.serving.workers.spawn import Spawned, spawn
 # images. A worker's holds one large answer: a streamed answer can be ahead of its client by as much.
 RUN_BUFFER_BYTES = 4 * 2**20
 REPORT_BUFFER_BYTES = 2**20
+ENDING_GRACE_S = 2.0  # time to end by itself after its sockets are closed
+LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
 FORKS_AT_ONCE = 64  # each holds eight descriptors until it is started; a socket queues at most 278 requests
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """A worker process that has just been started and waits for its first message."""
+class LaunchedProcess:
+    """A process that has just been started: a worker, or a room of several versions."""
 
     pid: int
-    lanes: socket.socket  # the server's end of the socket that passes the data sockets of lanes
-    control: socket.socket  # the server's end of its control socket
-    page: LanePage  # shared with the process
     output: asyncio.StreamReader  # its standard output and standard error
     exit_code: asyncio.Future[int]  # negative: the number of the signal that ended it
     close: Callable[[], None]  # closes the output pipe, after the process has ended
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the process may host other versions."""
-        return False
 
     def loss(self, code: int, oom: OomWatch) -> Loss:
         """Return the cause of an exit with this code that the server did not ask for."""
@@ -57,13 +51,13 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedRoom:
-    """A process for several versions that has just been started; the fields are those of `Launched`."""
+class Launched(LaunchedProcess):
+    """A worker process that waits for its first message."""
 
-    pid: int
-    output: asyncio.StreamReader
-    exit_code: asyncio.Future[int]
-    close: Callable[[], None]
+    lanes: socket.socket  # the server's end of the socket that passes the data sockets of lanes
+    control: socket.socket  # the server's end of its control socket
+    page: LanePage  # shared with the process
+    is_shared: ClassVar[bool] = False  # whether the process may host other versions
 
 
 class Launcher(Protocol):
@@ -161,7 +155,7 @@ class ForkLauncher:
         async with self._turns:
             return await _launched(partial(self._running().fork, kind=kind), requests)
 
-    async def launch_room(self, descriptor: int) -> LaunchedRoom:
+    async def launch_room(self, descriptor: int) -> LaunchedProcess:
         """Fork a process for several versions, with `descriptor` as its room socket.
 
         Raises:
@@ -170,7 +164,7 @@ class ForkLauncher:
         async with self._turns, _output_pipe() as (write_end, output, close):
             pid, exit_code = await self._running().fork([descriptor], write_end, ROOM)
             exit_code.add_done_callback(partial(_end_children, pid))
-            return LaunchedRoom(pid, output, exit_code, close)
+            return LaunchedProcess(pid, output, exit_code, close)
 
     def _running(self) -> ForkServer:
         if self._fork_server is None or self._fork_server.lost:
@@ -207,7 +201,7 @@ async def _launched(
         async with _output_pipe() as (write_end, output, close):
             pid, exit_code = await start(theirs, write_end)
     exit_code.add_done_callback(partial(_end_children, pid))
-    return Launched(pid, *ours, output, exit_code, close)
+    return Launched(pid, output, exit_code, close, *ours)
 
 
 def _end_children(pid: int, exit_code: asyncio.Future[int]) -> None:

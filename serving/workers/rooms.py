@@ -13,19 +13,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import signal
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.launch import (
+    ENDING_GRACE_S,
+    LAST_WORDS_S,
     ForkLauncher,
     Launched,
-    LaunchedRoom,
+    LaunchedProcess,
     channels,
 )
 from torchere.serving.workers.loss import Loss, LossKind, loss_of_exit
@@ -36,8 +37,6 @@ output_logger = logging.getLogger("torchere.worker")  # for the output of any wo
 
 MAX_TENANTS = 256  # in a room: each takes three of the 1,024 descriptors that a process has by default
 MAX_LOSSES = 2  # rooms that a version loses before it gets its own process
-ENDING_GRACE_S = 2.0  # time to end by itself after its socket is closed
-LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
 LEAVING_S = 60.0  # time for a stopped tenant to finish its run; then its room is killed
 NAMED = 4  # at most this many models of a room are named in its log lines
 _BUSY_S = 0.01  # between attempts to send on the full socket of the room, and looks for tenants that leave
@@ -51,11 +50,7 @@ class LaunchedTenant(Launched):
 
     room: Room
     number: int
-
-    @property
-    def is_shared(self) -> bool:
-        """See `Launched`; True even for the last tenant, because the others of a lost room end before it."""
-        return True
+    is_shared: ClassVar[bool] = True  # even for the last tenant: the others of a lost room end before it
 
     def loss(self, code: int, oom: OomWatch) -> Loss:
         """Return the cause of the loss: that of its room, or its exit code if the room is still running."""
@@ -82,7 +77,7 @@ class Room:
         server: the server's end of its room socket; closed here.
     """
 
-    def __init__(self, process: LaunchedRoom, server: socket.socket) -> None:
+    def __init__(self, process: LaunchedProcess, server: socket.socket) -> None:
         self._process = process
         self._server = server
         self._loop = asyncio.get_running_loop()
@@ -93,14 +88,17 @@ class Room:
         self._coming = 0  # tenants being added
         self._reason: Loss | None = None  # why the process has ended, or is being killed
         self.is_closed = False  # accepts no further tenants
-        self.is_over = False  # the process has ended
         server.setblocking(False)
         self._loop.add_reader(server, self._receive)
         self._output = asyncio.ensure_future(
             relay_all(process.output, self._token, self._origin, output_logger, process.exit_code.done)
         )
-        self._reader: asyncio.Task[None] | None = None  # reads the last log lines after the process has ended
-        process.exit_code.add_done_callback(self._ended)
+        self._life = asyncio.ensure_future(self._live())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.exit_code.done()
 
     async def takes_more(self) -> bool:
         """Return whether another tenant may be added, when those that leave have ended.
@@ -145,9 +143,7 @@ class Room:
             self._coming -= 1
         output = asyncio.StreamReader()  # empty: the room's output has no single origin, and is logged here
         output.feed_eof()
-        return LaunchedTenant(
-            self._process.pid, *ours, output, exit_code, close=_nothing, room=self, number=number
-        )
+        return LaunchedTenant(self._process.pid, output, exit_code, lambda: None, *ours, self, number)
 
     async def _send(self, message: bytes, descriptors: list[int]) -> None:
         while not self.is_closed:
@@ -201,14 +197,12 @@ class Room:
     def _kill(self, reason: Loss) -> None:
         self.is_closed = True
         self._reason = self._reason or reason
-        if not self._process.exit_code.done():
-            with suppress(ProcessLookupError):  # gone, and its exit code is on the way
-                os.kill(self._process.pid, signal.SIGKILL)
+        self._process.kill(reason)
 
     def loss(self, code: int, oom: OomWatch) -> Loss:
         """Return why the process ended; determined by the first call and kept for the other tenants."""
         if self._reason is None:
-            loss = loss_of_exit(code, code == -signal.SIGKILL and oom.claim())
+            loss = self._process.loss(code, oom)
             self._reason = replace(loss, cause=f"{loss.cause} (its process is a shared one)")
         return self._reason
 
@@ -228,20 +222,16 @@ class Room:
             self._loop.remove_reader(self._server)
             self._server.close()
 
-    def _ended(self, exit_code: asyncio.Future[int]) -> None:
-        """Handle the end of the process, and so of all its tenants."""
-        self.is_over = True
+    async def _live(self) -> None:
+        """Wait for the end of the process, which is that of all its tenants, and for its last output."""
+        code = await self._process.exit_code
         self._close()
         for timer in self._leaving.values():
             timer.cancel()
         self._leaving.clear()
         for number, (tenancy, _) in list(self._tenants.items()):
             tenancy.room_lost()
-            self._end_tenant(number, exit_code.result())
-        self._reader = asyncio.ensure_future(self._read_out())
-
-    async def _read_out(self) -> None:
-        """Log the last output, for at most `LAST_WORDS_S`: a surviving child may keep the pipe open."""
+            self._end_tenant(number, code)
         await asyncio.wait([self._output], timeout=LAST_WORDS_S)
         self._output.cancel()
         self._process.close()
@@ -253,10 +243,7 @@ class Room:
             await asyncio.wait_for(asyncio.shield(self._process.exit_code), ENDING_GRACE_S)
         except asyncio.TimeoutError:
             self._kill(Loss(LossKind.STOPPED, "stopped by the server"))
-            await self._process.exit_code
-        await asyncio.sleep(0)  # lets `_ended` run
-        if self._reader is not None:
-            await self._reader
+        await self._life
 
 
 class RoomLauncher:
@@ -344,7 +331,3 @@ class RoomTenancy:
 
 def _name(tenancy: RoomTenancy) -> str:
     return f"model {tenancy.key.name} version {tenancy.key.version}"
-
-
-def _nothing() -> None:
-    pass

@@ -15,11 +15,12 @@ from typing import Any
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, Outage
 from torchere.serving.workers.heartbeat import Heartbeat
+from torchere.serving.workers.launch import ENDING_GRACE_S
 from torchere.serving.workers.loss import Loss, LossKind, LossRow, loss_of_slow_load
 from torchere.serving.workers.messages import Done
 from torchere.serving.workers.run import Run
 from torchere.serving.workers.send_ahead import FULL_AHEAD, QUICK_S, inside_a_lane
-from torchere.serving.workers.worker_process import ENDING_GRACE_S, ProcessEvents, WorkerProcess
+from torchere.serving.workers.worker_process import ProcessEvents, WorkerProcess
 from torchere.serving.workers.worker_settings import WorkerSettings
 
 logger = logging.getLogger(__name__)

@@ -19,15 +19,13 @@ from torchere.serving.workers import messages
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.group import MAX_CAUSE_CHARACTERS, Group
 from torchere.serving.workers.lanes import MAX_LANES, LaneSocket, load_of_lane, requests_of
-from torchere.serving.workers.launch import Launched, open_lanes
+from torchere.serving.workers.launch import ENDING_GRACE_S, LAST_WORDS_S, Launched, open_lanes
 from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_slow_load
 from torchere.serving.workers.run import Run
 from torchere.serving.workers.worker_settings import WorkerSettings
 
 logger = logging.getLogger("torchere.worker")
 
-ENDING_GRACE_S = 2.0  # time to end by itself after its sockets are closed
-LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
 KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
 LOOK_AGAIN_S = 1.0  # grace after a blocked event loop, before a lane counts as silent
 

@@ -24,7 +24,7 @@ from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.types import InferRequest, ModelKey, Parameter
 from torchere.serving.workers import rooms
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
-from torchere.serving.workers.launch import LaunchedRoom
+from torchere.serving.workers.launch import LaunchedProcess
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.rooms import RoomLauncher
@@ -418,7 +418,7 @@ def test_a_room_that_sends_no_message_is_killed_and_not_read_on() -> None:
         exit_code = asyncio.ensure_future(process.wait())
         output = asyncio.StreamReader()
         output.feed_eof()
-        room = rooms.Room(LaunchedRoom(process.pid, output, exit_code, lambda: None), ours)
+        room = rooms.Room(LaunchedProcess(process.pid, output, exit_code, lambda: None), ours)
         with theirs:
             for _ in range(3):
                 theirs.send(b"hello")
