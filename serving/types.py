@@ -45,7 +45,7 @@ class InferRequest(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0  # among queued requests of the same version; see `batching/fair_queue.py`
 
 
-class InferResponse(msgspec.Struct, frozen=True, array_like=True):
+class InferResponse(msgspec.Struct, frozen=True, array_like=True, tag=21):  # as in `workers/messages.py`
     """One complete response of a handler; `status` and `reason` are the handler contract's."""
 
     body: bytes  # in the server a large body is a memoryview of the bytes that its worker sent

@@ -26,8 +26,7 @@ from torchere.serving.workers.sandbox import Sandbox
 _MOST_S = 1e9  # 30 years
 
 
-@dataclass(frozen=True, slots=True)
-class Unfinished:
+class Unfinished(msgspec.Struct, frozen=True, array_like=True, tag=22):  # as in `messages.py`
     """The outcome of a request whose answer is not complete: `part` is a part of it.
 
     The request must run again on the same executor, with the same id and no parameters (continuous batching).

@@ -36,7 +36,7 @@ from torchere.serving.errors import (
     ServingError,
 )
 from torchere.serving.types import InferRequest, InferResponse, Parameter
-from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Unfinished
+from torchere.serving.workers.executor import BatchReport, LoadSpec, Unfinished
 from torchere.serving.workers.frames import HEADER, MAX_FRAME_BYTES, Parts
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """The outcome of a request that has no response."""
+    """The outcome of a request that has no response; the tag of `InferResponse` is 21, of `Unfinished` 22."""
 
     code: str  # `ServingError.code`
     message: str
@@ -156,23 +156,13 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag=20):
     status: int = 0  # `HandlerFailed.status`; 0 for any other error
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """The outcome of a request that was answered."""
-
-    response: InferResponse
-
-
-class More(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """The outcome of an unfinished request, with a part of its answer: see `Unfinished`."""
-
-    response: InferResponse
-
-
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """Data, to the server: the batch is over; `outcomes[i]` is that of `requests[i]`."""
 
     run_id: int
-    outcomes: Annotated[tuple[Answer | More | Failure, ...], msgspec.Meta(max_length=_MOST_OUTCOMES)]
+    outcomes: Annotated[
+        tuple[InferResponse | Unfinished | Failure, ...], msgspec.Meta(max_length=_MOST_OUTCOMES)
+    ]
     began_s: float  # monotonic; all processes of a machine share this clock
     handler_s: float
     metrics: Samples
@@ -350,12 +340,17 @@ def done_with_raw(done: Done, raw: memoryview) -> Done:
     outcomes, start = list(done.outcomes), 0
     for index, size in done.large:
         outcome = outcomes[index] if index < len(outcomes) else None
-        body: Any = raw[start : start + size]
-        if not isinstance(outcome, Answer | More):
+        if not isinstance(outcome, InferResponse | Unfinished):
             return msgspec.structs.replace(done, outcomes=())
-        outcomes[index] = type(outcome)(msgspec.structs.replace(outcome.response, body=body))
+        outcomes[index] = _with_body(outcome, raw[start : start + size])
         start += size
     return msgspec.structs.replace(done, outcomes=tuple(outcomes))
+
+
+def _with_body(outcome: InferResponse | Unfinished, body: Any) -> InferResponse | Unfinished:
+    if isinstance(outcome, Unfinished):
+        return Unfinished(msgspec.structs.replace(outcome.part, body=body))
+    return msgspec.structs.replace(outcome, body=body)
 
 
 def load_of(spec: LoadSpec, gpu_ids: tuple[int | None, ...], log_token: str) -> Load:
@@ -389,7 +384,9 @@ def _survives(values: dict[str, Any]) -> bool:
 
 def done_from_report(run_id: int, report: BatchReport, end_cause: str = "") -> Done:
     """Return a worker's report as a message."""
-    outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
+    outcomes = tuple(
+        _failure_of(outcome) if isinstance(outcome, ServingError) else outcome for outcome in report.outcomes
+    )
     return Done(
         run_id, outcomes, report.began_s, report.handler_s, report.metrics, report.stages_s, end_cause
     )
@@ -451,10 +448,13 @@ def _encode_done(done: Done) -> Parts:
     parts: list[bytes | bytearray | memoryview] = [b""]
     outcomes = list(done.outcomes)
     for index, outcome in enumerate(outcomes):
-        if isinstance(outcome, Answer | More) and len(outcome.response.body) > LARGE_BYTES:
-            large.append((index, len(outcome.response.body)))
-            parts.append(outcome.response.body)
-            outcomes[index] = type(outcome)(msgspec.structs.replace(outcome.response, body=b""))
+        if isinstance(outcome, Failure):
+            continue
+        response = outcome.part if isinstance(outcome, Unfinished) else outcome
+        if len(response.body) > LARGE_BYTES:
+            large.append((index, len(response.body)))
+            parts.append(response.body)
+            outcomes[index] = _with_body(outcome, b"")
     if large:
         _check_sum(large)
         done = msgspec.structs.replace(done, outcomes=tuple(outcomes), large=tuple(large))
@@ -464,21 +464,16 @@ def _encode_done(done: Done) -> Parts:
 
 def report_from_done(done: Done, expected: int) -> BatchReport:
     """Return a worker's message as a report of `expected` outcomes; a wrong number fails them all."""
-    outcomes = [_decode_outcome(outcome) for outcome in done.outcomes]
+    outcomes = [_error_of(each) if isinstance(each, Failure) else each for each in done.outcomes]
     if len(outcomes) != expected:
         cause = f"the worker sent {len(outcomes)} outcomes for a batch of {expected}"
         return BatchReport([ExecutorDied(cause)] * expected)
     return BatchReport(outcomes, done.handler_s, done.metrics, done.stages_s, done.began_s).plausible()
 
 
-def _encode_outcome(outcome: Outcome) -> Answer | More | Failure:
-    if isinstance(outcome, InferResponse):
-        return Answer(outcome)
-    if isinstance(outcome, Unfinished):
-        return More(outcome.part)
-    if isinstance(outcome, HandlerFailed):
-        return Failure(outcome.code, outcome.message, outcome.detail, outcome.status)
-    return Failure(outcome.code, outcome.message, outcome.detail)
+def _failure_of(error: ServingError) -> Failure:
+    status = error.status if isinstance(error, HandlerFailed) else 0
+    return Failure(error.code, error.message, error.detail, status)
 
 
 _KINDS: dict[str, type[ServingError]] = {
@@ -486,15 +481,11 @@ _KINDS: dict[str, type[ServingError]] = {
 }
 
 
-def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
-    if isinstance(outcome, Answer):
-        return outcome.response
-    if isinstance(outcome, More):
-        return Unfinished(outcome.response)
-    if outcome.code == Cancelled.code:
+def _error_of(failure: Failure) -> ServingError:
+    if failure.code == Cancelled.code:
         return Cancelled()
-    if outcome.code == ExecutorDied.code:
-        return ExecutorDied(outcome.detail)
-    if (kind := _KINDS.get(outcome.code)) is not None:
-        return kind(outcome.message, outcome.detail)
-    return HandlerFailed(outcome.message, outcome.status, outcome.detail)
+    if failure.code == ExecutorDied.code:
+        return ExecutorDied(failure.detail)
+    if (kind := _KINDS.get(failure.code)) is not None:
+        return kind(failure.message, failure.detail)
+    return HandlerFailed(failure.message, failure.status, failure.detail)

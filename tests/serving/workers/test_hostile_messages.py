@@ -42,7 +42,7 @@ def test_garbage_on_a_socket_costs_the_worker_alone(hostile: Any, target: str, t
 def test_a_report_for_a_run_that_it_was_not_given_is_ignored(hostile: Any) -> None:
     async def main() -> None:
         async with rig_of(hostile()) as rig:
-            forged = "[13, {}, [[21, [b'forged']]], 0.0, 0.0, []]"
+            forged = "[13, {}, [[21, b'forged']], 0.0, 0.0, []]"
             runs = ", ".join(forged.format(run_id) for run_id in (0, -1, 17, 2**63))
             outcome = await rig.run(f"[write({DATA}, frame(each)) for each in [{runs}]]")
             assert outcome.body == b"done"
@@ -54,7 +54,7 @@ def test_a_report_for_a_run_that_it_was_not_given_is_ignored(hostile: Any) -> No
 def test_two_reports_for_one_run_are_one(hostile: Any) -> None:
     async def main() -> None:
         async with rig_of(hostile()) as rig:
-            forged = "frame([13, 1, [[21, [b'forged']]], 0.0, 0.0, []])"
+            forged = "frame([13, 1, [[21, b'forged']], 0.0, 0.0, []])"
             outcome = await rig.run(f"write({DATA}, {forged} * 1000)")
             assert outcome.body == b"forged"
             await rig.answers_again()
@@ -62,7 +62,7 @@ def test_two_reports_for_one_run_are_one(hostile: Any) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("outcomes", ["[]", "[[21, [b'one']]] * 3", "[[21, [b'one']]] * 100000"])
+@pytest.mark.parametrize("outcomes", ["[]", "[[21, b'one']] * 3", "[[21, b'one']] * 100000"])
 def test_a_wrong_number_of_outcomes_fails_the_run(hostile: Any, outcomes: str) -> None:
     async def main() -> None:
         async with rig_of(hostile(batch_size=2)) as rig:
@@ -95,7 +95,7 @@ def test_forged_large_answers_cost_the_worker_alone(hostile: Any, said: str, the
     "attack",
     [
         f"write({DATA}, struct.pack('>I', 2**30)); [write({DATA}, bytes(2**20)) for _ in range(1024)]",
-        f"write({DATA}, frame([13, 1, [[21, [b'']]], 0.0, 0.0, [], [0.0] * 3, '', [[0, 2**30]]])); "
+        f"write({DATA}, frame([13, 1, [[21, b'']], 0.0, 0.0, [], [0.0] * 3, '', [[0, 2**30]]])); "
         f"[write({DATA}, bytes(2**20)) for _ in range(1024)]",
     ],
     ids=["a frame", "an answer"],
@@ -114,7 +114,7 @@ def test_times_that_are_no_times_harm_nothing(hostile: Any) -> None:
     async def main() -> None:
         async with rig_of(hostile()) as rig:
             for run_id, took_s in ((1, "float('nan')"), (3, "float('inf')"), (5, "-1e300")):
-                forged = f"frame([13, {run_id}, [[21, [b'x']]], {took_s}, {took_s}, []])"
+                forged = f"frame([13, {run_id}, [[21, b'x']], {took_s}, {took_s}, []])"
                 assert (await rig.run(f"write({DATA}, {forged})")).body == b"x"
                 await rig.answers_again()
                 assert rig.pool.ahead >= 0
@@ -125,7 +125,7 @@ def test_times_that_are_no_times_harm_nothing(hostile: Any) -> None:
 def test_parts_of_runs_and_requests_that_do_not_exist_are_ignored(hostile: Any) -> None:
     async def main() -> None:
         async with rig_of(hostile()) as rig:
-            parts = "[[12, 1, -1, [b'x']], [12, 1, 99, [b'x']], [12, 99, 0, [b'x']]]"
+            parts = "[[12, 1, -1, [21, b'x']], [12, 1, 99, [21, b'x']], [12, 99, 0, [21, b'x']]]"
             outcome = await rig.run(f"[write({DATA}, frame(each)) for each in {parts} * 1000]")
             assert outcome.body == b"done"
             await rig.answers_again()

@@ -160,7 +160,7 @@ def test_processes_that_a_handler_starts_find_its_module_its_files_and_ts(
             worker_of(launcher, make_spec(SPAWNING.format(method))) as peer,
         ):
             done = await peer.run(Run(1, 0, (InferRequest("a", ()),)))
-        assert json.loads(done.outcomes[0].response.body) == [42, True]
+        assert json.loads(done.outcomes[0].body) == [42, True]
 
     asyncio.run(main())
 
@@ -182,7 +182,7 @@ def test_a_handler_gets_the_dates_and_sets_of_its_model_config(
     async def main() -> None:
         async with launcher_of(ForkLauncher) as launcher, worker_of(launcher, spec) as peer:
             done = await peer.run(Run(1, 0, (InferRequest("a", ()),)))
-        assert done.outcomes[0].response.body == b"{'since': datetime.date(2024, 1, 2), 'names': {'a'}}"
+        assert done.outcomes[0].body == b"{'since': datetime.date(2024, 1, 2), 'names': {'a'}}"
 
     asyncio.run(main())
 
@@ -211,7 +211,7 @@ def test_a_worker_leaves_large_weights_in_the_file_that_all_workers_share(
     async def main() -> None:
         async with launcher_of(ForkLauncher) as launcher, worker_of(launcher, make_spec(OPTIMISED)) as peer:
             done = await peer.run(Run(1, 0, (InferRequest("a", ()),)))
-        assert json.loads(done.outcomes[0].response.body) == [1, 1]  # 66 MiB are not packed
+        assert json.loads(done.outcomes[0].body) == [1, 1]  # 66 MiB are not packed
 
     asyncio.run(main())
 
@@ -259,7 +259,7 @@ def test_a_single_lane_is_the_main_thread_and_has_no_other_beside_it(
     async def main() -> None:
         async with launcher_of(ForkLauncher) as launcher, worker_of(launcher, make_spec(TELLING)) as peer:
             done = await peer.run(Run(1, 0, (request(),)))
-            assert json.loads(done.outcomes[0].response.body) == [peer.launched.pid, True, 1]
+            assert json.loads(done.outcomes[0].body) == [peer.launched.pid, True, 1]
 
     asyncio.run(main())
 
@@ -395,7 +395,7 @@ def test_model_code_sees_no_launcher_in_its_main_module_its_arguments_and_its_va
     async def main() -> None:
         async with launcher_of(kind) as launcher, worker_of(launcher, make_spec(LOOKING)) as peer:
             done = await peer.run(Run(1, 0, (InferRequest("a", ()),)))
-        assert json.loads(done.outcomes[0].response.body) == {
+        assert json.loads(done.outcomes[0].body) == {
             "names": ["Net"],
             "same": True,
             "is_file": True,
