@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -31,6 +30,7 @@ class Loss:
     cause: str
     signal_number: int = 0  # 0: no signal
     of_room: bool = False  # of a process that it shared: the cause may be another version
+    silent_s: float = 0.0  # it gave no sign of life for so long before it was given up
 
     @property
     def crashed(self) -> bool:
@@ -71,12 +71,6 @@ class Loss:
         """Whether the model may be broken, so that restarts become rarer and end."""
         return not (self.came_from_outside or self.kind is LossKind.ENDED)
 
-    def silent_s(self, response_timeout_s: float, dead_after_s: float) -> float:
-        """Return how long the worker was silent before it was given up: busy, or idle (`dead_after_s`)."""
-        if self.kind is LossKind.TIMEOUT:
-            return response_timeout_s
-        return dead_after_s if self.kind is LossKind.HANG else 0.0
-
 
 _CRASHES = frozenset({LossKind.EXIT, LossKind.PROTOCOL})
 # The kernel raises these in a process for its own fault, or the process itself (abort). Any other signal has
@@ -86,7 +80,6 @@ _FAULTS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
     | {signal.SIGSYS}
 )
-OOM_WORDS = "the kernel's out-of-memory killer ended it"
 
 
 def loss_of_exit(code: int, killed_for_memory: bool = False) -> Loss:
@@ -97,10 +90,14 @@ def loss_of_exit(code: int, killed_for_memory: bool = False) -> Loss:
     >>> loss_of_exit(-9, killed_for_memory=True).cause
     "killed by signal 9 (SIGKILL): the kernel's out-of-memory killer ended it"
     """
-    words = describe_exit(code)
+    if code >= 0:
+        return Loss(LossKind.EXIT, f"exited with code {code}")
+    name = next((f" ({each.name})" for each in signal.Signals if each == -code), "")
+    words = f"killed by signal {-code}{name}"
     if killed_for_memory:
-        return Loss(LossKind.OUT_OF_MEMORY, f"{words}: {OOM_WORDS}", -code)
-    return Loss(LossKind.EXIT, words) if code >= 0 else Loss(LossKind.SIGNAL, words, -code)
+        words = f"{words}: the kernel's out-of-memory killer ended it"
+        return Loss(LossKind.OUT_OF_MEMORY, words, -code)
+    return Loss(LossKind.SIGNAL, words, -code)
 
 
 def loss_of_slow_load(startup_timeout_s: float) -> Loss:
@@ -129,22 +126,6 @@ def loss_of_rank(
     return replace(loss, cause=f"rank {rank}: {loss.cause}")
 
 
-def describe_exit(code: int) -> str:
-    """Describe an exit status as text.
-
-    >>> describe_exit(7)
-    'exited with code 7'
-    >>> describe_exit(-9)
-    'killed by signal 9 (SIGKILL)'
-    """
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"killed by signal {-code} ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"killed by signal {-code}"
-
-
 OUTSIDE_DELAY_S = 5.0  # at most, after a kill from outside, which is no evidence against the model
 RAISED = "its handler raised"  # begins the cause of a worker whose handler meant to end it
 
@@ -159,21 +140,11 @@ def loss_of_end(cause: str) -> Loss:
     return Loss(kind, f"{cause}, and ended")
 
 
+# Before the first restart in a row, the second and so on: TorchServe's Fibonacci back-off.
 BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0, 89.0, 144.0)
 # A worker that was in service for this long is in good health. An idle one that hangs is replaced after 10 s
 # (`heartbeat.py`), and that silence does not count.
 HEALTHY_S = 10.0
-
-
-def restart_delay_s(losses: int, down_s: float, max_retry_timeout_s: float) -> float | None:
-    """Return the seconds to wait before a restart after `losses` losses in a row; None: give up.
-
-    The first restart is immediate; later ones use TorchServe's Fibonacci backoff. After more than
-    `max_retry_timeout_s` out of service there is no restart.
-    """
-    if down_s > max_retry_timeout_s:
-        return None
-    return BACKOFF_S[min(losses, len(BACKOFF_S)) - 1]
 
 
 class LossRow:
@@ -226,9 +197,12 @@ class LossRow:
         may be in order, and a neighbour that drives the machine out of memory must not take it down for good.
         """
         if self._from_outside:
-            delay_s = restart_delay_s(self.losses - self._own, 0.0, math.inf) or 0.0
-            return min(delay_s, OUTSIDE_DELAY_S)
+            return min(_back_off_s(self.losses - self._own), OUTSIDE_DELAY_S)
         if self._max_restarts is not None and self._own > self._max_restarts:
             return None
         down_s = self._down_s + now_s - self._last_s
-        return restart_delay_s(self._own, down_s, self._max_retry_timeout_s)
+        return None if down_s > self._max_retry_timeout_s else _back_off_s(self._own)
+
+
+def _back_off_s(losses: int) -> float:
+    return BACKOFF_S[min(losses, len(BACKOFF_S)) - 1]

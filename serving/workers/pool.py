@@ -1,7 +1,7 @@
 """The executors of one version: N lanes of one worker process, or N processes with one lane each.
 
 A lost worker answers the batches that its lanes had begun with `ExecutorDied`, returns the others, records
-the cause, and is restarted by the rule of `loss.restart_delay_s`; the other workers are not affected.
+the cause, and is restarted by the rule of `LossRow`; the other workers are not affected.
 """
 
 from __future__ import annotations

@@ -315,7 +315,8 @@ class Worker:
 
     def _hung_while_idle(self, silent_s: float) -> None:
         self._change(state=ExecutorState.RESTARTING)
-        self._process.kill(Loss(LossKind.HANG, f"hung: idle, and no sign of life for {silent_s:g} s"))
+        cause = f"hung: idle, and no sign of life for {silent_s:g} s"
+        self._process.kill(Loss(LossKind.HANG, cause, silent_s=silent_s))
 
     def _hung(self, process: WorkerProcess, run: Run) -> None:
         """Answer the run of a lane that was silent for too long, and replace the lane's process.
@@ -323,9 +324,10 @@ class Worker:
         One of several runs of a lane (`asyncCommunication`) is cancelled: the process stays if it ends then.
         """
         timeout_s = self._settings.response_timeout_s
-        loss = Loss(LossKind.TIMEOUT, f"no answer within response_timeout={timeout_s:g} s")
+        cause = f"no answer within response_timeout={timeout_s:g} s"
+        loss = Loss(LossKind.TIMEOUT, cause, silent_s=timeout_s)
         is_late = DeadlineExceeded(f"The model did not answer within {timeout_s:g} s.")
-        run.fail(ExecutorDied(loss.cause) if self._settings.hangs_as_deaths else is_late)
+        run.fail(ExecutorDied(cause) if self._settings.hangs_as_deaths else is_late)
         if self._settings.spec.at_once > 1:
             asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._end_hung, process, run, loss)
         else:
@@ -409,7 +411,9 @@ class Worker:
             self._note_loss(loss)
 
     def _note_loss(self, loss: Loss) -> None:
-        self._row.add(loss, self._healthy_s(loss), self._settings.now())
+        now_s = self._settings.now()
+        in_service_s = 0.0 if self._ready_s is None else now_s - self._ready_s
+        self._row.add(loss, max(0.0, in_service_s - loss.silent_s), now_s)
         self._ready_s = None
         self._change(
             state=ExecutorState.RESTARTING,
@@ -420,14 +424,6 @@ class Worker:
         self._log(logging.ERROR, f"was lost: {loss.cause}. Worker disconnected.", cause=loss.kind.value)
         self._settings.on_lost(loss.kind.value)
         self._answer_lost(loss)
-
-    def _healthy_s(self, loss: Loss) -> float:
-        """Return how long the lost process was in service, without the silence before it was given up."""
-        if self._ready_s is None:
-            return 0.0
-        settings = self._settings
-        silent_s = loss.silent_s(settings.response_timeout_s, settings.heartbeat.dead_after_s)
-        return max(0.0, settings.now() - self._ready_s - silent_s)
 
     def _log(self, level: int, words: str, **extra: str) -> None:
         spec, text = self._settings.spec, "worker %d of model %s version %s %s"

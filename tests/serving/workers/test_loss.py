@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchere.serving.workers.loss import Loss, LossKind, describe_exit, loss_of_exit
+from torchere.serving.workers.loss import Loss, LossKind, loss_of_exit
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from torchere.serving.workers.loss import Loss, LossKind, describe_exit, loss_of
     ],
 )
 def test_an_exit_status_is_told_in_words(code: int, words: str) -> None:
-    assert describe_exit(code) == words
+    assert loss_of_exit(code).cause == words
 
 
 def test_a_kill_for_memory_is_told_from_any_other() -> None:

@@ -11,30 +11,39 @@ from torchere.serving.workers.loss import (
     LossRow,
     loss_of_exit,
     loss_of_rank,
-    restart_delay_s,
 )
 
 CRASH = loss_of_exit(-11)
 
 
-@pytest.mark.parametrize(
-    ("losses", "expected"), list(enumerate((0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144), start=1))
-)
-def test_the_first_restart_is_immediate_and_the_next_ones_back_off(losses: int, expected: int) -> None:
-    assert restart_delay_s(losses, down_s=1.0, max_retry_timeout_s=300.0) == expected
+def delays_of(losses: int) -> list[float | None]:
+    """Return the delay after each of so many crashes at once."""
+    row, delays = LossRow(max_retry_timeout_s=300.0), []
+    for _ in range(losses):
+        row.add(CRASH, 0.0, 0.0)
+        delays.append(row.restart_delay_s(0.0))
+    return delays
+
+
+def test_the_first_restart_is_immediate_and_the_next_ones_back_off() -> None:
+    assert delays_of(13) == [0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144]
 
 
 def test_the_back_off_stops_growing() -> None:
-    assert restart_delay_s(1000, 1.0, 300.0) == BACKOFF_S[-1]
+    assert delays_of(1000)[-1] == BACKOFF_S[-1]
 
 
-def test_it_gives_up_when_the_recovery_window_is_over() -> None:
-    assert restart_delay_s(9, 300.0, 300.0) == BACKOFF_S[8]
-    assert restart_delay_s(9, 300.1, 300.0) is None
+@pytest.mark.parametrize(("down_s", "delay_s"), [(300.0, 0.0), (300.1, None)])
+def test_it_gives_up_when_the_recovery_window_is_over(down_s: float, delay_s: float | None) -> None:
+    row = LossRow(max_retry_timeout_s=300.0)
+    row.add(CRASH, 0.0, 0.0)
+    assert row.restart_delay_s(down_s) == delay_s
 
 
 def test_a_window_of_zero_means_never_again() -> None:
-    assert restart_delay_s(1, 0.1, 0.0) is None
+    row = LossRow(max_retry_timeout_s=0.0)
+    row.add(CRASH, 0.0, 0.0)
+    assert row.restart_delay_s(0.1) is None
 
 
 def test_time_in_good_health_ends_a_row_of_losses() -> None:
