@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,33 +20,11 @@ class HeartbeatSettings:
     dead_after_s: float = 10.0  # since the ping: it is replaced
 
 
-class Step(Enum):
-    """The next action for a worker."""
-
-    NOTHING = "nothing"
-    ASK = "ask"
-    SUSPECT = "suspect"
-    REPLACE = "replace"
-
-
-def next_step(idle: bool, quiet_s: float, unanswered_s: float | None, settings: HeartbeatSettings) -> Step:
-    """Decide about one worker.
-
-    Args:
-        idle: Whether it has no batch.
-        quiet_s: Seconds since its last message.
-        unanswered_s: Seconds since the unanswered ping; None: no ping is unanswered.
-        settings: The bounds.
-    """
-    if unanswered_s is None:
-        return Step.ASK if idle and quiet_s >= settings.ask_every_s else Step.NOTHING
-    if unanswered_s >= settings.dead_after_s:
-        return Step.REPLACE
-    return Step.SUSPECT if unanswered_s >= settings.suspect_after_s else Step.NOTHING
-
-
 class Heartbeat:
-    """Watches the worker of one slot. Lives on the event loop.
+    """Asks an idle worker for signs of life: one that gives none is suspect, and dead later.
+
+    Lives on the event loop. A busy worker is not asked, but one that was asked before it got a batch has to
+    answer.
 
     Args:
         settings: The bounds.
@@ -110,16 +87,16 @@ class Heartbeat:
             self._on_change()
 
     def _tick(self) -> None:
+        settings = self._settings
         if self._unanswered_ticks is not None:
             self._unanswered_ticks += 1
-        unanswered_s = self._unanswered_ticks and self._unanswered_ticks * self._tick_s
-        step = next_step(self._idle(), self._now() - self._heard_s, unanswered_s, self._settings)
-        if step is Step.REPLACE:
-            self._on_dead(unanswered_s or 0.0)
-            return
-        if step is Step.ASK:
+            unanswered_s = self._unanswered_ticks * self._tick_s
+            if unanswered_s >= settings.dead_after_s:
+                self._on_dead(unanswered_s)
+                return
+            if unanswered_s >= settings.suspect_after_s:
+                self._become(suspect=True)
+        elif self._idle() and self._now() - self._heard_s >= settings.ask_every_s:
             self._unanswered_ticks = 0
             self._ask()
-        elif step is Step.SUSPECT:
-            self._become(suspect=True)
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)

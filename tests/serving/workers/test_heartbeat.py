@@ -4,27 +4,51 @@ import asyncio
 
 import pytest
 
-from torchere.serving.workers.heartbeat import Heartbeat, HeartbeatSettings, Step, next_step
+from torchere.serving.workers.heartbeat import Heartbeat, HeartbeatSettings
 
-SETTINGS = HeartbeatSettings(ask_every_s=2.0, suspect_after_s=3.0, dead_after_s=10.0)
+SETTINGS = HeartbeatSettings(ask_every_s=2.0, suspect_after_s=3.0, dead_after_s=10.0)  # ticks of 1 s
 
 
 @pytest.mark.parametrize(
-    ("idle", "quiet_s", "unanswered_s", "step"),
+    ("idle", "quiet_s", "ticks", "steps"),
     [
-        (True, 1.9, None, Step.NOTHING),
-        (True, 2.0, None, Step.ASK),
-        (False, 100.0, None, Step.NOTHING),  # busy: the response time-out watches it
-        (True, 100.0, 2.9, Step.NOTHING),
-        (True, 100.0, 3.0, Step.SUSPECT),
-        (False, 100.0, 3.0, Step.SUSPECT),  # it was asked before it got the batch
-        (True, 100.0, 10.0, Step.REPLACE),
+        (True, 1.9, 1, []),
+        (True, 2.0, 1, ["asked"]),
+        (False, 100.0, 1, []),  # busy: the response time-out watches it
+        (True, 100.0, 3, ["asked"]),
+        (True, 100.0, 4, ["asked", "suspect"]),
+        (True, 100.0, 10, ["asked", "suspect"]),
+        (True, 100.0, 11, ["asked", "suspect", "dead after 10 s"]),
     ],
 )
 def test_an_idle_worker_is_asked_then_suspected_then_replaced_and_a_busy_one_never_asked(
-    idle: bool, quiet_s: float, unanswered_s: float | None, step: Step
+    idle: bool, quiet_s: float, ticks: int, steps: list[str]
 ) -> None:
-    assert next_step(idle, quiet_s, unanswered_s, SETTINGS) is step
+    assert asyncio.run(steps_of(ticks, quiet_s, idle_ticks=ticks if idle else 0)) == steps
+
+
+def test_a_worker_that_was_asked_before_it_got_a_batch_has_to_answer() -> None:
+    assert asyncio.run(steps_of(ticks=4, quiet_s=100.0, idle_ticks=1)) == ["asked", "suspect"]
+
+
+async def steps_of(ticks: int, quiet_s: float, idle_ticks: int) -> list[str]:
+    """Return what a heartbeat does in so many ticks after a silence; the worker is idle in the first ones."""
+    steps: list[str] = []
+    heartbeat = Heartbeat(
+        SETTINGS,
+        idle=lambda: tick <= idle_ticks,
+        ask=lambda: steps.append("asked"),
+        on_change=lambda: steps.append("suspect"),
+        on_dead=lambda silent_s: steps.append(f"dead after {silent_s:g} s"),
+        now=lambda: quiet_s + tick - 1 if tick else 0.0,
+    )
+    tick = 0
+    heartbeat.answered()
+    while tick < ticks:
+        tick += 1
+        heartbeat._tick()
+    heartbeat.stop()
+    return steps
 
 
 class Worker:
