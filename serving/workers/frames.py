@@ -142,7 +142,7 @@ class FrameSocket:
             except OSError:  # reset: no more bytes can arrive
                 count = 0
             if not count:
-                self._end("")
+                self.fail("")
                 return
             if not self._take(count):
                 return
@@ -210,7 +210,7 @@ class FrameSocket:
                 break
             (length,) = HEADER.unpack_from(view, start)
             if length > self._max_frame_bytes:
-                self._end(f"sent a frame of {length} bytes, expected at most {self._max_frame_bytes}")
+                self.fail(f"sent a frame of {length} bytes, expected at most {self._max_frame_bytes}")
             elif begin + length <= size:
                 start = begin + length
                 self._on_frame(view[begin:start])
@@ -239,7 +239,7 @@ class FrameSocket:
         try:
             self._large = room_for(length)
         except MemoryError:
-            self._end(f"sent {length} bytes, for which there is no memory")
+            self.fail(f"sent {length} bytes, for which there is no memory")
         self._filled = 0
 
     def _complete(self, large: memoryview) -> None:
@@ -256,25 +256,19 @@ class FrameSocket:
         return self._descriptor >= 0
 
     def fail(self, fault: str) -> None:
-        """End the stream because of an invalid frame; `on_end` is called with the error."""
+        """End the stream; `on_end` is called with the error ("": none)."""
         if self._is_reading:
-            self._end(fault)
+            self.close()
+            self._loop.call_soon(self._on_end, fault)
 
-    def _end(self, fault: str) -> None:
-        self._stop()
-        self._loop.call_soon(self._on_end, fault)
-
-    def _stop(self) -> None:
-        if self._descriptor >= 0:
+    def close(self) -> None:
+        """Stop reading and writing, and close the socket, without a call of `on_end`."""
+        if self._is_reading:
             self._stop_writing()
             self._loop.remove_reader(self._descriptor)
             self._descriptor = -1
             self._connection.close()
             self._large = self._then = None
-
-    def close(self) -> None:
-        """Stop reading and writing, and close the socket, without a call of `on_end`."""
-        self._stop()
 
     def finish(self) -> None:
         """Call `close_writing` once all unsent bytes are sent."""

@@ -80,7 +80,6 @@ class HandlerHost:
         spec: the load parameters of the handler.
         gpu_id: the GPU to load it on; None: the CPU.
         shared_models: shared by all hosts of a version in this process, so that weights are loaded once.
-        alone: whether the lane is the main thread, with no other lane in this process.
         answers: whether what the handler returns is checked and sent; not in the other ranks of a group.
     """
 
@@ -90,7 +89,6 @@ class HandlerHost:
         gpu_id: int | None,
         shared_models: SharedModels,
         *,
-        alone: bool = True,
         answers: bool = True,
     ) -> None:
         self._spec = spec
@@ -113,7 +111,6 @@ class HandlerHost:
         self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
         self._context.encoder = self._encoder
         self._gpu_id = gpu_id
-        self._is_alone = alone
         self._answers = answers
         self._most_part_bytes = most_report_bytes(spec) - _HEADERS_BYTES
         self.end_cause = ""  # why the process must end after the last report; "": it goes on
@@ -133,7 +130,7 @@ class HandlerHost:
         torch.set_num_threads(self._spec.intra_op_threads)
         spec = self._spec
         try:
-            if self._gpu_id is not None and not self._is_alone:
+            if self._gpu_id is not None and spec.shares_weights:  # other lanes use the GPU, too
                 own_stream(self._gpu_id, kind_of(spec.model_config))
             self._entry_point = load_entry_point(
                 spec.handler,

@@ -248,7 +248,11 @@ async def _output_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader, Calla
     """
     read_end, write_end = os.pipe()
     try:
-        output, transport = await _read_from(read_end)
+        loop, output = asyncio.get_running_loop(), asyncio.StreamReader()
+        # asyncio's transport closes the file object only. uvloop's closes the descriptor itself: a file
+        # object that closed it again could close a file that another thread has opened under its number.
+        file = os.fdopen(read_end, "rb", 0, closefd=isinstance(loop, asyncio.BaseEventLoop))
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), file)
         try:
             yield write_end, output, transport.close
         except BaseException:
@@ -256,17 +260,6 @@ async def _output_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader, Calla
             raise
     finally:
         os.close(write_end)
-
-
-async def _read_from(read_end: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
-    """Open a stream on a pipe; the transport owns the descriptor, and closes it if this raises."""
-    loop = asyncio.get_running_loop()
-    # asyncio's transport closes the file object only. uvloop's closes the descriptor itself: a file object
-    # that closed it again could close a file that another thread has opened meanwhile under the same number.
-    file = os.fdopen(read_end, "rb", 0, closefd=isinstance(loop, asyncio.BaseEventLoop))
-    output = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), file)
-    return output, transport
 
 
 def open_lanes(launched: Launched, count: int) -> list[socket.socket]:

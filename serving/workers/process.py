@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -157,19 +158,18 @@ class Lane:
 
     def call(self, command: Callable[[], None]) -> None:
         """Run a command in the lane's thread and wait for it; re-raise its exception."""
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        done: Future[None] = Future()
 
         def run() -> None:
             try:
                 command()
             except BaseException as err:  # any exception is passed to the caller
-                done.put(err)
+                done.set_exception(err)
             else:
-                done.put(None)
+                done.set_result(None)
 
         self._commands.put(run)
-        if (err := done.get()) is not None:
-            raise err
+        done.result()
 
     def serve(self) -> None:
         """Let the lane's thread serve batches from now on."""
@@ -207,9 +207,13 @@ class WorkerMain:
         lines: the formatter of its log records.
     """
 
+    has_own_process = True  # other versions have no lanes in it
+
     def __init__(
         self, lanes: socket.socket, control: socket.socket, page: int, lines: WorkerFormatter
     ) -> None:
+        for descriptor in (lanes.fileno(), control.fileno(), page):
+            os.set_inheritable(descriptor, False)
         self._lanes_socket, self._control = lanes, control
         self._orders = FrameReader(control)
         self._page_descriptor = page
@@ -314,7 +318,7 @@ class WorkerMain:
         elif isinstance(message, LogLevel):
             set_level(message.logger, message.level)
             if self._group is not None:
-                self._group.set_log_level(message)
+                self._group.tell(message)
         elif isinstance(message, Load):
             self._spec = spec = spec_of(message)
             self.page = LanePage(self._page_descriptor, requests_of(spec.batch_size))
@@ -372,7 +376,8 @@ class WorkerMain:
         sockets = receive_lanes(self._lanes_socket, len(gpu_ids), spec)
         for gpu_id in gpu_ids:
             host = self._host_of(spec, gpu_id)
-            self._own_process(host)
+            if self.has_own_process:
+                host.own_process()
             number = min(set(range(MAX_LANES)) - {lane.number for lane in self._lanes})
             lane = Lane(number, sockets.pop(0), host, self)
             self._lanes.append(lane)
@@ -392,7 +397,7 @@ class WorkerMain:
         if spec.devices > 1:
             show_devices(spec, gpu_id, kind_of(spec.model_config))
             gpu_id = None if gpu_id is None else 0
-        return HandlerHost(spec, gpu_id, self._models, alone=not spec.shares_weights)
+        return HandlerHost(spec, gpu_id, self._models)
 
     def close_sockets(self) -> None:
         """Close all sockets in a forked child, so that the server sees the end of the worker itself."""
@@ -400,9 +405,6 @@ class WorkerMain:
             lane.data.close()
         self._lanes_socket.close()
         self._control.close()
-
-    def _own_process(self, host: Host) -> None:
-        host.own_process()
 
     def _warm_up(self) -> None:
         fresh = [lane for lane in self._lanes if not lane.serves]
@@ -465,11 +467,7 @@ def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
 def run(lanes: int, control: int, page: int) -> None:
     """Run the worker on inherited sockets until one of them closes."""
     lines = begin()
-    sockets = socket.socket(fileno=lanes), socket.socket(fileno=control)
-    os.set_inheritable(page, False)
-    for each in sockets:
-        each.set_inheritable(False)
-    worker = WorkerMain(*sockets, page, lines)
+    worker = WorkerMain(socket.socket(fileno=lanes), socket.socket(fileno=control), page, lines)
     os.register_at_fork(after_in_child=worker.close_sockets)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone, so the worker ends
         worker.serve()

@@ -46,7 +46,6 @@ from torchere.serving.workers.messages import (
     Load,
     Loaded,
     LoadError,
-    LogLevel,
     Message,
     Ping,
     Pong,
@@ -171,7 +170,7 @@ class GroupHost:
 
     def warm_up(self) -> None:
         """Warm up all ranks together; raises as `load` does."""
-        self._tell(WarmUp())
+        self.tell(WarmUp())
         self._host.warm_up()
         self._collect()
 
@@ -224,16 +223,12 @@ class GroupHost:
         """Ask every rank for a sign of life; the server gets its answer when all have given one."""
         self._pinged_s = time.monotonic()
         self._silent.update(rank.number for rank in self._ranks)
-        self._tell(Ping())
+        self.tell(Ping())
         if not self._ranks:  # no other machine came, so no reply does
             self._answer_ping()
 
     def _answer_ping(self) -> None:
         self._send(pong_of(self._host.drain_metrics()))
-
-    def set_log_level(self, message: LogLevel) -> None:
-        """Change the level of a logger in the other ranks."""
-        self._tell(message)
 
     def close(self) -> None:
         """End the other ranks. Those that do not end by themselves are killed with rank 0."""
@@ -247,7 +242,8 @@ class GroupHost:
                 while os.waitpid(rank.pid, os.WNOHANG)[0] == 0 and time.monotonic() < limit_s:
                     time.sleep(0.01)
 
-    def _tell(self, message: Message) -> None:
+    def tell(self, message: Message) -> None:
+        """Send a message to all other ranks."""
         for rank in self._ranks:
             rank.send([encode_frame(message)])
 

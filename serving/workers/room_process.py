@@ -25,7 +25,6 @@ from torchere.handlers.archive_import import forget_archive
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.process import SWITCH_INTERVAL_S, WorkerMain, begin
-from torchere.serving.workers.ranks import Host
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ def origin_of_thread() -> Mapping[str, str]:
 
 class Tenant(WorkerMain):
     """A worker of one version inside a shared process."""
+
+    has_own_process = False
 
     def live(self) -> int:
         """Serve until the server closes a socket, and free the version; return an exit code."""
@@ -84,9 +85,6 @@ class Tenant(WorkerMain):
             raise RuntimeError("only a version whose lanes share weights on the CPU may share a process")
         self.enter_thread()
 
-    def _own_process(self, host: Host) -> None:
-        pass  # the process is shared
-
     def _take_step(self, step: Callable[[], None]) -> bool:
         self.enter_thread()
         try:
@@ -126,8 +124,6 @@ class RoomMain:
             self._take_in(number, descriptors)
 
     def _take_in(self, number: int, descriptors: Sequence[int]) -> None:
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
         if len(descriptors) != TENANT_DESCRIPTORS:
             logger.error("a version can't share this process: %s", os.strerror(errno.EMFILE))
             for descriptor in descriptors:

@@ -260,7 +260,7 @@ class Worker:
         process = self._process
         fresh = self.executor_ids[process.serving :]
         try:
-            await process.warm_up(self._settings.startup_timeout_s, beside=True)
+            await process.warm_up(self._settings.startup_timeout_s)
         except BaseException as err:
             serving = self.executor_ids[: self._process.serving]
             self._drop([executor_id for executor_id in fresh if executor_id not in serving], process, err)
@@ -395,7 +395,7 @@ class Worker:
                 await self.warm_up()
                 while missing := [status.gpu_id for status in self._statuses[self._process.serving :]]:
                     await self._process.add_lanes(missing, settings.startup_timeout_s)
-                    await self._process.warm_up(settings.startup_timeout_s, beside=True)
+                    await self._process.warm_up(settings.startup_timeout_s)
             except LoadFailed as err:
                 loss = await self._kill_while_loading() or Loss(LossKind.LOAD, err.detail)
                 if self._process.serving and self._process.reachable:  # as in `add`, these lanes continue

@@ -134,14 +134,12 @@ class WorkerProcess:
             LoadFailed: the new lanes failed to load; lanes in service continue.
             TimeoutError: the new lanes are still loading after `timeout_s`.
         """
-        await self._load(messages.AddLanes(tuple(gpu_ids)), timeout_s, beside=True)
+        await self._load(messages.AddLanes(tuple(gpu_ids)), timeout_s)
 
-    async def _load(
-        self, message: messages.Load | messages.AddLanes, timeout_s: float, *, beside: bool = False
-    ) -> None:
+    async def _load(self, message: messages.Load | messages.AddLanes, timeout_s: float) -> None:
         """Load lanes, and give each a data socket."""
         self._open_lanes(len(message.gpu_ids))
-        await self._step(message, timeout_s, beside=beside)
+        await self._step(message, timeout_s)
 
     def _open_lanes(self, count: int) -> None:
         """Open the data sockets of `count` lanes; raise `LoadFailed` if that fails."""
@@ -154,22 +152,21 @@ class WorkerProcess:
         self._lanes += [LaneSocket(each, self._on_data, self._on_lane_end, self._spec) for each in sockets]
         self._lanes_loaded += count
 
-    async def warm_up(self, timeout_s: float, *, beside: bool = False) -> None:
-        """Warm up the loaded lanes and put them in service; `beside`: other lanes are already in service.
+    async def warm_up(self, timeout_s: float) -> None:
+        """Warm up the loaded lanes and put them in service.
 
         Raises:
-            LoadFailed: as for `load`, or with `beside` as for `add_lanes`.
+            LoadFailed: as for `load`, or beside lanes in service as for `add_lanes`.
             TimeoutError: as for `add_lanes`.
             CancelledError: lanes in service continue; without any, the process has ended.
         """
-        await self._step(messages.WarmUp(), timeout_s, beside=beside)
+        await self._step(messages.WarmUp(), timeout_s)
         if self.serving < len(self._lanes):  # it is hostile
             self.kill(Loss(LossKind.PROTOCOL, "said that its lanes are warm before they were"))
             raise self._spec.failed("it said that its lanes are warm before they were")
 
-    async def _step(
-        self, message: messages.ControlToWorker, timeout_s: float, *, beside: bool = False
-    ) -> None:
+    async def _step(self, message: messages.ControlToWorker, timeout_s: float) -> None:
+        is_beside = self.serving > 0
         if self.lost.done():  # lost between two steps
             self._drop_unready()
             raise self._spec.failed(self.lost.result().cause)
@@ -179,7 +176,7 @@ class WorkerProcess:
             await within(self._step_reply, timeout_s)
         except BaseException as err:
             self._drop_unready()
-            if beside or (self.serving and isinstance(err, asyncio.CancelledError)):
+            if is_beside or (self.serving and isinstance(err, asyncio.CancelledError)):
                 raise  # lanes in service may have runs
             if not isinstance(err, asyncio.TimeoutError):
                 await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
@@ -287,7 +284,6 @@ class WorkerProcess:
         lane.inside -= 1
         run.lane = None
         self._places.append(run.place)
-        run.page = None
         self._heard_s = time.monotonic()
         self._end_cause = self._end_cause or message.end_cause[:MAX_CAUSE_CHARACTERS]
         self._events.done(message)
@@ -380,8 +376,6 @@ class WorkerProcess:
         """
         signs = self._begun()
         runs, self.inside = list(self.inside.values()), {}
-        for run in runs:
-            run.page = None
         for run in runs:  # first: the quarantine records them before other requests run again
             if run.run_id in signs:
                 run.fail(error)
@@ -392,7 +386,6 @@ class WorkerProcess:
         """Answer all runs inside with `error`."""
         runs, self.inside = list(self.inside.values()), {}
         for run in runs:
-            run.page = None
             run.fail(error)
 
     def kill(self, loss: Loss) -> None:
