@@ -66,21 +66,6 @@ def first_devices(gpu_ids: tuple[int, ...], devices: int) -> tuple[int, ...]:
     return gpu_ids[: len(gpu_ids) // devices * devices : devices]
 
 
-def devices_of(gpu_ids: tuple[int, ...], first: int, devices: int) -> tuple[int, ...]:
-    """Return the GPUs of the worker whose first GPU is `first`.
-
-    >>> devices_of((4, 5, 6, 7), 6, 2)
-    (6, 7)
-    """
-    at = gpu_ids.index(first)
-    return gpu_ids[at : at + devices]
-
-
-def intra_op_threads(cores: int, executors: int) -> int:
-    """Return the number of intra-op threads for each executor, so that all together fit the cores."""
-    return max(1, cores // max(1, executors))
-
-
 def show_devices(spec: LoadSpec, gpu_id: int | None, kind: str) -> None:
     """Show this process the GPUs of its worker only, from `gpu_id` on. Call it before torch uses them.
 
@@ -93,7 +78,8 @@ def show_devices(spec: LoadSpec, gpu_id: int | None, kind: str) -> None:
         variable = _VISIBLE_FIRST
     visible = os.environ.get(variable)
     names = visible.split(",") if visible else [str(number) for number in range(max(spec.gpu_ids) + 1)]
-    shown = devices_of(spec.gpu_ids, gpu_id, spec.devices)
+    first = spec.gpu_ids.index(gpu_id)
+    shown = spec.gpu_ids[first : first + spec.devices]
     os.environ[variable] = ",".join(names[number].strip() for number in shown)
 
 
@@ -117,8 +103,8 @@ class CoreShares:
         self.threads = self.with_more(0)
 
     def with_more(self, executors: int) -> int:
-        """Return the threads of each executor if there were so many more."""
-        return intra_op_threads(self._cores, sum(self._executors.values()) + executors)
+        """Return the threads of each executor if there were so many more; all together fit the cores."""
+        return max(1, self._cores // max(1, sum(self._executors.values()) + executors))
 
 
 # The number of GPUs that torch will see, for a server that does not import torch.

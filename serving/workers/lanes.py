@@ -228,8 +228,3 @@ class LaneSocket:
             on_end(self, fault)
 
         self.frames = FrameSocket(data, partial(on_data, self), end, most_report_bytes(spec))
-
-
-def load_of_lane(lane: LaneSocket) -> tuple[int, float]:
-    """Return a sort key for the load of a lane: its runs, then since when it is busy."""
-    return lane.inside, lane.since_s

@@ -30,7 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch na
 from torchere.serving import __version__
 from torchere.serving.workers.executor import Rendezvous
 from torchere.serving.workers.frames import HEADER
-from torchere.serving.workers.messages import Load
+from torchere.serving.workers.messages import Load, encode_frame
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class _Meeting:
                 proof = _proof(rendezvous.secret, "leader", guest.nonce, guest.hello)
                 welcome = Welcome(proof, load, rendezvous.archive, rendezvous.url, rendezvous.fingerprint, at)
                 guest.connection.setblocking(True)
-                _send(guest.connection, welcome)
+                guest.connection.sendall(encode_frame(welcome))
                 del self._guests[guest.connection.fileno()]
             machines.append(Machine(guests[0].host, tuple(guest.connection for guest in guests)))
         self.close()
@@ -278,7 +278,7 @@ class _Meeting:
         self._guests[connection.fileno()] = guest
         self._poll.register(connection, select.POLLIN | _GONE)
         try:
-            _send(connection, Challenge(__version__, guest.nonce, self._ranks))
+            connection.sendall(encode_frame(Challenge(__version__, guest.nonce, self._ranks)))
         except OSError:
             self._dismiss(guest)
 
@@ -305,7 +305,7 @@ class _Meeting:
             return True
         hello = _from_machine.decode(bytes(guest.received[HEADER.size :]))
         if reason := self._objection(guest, hello):
-            _send(guest.connection, Refusal(reason))
+            guest.connection.sendall(encode_frame(Refusal(reason)))
             raise ValueError(reason)
         guest.hello = hello
         return True
@@ -360,7 +360,7 @@ def _introduce(
     challenge: Challenge = _expect(_receive(connection, _MAX_HELLO_BYTES), Challenge)
     hello = Hello(__version__, machine, len(connections) - 1, secrets.token_bytes(_NONCE_BYTES), b"")
     hello = msgspec.structs.replace(hello, proof=_proof(secret, "machine", challenge.nonce, hello))
-    _send(connection, hello)
+    connection.sendall(encode_frame(hello))
     return challenge, hello
 
 
@@ -384,11 +384,6 @@ def _proof(secret: bytes, side: str, nonce: bytes, hello: Hello) -> bytes:
     """Return the proof that `side` has the secret; it can't be sent back as the proof of the other side."""
     words = [side, nonce, hello.nonce, hello.machine, hello.number, hello.release]
     return hmac.digest(secret, msgspec.msgpack.encode(words), "sha256")
-
-
-def _send(connection: socket.socket, message: Challenge | Hello | Welcome | Refusal) -> None:
-    payload = msgspec.msgpack.encode(message)
-    connection.sendall(HEADER.pack(len(payload)) + payload)
 
 
 def _receive(connection: socket.socket, most: int) -> FromLeader:
@@ -435,23 +430,23 @@ def watch_peer(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def interface_of(address: str) -> str:
-    """Return the name of the network interface with this address of the machine; "": no interface has it."""
-    import psutil  # noqa: PLC0415 - only groups over several machines need it
-
-    mapped = address.removeprefix("::ffff:")
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == mapped for each in addresses):
-            return str(name)
-    return ""
-
-
 def interface_variables(connections: Sequence[socket.socket], loopback: str) -> dict[str, str]:
     """Return the variables that keep gloo and NCCL on the interface of these connections, or on loopback.
 
     They listen on the interface of the host's name otherwise, and not every sandbox can find that. Variables
     of the operator count before these.
     """
-    name = interface_of(connections[0].getsockname()[0]) if connections else loopback
+    name = _interface_of(connections[0]) if connections else loopback
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if connections else ("GLOO_SOCKET_IFNAME",)
     return {variable: os.environ.get(variable, name) for variable in names if name}
+
+
+def _interface_of(connection: socket.socket) -> str:
+    """Return the name of the network interface of a connection; "": no interface has its address."""
+    import psutil  # noqa: PLC0415 - only groups over several machines need it
+
+    address = connection.getsockname()[0].removeprefix("::ffff:")
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return str(name)
+    return ""

@@ -195,26 +195,25 @@ class RankPids(msgspec.Struct, frozen=True, array_like=True, tag=18):
 
 
 ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
-DataToWorker: TypeAlias = Run
 ControlFromWorker: TypeAlias = Loaded | LoadError | Serving | Pong | RankLost | RankPids
 ToRank: TypeAlias = Join | WarmUp | Ping | LogLevel | Run
 FromRank: TypeAlias = Loaded | LoadError | Pong | RankDone | RankLost
 DataFromWorker: TypeAlias = Partial | Done
-Message: TypeAlias = ControlToWorker | DataToWorker | ControlFromWorker | DataFromWorker | ToRank | FromRank
+Message: TypeAlias = ControlToWorker | ControlFromWorker | DataFromWorker | ToRank | FromRank
 
 _RUN_TAG = 6  # of `Run`
 _PARTIAL_BEGINS = b"\x94\x0c"  # an array of four, and the tag of `Partial`
 
 _encoder = msgspec.msgpack.Encoder()
 control_to_worker: msgspec.msgpack.Decoder[ControlToWorker] = msgspec.msgpack.Decoder(ControlToWorker)
-data_to_worker: msgspec.msgpack.Decoder[DataToWorker] = msgspec.msgpack.Decoder(DataToWorker)
+data_to_worker: msgspec.msgpack.Decoder[Run] = msgspec.msgpack.Decoder(Run)
 control_from_worker: msgspec.msgpack.Decoder[ControlFromWorker] = msgspec.msgpack.Decoder(ControlFromWorker)
 data_from_worker: msgspec.msgpack.Decoder[DataFromWorker] = msgspec.msgpack.Decoder(DataFromWorker)
 to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
-def encode_frame(message: Message | tuple[Any, ...]) -> bytearray:
+def encode_frame(message: msgspec.Struct | tuple[Any, ...]) -> bytearray:
     """Encode one message as one frame.
 
     Raises:

@@ -40,7 +40,7 @@ class OomWatch:
     def __init__(
         self, read: Callable[[], int | None] | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._read = read or CounterFile(counter_files())
+        self._read = read or counter_in(counter_files())
         self._now = now
         self._seen = self._read() or 0
         self._unclaimed = 0
@@ -64,15 +64,10 @@ class OomWatch:
         return True
 
 
-class CounterFile:
-    """Reads the counter from the first of `files` that has one; some systems have none."""
-
-    def __init__(self, files: list[Path]) -> None:
-        self._file = next((file for file in files if _count_in(file) is not None), None)
-
-    def __call__(self) -> int | None:
-        """Return the kernel's counter, or None if the cgroup has no such file."""
-        return _count_in(self._file) if self._file is not None else None
+def counter_in(files: list[Path]) -> Callable[[], int | None]:
+    """Return a function that reads the counter from the first of `files` that has one; None: none has."""
+    file = next((file for file in files if _count_in(file) is not None), None)
+    return lambda: None if file is None else _count_in(file)
 
 
 def counter_files(own: Path = OWN, mount: Path = ROOT) -> list[Path]:

@@ -367,26 +367,19 @@ def _rules(sandbox: Sandbox) -> Iterator[tuple[str, int]]:
         yield from ((path, DEVICE) for pattern in device_files.OPENED for path in glob(pattern))
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """The argument of `main`: the sandbox to enter before a command, and variables for the command."""
-
-    sandbox: Sandbox
-    variables: dict[str, str]
-
-
 def entered_by(sandbox: Sandbox, variables: Mapping[str, str], command: Sequence[str]) -> list[str]:
     """Return the command that enters the sandbox, and then executes `command` with further variables."""
-    entry = msgspec.json.encode(Entry(sandbox, dict(variables))).decode()
+    entry = msgspec.json.encode((sandbox, variables)).decode()
     return [sys.executable, "-m", "torchere.serving.workers.sandbox", entry, *command]
 
 
 def main() -> None:
     """Enter the sandbox of the first argument, and execute the command of the others."""
     entry, *command = sys.argv[1:]
-    told = msgspec.json.decode(entry, type=Entry)
+    sandbox, variables = msgspec.json.decode(entry, type=tuple[Sandbox, dict[str, str]])
     offer_to_oom_killer()
-    enter(told.sandbox)
-    os.execve(command[0], command, {**os.environ, **told.variables})
+    enter(sandbox)
+    os.execve(command[0], command, {**os.environ, **variables})
 
 
 if __name__ == "__main__":

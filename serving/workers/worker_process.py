@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 
@@ -18,7 +19,7 @@ from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.workers import messages
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.group import MAX_CAUSE_CHARACTERS, Group
-from torchere.serving.workers.lanes import MAX_LANES, LaneSocket, load_of_lane, requests_of
+from torchere.serving.workers.lanes import MAX_LANES, LaneSocket, requests_of
 from torchere.serving.workers.launch import ENDING_GRACE_S, LAST_WORDS_S, Launched, open_lanes
 from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_slow_load
 from torchere.serving.workers.run import Run
@@ -28,6 +29,7 @@ logger = logging.getLogger("torchere.worker")
 
 KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
 LOOK_AGAIN_S = 1.0  # grace after a blocked event loop, before a lane counts as silent
+_LOAD = attrgetter("inside", "since_s")  # of a lane: its runs, then since when it is busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,7 @@ class WorkerProcess:
             raise RuntimeError("submit() without a lane that serves")
         lane = self._lanes[0]
         if lane.inside and self.serving > 1:
-            lane = min(self._lanes[: self.serving], key=load_of_lane)
+            lane = min(self._lanes[: self.serving], key=_LOAD)
         if self._places:
             self._places.pop()
         else:

@@ -12,7 +12,7 @@ import pytest
 from pools import pool_in_service
 
 from torchere.serving.workers import devices
-from torchere.serving.workers.devices import CoreShares, gpu_count, intra_op_threads, new_places
+from torchere.serving.workers.devices import CoreShares, gpu_count, new_places
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, LoadSpec
 
 
@@ -20,7 +20,7 @@ from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, Loa
     ("cores", "executors", "expected"), [(8, 2, 4), (8, 3, 2), (2, 8, 1), (4, 0, 4), (1, 1, 1)]
 )
 def test_all_executors_together_fit_the_cores(cores: int, executors: int, expected: int) -> None:
-    assert intra_op_threads(cores, executors) == expected
+    assert CoreShares(cores).with_more(executors) == expected
 
 
 def test_the_cores_are_divided_over_the_executors_of_all_pools_as_they_come_and_go() -> None:

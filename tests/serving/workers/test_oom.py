@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchere.serving.workers.oom import FRESH_S, CounterFile, OomWatch, counter_files
+from torchere.serving.workers.oom import FRESH_S, OomWatch, counter_files, counter_in
 
 
 class Kernel:
@@ -62,8 +62,8 @@ def test_the_counter_is_found_in_either_generation_of_control_groups(
     (tmp_path / file).write_text(text)
     own = tmp_path / "cgroup"
     own.write_text(group + "\n")
-    assert CounterFile(counter_files(own, tmp_path))() == 4
+    assert counter_in(counter_files(own, tmp_path))() == 4
 
 
 def test_a_system_without_counters_has_none(tmp_path: Path) -> None:
-    assert CounterFile([tmp_path / "missing"])() is None
+    assert counter_in([tmp_path / "missing"])() is None
