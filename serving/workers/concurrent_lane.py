@@ -58,14 +58,9 @@ class _Running:
 
 
 class ConcurrentLane:
-    """Serves the lane until the server is gone, or the handler means to end the process.
+    """Serves the only lane of a process, loaded and warm, until its server or its handler ends it.
 
-    Args:
-        lane: the only lane of the process, loaded and warm.
-        host: the host of its handler.
-        page: the page that it shares with the server.
-        control: the control socket.
-        obey: handles the waiting control messages; returns False when the server is gone.
+    `obey` handles the waiting messages of the control socket; it returns False when the server is gone.
     """
 
     def __init__(

@@ -39,13 +39,8 @@ def new_places(
 ) -> Iterator[tuple[int, int | None]]:
     """Yield the id and GPU of each new executor of a version: the GPU with the fewest of its executors.
 
-    Ties are resolved in turn, by the executor id.
-
-    Args:
-        count: The number of new executors; none if it is below 1.
-        next_id: Returns the next executor id.
-        gpu_ids: The GPUs of the version; one listed twice gets twice as many executors. Empty: the CPU.
-        others: The existing executors of the version.
+    Ties are resolved in turn, by the executor id. A GPU that is listed twice gets twice as many executors;
+    without GPUs all are on the CPU (None). `others` are the existing executors of the version.
     """
     taken = Counter(status.gpu_id for status in others)
     for _ in range(count):

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from torchere.serving.io.loop_time import TURN_S, LoopShare
@@ -97,7 +98,7 @@ class FrameSocket:
 
     def _turn_over(self) -> None:
         self._sent_this_turn = False
-        if self._unsent and not self._writer_waits and self.open:
+        if self._unsent and not self._writer_waits:
             self._flush()
 
     def _flush(self) -> None:
@@ -109,7 +110,7 @@ class FrameSocket:
         except BlockingIOError:
             if not self._writer_waits:
                 self._writer_waits = True
-                self._loop.add_writer(self._descriptor, self._writable)
+                self._loop.add_writer(self._descriptor, self._flush)
             return
         except OSError:  # the worker is gone, but its last messages must still be read
             self._stop_writing()
@@ -119,10 +120,6 @@ class FrameSocket:
             self._loop.remove_writer(self._descriptor)
         if self._finishing:
             self.close_writing()
-
-    def _writable(self) -> None:
-        if self.open:
-            self._flush()
 
     def _stop_writing(self) -> None:
         self.open = False
@@ -144,9 +141,7 @@ class FrameSocket:
             if not count:
                 self.fail("")
                 return
-            if not self._take(count):
-                return
-            if count < len(target):
+            if not self._take(count) or count < len(target):
                 return
 
     def begin_turn(self) -> None:
@@ -280,10 +275,8 @@ class FrameSocket:
         """Shut down writing, which ends the worker; its last messages are still read."""
         if self.open:
             self._stop_writing()
-            try:
+            with suppress(OSError):  # the worker is gone
                 self._connection.shutdown(socket.SHUT_WR)
-            except OSError:  # the worker is gone
-                return
 
 
 def room_for(length: int) -> memoryview:

@@ -25,25 +25,17 @@ class Heartbeat:
 
     Lives on the event loop. A busy worker is not asked, but one that was asked before it got a batch has to
     answer.
-
-    Args:
-        settings: The bounds.
-        idle: Returns whether the worker has no batch.
-        ask: Sends a ping.
-        on_change: Called when `suspect` changes.
-        on_dead: Called when the worker must be replaced, with the seconds of its silence.
-        now: Monotonic seconds.
     """
 
     def __init__(
         self,
         settings: HeartbeatSettings,
         *,
-        idle: Callable[[], bool],
-        ask: Callable[[], None],
-        on_change: Callable[[], None],
-        on_dead: Callable[[float], None],
-        now: Callable[[], float],
+        idle: Callable[[], bool],  # whether the worker has no batch
+        ask: Callable[[], None],  # sends a ping
+        on_change: Callable[[], None],  # called when `suspect` changes
+        on_dead: Callable[[float], None],  # called when it must be replaced, with the seconds of its silence
+        now: Callable[[], float],  # monotonic seconds
     ) -> None:
         self._settings = settings
         self._idle = idle

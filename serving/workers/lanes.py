@@ -95,10 +95,7 @@ class LanePage:
         return {run_id: sign_s for sign_s, run_id in cells if run_id}
 
     def prepare(self, place: int, threads: int = 0) -> None:
-        """Clear the row of a place for its next run, which may use so many threads (in the server).
-
-        `threads`: intra-op threads of each lane; 0: those of the load.
-        """
+        """Clear the row of a place, and set the intra-op threads of a run; 0: the load's (in the server)."""
         start = _ROWS + place * self._row_bytes
         self._memory[start : start + self._row_bytes] = bytes(self._row_bytes)
         self._memory[_CELLS_BYTES] = min(threads, _MOST_THREADS)
@@ -200,22 +197,15 @@ def report_without_room(run: Run) -> BatchReport:
 
 
 class LaneSocket:
-    """The server's end of one lane: its data socket, and its number of runs.
-
-    Args:
-        data: the socket; closed by `frames`.
-        on_data: gets the lane and each payload.
-        on_end: gets the lane and the fault, once, when the stream has ended.
-        spec: of the worker.
-    """
+    """The server's end of one lane: its data socket, which `frames` closes, and its number of runs."""
 
     __slots__ = ("ended", "frames", "inside", "since_s")
 
     def __init__(
         self,
         data: socket.socket,
-        on_data: Callable[[LaneSocket, memoryview], None],
-        on_end: Callable[[LaneSocket, str], None],
+        on_data: Callable[[LaneSocket, memoryview], None],  # gets the lane and each payload
+        on_end: Callable[[LaneSocket, str], None],  # gets the lane and the fault, once, after the last byte
         spec: LoadSpec,
     ) -> None:
         self.inside = 0

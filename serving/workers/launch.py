@@ -61,13 +61,9 @@ class Launched(LaunchedProcess):
 
 
 class Launcher(Protocol):
-    """Starts worker processes. Used on the event loop.
+    """Starts worker processes. Used on the event loop."""
 
-    Attributes:
-        has_own_process: whether the next process is for this version alone; once set, it stays set.
-    """
-
-    has_own_process: bool
+    has_own_process: bool  # the next process is for this version alone; once set, it stays set
 
     async def launch(self, requests: int) -> Launched:
         """Start a worker process whose runs have at most `requests` requests.
@@ -156,11 +152,7 @@ class ForkLauncher:
             return await _launched(partial(self._running().fork, kind=kind), requests)
 
     async def launch_room(self, descriptor: int) -> LaunchedProcess:
-        """Fork a process for several versions, with `descriptor` as its room socket.
-
-        Raises:
-            OSError: as for `launch`.
-        """
+        """Fork a process for several versions, with `descriptor` as its room socket; raises as `launch`."""
         async with self._turns, _output_pipe() as (write_end, output, close):
             pid, exit_code = await self._running().fork([descriptor], write_end, ROOM)
             exit_code.add_done_callback(partial(_end_children, pid))
@@ -189,7 +181,7 @@ class CompilerLauncher:
         self._forks = forks
 
     async def launch(self, requests: int) -> Launched:
-        """Fork a worker that has imported the compiler."""
+        """Fork a worker that has imported the compiler; see `Launcher`."""
         return await self._forks.launch(requests, with_compiler=True)
 
 

@@ -50,7 +50,7 @@ class Loss:
     def of_load(self) -> Loss | None:
         """Return the loss as that of a load that it cut off; None: the load itself was the cause.
 
-        That is so after a kill for memory outside of a room, too: the load has usually taken the memory.
+        The latter is so after a kill for memory outside of a room: the load has usually taken the memory.
         """
         if not (self.was_killed or self.of_room):
             return None
@@ -169,13 +169,7 @@ class LossRow:
         self.losses = 0
 
     def add(self, loss: Loss, healthy_s: float, now_s: float) -> None:
-        """Count a loss.
-
-        Args:
-            loss: the loss.
-            healthy_s: seconds in which the lost process was in service and gave signs of life.
-            now_s: monotonic seconds.
-        """
+        """Count a loss at `now_s`, after `healthy_s` seconds in service with signs of life."""
         if healthy_s >= HEALTHY_S:
             self.end()
         if self._own and not self._from_outside:

@@ -269,10 +269,7 @@ def raw_bytes(message: Run | Done) -> int:
 def raw_answer_bytes(done: Done, spec: LoadSpec, requests: Sequence[Any] | None) -> int:
     """As `raw_bytes`, for the report of a batch. The worker has checked its answers, but it may be hostile.
 
-    Args:
-        done: the report.
-        spec: of the worker.
-        requests: of the batch; None: it is not known any more.
+    `requests` are those of the batch; None: it is not known any more.
 
     Raises:
         ValueError: more answers than requests, or one longer than `max_response_bytes`, too.

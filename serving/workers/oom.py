@@ -32,9 +32,7 @@ def offer_to_oom_killer() -> None:
 class OomWatch:
     """Attributes SIGKILLs of processes to the out-of-memory killer. One for a server; not thread-safe.
 
-    Args:
-        read: Returns how many processes the kernel has killed for memory so far; None if unknown.
-        now: Monotonic seconds.
+    `read` returns how many processes the kernel has killed for memory so far; None if unknown.
     """
 
     def __init__(

@@ -79,13 +79,9 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class Lane:
-    """Runs batches, one at a time, in the thread that calls `run`.
+    """Runs batches of its data socket, one at a time, in the thread that calls `run`.
 
-    Args:
-        number: the index of its cell in the page.
-        data: the socket for its batches; closed by `close`.
-        host: the host of its handler.
-        process: the process that it belongs to.
+    `number` is the index of its cell in the page.
     """
 
     def __init__(self, number: int, data: socket.socket, host: Host, process: WorkerMain) -> None:
@@ -149,7 +145,7 @@ class Lane:
         self.data.close()
 
     def start(self) -> None:
-        """Start the lane's thread: it runs the commands of `call` and, after `serve`, batches.
+        """Start the lane's thread, which runs the commands of `call` and, after `serve`, batches.
 
         Raises:
             RuntimeError: the system has no thread left.
@@ -452,10 +448,7 @@ def settle_in() -> None:
 
 
 def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
-    """Do the common set-up of a worker process; return the formatter of its log records.
-
-    `origin`: see `WorkerFormatter`.
-    """
+    """Do the common set-up of a worker process; return the formatter, with `origin`, of its log records."""
     settle_in()
     lines, to_server = WorkerFormatter(origin), logging.StreamHandler()
     to_server.setFormatter(lines)

@@ -70,11 +70,9 @@ class LaunchedTenant(Launched):
 
 
 class Room:
-    """One process and the versions in it. Lives on the event loop.
+    """One process and the versions in it, with the server's end of its room socket, which is closed here.
 
-    Args:
-        process: the process of the room.
-        server: the server's end of its room socket; closed here.
+    Lives on the event loop.
     """
 
     def __init__(self, process: LaunchedProcess, server: socket.socket) -> None:
@@ -127,11 +125,7 @@ class Room:
         return {"model": model, "version": "", "executor": self._process.pid}
 
     async def take_in(self, tenancy: RoomTenancy, requests: int) -> LaunchedTenant:
-        """Send a new tenant to the process.
-
-        Raises:
-            OSError: no descriptor is left, or the process has just ended.
-        """
+        """Send a new tenant to the process; raise `OSError` if it has ended, or no descriptor is left."""
         number = next(self._numbers)
         self._coming += 1
         try:
@@ -247,11 +241,7 @@ class Room:
 
 
 class RoomLauncher:
-    """Finds a room for each version that may share a process; one for a server. Lives on the event loop.
-
-    Args:
-        forks: creates the worker processes.
-    """
+    """Finds a room for each version that may share a process; one for a server. Lives on the event loop."""
 
     def __init__(self, forks: ForkLauncher) -> None:
         self._forks = forks

@@ -34,9 +34,7 @@ KILLS_AT_FIRST_LOAD = 2  # losses by another cause after which a first load is t
 class Worker:
     """One worker, which keeps its executor ids across restarts of its process. Lives on the event loop.
 
-    Args:
-        settings: the settings of its pool.
-        executors: the id and the GPU (None: the CPU) of each of its lanes.
+    `executors` has the id and the GPU (None: the CPU) of each of its lanes.
     """
 
     def __init__(self, settings: WorkerSettings, executors: Sequence[tuple[int, int | None]]) -> None:
@@ -194,10 +192,7 @@ class Worker:
         return self._process.serving > 0 and lost.done() and lost.result().kind is not LossKind.LOAD
 
     async def _replaced_after_kill(self) -> bool:
-        """Replace a first process that was killed, or lost with its room, while it loaded: a few times only.
-
-        Return False if it was not, or too often: then the load has failed.
-        """
+        """Replace a first process that was killed, or lost with its room, while it loaded; False: not so."""
         loss = await self._kill_while_loading()
         if loss is None or self._supervisor is not None:
             return False

@@ -34,21 +34,13 @@ _LOAD = attrgetter("inside", "since_s")  # of a lane: its runs, then since when 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEvents:
-    """Callbacks for the events of a process. Called on the event loop.
+    """Callbacks for the events of a process. Called on the event loop."""
 
-    Attributes:
-        serving: one more lane is in service.
-        pong: the process answered a ping.
-        done: the process sent a report.
-        hung: a lane has been silent for the response time-out; gets its run, which is not answered yet.
-        gone: the process can't receive messages any more.
-    """
-
-    serving: Callable[[], None]
-    pong: Callable[[], None]
-    done: Callable[[messages.Done], None]
-    hung: Callable[[Run], None]
-    gone: Callable[[], None]
+    serving: Callable[[], None]  # one more lane is in service
+    pong: Callable[[], None]  # the process answered a ping
+    done: Callable[[messages.Done], None]  # the process sent a report
+    hung: Callable[[Run], None]  # a lane was silent for the response time-out; its run is not answered yet
+    gone: Callable[[], None]  # the process can't receive messages any more
 
 
 class WorkerProcess:
