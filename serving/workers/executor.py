@@ -158,6 +158,11 @@ class LoadSpec:
         """Whether a worker is several processes, which run one batch at a time."""
         return self.ranks > 1 or self.rendezvous is not None
 
+    @property
+    def most_requests(self) -> int:
+        """The most requests of a run: sequences and continuous batching may double the batch."""
+        return 2 * self.batch_size
+
     def failed(self, detail: str, out_of_memory: bool = False) -> LoadFailed:
         """Return the error for a load that failed; `detail` has the cause."""
         return LoadFailed.of(self.model_name, self.model_version, detail, out_of_memory)

@@ -39,11 +39,6 @@ _ROWS = _CELLS_BYTES + 1
 _MOST_THREADS = 255  # in a byte
 
 
-def requests_of(batch_size: int) -> int:
-    """Return the most requests of a run: sequences and continuous batching may double the batch."""
-    return 2 * batch_size
-
-
 def _size(requests: int) -> int:
     size = _ROWS + MAX_PLACES * (1 + requests)
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES

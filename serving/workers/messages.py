@@ -289,7 +289,7 @@ def data_of(payload: memoryview, spec: LoadSpec) -> DataFromWorker:
         msgspec.MsgspecError, RecursionError, ValueError: it is not a message, or too long for it.
     """
     is_report = len(payload) > REPORT_BYTES and payload[:2] != _PARTIAL_BEGINS
-    if is_report and len(payload) > (most := _most_done_bytes(2 * spec.batch_size)):
+    if is_report and len(payload) > (most := _most_done_bytes(spec.most_requests)):
         raise ValueError(f"a report of {len(payload)} bytes, expected at most {most}")
     return data_from_worker.decode(payload)
 

@@ -48,7 +48,6 @@ from torchere.serving.workers.lanes import (
     next_run,
     receive_lanes,
     report_without_room,
-    requests_of,
 )
 from torchere.serving.workers.messages import (
     AddLanes,
@@ -317,7 +316,7 @@ class WorkerMain:
                 self._group.tell(message)
         elif isinstance(message, Load):
             self._spec = spec = spec_of(message)
-            self.page = LanePage(self._page_descriptor, requests_of(spec.batch_size))
+            self.page = LanePage(self._page_descriptor, spec.most_requests)
             os.close(self._page_descriptor)
             return self._step(lambda: self._load_first(message.gpu_ids, message.log_token))
         elif isinstance(message, AddLanes):

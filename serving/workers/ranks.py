@@ -42,6 +42,7 @@ from torchere.serving.workers.machines import (
     reached_at,
 )
 from torchere.serving.workers.messages import (
+    FromRank,
     Join,
     Load,
     Loaded,
@@ -314,7 +315,7 @@ class GroupHost:
                         return
             self._look(time.monotonic())
 
-    def _take(self, rank: _Rank, message: Loaded | LoadError | RankDone | RankLost | Pong | None) -> bool:
+    def _take(self, rank: _Rank, message: FromRank | None) -> bool:
         """Handle a reply (None: the rank has ended); return False if no other matters any more."""
         if message is None or isinstance(message, RankLost):
             if not self._closing:
@@ -391,7 +392,7 @@ def load_elsewhere(spec: LoadSpec) -> Load:
     return load_of(replace(spec, archive_dir="", rendezvous=None, sandbox=None, gpu_ids=()), gpu_ids, "")
 
 
-def _arrived(frames: FrameReader) -> Iterator[Loaded | LoadError | RankDone | RankLost | Pong | None]:
+def _arrived(frames: FrameReader) -> Iterator[FromRank | None]:
     """Yield the messages that have arrived, and None at the end of the stream."""
     while True:
         message = None

@@ -19,7 +19,7 @@ from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.workers import messages
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.group import MAX_CAUSE_CHARACTERS, Group
-from torchere.serving.workers.lanes import MAX_LANES, LaneSocket, requests_of
+from torchere.serving.workers.lanes import MAX_LANES, LaneSocket
 from torchere.serving.workers.launch import ENDING_GRACE_S, LAST_WORDS_S, Launched, open_lanes
 from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_slow_load
 from torchere.serving.workers.run import Run
@@ -56,15 +56,15 @@ class WorkerProcess:
         self._executor_id = executor_id  # of its first lane, for its log lines
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._launched: Launched | None = None
+        self._launched: Launched  # this, its control socket and its output are there from the start on
+        self._control: FrameSocket
+        self._output: asyncio.Task[None]
         self._lanes: list[LaneSocket] = []  # lanes in service come first
         self._leaving_lanes: set[LaneSocket] = set()  # retired
         self.serving = 0  # lanes that are loaded and warm
-        self._control: FrameSocket | None = None
         self._step_reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
         self._killed: Loss | None = None  # the reason, if the server killed it
         self._log_token = new_token()
-        self._output: asyncio.Task[None] | None = None
         self._reaper: asyncio.Task[None] | None = None
         self._places: list[int] = []  # places free for reuse
         self._places_used = self._last_run_id = 0
@@ -78,16 +78,12 @@ class WorkerProcess:
         self.inside: dict[int, Run] = {}  # by run id, in the order they were sent
         self.is_exclusive = False  # the run inside must be alone: no other may be sent
         self.lost: asyncio.Future[Loss] = self._loop.create_future()
-
-    @property
-    def pid(self) -> int:
-        """The process id; 0 before the start."""
-        return self._launched.pid if self._launched else 0
+        self.pid = 0  # before the start
 
     @property
     def reachable(self) -> bool:
         """Whether messages can reach the process."""
-        if self._control is None or self._reaper is not None:
+        if not self.pid or self._reaper is not None:
             return False
         return self._control.open and all(lane.frames.open for lane in self._lanes[: self.serving])
 
@@ -98,10 +94,10 @@ class WorkerProcess:
             LoadFailed: the system can't start the process.
         """
         try:
-            launching = self._settings.launcher.launch(requests_of(self._spec.batch_size))
-            self._launched = launched = await launching
+            self._launched = launched = await self._settings.launcher.launch(self._spec.most_requests)
         except OSError as err:
             raise self._spec.failed(f"the worker process could not be started: {err}") from err
+        self.pid = launched.pid
         self._control = FrameSocket(launched.control, self._on_control, self._on_end, messages.CONTROL_BYTES)
         # The exit ends it too, because a forked child may keep the sockets open.
         launched.exit_code.add_done_callback(lambda _: self._on_end(""))
@@ -138,8 +134,6 @@ class WorkerProcess:
     def _open_lanes(self, count: int) -> None:
         """Open the data sockets of `count` lanes; raise `LoadFailed` if that fails."""
         try:
-            if self._launched is None:
-                raise BrokenPipeError("the process is not started")
             sockets = open_lanes(self._launched, count)
         except OSError as err:
             raise self._spec.failed(f"its sockets could not be opened: {err}") from err
@@ -181,8 +175,7 @@ class WorkerProcess:
             self._step_reply = None
 
     def _order(self, message: messages.ControlToWorker) -> None:
-        if self._control is not None:
-            self._control.send([messages.encode_frame(message)])
+        self._control.send([messages.encode_frame(message)])
 
     def ping(self) -> None:
         """Send a ping; a process with a single lane answers it between two runs."""
@@ -225,7 +218,7 @@ class WorkerProcess:
             failure = NoRoom("Out of resources", f"the batch can't be sent to its worker: {err}")
             self._loop.call_soon(run.fail, failure)  # later: the caller still uses the run
             return
-        if self._launched is None or not self.serving:
+        if not self.serving:
             raise RuntimeError("submit() without a lane that serves")
         lane = self._lanes[0]
         if lane.inside and self.serving > 1:
@@ -287,8 +280,7 @@ class WorkerProcess:
         try:
             message = messages.control_from_worker.decode(payload)
         except (msgspec.MsgspecError, RecursionError) as err:
-            if self._control is not None:
-                self._control.fail(f"sent a frame that is not a message: {err}")
+            self._control.fail(f"sent a frame that is not a message: {err}")
             return
         if isinstance(message, messages.Pong):
             self._events.pong()
@@ -313,7 +305,7 @@ class WorkerProcess:
         """Look for a lane that has been silent for the response time-out, and fail its run."""
         self._watch = None
         timeout_s = self._settings.response_timeout_s
-        if not self.inside or self._launched is None or self.lost.done():
+        if not self.inside or self.lost.done():
             return
         if was_late(due_s) and not self._looked_late:  # the event loop was blocked: reports may be unread
             self._looked_late = True  # only once, so that a loop that is always late still finds a hang
@@ -356,7 +348,7 @@ class WorkerProcess:
             return self._last_signs
         # A lane that takes several runs at once has the cell of each run's place (`concurrent_lane.py`).
         cells = min(self._lanes_loaded, MAX_LANES) if self._spec.at_once == 1 else self._places_used
-        return self._launched.page.begun(cells) if self._launched is not None else {}
+        return self._launched.page.begun(cells) if cells else {}
 
     def hangs(self) -> bool:
         """Whether no lane works on a run that is still unanswered."""
@@ -385,7 +377,7 @@ class WorkerProcess:
     def kill(self, loss: Loss) -> None:
         """Kill the process; `lost` completes when it has ended."""
         self._killed = self._killed or self._group.of_silence(loss, self.pid)
-        if self._launched is not None:
+        if self.pid:
             self._launched.kill(loss)
 
     async def _kill_and_reap(self, loss: Loss) -> None:
@@ -402,8 +394,7 @@ class WorkerProcess:
         self._killed = self._killed or Loss(LossKind.STOPPED, "stopped by the server")
         for lane in self._lanes:
             lane.frames.close_writing()
-        if self._control is not None:
-            self._control.close_writing()
+        self._control.close_writing()
         try:
             await asyncio.wait_for(asyncio.shield(self.lost), ENDING_GRACE_S)
         except asyncio.TimeoutError:
@@ -424,8 +415,6 @@ class WorkerProcess:
 
     async def _reap(self) -> None:
         """Wait for the end of the process, which may have closed its socket only, and determine the cause."""
-        if self._launched is None:
-            return
         try:
             code = await asyncio.wait_for(asyncio.shield(self._launched.exit_code), ENDING_GRACE_S)
         except asyncio.TimeoutError:
@@ -447,22 +436,16 @@ class WorkerProcess:
     async def _read_out(self) -> None:
         """Read the last messages and output, for at most `LAST_WORDS_S`: a child may keep them open."""
         lanes = [*self._lanes, *self._leaving_lanes]
-        last_words: list[asyncio.Future[None]] = [lane.ended for lane in lanes]
-        if self._output is not None:
-            last_words.append(self._output)
-        if last_words:
-            await asyncio.wait(last_words, timeout=LAST_WORDS_S)
-        if self._output is not None:
-            self._output.cancel()
-        for each in [*(lane.frames for lane in lanes), self._control]:
-            if each is not None:
-                each.close()
+        last_words = [self._output, *(lane.ended for lane in lanes)]
+        await asyncio.wait(last_words, timeout=LAST_WORDS_S)
+        self._output.cancel()
+        for frames in [*(lane.frames for lane in lanes), self._control]:
+            frames.close()
         if self._watch is not None:  # the timer would keep the whole version alive for the response time-out
             self._watch.cancel()
-        if self._launched is not None:
-            self._launched.close()
-            self._launched.lanes.close()
-            self._last_signs = self._begun()
-            for run in self.inside.values():
-                run.page = None
-            self._launched.page.close()
+        self._launched.close()
+        self._launched.lanes.close()
+        self._last_signs = self._begun()
+        for run in self.inside.values():
+            run.page = None
+        self._launched.page.close()

@@ -143,7 +143,7 @@ class SilentWorker:
         self._ends.append(other_end)
         descriptor = lanes.create(1)
         self._launched = SimpleNamespace(
-            pid=0,
+            pid=1,
             lanes=lanes_socket,
             control=control,
             page=LanePage(descriptor, 1),

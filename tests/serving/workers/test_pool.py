@@ -285,7 +285,7 @@ def test_a_worker_that_is_to_end_lets_the_process_it_has_replaced_finish_its_run
                 sink.submit(pool, [make_request(word)], executor_id=first.first_id)
             await until(lambda: stream.parts)
             first._hung(first._process, hung.run)
-            await until(lambda: first._ending)
+            await until(lambda: first._ending and not first.in_service)
             scaling = asyncio.ensure_future(pool.resize(1))
             await until(lambda: pool.size == 1)
             Path(spec.archive_dir, "go").touch()

@@ -20,7 +20,6 @@ from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers.executor import LoadSpec, Unfinished
 from torchere.serving.workers.frames import FrameReader
 from torchere.serving.workers.host import HandlerHost
-from torchere.serving.workers.lanes import requests_of
 from torchere.serving.workers.launch import (
     ExecLauncher,
     ForkLauncher,
@@ -120,7 +119,7 @@ class Peer:
 @asynccontextmanager
 async def worker_of(launcher: Any, spec: LoadSpec, lanes: int = 1) -> AsyncIterator[Peer]:
     """A worker whose lanes serve the archive."""
-    peer = Peer(await launcher.launch(requests_of(spec.batch_size)))
+    peer = Peer(await launcher.launch(spec.most_requests))
     launched = peer.launched
     try:
         peer.open_lanes(lanes)
