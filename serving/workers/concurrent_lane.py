@@ -51,7 +51,7 @@ class _Running:
 
     def __init__(self, message: Run) -> None:
         self.run_id, self.place = message.run_id, message.place
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None]
         self.waiting: deque[Parts] = deque()
         self.sending = threading.Lock()  # handlers may send parts from their own threads
         self.has_begun = self.is_cancelled = False
@@ -157,8 +157,7 @@ class ConcurrentLane:
             is_at_work = running.has_begun and not running.is_cancelled
             if is_at_work and self._page.all_cancelled(running.place, 1):
                 running.is_cancelled = True
-                if running.task is not None:
-                    running.task.cancel()
+                running.task.cancel()
             try:
                 self._send_waiting(running)
             except OSError:  # the server is gone

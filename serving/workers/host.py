@@ -105,7 +105,7 @@ class HandlerHost:
             metrics=self._metrics,
             shared_models=shared_models,
         )
-        self._entry_point: EntryPoint | None = None
+        self._entry_point: EntryPoint  # from `load` on
         self._borrows = False  # the handler takes tensors as views of the request's memory
         self._decodes = spec.decode_input
         self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
@@ -158,10 +158,10 @@ class HandlerHost:
         """
         of_load = self._metrics.drain()
         try:
-            rows = self._loaded().warmup_data()
+            rows = self._entry_point.warmup_data()
             for _ in range(_WARM_UP_RUNS if rows else 0):
                 self._context.begin_batch([RequestProcessor({}, "warm-up") for _ in rows or ()], None)
-                self._loaded()(list(rows or ()), self._context)
+                self._entry_point(list(rows or ()), self._context)
         except BaseException as err:  # as in `load`
             logger.exception("the warm-up of %s failed", self._spec.model_name)
             detail = f"the warm-up request failed with {line_of(err)}"
@@ -231,9 +231,9 @@ class HandlerHost:
         try:
             if BENCHMARK:
                 with profiled():
-                    answers = self._loaded()(rows, self._context)
+                    answers = self._entry_point(rows, self._context)
             else:
-                answers = self._loaded()(rows, self._context)
+                answers = self._entry_point(rows, self._context)
             handler_s = time.perf_counter() - started
             outcomes = self._outcomes(answers, processors)
         except BaseException as err:
@@ -263,7 +263,7 @@ class HandlerHost:
             context = copy.deepcopy(context)
             context.metrics, context.is_unwanted = self._metrics.beside(), is_unwanted
             context.begin_batch([processor], self._parts_of([processor], send_partial))
-            answers = self._loaded().begin([row], context)
+            answers = self._entry_point.begin([row], context)
             if inspect.isawaitable(answers):
                 answers = await answers
             outcomes = self._outcomes(answers, [processor])
@@ -340,7 +340,7 @@ class HandlerHost:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of the handler's coroutines."""
-        return self._loaded().loop
+        return self._entry_point.loop
 
     def _end_if_lost(self, failure: ServingError) -> None:
         """Set `end_cause` if the process can't go on after this failure."""
@@ -348,11 +348,6 @@ class HandlerHost:
             self.end_cause = failure.detail
         elif not gpu_is_usable(self._gpu_id, isinstance(failure, OutOfResources)):
             self.end_cause = "it lost its GPU"
-
-    def _loaded(self) -> EntryPoint:
-        if self._entry_point is None:
-            raise RuntimeError("load() must succeed before a handler can run")
-        return self._entry_point
 
     def _outcomes(self, answers: object, processors: Sequence[RequestProcessor]) -> list[Outcome]:
         if not self._answers:

@@ -89,7 +89,7 @@ class Lane:
         self.batches = FrameReader(data)
         self.host = host
         self.serves = False
-        self._threads = process.loaded_spec().intra_op_threads
+        self._threads = process.spec.intra_op_threads
         self._sending = threading.Lock()  # handlers may send parts from their own threads
         self._process = process
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -214,7 +214,7 @@ class WorkerMain:
         self._page_descriptor = page
         self._lines = lines
         self._sending_control = threading.Lock()
-        self._spec: LoadSpec | None = None
+        self.spec: LoadSpec  # this and the page are there from the first load on
         self._models = SharedModels()
         self._lanes: list[Lane] = []
         self._group: GroupHost | None = None  # if the worker has several processes
@@ -225,13 +225,13 @@ class WorkerMain:
 
     def serve(self) -> None:
         """Answer messages until the server closes a socket."""
-        while self._spec is None:  # LogLevel messages may arrive before Load
+        while not self._lanes:  # LogLevel messages may arrive before Load
             if not self._obey_next():
                 return
-        if self.loaded_spec().shares_weights:
+        if self.spec.shares_weights:
             while self._obey_next():
                 pass
-        elif self.loaded_spec().at_once > 1:
+        elif self.spec.at_once > 1:
             lane = self._lanes[0]
             while not lane.serves:
                 if not self._obey_next():
@@ -276,7 +276,7 @@ class WorkerMain:
     def serve_lane(self, lane: Lane) -> None:
         """Run batches in a lane's own thread, until the lane is retired or the server is gone."""
         torch.get_num_threads()  # a thread's first use of torch takes the last number set in any thread
-        torch.set_num_threads(self.loaded_spec().intra_op_threads)
+        torch.set_num_threads(self.spec.intra_op_threads)
         while not self.leaving:
             batch = lane.next_batch()
             if batch is None:
@@ -315,9 +315,10 @@ class WorkerMain:
             if self._group is not None:
                 self._group.tell(message)
         elif isinstance(message, Load):
-            self._spec = spec = spec_of(message)
-            self.page = LanePage(self._page_descriptor, spec.most_requests)
+            self.spec = spec_of(message)
+            self.page = LanePage(self._page_descriptor, self.spec.most_requests)
             os.close(self._page_descriptor)
+            self._page_descriptor = -1
             return self._step(lambda: self._load_first(message.gpu_ids, message.log_token))
         elif isinstance(message, AddLanes):
             return self._step(lambda: self._load(message.gpu_ids))
@@ -327,7 +328,7 @@ class WorkerMain:
 
     def _step(self, step: Callable[[], None]) -> bool:
         """Run a load or warm-up step; beside lanes in service it runs in a thread, not to delay messages."""
-        if not any(lane.serves for lane in self._lanes) or not self.loaded_spec().shares_weights:
+        if not any(lane.serves for lane in self._lanes) or not self.spec.shares_weights:
             return self._take_step(step)
         self._bring_up = threading.Thread(target=self._take_step, args=(step,), name="bring-up", daemon=True)
         self._bring_up.start()
@@ -346,18 +347,19 @@ class WorkerMain:
         self._send_control(Loaded())
         return True
 
-    def _take_process(self, spec: LoadSpec, log_token: str) -> None:
+    def _take_process(self, log_token: str) -> None:
         """Apply the process-wide settings of this version, which the process hosts alone."""
         self._lines.token = log_token
-        stand_in(spec.archive_dir)
-        if spec.shares_weights:
+        stand_in(self.spec.archive_dir)
+        if self.spec.shares_weights:
             sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     def _load_first(self, gpu_ids: Sequence[int | None], log_token: str) -> None:
         """Take the process for its version, enter the sandbox, and load the first lanes."""
-        spec, failed = self.loaded_spec(), "the unpacked archive can't be used (does something delete it?)"
+        spec, failed = self.spec, "the unpacked archive can't be used (does something delete it?)"
         try:
-            self._take_process(spec, log_token)
+            if self.has_own_process:
+                self._take_process(log_token)
             if spec.sandbox is not None:
                 failed = "the worker can't enter its sandbox"
                 enter(spec.sandbox)
@@ -367,7 +369,7 @@ class WorkerMain:
 
     def _load(self, gpu_ids: Sequence[int | None]) -> None:
         """Load a lane for each GPU in turn: the first one loads the weights that the others share."""
-        spec = self.loaded_spec()
+        spec = self.spec
         sockets = receive_lanes(self._lanes_socket, len(gpu_ids), spec)
         for gpu_id in gpu_ids:
             host = self._host_of(spec, gpu_id)
@@ -404,7 +406,7 @@ class WorkerMain:
     def _warm_up(self) -> None:
         fresh = [lane for lane in self._lanes if not lane.serves]
         for lane in fresh:
-            if self.loaded_spec().shares_weights:
+            if self.spec.shares_weights:
                 lane.call(lane.host.warm_up)
                 lane.serve()
             else:
@@ -415,12 +417,6 @@ class WorkerMain:
 
     def _tidy(self, *, thaw: bool = False) -> None:
         settle_loaded(thaw=thaw)
-
-    def loaded_spec(self) -> LoadSpec:
-        """Return the spec of the load."""
-        if self._spec is None:
-            raise RuntimeError("the server sent something else before Load")
-        return self._spec
 
     def _send_control(self, message: Message) -> None:
         frame = encode_frame(message)

@@ -23,7 +23,6 @@ from contextlib import suppress
 
 from torchere.handlers.archive_import import forget_archive
 from torchere.serving.logs.worker_lines import WorkerFormatter
-from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.process import SWITCH_INTERVAL_S, WorkerMain, begin
 
 logger = logging.getLogger(__name__)
@@ -69,21 +68,15 @@ class Tenant(WorkerMain):
             lane.join()
         self.close_sockets()
         self._lanes.clear()
-        if self._spec is None:
+        if self._page_descriptor >= 0:  # nothing was loaded
             os.close(self._page_descriptor)
         else:
             self.page.close()
-            forget_archive(self._spec.archive_dir)
+            forget_archive(self.spec.archive_dir)
 
     def enter_thread(self) -> None:
         """Tag log records of the calling thread with this version."""
-        spec = self.loaded_spec()
-        _here.origin = {"model": spec.model_name, "version": spec.model_version}
-
-    def _take_process(self, spec: LoadSpec, log_token: str) -> None:
-        if not spec.shares_weights or spec.gpu_ids:
-            raise RuntimeError("only a version whose lanes share weights on the CPU may share a process")
-        self.enter_thread()
+        _here.origin = {"model": self.spec.model_name, "version": self.spec.model_version}
 
     def _take_step(self, step: Callable[[], None]) -> bool:
         self.enter_thread()
@@ -97,7 +90,7 @@ class Tenant(WorkerMain):
         if not self._models.shares_all:
             # The model keeps state between requests, which must not be lost when another tenant crashes.
             self.needs_own_process = True
-            raise self.loaded_spec().failed("the model changes itself")
+            raise self.spec.failed("the model changes itself")
 
     def _tidy(self, *, thaw: bool = False) -> None:
         # No `gc.freeze`: the fork server has frozen the shared objects, and the objects of tenants must stay

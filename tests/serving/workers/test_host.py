@@ -375,7 +375,7 @@ def test_a_worker_without_its_gpu_answers_and_ends(
         worker = WorkerMain(lane_sockets[1], control[1], descriptor, WorkerFormatter())
         worker.page = lanes.LanePage(descriptor, 1)
         os.close(descriptor)
-        worker._spec = make_spec(shares_weights=shares_weights)
+        worker.spec = make_spec(shares_weights=shares_weights)
         lane = Lane(0, data[1], Lost(), worker)  # type: ignore[arg-type]
         worker._lanes.append(lane)
         data[0].sendall(encode_frame(Run(1, 0, (InferRequest("a", ()),))) * 2)
@@ -424,7 +424,7 @@ def test_after_any_failure_the_gpu_of_the_executor_is_asked_when_the_exception_h
     monkeypatch.setattr(host_module, "gpu_is_usable", gpu_is_usable)
     host = HandlerHost(make_spec(FAILING.format(error)), 5, SharedModels())
     host.load()
-    handler: Any = host._loaded().instance
+    handler: Any = host._entry_point.instance
 
     report = host.run([InferRequest("id", ())], None)
 
