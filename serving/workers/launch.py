@@ -7,11 +7,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 from torchere.serving.workers import lanes
 from torchere.serving.workers.fork_client import COMPILER_WORKER, ROOM, WORKER, ForkServer
@@ -28,6 +28,10 @@ REPORT_BUFFER_BYTES = 2**20
 ENDING_GRACE_S = 2.0  # time to end by itself after its sockets are closed
 LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
 FORKS_AT_ONCE = 64  # each holds eight descriptors until it is started; a socket queues at most 278 requests
+
+
+# Starts a process that inherits descriptors and an output pipe; returns its pid and its exit code to come.
+Start: TypeAlias = Callable[[Sequence[int], int], Awaitable[tuple[int, asyncio.Future[int]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +157,8 @@ class ForkLauncher:
 
     async def launch_room(self, descriptor: int) -> LaunchedProcess:
         """Fork a process for several versions, with `descriptor` as its room socket; raises as `launch`."""
-        async with self._turns, _output_pipe() as (write_end, output, close):
-            pid, exit_code = await self._running().fork([descriptor], write_end, ROOM)
-            exit_code.add_done_callback(partial(_end_children, pid))
-            return LaunchedProcess(pid, output, exit_code, close)
+        async with self._turns:
+            return await _started(partial(self._running().fork, kind=ROOM), [descriptor])
 
     def _running(self) -> ForkServer:
         if self._fork_server is None or self._fork_server.lost:
@@ -185,15 +187,31 @@ class CompilerLauncher:
         return await self._forks.launch(requests, with_compiler=True)
 
 
-async def _launched(
-    start: Callable[[Sequence[int], int], Awaitable[tuple[int, asyncio.Future[int]]]], requests: int
-) -> Launched:
+async def _launched(start: Start, requests: int) -> Launched:
     """Start a worker by `start`, with its ends of two sockets, its page, and its output pipe."""
     with channels(requests) as (ours, theirs):
-        async with _output_pipe() as (write_end, output, close):
-            pid, exit_code = await start(theirs, write_end)
+        process = await _started(start, theirs)
+    return Launched(process.pid, process.output, process.exit_code, process.close, *ours)
+
+
+async def _started(start: Start, descriptors: Sequence[int]) -> LaunchedProcess:
+    """Start a process by `start`, with descriptors and an output pipe, whose write end is closed here."""
+    read_end, write_end = os.pipe()
+    try:
+        loop, output = asyncio.get_running_loop(), asyncio.StreamReader()
+        # asyncio's transport closes the file object only. uvloop's closes the descriptor itself: a file
+        # object that closed it again could close a file that another thread has opened under its number.
+        file = os.fdopen(read_end, "rb", 0, closefd=isinstance(loop, asyncio.BaseEventLoop))
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), file)
+        try:
+            pid, exit_code = await start(descriptors, write_end)
+        except BaseException:
+            transport.close()
+            raise
+    finally:
+        os.close(write_end)
     exit_code.add_done_callback(partial(_end_children, pid))
-    return Launched(pid, output, exit_code, close, *ours)
+    return LaunchedProcess(pid, output, exit_code, transport.close)
 
 
 def _end_children(pid: int, exit_code: asyncio.Future[int]) -> None:
@@ -230,28 +248,6 @@ def channels(requests: int) -> Iterator[tuple[tuple[socket.socket, socket.socket
         descriptors = [*(their_end.fileno() for _, their_end in pairs), page_descriptor]
         yield (pairs[0][0], pairs[1][0], page), descriptors
         ours.pop_all()
-
-
-@asynccontextmanager
-async def _output_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader, Callable[[], None]]]:
-    """Open a pipe; yield its write end, a reader of its read end, and a function to close the reader.
-
-    The write end is closed at the end of the block, the read end only if the block raises.
-    """
-    read_end, write_end = os.pipe()
-    try:
-        loop, output = asyncio.get_running_loop(), asyncio.StreamReader()
-        # asyncio's transport closes the file object only. uvloop's closes the descriptor itself: a file
-        # object that closed it again could close a file that another thread has opened under its number.
-        file = os.fdopen(read_end, "rb", 0, closefd=isinstance(loop, asyncio.BaseEventLoop))
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), file)
-        try:
-            yield write_end, output, transport.close
-        except BaseException:
-            transport.close()
-            raise
-    finally:
-        os.close(write_end)
 
 
 def open_lanes(launched: Launched, count: int) -> list[socket.socket]:
