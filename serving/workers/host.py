@@ -361,10 +361,11 @@ class HandlerHost:
             detail = f"the handler returned {len(answers)} answers for a batch of {len(processors)}"
             return self._all_failed("number of batch response mismatched", detail, len(processors))
         outcomes = list(map(self._outcome, answers, processors))
-        if not self._context.stopping_criteria:
-            return outcomes
-        go_on = [goes_on(self._context, place, answer) for place, answer in enumerate(answers)]
-        return list(map(_part_if, go_on, outcomes))
+        if self._context.stopping_criteria:
+            for place, outcome in enumerate(outcomes):
+                if goes_on(self._context, place, answers[place]) and isinstance(outcome, InferResponse):
+                    outcomes[place] = Unfinished(outcome)
+        return outcomes
 
     def _outcome(self, answer: object, processor: RequestProcessor) -> Outcome:
         try:
@@ -452,10 +453,6 @@ def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> Non
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, extra=extra)
     record.exc_text = trace_of(err)
     logger.handle(record)
-
-
-def _part_if(is_part: bool, outcome: Outcome) -> Outcome:
-    return Unfinished(outcome) if is_part and isinstance(outcome, InferResponse) else outcome
 
 
 def row_of(request: InferRequest, decode: bool, lent: Lent) -> dict[str, Any] | InvalidRequest:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -54,8 +55,6 @@ def create(requests: int) -> int:
         OSError: the system has no descriptor or no memory left.
     """
     if hasattr(os, "memfd_create"):
-        import fcntl  # noqa: PLC0415 - missing on Windows
-
         descriptor = os.memfd_create("torchere-lanes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, _size(requests))
         fcntl.fcntl(

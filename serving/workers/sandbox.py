@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import stat
 import subprocess
 import sys
@@ -113,8 +114,7 @@ def sandbox_of(server: ServerSettings, kernel: Kernel | None = None) -> Sandbox 
     )
     if not strict:
         return sandbox
-    server_user = os.geteuid() if hasattr(os, "geteuid") else -1
-    if lacks := missing(kernel or confinement.kernel(), user, server_user):
+    if lacks := missing(kernel or confinement.kernel(), user, os.geteuid()):
         raise _refused("strict", lacks)
     if in_view := list(_secrets_in_view(server, sandbox)):
         raise _refused("strict", in_view)
@@ -185,10 +185,6 @@ def _user(wanted: SandboxSettings) -> tuple[int | None, int]:
     """Return the ids of `worker_user` and its group; None: the worker keeps the server's."""
     if wanted.user is None:
         return None, 0
-    if not hasattr(os, "geteuid"):
-        raise _refused(wanted.level, [f"no worker_user on {sys.platform}"])
-    import pwd  # noqa: PLC0415 - not available on Windows
-
     try:
         if wanted.user.isdecimal():
             user = group = int(wanted.user)
@@ -275,8 +271,6 @@ def enter(sandbox: Sandbox) -> None:
 
 
 def _limit(sandbox: Sandbox) -> None:
-    if sys.platform == "win32":
-        return
     confinement.limit("CORE", 0)  # a core file holds the clients' data
     confinement.limit("NOFILE", sandbox.max_files)
     if sandbox.max_memory_bytes:
