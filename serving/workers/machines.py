@@ -357,7 +357,7 @@ def _introduce(
     connection = socket.create_connection((host, port), HANDSHAKE_S)
     connections.append(connection)
     watch_peer(connection)
-    challenge: Challenge = _expect(_receive(connection, _MAX_HELLO_BYTES), Challenge)
+    challenge: Challenge = _receive(connection, Challenge, _MAX_HELLO_BYTES)
     hello = Hello(__version__, machine, len(connections) - 1, secrets.token_bytes(_NONCE_BYTES), b"")
     hello = msgspec.structs.replace(hello, proof=_proof(secret, "machine", challenge.nonce, hello))
     connection.sendall(encode_frame(hello))
@@ -366,18 +366,10 @@ def _introduce(
 
 def _welcomed(connection: socket.socket, secret: bytes, challenge: Challenge, hello: Hello) -> Welcome:
     connection.settimeout(None)  # the kernel tells when the leader is cut off
-    welcome: Welcome = _expect(_receive(connection, _MAX_WELCOME_BYTES), Welcome)
+    welcome: Welcome = _receive(connection, Welcome, _MAX_WELCOME_BYTES)
     if not hmac.compare_digest(welcome.proof, _proof(secret, "leader", challenge.nonce, hello)):
         raise Refused("the leader does not prove that it has the secret of this machine")
     return welcome
-
-
-def _expect(message: FromLeader, kind: type[Any]) -> Any:
-    if isinstance(message, Refusal):
-        raise Refused(message.reason)
-    if not isinstance(message, kind):
-        raise Refused(f"the leader sent a {type(message).__name__}, expected a {kind.__name__}")
-    return message
 
 
 def _proof(secret: bytes, side: str, nonce: bytes, hello: Hello) -> bytes:
@@ -386,20 +378,25 @@ def _proof(secret: bytes, side: str, nonce: bytes, hello: Hello) -> bytes:
     return hmac.digest(secret, msgspec.msgpack.encode(words), "sha256")
 
 
-def _receive(connection: socket.socket, most: int) -> FromLeader:
-    """Receive one message, and no byte after it.
+def _receive(connection: socket.socket, kind: type[Any], most: int) -> Any:
+    """Receive one message of this kind, and no byte after it.
 
     Raises:
         OSError: the connection ends, or stalls.
-        Refused: it is not a message of the leader.
+        Refused: it is a refusal, or no such message.
     """
     (length,) = HEADER.unpack(_exactly(connection, HEADER.size))
     if length > most:
         raise Refused(f"the leader sent {length} bytes, expected at most {most}")
     try:
-        return _from_leader.decode(_exactly(connection, length))
+        message = _from_leader.decode(_exactly(connection, length))
     except msgspec.MsgspecError as err:
         raise Refused(f"the leader sent what is not a message: {err}") from err
+    if isinstance(message, Refusal):
+        raise Refused(message.reason)
+    if not isinstance(message, kind):
+        raise Refused(f"the leader sent a {type(message).__name__}, expected a {kind.__name__}")
+    return message
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
