@@ -173,7 +173,7 @@ class HandlerHost:
     def run(
         self,
         requests: Sequence[InferRequest],
-        send_partial: PartialSink | None,
+        send_partial: PartialSink,
         gone: Sequence[int] = (),
         is_unwanted: Callable[[], bool] | None = None,
     ) -> BatchReport:
@@ -197,7 +197,7 @@ class HandlerHost:
         self,
         requests: Sequence[InferRequest],
         refusals: Sequence[ServingError | None],
-        send_partial: PartialSink | None,
+        send_partial: PartialSink,
         now_s: float,
     ) -> BatchReport:
         """Run the requests whose refusal is None as one batch; answer the others with their refusal."""
@@ -205,17 +205,14 @@ class HandlerHost:
         live = [requests[place] for place in places]
 
         def send(index: int, part: InferResponse) -> None:
-            if send_partial is not None:
-                send_partial(places[index], part)
+            send_partial(places[index], part)
 
         report = self._run(live, send, now_s) if live else BatchReport([])
         of_live = iter(report.outcomes)
         outcomes = [refusal or next(of_live) for refusal in refusals]
         return BatchReport(outcomes, report.handler_s, report.metrics, report.stages_s, now_s)
 
-    def _run(
-        self, requests: Sequence[InferRequest], send_partial: PartialSink | None, now_s: float
-    ) -> BatchReport:
+    def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink, now_s: float) -> BatchReport:
         # The requests of a batch that fails as a whole run again one by one, so they must stay unchanged.
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
         read = [self._read(request, lent) for request in requests]
@@ -311,15 +308,13 @@ class HandlerHost:
         return msgspec.structs.replace(request, parameters=(body,))
 
     def _parts_of(
-        self, processors: Sequence[RequestProcessor], send_partial: PartialSink | None
-    ) -> Callable[[int, bytes], None] | None:
+        self, processors: Sequence[RequestProcessor], send_partial: PartialSink
+    ) -> Callable[[int, bytes], None]:
         """Return a callback for each part of an answer; it adds the status and headers set by the handler.
 
         The callback raises `TypeError` for a part that is not bytes, and `ValueError` for one too long for a
         frame: these would cost the worker.
         """
-        if send_partial is None:
-            return None
 
         def send(index: int, chunk: bytes) -> None:
             if not isinstance(chunk, (bytes, bytearray, memoryview)):

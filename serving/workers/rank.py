@@ -95,7 +95,7 @@ class _RankMain:
         raw = self._frames.raw(raw_bytes(message)) if message.large else memoryview(b"")
         if raw is None:
             return
-        report = self._host.run(run_with_raw(message, raw).requests, _drop)
+        report = self._host.run(run_with_raw(message, raw).requests, drop_part)
         self._send(RankDone(has_failed(report.outcomes), self._host.end_cause))
 
     def _step(self, message: Join | WarmUp) -> None:
@@ -145,7 +145,7 @@ def has_failed(outcomes: Iterable[Outcome]) -> bool:
     return any(not isinstance(error, InvalidRequest) for error in errors)
 
 
-def _drop(index: int, part: object) -> None:
+def drop_part(index: int, part: object) -> None:
     """Drop a part of an answer: rank 0 answers."""
 
 

@@ -178,7 +178,7 @@ class GroupHost:
     def run(
         self,
         requests: Sequence[InferRequest],
-        send_partial: PartialSink | None,
+        send_partial: PartialSink,
         gone: Sequence[int] = (),
         is_unwanted: Callable[[], bool] | None = None,
     ) -> BatchReport:

@@ -16,6 +16,7 @@ from torchere.serving.errors import HandlerFailed, LoadFailed, ServingError
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.host import HandlerHost
+from torchere.serving.workers.rank import drop_part
 
 TEMPLATE = """
 class Handler:
@@ -72,7 +73,7 @@ def served(make_spec: Callable[..., LoadSpec]) -> Callable[[str], tuple[list[Any
         host = HandlerHost(make_spec(TEMPLATE.replace("{body}", textwrap.dedent(body))), None, SharedModels())
         host.load()
         requests = [InferRequest(name, (Parameter("body", b"in"),)) for name in "ab"]
-        return list(host.run(requests, None).outcomes), list(host.run(requests, None).outcomes)
+        return list(host.run(requests, drop_part).outcomes), list(host.run(requests, drop_part).outcomes)
 
     return run
 
@@ -111,7 +112,7 @@ def test_times_of_stages_are_three_plain_numbers(
     body = f"import torch; context.stages_s = {stages}\n        return ['set'] * len(data)"
     host = HandlerHost(make_spec(TEMPLATE.replace("{body}", body)), None, SharedModels())
     host.load()
-    report = host.run([InferRequest("a", (Parameter("body", b"in"),))], None)
+    report = host.run([InferRequest("a", (Parameter("body", b"in"),))], drop_part)
     assert report.stages_s == sent
     assert isinstance(report.outcomes[0], InferResponse)
 

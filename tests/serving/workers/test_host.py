@@ -26,6 +26,7 @@ from torchere.serving.workers.frames import FrameReader
 from torchere.serving.workers.host import HandlerHost
 from torchere.serving.workers.messages import Done, Run, data_from_worker, encode_frame, report_from_done
 from torchere.serving.workers.process import Lane, WorkerMain
+from torchere.serving.workers.rank import drop_part
 
 HEADERS_SEEN = """
     class Handler:
@@ -75,7 +76,7 @@ def outcome(make_spec: Callable[..., LoadSpec]) -> Callable[[str, InferRequest],
     def run(source: str, request: InferRequest) -> Any:
         host = HandlerHost(make_spec(source), None, SharedModels())
         host.load()
-        return host.run([request], None).outcomes[0]
+        return host.run([request], drop_part).outcomes[0]
 
     return run
 
@@ -116,7 +117,7 @@ def test_behind_an_envelope_tensors_are_json_and_the_answers_are_tensors(
         if beside:
             report = asyncio.run(host.run_beside(request, lambda index, part: None, lambda: False))
         else:
-            report = host.run([request], None)
+            report = host.run([request], drop_part)
         return report.outcomes[0]
 
     said = json.loads(answer(b"\0\0\x80?", DATATYPES["FP32"]).body)
@@ -145,7 +146,7 @@ def test_a_request_without_memory_for_its_values_fails_alone(
         reports = [host.run_beside(each, lambda index, part: None, lambda: False) for each in requests]
         outcomes = [asyncio.run(report).outcomes[0] for report in reports]
     else:
-        outcomes = list(host.run(requests, None).outcomes)
+        outcomes = list(host.run(requests, drop_part).outcomes)
     assert isinstance(outcomes[0], InferResponse)
     assert isinstance(outcomes[1], NoRoom)  # it did not run
     assert not host.end_cause
@@ -164,7 +165,7 @@ def test_behind_an_envelope_an_answer_that_is_no_json_of_the_protocol_is_500(
     host = HandlerHost(dataclasses.replace(make_spec(JUNK), envelope="body"), None, SharedModels())
     host.load()
     headers = (wish_header(Wish(framed=True, json_bytes_as="base64")),)
-    failed = host.run([InferRequest("id", (), headers)], None).outcomes[0]
+    failed = host.run([InferRequest("id", (), headers)], drop_part).outcomes[0]
     assert isinstance(failed, HandlerFailed)
     assert (failed.status, failed.message) == (500, NoTensors.message)
 
@@ -176,7 +177,7 @@ def test_behind_an_envelope_plain_requests_stay_as_they_are(
     host.load()
     body = b'{"inputs": [{"name": "x", "datatype": "INT8", "shape": [2], "data": [1, 2]}]}'
     values = (Parameter("body", body, "application/json"),)
-    answered = host.run([InferRequest("id", values)], None).outcomes[0]
+    answered = host.run([InferRequest("id", values)], drop_part).outcomes[0]
     assert json.loads(answered.body)["outputs"][0]["data"] == [1, 2]  # type: ignore[union-attr]
 
 
@@ -208,7 +209,7 @@ def test_a_request_whose_tensor_lies_about_its_elements_is_refused_and_its_batch
     host = HandlerHost(make_spec(LONGEST), None, SharedModels())
     host.load()
 
-    first, refused, last = host.run(requests, None).outcomes
+    first, refused, last = host.run(requests, drop_part).outcomes
 
     assert (first, last) == (InferResponse(b"hi", (("batch", "2"),)), InferResponse(b"hi"))
     assert isinstance(refused, InvalidRequest)
@@ -303,7 +304,7 @@ def test_what_a_handler_measures_while_it_loads_comes_with_its_first_batch(
     host.load()
     host.warm_up()
 
-    batches = [host.run([InferRequest("id", ())], None).metrics for _ in range(2)]
+    batches = [host.run([InferRequest("id", ())], drop_part).metrics for _ in range(2)]
 
     assert [[sample.name for sample in samples] for samples in batches] == [["loaded", "asked"], ["asked"]]
 
@@ -337,7 +338,7 @@ def test_a_handler_that_says_so_gets_tensors_in_the_memory_of_the_request(
     value: Any = sent.view(np.uint8).data
     request = InferRequest("id", (Parameter("x", value, tensor_type(DATATYPES["FP32"], (4,))),))
 
-    report = host.run([request] * count, None)
+    report = host.run([request] * count, drop_part)
 
     assert [o.body.decode() for o in report.outcomes if isinstance(o, InferResponse)] == [may_change] * count
     assert sent.any() == changed
@@ -426,7 +427,7 @@ def test_after_any_failure_the_gpu_of_the_executor_is_asked_when_the_exception_h
     host.load()
     handler: Any = host._entry_point.instance
 
-    report = host.run([InferRequest("id", ())], None)
+    report = host.run([InferRequest("id", ())], drop_part)
 
     assert isinstance(report.outcomes[0], outcome)
     assert asked == [(5, frees, None)]
@@ -448,7 +449,7 @@ def test_a_batch_that_was_answered_does_not_ask_whether_the_gpu_is_usable(
     monkeypatch.setattr(host_module, "gpu_is_usable", lambda *_: False)
     host = HandlerHost(make_spec(HEADERS_SEEN), None, SharedModels())
     host.load()
-    host.run([InferRequest("id", ())], None)
+    host.run([InferRequest("id", ())], drop_part)
     assert not host.end_cause
 
 
@@ -463,7 +464,7 @@ def test_an_answer_that_cannot_be_sent_fails_its_request_alone(make_spec: Any) -
     host = HandlerHost(make_spec(source), None, SharedModels())
     host.load()
     requests = [InferRequest(str(number), (Parameter("body", b"x"),)) for number in range(3)]
-    first, failed, last = host.run(requests, None).outcomes
+    first, failed, last = host.run(requests, drop_part).outcomes
     assert (first, last) == tuple(Unfinished(InferResponse(body)) for body in (b"one ", b"two "))
     assert isinstance(failed, HandlerFailed)
     assert failed.message == "Unsupported model output data type."
@@ -488,7 +489,7 @@ def test_criteria_of_initialize_are_for_each_batch_by_the_index_of_its_requests(
 
     def kinds(*bodies: bytes) -> list[type]:
         requests = [InferRequest("id", (Parameter("body", body),)) for body in bodies]
-        return [type(outcome) for outcome in host.run(requests, None).outcomes]
+        return [type(outcome) for outcome in host.run(requests, drop_part).outcomes]
 
     assert kinds(b"first", b"last") == [Unfinished, InferResponse]
     assert kinds(b"first") == [Unfinished]

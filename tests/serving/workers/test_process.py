@@ -42,6 +42,7 @@ from torchere.serving.workers.messages import (
     encode_frame,
     load_of,
 )
+from torchere.serving.workers.rank import drop_part
 from torchere.serving.workers.spawn import worker_environment
 
 SPAWNING = """
@@ -360,7 +361,9 @@ def test_a_request_goes_on_when_the_criterion_at_its_index_says_anything_false(
     host = HandlerHost(make_spec(GOING_ON.replace("{}", criteria)), None, SharedModels())
     host.load()
 
-    outcomes = host.run([InferRequest(name, (Parameter("body", b"x"),)) for name in "abc"], None).outcomes
+    outcomes = host.run(
+        [InferRequest(name, (Parameter("body", b"x"),)) for name in "abc"], drop_part
+    ).outcomes
 
     assert [type(outcome) for outcome in outcomes] == [Unfinished, InferResponse, InferResponse]
 
