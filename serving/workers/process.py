@@ -69,7 +69,7 @@ from torchere.serving.workers.messages import (
     spec_of,
 )
 from torchere.serving.workers.oom import offer_to_oom_killer
-from torchere.serving.workers.ranks import GroupHost, Host
+from torchere.serving.workers.ranks import GroupHost
 from torchere.serving.workers.sandbox import enter
 
 HELD_LOOK_S = 0.005  # polling interval of a lane whose parts the server holds back
@@ -83,7 +83,7 @@ class Lane:
     `number` is the index of its cell in the page.
     """
 
-    def __init__(self, number: int, data: socket.socket, host: Host, process: WorkerMain) -> None:
+    def __init__(self, number: int, data: socket.socket, host: HandlerHost, process: WorkerMain) -> None:
         self.number = number
         self.data = data
         self.batches = FrameReader(data)
@@ -236,7 +236,6 @@ class WorkerMain:
             while not lane.serves:
                 if not self._obey_next():
                     return
-            assert isinstance(lane.host, HandlerHost)  # of a group of ranks, one run at a time
             ConcurrentLane(lane, lane.host, self.page, self._control, self._obey_waiting).serve()
         else:
             self._serve_alone()
@@ -387,7 +386,7 @@ class WorkerMain:
                 raise spec.failed(str(err)) from err
             lane.call(host.load)
 
-    def _host_of(self, spec: LoadSpec, gpu_id: int | None) -> Host:
+    def _host_of(self, spec: LoadSpec, gpu_id: int | None) -> HandlerHost:
         if spec.is_group:
             self._group = GroupHost(spec, gpu_id, self._models, self._send_control)
             return self._group

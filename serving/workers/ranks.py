@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 import msgspec
 
@@ -97,8 +97,8 @@ class _Rank:
             send_all(self.connection, parts)
 
 
-class GroupHost:
-    """The host of a handler in rank 0, in place of a `HandlerHost`. Its main thread loads it and runs it.
+class GroupHost(HandlerHost):
+    """The host of a handler in rank 0, which has the other ranks do the same.
 
     Args:
         spec: the load parameters; `spec.ranks` is the number of processes on each machine.
@@ -125,7 +125,6 @@ class GroupHost:
         self._failed: tuple[int, float] | None = None  # the rank that failed in the batch that runs, and when
         self._end_causes: dict[int, str] = {}  # of ranks whose handlers have ended them
         self._runs = False  # rank 0 is inside a batch
-        self._last_run_id = 0
         self._closing = False
         show_devices(spec, gpu_id, kind_of(spec.model_config))
         on_gpu = gpu_id is not None
@@ -142,17 +141,8 @@ class GroupHost:
         self._join = self._join_of(machines)
         os.environ.update(environment(spec, self._join, 0))
         name_rank(0)
-        self._host = HandlerHost(spec, 0 if on_gpu else None, shared_models)
+        super().__init__(spec, 0 if on_gpu else None, shared_models)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
-
-    @property
-    def end_cause(self) -> str:
-        """Why the process must end after the last report; "": it goes on."""
-        return self._host.end_cause
-
-    def own_process(self) -> None:
-        """See `HandlerHost.own_process`."""
-        self._host.own_process()
 
     def load(self) -> None:
         """Load the handler in all ranks at the same time: they meet while they load.
@@ -166,13 +156,13 @@ class GroupHost:
             if rank.machine:
                 join = msgspec.structs.replace(join, host="", machine=rank.place, interface={})
             rank.send([encode_frame(join)])
-        self._host.load()
+        super().load()
         self._collect()
 
     def warm_up(self) -> None:
         """Warm up all ranks together; raises as `load` does."""
         self.tell(WarmUp())
-        self._host.warm_up()
+        super().warm_up()
         self._collect()
 
     def run(
@@ -196,13 +186,12 @@ class GroupHost:
         together = [request for at, request in enumerate(requests) if at not in left_out]
         follows = bool(together) and self._spec.parallel_type != "pp"
         if follows:
-            self._last_run_id += 1
             self._failed = None
             self._runs = True
-            parts = encode_run(self._last_run_id, 0, together)
+            parts = encode_run(0, 0, together)
             for rank in self._ranks:
                 rank.send(parts)
-        report = self._host.run(requests, send_partial, gone)
+        report = super().run(requests, send_partial, gone)
         self._runs = False
         if follows:
             ran = (outcome for at, outcome in enumerate(report.outcomes) if at not in left_out)
@@ -214,11 +203,11 @@ class GroupHost:
         try:
             replies = self._collect(STEP_GRACE_S if failed else None)
         except queue.Empty:
-            self._host.end_cause = "its ranks are out of step: one failed, and others wait for it"
+            self.end_cause = "its ranks are out of step: one failed, and others wait for it"
             return
         for rank, reply in zip(self._ranks, replies, strict=True):
             if isinstance(reply, RankDone) and reply.end_cause:
-                self._host.end_cause = f"rank {rank.number}: {reply.end_cause}"
+                self.end_cause = f"rank {rank.number}: {reply.end_cause}"
 
     def ping(self) -> None:
         """Ask every rank for a sign of life; the server gets its answer when all have given one."""
@@ -229,7 +218,7 @@ class GroupHost:
             self._answer_ping()
 
     def _answer_ping(self) -> None:
-        self._send(pong_of(self._host.drain_metrics()))
+        self._send(pong_of(self.drain_metrics()))
 
     def close(self) -> None:
         """End the other ranks. Those that do not end by themselves are killed with rank 0."""
@@ -381,9 +370,6 @@ class GroupHost:
             self._send(RankLost(number, exit_code, cause, is_cut_off))
             time.sleep(STEP_GRACE_S)
         os._exit(1)
-
-
-Host: TypeAlias = HandlerHost | GroupHost
 
 
 def load_elsewhere(spec: LoadSpec) -> Load:
