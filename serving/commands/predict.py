@@ -86,6 +86,10 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ValueError, TypeError) as err:
         print(f"torchere predict: {plainly(err)}", file=sys.stderr)
         return 2
+    except MemoryError as err:  # at any copy of the values: Linux gives memory for zeros when it is used
+        reason = ": ".join(filter(None, ("the request or its answer does not fit into memory", str(err))))
+        print(f"torchere predict: {reason}", file=sys.stderr)
+        return 2
     print(said)
     return 0
 
@@ -155,7 +159,7 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--zeros {text}: found {shape!r}, expected a shape such as 1x3x224x224")
         try:
             arrays[name] = np.zeros([int(size) for size in shape.split("x")])
-        except (MemoryError, ValueError) as err:
+        except ValueError as err:
             raise ValueError(f"--zeros {text}: no array of this shape can be made: {err}") from err
     for text in options.npy or ():
         name, _, file = text.rpartition("=")

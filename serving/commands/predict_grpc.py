@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import EncodeError, Message
 
 from torchere.client import (
     AnswerError,
@@ -92,11 +92,13 @@ class Connection:
         return InferResult(answer.model_name, answer.model_version, outputs)
 
     def _call(self, path: str, request: Message, answer: type[Message]) -> Any:
-        call: Any = self._channel.unary_unary(
-            path, lambda message: message.SerializeToString(), answer.FromString
-        )
+        call: Any = self._channel.unary_unary(path, response_deserializer=answer.FromString)
+        try:  # not in the call, where grpcio prints a traceback for any error
+            body = request.SerializeToString()
+        except EncodeError as err:
+            raise ValueError("the request is larger than 2 GiB, or does not fit into memory") from err
         try:
-            return call(request, timeout=self._timeout_s, metadata=self._metadata)
+            return call(body, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as err:
             raise self._error(err) from err
 

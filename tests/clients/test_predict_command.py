@@ -98,7 +98,8 @@ def test_no_server_is_status_1(capsys: pytest.CaptureFixture[str], protocol) -> 
         (("--npy", "a=x.npy"), "need --v2"),
         (("--v2", "--file", "x"), "expected --json, --npy or --zeros"),
         (("--zeros", "a=1,2"), "expected a shape such as 1x3x224x224"),
-        (("--zeros", f"a=1x{10**16}"), f"--zeros a=1x{10**16}: no array of this shape can be made"),
+        (("--zeros", f"a=1x{10**16}"), "the request or its answer does not fit into memory: Unable to"),
+        (("--zeros", f"a=1x{10**20}"), f"--zeros a=1x{10**20}: no array of this shape can be made"),
         (("--json", "1", "--header", "x"), "expected 'Name: value'"),
         (("--json", "1", "--header", "x: é"), "the header 'x': the value holds"),
         (("--json", "1", "--header", "x: y", "--grpc"), "--header is for REST"),
@@ -111,6 +112,19 @@ def test_what_makes_no_request_is_status_2(predict, arguments, said: str) -> Non
     status, _, error = predict("two", *arguments)
     assert status == 2
     assert said in error
+
+
+@pytest.mark.parametrize("copied_by", ["torchere.client.tensor", "torchere.client.inference.json_body"])
+def test_zeros_whose_copies_do_not_fit_into_memory_are_status_2(
+    predict, monkeypatch: pytest.MonkeyPatch, copied_by: str
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(copied_by, full)
+    status, said, error = predict("identity_FP32", "--zeros", "1x4")
+    assert (status, said) == (2, "")
+    assert error == "torchere predict: the request or its answer does not fit into memory\n"
 
 
 def test_an_array_without_a_name_needs_a_model_of_one_input(predict) -> None:

@@ -14,8 +14,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from google.protobuf.message import EncodeError
 
 from torchere.client import ConnectionFailed
+from torchere.serving.commands.cli import main
 from torchere.serving.commands.predict_grpc import Connection
 from torchere.serving.frontend.grpc.protos import inference_pb2
 
@@ -91,3 +93,19 @@ def test_a_certificate_that_nobody_signed_is_not_trusted(server: str) -> None:
 def test_another_scheme_is_refused() -> None:
     with pytest.raises(ValueError, match="expected host:port, or https://host:port"):
         Connection("http://127.0.0.1:7070", None, 20)
+
+
+def test_a_request_that_cannot_be_encoded_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Large:
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def SerializeToString(self) -> bytes:
+            raise EncodeError("Failed to serialize proto")
+
+    monkeypatch.setattr(inference_pb2, "PredictionsRequest", Large)
+    assert main(["predict", "net", "--text", "x", "--grpc", "--address", "127.0.0.1:1"]) == 2
+    error = "the request is larger than 2 GiB, or does not fit into memory"
+    assert capfd.readouterr().err == f"torchere predict: {error}\n"
