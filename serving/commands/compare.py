@@ -7,6 +7,7 @@ the first archive's handler.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from torchere.archiver.models.verify.report import Report
 
 
+_NOT_REPLACED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY}  # by the folder, or a mounted file
 _CORRECT = "unpack the archive, correct that, and pack the files again by torchere archive"
 _LOADED = (
     "torchere compare loads what a server loads without a handler of the archive's own: TorchScript, .pt2, "
@@ -132,16 +134,23 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _write(target: Path, text: str) -> None:
-    """Write the text whole or not at all; a pipe or device (`/dev/stdout`) is written to in place."""
-    if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8")
+    """Write the text whole or not at all; in place where no file can replace the target.
+
+    Standard output (`/dev/stdout`) gets it behind the report.
+    """
+    if target.exists() and os.path.samestat(target.stat(), os.fstat(1)):
+        print(text, end="")
         return
-    try:
-        with staged(target.resolve()) as work:  # a link is kept
-            work.write_text(text, encoding="utf-8")
-    except OSError as error:
-        error.filename = str(target)  # instead of the hidden file, or of no file if the disk is full
-        raise
+    if not target.exists() or target.is_file():
+        try:
+            with staged(target.resolve()) as work:  # a link is kept
+                work.write_text(text, encoding="utf-8")
+            return
+        except OSError as error:
+            error.filename = str(target)  # instead of the hidden file, or of no file if the disk is full
+            if error.errno not in _NOT_REPLACED:
+                raise
+    target.write_text(text, encoding="utf-8")
 
 
 def names_of(one: Path, other: Path) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -146,6 +147,45 @@ def test_a_full_disk_leaves_the_picture_as_it_was(
     assert capsys.readouterr().err == f"torchere compare: {picture}: No space left on device\n"
     assert picture.read_text() == "old"
     assert set(os.listdir(folder)) == before
+
+
+@pytest.mark.parametrize("call", ["open", "replace"])
+def test_a_picture_that_no_other_file_can_replace_is_written_in_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    picture = folder / "p.svg"
+    picture.write_text("old")
+    number, write_text, replace = picture.stat().st_ino, Path.write_text, os.replace
+
+    def no_file_made(path: Path, text: str, **options: str) -> int:
+        if path.name.endswith(".part"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return write_text(path, text, **options)
+
+    def busy(source: Path, target: Path) -> None:
+        if target.name == "p.svg":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(source), None, str(target))
+        replace(source, target)
+
+    if call == "open":
+        monkeypatch.setattr(Path, "write_text", no_file_made)
+    else:
+        monkeypatch.setattr(os, "replace", busy)
+    before = set(os.listdir(folder))
+    archives = (str(folder / "one.mar"), str(folder / "close.mar"))
+    assert main(["compare", *archives, "--data", str(folder / "data"), "--picture", str(picture)]) == 0
+    assert (picture.read_text()[:4], picture.stat().st_ino) == ("<svg", number)
+    assert set(os.listdir(folder)) == before
+
+
+def test_a_picture_goes_to_standard_output_behind_the_report(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    archives = (str(folder / "one.mar"), str(folder / "close.mar"))
+    assert main(["compare", *archives, "--data", str(folder / "data"), "--picture", "/dev/stdout"]) == 0
+    report, _, picture = capfd.readouterr().out.partition("<svg")
+    assert "drift 0.01" in report
+    assert picture.endswith("</svg>\n")
 
 
 def test_a_picture_may_go_to_a_pipe(folder: Path) -> None:
