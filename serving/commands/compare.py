@@ -25,6 +25,7 @@ from torchere.archiver.cli import tidy_when_ended
 from torchere.archiver.commands import refuse_code, signals_held
 from torchere.archiver.errors import ArchiveError, ModelRefused, naming_files_of, plainly
 from torchere.archiver.model_flags import allowed_drift
+from torchere.archiver.models.steps import errors_only, refusing
 from torchere.archiver.quantization import INT8_DRIFT
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS, DEFAULT_HANDLER, Prepare
@@ -110,8 +111,6 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     """Print the report; return 0 if B's outputs are close enough to A's, 2 otherwise or on an error."""
     keep_freed_memory(os.environ)  # what is measured is then as in the server
-    from torchere.archiver.models.steps import errors_only  # noqa: PLC0415 - imports torch
-
     try:
         # Warnings of handlers (such as on class names) are irrelevant to a comparison.
         with tidy_when_ended(), errors_only("torchere.handlers"):
@@ -166,7 +165,6 @@ def names_of(one: Path, other: Path) -> tuple[str, str]:
 def _compared(options: argparse.Namespace) -> Report:
     with signals_held():
         from torchere.archiver.models.measure.cost import batch_sizes  # noqa: PLC0415 - imports torch
-        from torchere.archiver.models.steps import refusing  # noqa: PLC0415
         from torchere.archiver.models.verify.compare import verify, with_memory  # noqa: PLC0415
 
     allowed = options.allow_code
@@ -261,7 +259,6 @@ def _samples(data: Path, contender: Contender, other: Contender) -> list[tuple[t
 
 def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..., Any]:
     from torchere.archiver.models.inputs.run import run_of_session  # noqa: PLC0415
-    from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
     from torchere.handlers.base import BaseHandler  # noqa: PLC0415 - imports torch
     from torchere.handlers.context import Context  # noqa: PLC0415
     from torchere.handlers.ts_compat.alias import __version__  # noqa: PLC0415
