@@ -74,16 +74,22 @@ def may_start(file: Path, say: Callable[[str], None] = print, wait_s: float = ST
     Raises:
         ConfigurationError: the orphaned pid file can't be removed.
     """
-    is_known = running(read_pid(file))
-    if not is_known:
-        _remove_orphan(file, say)
-        if not _finished(file, wait_s, say):
-            say(TOO_LONG)
-            return False
-    if is_known or pid_without_file(file) is not None:
+    if not running(read_pid(file)) and not _finished(file, wait_s, say):
+        say(TOO_LONG)
+        return False
+    if _found(file, say) is not None:
         say(ALREADY_RUNNING)
         return False
     return True
+
+
+def _found(file: Path, say: Callable[[str], None]) -> int | None:
+    """Return the pid of the running server, by its file or else, after removing an orphan, by a search."""
+    pid = read_pid(file)
+    if running(pid):
+        return pid
+    _remove_orphan(file, say)
+    return pid_without_file(file)
 
 
 def _stopping(file: Path) -> Path:
@@ -148,15 +154,12 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
     Raises:
         ConfigurationError: the pid file can't be removed, of an orphan or after the signal.
     """
-    pid = read_pid(file)
-    if not running(pid):
-        _remove_orphan(file, say)
-        pid = pid_without_file(file)
-        if pid is not None and pid == read_pid(_stopping(file)):  # a second signal would end it at once
-            say(STOPPED if _finished(file, wait_s or STOP_WAIT_S, say) else TOO_LONG)
-            return 0
+    pid = _found(file, say)
     if pid is None:
         say(NOT_RUNNING)
+        return 0
+    if pid == read_pid(_stopping(file)):  # a second signal would end it at once
+        say(STOPPED if _finished(file, wait_s or STOP_WAIT_S, say) else TOO_LONG)
         return 0
     try:
         say(_terminate(pid, wait_s))
