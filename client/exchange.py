@@ -128,13 +128,13 @@ def bearer(token: str) -> str:
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
-    """Check that HTTP can carry the headers; values that are no texts are left to httpx.
+    """Check that HTTP can carry the headers; names and values that are no texts are left to httpx.
 
     Raises:
         ValueError: it can't carry one. The message does not contain the value, which may be a secret.
     """
     for name, value in headers.items():
-        if not _HEADER_NAME.fullmatch(name):
+        if isinstance(name, str) and not _HEADER_NAME.fullmatch(name):
             raise ValueError(f"the header {name!r}: expected a name of ASCII letters, digits and hyphens")
         if isinstance(value, str) and not (value.isascii() and _HEADER_VALUE.fullmatch(value)):
             raise ValueError(

@@ -98,6 +98,13 @@ def test_a_header_is_sent_once_whatever_its_spelling(call: Caller) -> None:
     assert server.requests[0].headers.get_list("user-agent") == ["mine"]
 
 
+def test_headers_in_bytes_are_sent_as_they_are(call: Caller) -> None:
+    server = Server(ok())
+    mine, ours = {b"X-Mine": b"1"}, {b"X-Ours": b"2"}
+    call(server, lambda client: client.predict("net", headers=mine), headers=ours)
+    assert {(b"X-Mine", b"1"), (b"X-Ours", b"2")} <= set(server.requests[0].headers.raw)
+
+
 @pytest.mark.parametrize("size_bytes", [0, 3, 768_000])
 def test_headers_that_were_handed_on_do_not_frame_the_body(call: Caller, size_bytes: int) -> None:
     server = Server(ok())
