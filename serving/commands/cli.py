@@ -1,7 +1,7 @@
 """Entry points of the commands `torchere` and `torchserve`; read the arguments and the environment.
 
 A command imports its modules only when it is run, because every import slows down `--help` and the start of a
-server. `serve.py` and `tools.py` define the arguments of the commands.
+server. A command's module also defines its arguments.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from torchere.archiver.arguments import Parser, described
 from torchere.archiver.errors import plainly
 from torchere.serving import __version__
-from torchere.serving.commands import tools as cli_tools
-from torchere.serving.commands.serve import add_serve
 from torchere.serving.commands.serve_options import (
     LOG_FORMAT_VARIABLE,
     OLD_DEFAULTS,
@@ -26,27 +25,29 @@ from torchere.serving.commands.serve_options import (
     plan_from,
     serve_arguments,
 )
+from torchere.serving.commands.tools import TORCHSERVE_VERSION
 from torchere.serving.config.properties import ConfigurationError
 from torchere.serving.errors import ServingError
 
-# Name, help line, and the function that adds arguments, texts and the `run` function to the command's parser.
-_COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
-    ("serve", "serve models in the foreground", add_serve),
-    ("join", "run ranks of a model that a server on another machine leads", cli_tools.add_join),
-    ("new", "write the files of a new handler", cli_tools.add_new),
-    ("archive", "pack a model into a .mar archive", cli_tools.add_archive),
-    ("convert", "convert an archive's model to another format", cli_tools.add_convert),
-    ("compare", "compare the models of two archives", cli_tools.add_compare),
-    ("inspect", "show the contents of an archive", cli_tools.add_inspect),
-    ("sign", "sign an archive", cli_tools.add_sign),
-    ("verify", "verify who signed an archive", cli_tools.add_verify),
-    ("predict", "send one request to a model on a running server", cli_tools.add_predict),
-    ("bench", "load-test a model on a running server", cli_tools.add_bench),
-    ("config", "explain a configuration file", cli_tools.add_config),
-    ("migrate", "check whether a TorchServe deployment can move to torchere", cli_tools.add_migrate),
-    ("sagemaker", "serve the model folders of a SageMaker container", cli_tools.add_sagemaker),
-    ("kserve", "serve the folder that KServe put a model into", cli_tools.add_kserve),
-    ("version", "print the versions of torchere, PyTorch and Python", cli_tools.add_version),
+# Name, help line, and module, whose `add_NAME` adds arguments, texts and the `run` function to the parser.
+# A `run` may raise LaunchRefused, ConfigurationError or ServingError.
+_COMMANDS = (
+    ("serve", "serve models in the foreground", "serve"),
+    ("join", "run ranks of a model that a server on another machine leads", "join"),
+    ("new", "write the files of a new handler", "new_handler"),
+    ("archive", "pack a model into a .mar archive", "tools"),
+    ("convert", "convert an archive's model to another format", "tools"),
+    ("compare", "compare the models of two archives", "compare"),
+    ("inspect", "show the contents of an archive", "tools"),
+    ("sign", "sign an archive", "sign"),
+    ("verify", "verify who signed an archive", "sign"),
+    ("predict", "send one request to a model on a running server", "predict"),
+    ("bench", "load-test a model on a running server", "bench"),
+    ("config", "explain a configuration file", "tools"),
+    ("migrate", "check whether a TorchServe deployment can move to torchere", "tools"),
+    ("sagemaker", "serve the model folders of a SageMaker container", "sagemaker"),
+    ("kserve", "serve the folder that KServe put a model into", "kserve"),
+    ("version", "print the versions of torchere, PyTorch and Python", "tools"),
 )
 
 
@@ -75,7 +76,7 @@ def torchserve_main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         options = torchserve_parser().parse_args(argv)
         if options.version:
-            print(f"TorchServe Version is {cli_tools.TORCHSERVE_VERSION}")
+            print(f"TorchServe Version is {TORCHSERVE_VERSION}")
             return 0
         return _guarded(_stop if options.stop else _start, options)
 
@@ -161,10 +162,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         hint = next((f"; {_HINTS[word]}" for word in arguments if word in _HINTS), "")
         known = ", ".join(name for name, _, _ in _COMMANDS)
         parser.error(f"no command was given; expected one of {known}{hint}")
-    for name, text, fill in _COMMANDS:
+    for name, text, module in _COMMANDS:
         command = commands.add_parser(name, help=text)
         if name == given:
-            fill(command)
+            getattr(import_module(f"{__package__}.{module}"), f"add_{name}")(command)
     return parser
 
 

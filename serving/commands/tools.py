@@ -1,7 +1,6 @@
-"""The `torchere` commands other than `serve`: the functions that give a parser the arguments of a command.
+"""The commands of `torchere` that only call other modules, which are slow to import.
 
-Each of them imports the modules of its command, is called for that command only, and sets `run`. A `run` may
-raise LaunchRefused, ConfigurationError or ServingError, which `cli.py` prints.
+A function imports those that it needs: the arguments of `config` and `migrate` need none of the server.
 """
 # ruff: noqa: PLC0415 - the docstring has the reason
 
@@ -10,8 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 from torchere.archiver.arguments import described, explained
@@ -19,26 +16,6 @@ from torchere.serving import __version__
 from torchere.serving.commands.serve_options import DEFAULT_FILE
 
 TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is reproduced
-
-
-def _lazy(module: str, function: str) -> Callable[[argparse.ArgumentParser], None]:
-    """Return a function of a module in this folder, which is imported when the function is called."""
-
-    def add(parser: argparse.ArgumentParser) -> None:
-        getattr(import_module(f"torchere.serving.commands.{module}"), function)(parser)
-
-    return add
-
-
-add_bench = _lazy("bench", "add_bench")
-add_compare = _lazy("compare", "add_compare")
-add_join = _lazy("join", "add_join")
-add_kserve = _lazy("kserve", "add_kserve")
-add_new = _lazy("new_handler", "add_new")
-add_predict = _lazy("predict", "add_predict")
-add_sagemaker = _lazy("sagemaker", "add_sagemaker")
-add_sign = _lazy("sign", "add_sign")
-add_verify = _lazy("sign", "add_verify")
 
 
 def add_archive(parser: argparse.ArgumentParser) -> None:
