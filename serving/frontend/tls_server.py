@@ -126,8 +126,9 @@ async def bound_sockets(address: Address, backlog: int, *, only_first: bool = Fa
         wanted: list[tuple[int, Any]] = [(socket.AF_UNIX, address.unix_path)]
     else:
         kind = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        # Unlike this, `bind` leaves the zone of an IPv6 address out.
-        found = await asyncio.get_running_loop().getaddrinfo(
+        # Unlike this, `bind` and uvloop's own `getaddrinfo` leave the zone of an IPv6 address out.
+        found = await asyncio.to_thread(
+            socket.getaddrinfo,
             address.host,
             address.port,
             family=kind if only_first else socket.AF_UNSPEC,
@@ -141,7 +142,8 @@ async def bound_sockets(address: Address, backlog: int, *, only_first: bool = Fa
         for family, name in wanted:
             sockets.append(socket.socket(family, socket.SOCK_STREAM))
             if family == socket.AF_INET6:
-                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, name[0] != "::")
+                # Also a mapped address, `::ffff:127.0.0.1`, takes IPv4.
+                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, False)
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sockets[-1].bind(name)
             sockets[-1].listen(backlog)

@@ -69,7 +69,7 @@ def _probe_tcp(address: Address) -> None:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address.host != "::")
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, False)
                 probe.bind(place)
     except OSError as err:
         if err.errno == errno.EADDRINUSE:

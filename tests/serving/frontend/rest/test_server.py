@@ -371,16 +371,21 @@ def link_local() -> Address:
     pytest.skip("no interface has an address of its link")
 
 
-def test_an_address_with_a_zone_is_listened_on(planes):
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("address_of", [link_local, lambda: Address("::ffff:127.0.0.1", 0)])
+def test_addresses_of_ipv6_with_a_zone_or_of_ipv4_are_listened_on(planes, run, address_of):
     async def main():
         app = listener_of(frozenset({"inference"}), planes.data, planes.control, planes.services())
-        server = RestServer(app, link_local())
+        server = RestServer(app, address_of())
         address = await server.start()
-        answer = await answer_to_x(*await asyncio.open_connection(address.host, address.port))
+        found = await asyncio.to_thread(socket.getaddrinfo, address.host, address.port, 0, socket.SOCK_STREAM)
+        connection = socket.socket(found[0][0])
+        await asyncio.to_thread(connection.connect, found[0][4])
+        answer = await answer_to_x(*await asyncio.open_connection(sock=connection))
         await server.stop()
         return answer
 
-    assert split(asyncio.run(main()))[2] == b"x"
+    assert split(run(main()))[2] == b"x"
 
 
 def test_a_port_that_is_taken_is_an_error_at_the_start(planes):
