@@ -9,131 +9,101 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from types import ModuleType
 
 __version__ = "0.12.0"  # the TorchServe version whose contract the aliases keep, not torchere's own
 _HANDLERS = "torchere.handlers."
 
-# Module path under `ts` -> the source of its names: "module" (all its public names), "module:Name", or
-# "module:Name=Alias". An empty tuple is a package that only holds other modules.
-ALIASES: dict[str, tuple[str, ...]] = {
-    "ts": ("ts_compat.alias:__version__",),
-    "ts.version": ("ts_compat.alias:__version__",),
-    "ts.context": ("context:Context", "context:RequestProcessor"),
-    "ts.service": (
-        "ts_compat.legacy:emit_metrics",
-        "ts_compat.legacy:PREDICTION_METRIC",
-        "errors:PredictionException",
-    ),
-    "ts.torch_handler": (),
-    "ts.torch_handler.base_handler": (
-        "base",
-        "ts_compat.utilities:PROFILER_AVAILABLE",
-        "ts_compat.utilities:XLA_AVAILABLE",
-        "ts_compat.utilities:PT2_AVAILABLE",
-        "ts_compat.utilities:PT230_AVAILABLE",
-        "loading.compile:IPEX_AVAILABLE",
-        "ts_compat.utilities:ONNX_AVAILABLE",
-    ),
-    "ts.torch_handler.vision_handler": ("vision",),
-    "ts.torch_handler.image_classifier": ("vision.tasks",),
-    "ts.torch_handler.image_segmenter": ("vision.tasks",),
-    "ts.torch_handler.object_detector": ("vision.tasks",),
-    "ts.torch_handler.text_handler": ("text",),
-    "ts.torch_handler.text_classifier": ("text",),
-    "ts.torch_handler.densenet_handler": (
-        "densenet:DenseNetHandler",
-        "resolve:list_classes_from_module",
-    ),
-    "ts.torch_handler.distributed": (),
-    "ts.torch_handler.distributed.base_pippy_handler": ("ts_compat.distributed:BasePippyHandler",),
-    "ts.torch_handler.distributed.base_deepspeed_handler": ("ts_compat.distributed:BaseDeepSpeedHandler",),
-    "ts.torch_handler.contractions": ("text:CONTRACTIONS=CONTRACTION_MAP",),
-    "ts.torch_handler.unit_tests": (),
-    "ts.torch_handler.unit_tests.test_utils": (),
-    "ts.torch_handler.unit_tests.test_utils.mock_context": ("ts_compat.legacy:MockContext",),
-    "ts.torch_handler.unit_tests.test_utils.model_dir": (
-        "ts_compat.utilities:copy_files",
-        "ts_compat.utilities:download_model",
-    ),
-    "ts.torch_handler.request_envelope": (),
-    "ts.torch_handler.request_envelope.base": ("envelopes:BaseEnvelope",),
-    "ts.torch_handler.request_envelope.body": ("envelopes:BodyEnvelope",),
-    "ts.torch_handler.request_envelope.json": ("envelopes:JSONEnvelope",),
-    "ts.torch_handler.request_envelope.kserve": ("envelopes:KServeEnvelope",),
-    "ts.torch_handler.request_envelope.kservev2": ("envelopes:KServev2Envelope",),
-    "ts.handler_utils": (),
-    "ts.handler_utils.utils": (
-        "context:send_intermediate_predict_response",
-        "ts_compat.legacy:import_class",
-    ),
-    "ts.handler_utils.micro_batching": ("micro_batching:MicroBatching",),
-    "ts.handler_utils.text_utils": ("text:ngrams_iterator", "text:get_tokenizer"),
-    "ts.handler_utils.distributed": (),
-    "ts.handler_utils.distributed.pt_pippy": (
-        "ts_compat.distributed:get_pipeline_driver",
-        "ts_compat.distributed:initialize_rpc_workers",
-    ),
-    "ts.handler_utils.distributed.deepspeed": ("ts_compat.distributed:get_ds_engine",),
-    "ts.handler_utils.timer": ("metrics:timed",),
-    "ts.handler_utils.hf_batch_streamer": ("text.streamer:TextIteratorStreamerBatch",),
-    "ts.protocol": (),
-    "ts.protocol.otf_message_handler": ("context:send_intermediate_predict_response",),
-    "ts.utils": (),
-    "ts.utils.util": (
-        "errors:PredictionException",
-        "labels:load_label_mapping",
-        "labels:map_class_to_label",
-        "text:CLEANUP_REGEX",
-        "resolve:list_classes_from_module",
-        "loading.compile:check_valid_pt2_backend",
-        "ts_compat.utilities:PT2Backend",
-        "ts_compat.utilities:get_yaml_config",
-        "ts_compat.utilities:deprecated",
-    ),
-    "ts.utils.timeit_decorator": ("ts_compat.utilities:timeit",),
-    "ts.metrics": (),
-    "ts.metrics.dimension": ("metrics:Dimension",),
-    "ts.metrics.unit": ("metrics:Units",),
-    "ts.metrics.metric_type_enum": ("metrics:MetricTypes",),
-    "ts.metrics.metric": ("ts_compat.legacy:Metric",),
+# Module path under `ts` -> its names, by the module of torchere's handlers that defines them: "Name",
+# "Name as Alias", or "*" for all public ones.
+ALIASES: dict[str, dict[str, str]] = {
+    "ts": {"ts_compat.alias": "__version__"},
+    "ts.version": {"ts_compat.alias": "__version__"},
+    "ts.context": {"context": "Context, RequestProcessor"},
+    "ts.service": {"ts_compat.legacy": "emit_metrics, PREDICTION_METRIC", "errors": "PredictionException"},
+    "ts.torch_handler.base_handler": {
+        "base": "*",
+        "ts_compat.utilities": (
+            "PROFILER_AVAILABLE, XLA_AVAILABLE, PT2_AVAILABLE, PT230_AVAILABLE, ONNX_AVAILABLE"
+        ),
+        "loading.compile": "IPEX_AVAILABLE",
+    },
+    "ts.torch_handler.vision_handler": {"vision": "*"},
+    "ts.torch_handler.image_classifier": {"vision.tasks": "*"},
+    "ts.torch_handler.image_segmenter": {"vision.tasks": "*"},
+    "ts.torch_handler.object_detector": {"vision.tasks": "*"},
+    "ts.torch_handler.text_handler": {"text": "*"},
+    "ts.torch_handler.text_classifier": {"text": "*"},
+    "ts.torch_handler.densenet_handler": {
+        "densenet": "DenseNetHandler",
+        "resolve": "list_classes_from_module",
+    },
+    "ts.torch_handler.distributed.base_pippy_handler": {"ts_compat.distributed": "BasePippyHandler"},
+    "ts.torch_handler.distributed.base_deepspeed_handler": {"ts_compat.distributed": "BaseDeepSpeedHandler"},
+    "ts.torch_handler.contractions": {"text": "CONTRACTIONS as CONTRACTION_MAP"},
+    "ts.torch_handler.unit_tests.test_utils.mock_context": {"ts_compat.legacy": "MockContext"},
+    "ts.torch_handler.unit_tests.test_utils.model_dir": {"ts_compat.utilities": "copy_files, download_model"},
+    "ts.torch_handler.request_envelope.base": {"envelopes": "BaseEnvelope"},
+    "ts.torch_handler.request_envelope.body": {"envelopes": "BodyEnvelope"},
+    "ts.torch_handler.request_envelope.json": {"envelopes": "JSONEnvelope"},
+    "ts.torch_handler.request_envelope.kserve": {"envelopes": "KServeEnvelope"},
+    "ts.torch_handler.request_envelope.kservev2": {"envelopes": "KServev2Envelope"},
+    "ts.handler_utils.utils": {
+        "context": "send_intermediate_predict_response",
+        "ts_compat.legacy": "import_class",
+    },
+    "ts.handler_utils.micro_batching": {"micro_batching": "MicroBatching"},
+    "ts.handler_utils.text_utils": {"text": "ngrams_iterator, get_tokenizer"},
+    "ts.handler_utils.distributed.pt_pippy": {
+        "ts_compat.distributed": "get_pipeline_driver, initialize_rpc_workers",
+    },
+    "ts.handler_utils.distributed.deepspeed": {"ts_compat.distributed": "get_ds_engine"},
+    "ts.handler_utils.timer": {"metrics": "timed"},
+    "ts.handler_utils.hf_batch_streamer": {"text.streamer": "TextIteratorStreamerBatch"},
+    "ts.protocol.otf_message_handler": {"context": "send_intermediate_predict_response"},
+    "ts.utils.util": {
+        "errors": "PredictionException",
+        "labels": "load_label_mapping, map_class_to_label",
+        "text": "CLEANUP_REGEX",
+        "resolve": "list_classes_from_module",
+        "loading.compile": "check_valid_pt2_backend",
+        "ts_compat.utilities": "PT2Backend, get_yaml_config, deprecated",
+    },
+    "ts.utils.timeit_decorator": {"ts_compat.utilities": "timeit"},
+    "ts.metrics.dimension": {"metrics": "Dimension"},
+    "ts.metrics.unit": {"metrics": "Units"},
+    "ts.metrics.metric_type_enum": {"metrics": "MetricTypes"},
+    "ts.metrics.metric": {"ts_compat.legacy": "Metric"},
     # Each function here but `collect_all` is a sampler: scripts call all that they find.
-    "ts.metrics.system_metrics": (
-        "ts_compat.system_metrics:collect_all",
-        "ts_compat.system_metrics:dimension",
-        "ts_compat.system_metrics:system_metrics",
-        "ts_compat.system_metrics:cpu_utilization",
-        "ts_compat.system_metrics:gpu_utilization",
-        "ts_compat.system_metrics:memory_available",
-        "ts_compat.system_metrics:memory_used",
-        "ts_compat.system_metrics:memory_utilization",
-        "ts_compat.system_metrics:disk_available",
-        "ts_compat.system_metrics:disk_used",
-        "ts_compat.system_metrics:disk_utilization",
-        "metrics:Dimension",
-        "ts_compat.legacy:Metric",
-    ),
-    "ts.metrics.process_memory_metric": (
-        "ts_compat.system_metrics:check_process_mem_usage",
-        "ts_compat.system_metrics:get_cpu_usage",
-    ),
-    "ts.metrics.metrics_store": ("ts_compat.legacy:MetricsStore",),
-    "ts.metrics.caching_metric": ("metrics:CachingMetric",),
-    "ts.metrics.metric_abstract": ("metrics:CachingMetric=MetricAbstract",),
-    "ts.metrics.metric_encoder": ("ts_compat.legacy:MetricEncoder",),
-    "ts.metrics.metric_cache_abstract": ("metrics:MetricsCache=MetricCacheAbstract",),
-    "ts.metrics.metric_cache_yaml_impl": ("ts_compat.legacy:MetricsCacheYamlImpl",),
-    "ts.metrics.metric_cache_errors": (
-        "errors:MetricsCacheTypeError",
-        "errors:MetricsCacheKeyError",
-        "errors:MetricsCacheValueError",
-        "errors:MetricsCachePyYamlError",
-        "errors:MetricsCacheIOError",
-        "errors:MetricsCacheError=GeneralMetricsCacheError",
-    ),
+    "ts.metrics.system_metrics": {
+        "ts_compat.system_metrics": (
+            "collect_all, dimension, system_metrics, cpu_utilization, gpu_utilization, "
+            "memory_available, memory_used, memory_utilization, disk_available, disk_used, "
+            "disk_utilization"
+        ),
+        "metrics": "Dimension",
+        "ts_compat.legacy": "Metric",
+    },
+    "ts.metrics.process_memory_metric": {
+        "ts_compat.system_metrics": "check_process_mem_usage, get_cpu_usage",
+    },
+    "ts.metrics.metrics_store": {"ts_compat.legacy": "MetricsStore"},
+    "ts.metrics.caching_metric": {"metrics": "CachingMetric"},
+    "ts.metrics.metric_abstract": {"metrics": "CachingMetric as MetricAbstract"},
+    "ts.metrics.metric_encoder": {"ts_compat.legacy": "MetricEncoder"},
+    "ts.metrics.metric_cache_abstract": {"metrics": "MetricsCache as MetricCacheAbstract"},
+    "ts.metrics.metric_cache_yaml_impl": {"ts_compat.legacy": "MetricsCacheYamlImpl"},
+    "ts.metrics.metric_cache_errors": {
+        "errors": (
+            "MetricsCacheTypeError, MetricsCacheKeyError, MetricsCacheValueError, "
+            "MetricsCachePyYamlError, MetricsCacheIOError, "
+            "MetricsCacheError as GeneralMetricsCacheError"
+        ),
+    },
 }
 
 # Module path under `ts` -> why torchere does not have it, and the alternative.
@@ -147,8 +117,24 @@ NOT_SHIPPED: dict[str, str] = {
 }
 
 
-class _AliasFinder:
-    """The meta-path finder for `ts` and everything under it."""
+_PACKAGES = {
+    package
+    for module in (*ALIASES, *NOT_SHIPPED)
+    for package in accumulate(module.split(".")[:-1], "{}.{}".format)
+}
+ALIASES.update({package: {} for package in _PACKAGES - ALIASES.keys()})
+
+
+def names_of(module: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows of a module of the table: torchere's module, the name in it, and the name under `ts`."""
+    for ours, names in ALIASES[module].items():
+        for row in names.split(", "):
+            name, _, alias = row.partition(" as ")
+            yield ours, name, alias or name
+
+
+class _AliasImporter(Loader):
+    """The meta-path finder for `ts` and everything under it, and the loader of these modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -159,27 +145,21 @@ class _AliasFinder:
             ImportError: the module is one of TorchServe's that torchere does not have.
         """
         if fullname in ALIASES:
-            is_package = any(name.startswith(fullname + ".") for name in (*ALIASES, *NOT_SHIPPED))
-            return ModuleSpec(fullname, _AliasLoader(), origin="torchere.handlers", is_package=is_package)
+            return ModuleSpec(fullname, self, origin="torchere.handlers", is_package=fullname in _PACKAGES)
         if fullname in NOT_SHIPPED:
             raise ImportError(f"{fullname} is not part of torchere: {NOT_SHIPPED[fullname]}", name=fullname)
         return None
 
-
-class _AliasLoader(Loader):
-    """Fills an alias module with the names of torchere's modules."""
-
     def exec_module(self, module: ModuleType) -> None:
+        """Fill an alias module with the names of torchere's modules."""
         # `import ts` is enough for `ts.context.Context`: TorchServe's worker has imported that already.
         module.__getattr__ = functools.partial(_module_below, module.__name__)  # type: ignore[method-assign]
-        for source in ALIASES[module.__name__]:
-            module_name, _, names = source.partition(":")
-            ours = importlib.import_module(_HANDLERS + module_name)
-            if names:
-                name, _, alias = names.partition("=")
-                setattr(module, alias or name, getattr(ours, name))
-            else:
+        for source, name, alias in names_of(module.__name__):
+            ours = importlib.import_module(_HANDLERS + source)
+            if name == "*":
                 vars(module).update({k: v for k, v in vars(ours).items() if not k.startswith("_")})
+            else:
+                setattr(module, alias, getattr(ours, name))
         if module.__name__ == "ts.metrics.process_memory_metric":
             # Scripts look it up in `sys.modules`, where TorchServe's `ts.metrics` has put it.
             importlib.import_module("ts.metrics.system_metrics")
@@ -191,12 +171,12 @@ def _module_below(package: str, name: str) -> ModuleType:
     return importlib.import_module(f"{package}.{name}")
 
 
-_finder = _AliasFinder()
+_importer = _AliasImporter()
 
 
 def find_spec(fullname: str) -> ModuleSpec | None:
-    """Return a spec for a module of the table, for other finders; see `_AliasFinder.find_spec`."""
-    return _finder.find_spec(fullname)
+    """Return a spec for a module of the table, for other finders; see `_AliasImporter.find_spec`."""
+    return _importer.find_spec(fullname)
 
 
 def install() -> None:
@@ -204,5 +184,5 @@ def install() -> None:
 
     It takes precedence over an installed TorchServe, but modules already imported stay unchanged.
     """
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    if _importer not in sys.meta_path:
+        sys.meta_path.insert(0, _importer)

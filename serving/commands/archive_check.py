@@ -18,7 +18,7 @@ from torchere.archiver.reader import Archive, open_archive
 from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLERS
 from torchere.handlers.built_in import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.handlers.cpp import CppHandlerName, cpp_handler_name, problem_of
-from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED
+from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED, names_of
 from torchere.serving.commands.settings_trial import is_installed
 from torchere.serving.config.model_properties import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.config.model_settings import config_of
@@ -244,13 +244,11 @@ def _missing(module: str, name: str) -> str:
 
 def _names(module: str) -> Iterator[str]:
     """Yield the names that an alias module exports."""
-    for source in ALIASES[module]:
-        ours, _, names = source.partition(":")
-        if names:
-            name, _, alias = names.partition("=")
-            yield alias or name
-        else:
+    for ours, _, alias in names_of(module):
+        if alias == "*":
             yield from vars(importlib.import_module(f"torchere.handlers.{ours}"))
+        else:
+            yield alias
 
 
 def _not_installed(module: ast.Module, files: Collection[str]) -> list[str]:

@@ -20,14 +20,12 @@ def _installed() -> None:
 @pytest.mark.parametrize("name", sorted(ts_alias.ALIASES))
 def test_every_aliased_module_imports_and_holds_its_names(name: str) -> None:
     module = importlib.import_module(name)
-    for source in ts_alias.ALIASES[name]:
-        home, _, names = source.partition(":")
-        wanted, _, alias = names.partition("=")
+    for home, wanted, alias in ts_alias.names_of(name):
         ours = importlib.import_module(f"torchere.handlers.{home}")
-        if wanted:
-            assert getattr(module, alias or wanted) is getattr(ours, wanted)
-        else:
+        if wanted == "*":
             assert [n for n in vars(ours) if not n.startswith("_") and not hasattr(module, n)] == []
+        else:
+            assert getattr(module, alias) is getattr(ours, wanted)
 
 
 def test_the_imports_handlers_write_give_our_classes() -> None:
