@@ -198,7 +198,55 @@ logger = logging.getLogger(__name__)
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
-class AotModel:
+class _CheckedModel:
+    """A compiled model whose inputs are checked before its code reads memory by their sizes.
+
+    Args:
+        call_spec: the serialised spec of its arguments.
+        rules: conditions on its inputs, which are checked here; None: the code is told to check them, see
+            `read_rules`.
+    """
+
+    def __init__(self, call_spec: str, rules: Sequence[InputRule] | None) -> None:
+        self._keywords = _keywords(call_spec)
+        self._check_inputs = rules is None
+        self._rules = rules or ()
+        self._dtypes = [getattr(torch, rule.dtype, None) for rule in self._rules]
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors among the arguments; refuse those without elements, and those that break a rule.
+
+        Compiled code assumes that a free dimension is 1 or more, and divides by it: a 0 would end the
+        process.
+        """
+        if set(kwargs) != set(self._keywords):
+            raise ValueError(
+                f"the compiled model takes the keywords {self._keywords}, and got {list(kwargs)}"
+            )
+        leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in self._keywords}))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for index, tensor in enumerate(tensors):
+            if not tensor.numel():
+                raise PredictionException(
+                    f"input {index} of the compiled model: found the shape {list(tensor.shape)}, expected at "
+                    "least one element; leave out requests without rows",
+                    400,
+                )
+        for index, (tensor, rule, dtype) in enumerate(
+            zip(tensors, self._rules, self._dtypes, strict=False)  # the library counts the tensors
+        ):
+            if tensor.dtype != dtype:
+                raise PredictionException(
+                    f"input {index} of the compiled model: found the type {str(tensor.dtype)[6:]}, expected "
+                    f"{rule.dtype}; send values of that type",
+                    400,
+                )
+            _check_layout(index, tensor, rule)
+        _check_free_sizes(tensors, self._rules)
+        return tensors
+
+
+class AotModel(_CheckedModel):
     """A compiled model, called like the module that was compiled.
 
     Thread-safe: several runs proceed at the same time, without the GIL. The first run is repeated by torch's
@@ -208,22 +256,17 @@ class AotModel:
     Args:
         path: the `.so`; it must exist until the first run is over.
         runs_at_once: see `CompiledLibrary`.
-        check_inputs: whether the code may be told to check shapes and types, see `is_checkable`.
-        rules: conditions on its inputs, which are checked here because the code can't be told to.
+        rules: conditions on its inputs; None: the code is told to check them.
 
     Raises:
         AbiMismatch, RuntimeError: see `CompiledLibrary`.
     """
 
-    def __init__(
-        self, path: str, runs_at_once: int, *, check_inputs: bool = False, rules: Sequence[InputRule] = ()
-    ) -> None:
+    def __init__(self, path: str, runs_at_once: int, rules: Sequence[InputRule] | None = ()) -> None:
         self._path = path
-        self._inputs = _Inputs(rules)
-        self._check_inputs = check_inputs
         self._library = CompiledLibrary(path, runs_at_once)
         given, results = self._library.call_spec()
-        self._keywords = _keywords(given)
+        super().__init__(given, rules)
         self._out_spec = pytree.treespec_loads(results)
         if self._out_spec.num_leaves != self._library.outputs:
             raise AbiMismatch(
@@ -238,12 +281,11 @@ class AotModel:
         Arguments that are not tensors are ignored: their values were fixed at compilation.
 
         Raises:
-            PredictionException: 400, a tensor has no elements, or breaks a rule.
-            ValueError: the keywords, or the number of tensors, are not those of the module.
+            PredictionException: 400, a tensor has no elements, or its shape or type breaks a rule.
+            ValueError: the keywords, the number of tensors, or the strides are not those of the module.
             RuntimeError: the run failed, or the code checks its inputs and a shape or type is wrong.
         """
-        tensors = _tensors(self._keywords, args, kwargs)
-        self._inputs.check(tensors)
+        tensors = self._checked(args, kwargs)
         results = self._tested(tensors) if self._tested is not None else self._run_first(tensors)
         return pytree.tree_unflatten(results, self._out_spec)
 
@@ -268,20 +310,17 @@ class AotModel:
             return expected
 
 
-class BoundModel:
+class BoundModel(_CheckedModel):
     """A package that runs by torch's own binding, with its inputs checked as `AotModel` checks them.
 
     Args:
         model: the package, as torch loads it.
-        check_inputs: see `AotModel`.
         rules: see `AotModel`.
     """
 
-    def __init__(self, model: Any, *, check_inputs: bool = False, rules: Sequence[InputRule] = ()) -> None:
+    def __init__(self, model: Any, rules: Sequence[InputRule] | None = ()) -> None:
         self._model = model
-        self._keywords = _keywords(model.loader.get_call_spec()[0])
-        self._check_inputs = check_inputs
-        self._inputs = _Inputs(rules)
+        super().__init__(model.loader.get_call_spec()[0], rules)
         self._ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +329,7 @@ class BoundModel:
         Raises:
             PredictionException, ValueError, RuntimeError: see `AotModel`.
         """
-        self._inputs.check(_tensors(self._keywords, args, kwargs))
+        self._checked(args, kwargs)
         if self._ran:
             return self._model(*args, **kwargs)
         with first_run(self._check_inputs):
@@ -300,50 +339,6 @@ class BoundModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)  # an archive's own handler may update weights by it
-
-
-def _tensors(keywords: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    if set(kwargs) != set(keywords):
-        raise ValueError(f"the compiled model takes the keywords {keywords}, and got {list(kwargs)}")
-    leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-class _Inputs:
-    """Checks the inputs of a compiled model before its code reads memory by their sizes."""
-
-    def __init__(self, rules: Sequence[InputRule]) -> None:
-        self._rules = rules
-        self._dtypes = [getattr(torch, rule.dtype, None) for rule in rules]
-
-    def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse tensors without elements, and those that break a rule.
-
-        Compiled code assumes that a free dimension is 1 or more, and divides by it: a 0 would end the
-        process.
-
-        Raises:
-            PredictionException: 400, the shape or type of a tensor is wrong.
-            ValueError: its strides are wrong.
-        """
-        for index, tensor in enumerate(tensors):
-            if not tensor.numel():
-                raise PredictionException(
-                    f"input {index} of the compiled model: found the shape {list(tensor.shape)}, expected at "
-                    "least one element; leave out requests without rows",
-                    400,
-                )
-        for index, (tensor, rule, dtype) in enumerate(
-            zip(tensors, self._rules, self._dtypes, strict=False)  # the library counts the tensors
-        ):
-            if tensor.dtype != dtype:
-                raise PredictionException(
-                    f"input {index} of the compiled model: found the type {str(tensor.dtype)[6:]}, expected "
-                    f"{rule.dtype}; send values of that type",
-                    400,
-                )
-            _check_layout(index, tensor, rule)
-        _check_free_sizes(tensors, self._rules)
 
 
 def _check_layout(index: int, tensor: torch.Tensor, rule: InputRule) -> None:

@@ -28,12 +28,10 @@ from torchere.handlers.compiled import library as aot_abi
 from torchere.handlers.compiled.library import AotModel, BoundModel
 from torchere.handlers.compiled.package import (
     Build,
-    InputRule,
     Misfit,
     Package,
     extracted_library,
     fits_c_abi,
-    is_checkable,
     lacks_weights,
     misfit,
     read_build,
@@ -87,35 +85,21 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
     if package.is_program:
         return _load_program(path, device)
     build = read_build(model_dir).with_metadata(package.metadata)
-    found = (
-        _misplaced(package, device)
-        or _without_weights(package)
-        or misfit(build, torch.__version__, read_cpu_flags())
-        or _in_other_order(build)
-    )
+    found = _reason_against(package, build, device)
     if found and build.fallback:
         logger.warning("%s is not used: %s. Its fallback %s is slower", path, found.reason, build.fallback)
         return _load_program(str(Path(model_dir, build.fallback)), device)
     if found:
         _try_nevertheless(path, found)
-    checkable, rules = _checks(package)
-    if _runs_by_abi(package, device):
+    rules = read_rules(package)
+    if rules == []:
+        logger.warning("%s: its source holds no checks of its inputs. %s", path, _UNCHECKED)
+    if (device or "cpu") == "cpu" and fits_c_abi(package) and aot_abi.available():
         try:
-            file = _library_file(package, model_dir)
-            return AotModel(str(file), _runs_at_once(), check_inputs=checkable, rules=rules)
+            return AotModel(str(_library_file(package, model_dir)), _runs_at_once(), rules)
         except aot_abi.AbiMismatch as err:
             logger.warning("%s; it runs by torch's own binding, one run at a time", err)
-    return BoundModel(_load_by_binding(package), check_inputs=checkable, rules=rules)
-
-
-def _checks(package: Package) -> tuple[bool, list[InputRule]]:
-    """Return whether the code can check its inputs, and else the rules by which that is done for it."""
-    if is_checkable(package):
-        return True, []
-    rules = read_rules(package)
-    if not rules:
-        logger.warning("%s: its source holds no checks of its inputs. %s", package.path, _UNCHECKED)
-    return False, rules
+    return BoundModel(_load_by_binding(package), rules)
 
 
 def is_for_cpu(path: str) -> bool:
@@ -127,36 +111,20 @@ def is_for_cpu(path: str) -> bool:
     return read_package(path).device == "cpu"
 
 
-def _misplaced(package: Package, device: str | None) -> Misfit | None:
-    """Return a fatal misfit if the package was compiled for another kind of device than `device`.
-
-    Its code would use the addresses of that device as its own, or find no such device at all.
-    """
+def _reason_against(package: Package, build: Build, device: str | None) -> Misfit | None:
+    """Return the reason against running a package on this device of this machine; None if it can run."""
     kind = (device or "cpu").partition(":")[0]
-    if package.device in (kind, "unknown"):
-        return None
-    return Misfit(f"it was compiled for {package.device}, and is to run on {kind}", fatal=True)
-
-
-def _in_other_order(build: Build) -> Misfit | None:
-    """Return a fatal misfit if weights of 4 bits have the order of other instructions than torch uses here.
-
-    The kernel would take each for another one, and answer wrongly.
-    """
+    if package.device not in (kind, "unknown"):  # its code would take addresses of that device for its own
+        return Misfit(f"it was compiled for {package.device}, and is to run on {kind}", fatal=True)
+    if lacks_weights(package):
+        return Misfit("it was compiled without its weights (package_constants_in_so is False)", fatal=True)
     here = torch.backends.cpu.get_cpu_capability()
-    if build.weights_for in (None, here):
-        return None
-    return Misfit(f"its weights of 4 bits are ordered for {build.weights_for}; this is {here}", fatal=True)
-
-
-def _without_weights(package: Package) -> Misfit | None:
-    if not lacks_weights(package):
-        return None
-    return Misfit("it was compiled without its weights (package_constants_in_so is False)", fatal=True)
-
-
-def _runs_by_abi(package: Package, device: str | None) -> bool:
-    return (device or "cpu") == "cpu" and fits_c_abi(package) and aot_abi.available()
+    found = misfit(build, torch.__version__, read_cpu_flags())
+    if found is None and build.weights_for not in (None, here):
+        # The kernel would take each weight for another one, and answer wrongly.
+        text = f"its weights of 4 bits are ordered for {build.weights_for}; this is {here}"
+        return Misfit(text, fatal=True)
+    return found
 
 
 def _try_nevertheless(path: str, found: Misfit) -> None:

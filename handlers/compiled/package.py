@@ -108,19 +108,6 @@ def _metadata(file: zipfile.ZipFile, names: list[str]) -> dict[str, str]:
     return {}
 
 
-def is_checkable(package: Package) -> bool:
-    """Return whether the code of a package can check its inputs without refusing a free dimension of 1.
-
-    The checks that torch generates by default refuse it, and an older torch generates none; the package's
-    source tells. False without a source.
-
-    Raises:
-        RuntimeError: the package is damaged.
-    """
-    taking_one = [source is not None and _checks_and_takes_one(source) for source in _sources(package)]
-    return bool(taking_one) and all(taking_one)
-
-
 def _checks_and_takes_one(source: bytes) -> bool:
     return any(kind.search(source) for kind in (_DTYPE, _EQUAL, _BOUND)) and not _LEAST_TWO.search(source)
 
@@ -167,16 +154,19 @@ class InputRule:
         return max((*self.least, *self.most, *self.strides, *self.sizes), default=-1) + 1
 
 
-def read_rules(package: Package) -> list[InputRule]:
+def read_rules(package: Package) -> list[InputRule] | None:
     """Return the conditions on each input that stand in the source of a package; none without them.
 
-    They are those that the code itself would check, except that a free dimension may be 1.
+    They are those that the code itself would check, except that a free dimension may be 1: the checks that
+    torch generates by default refuse it. None if the code can check its inputs without refusing it.
 
     Raises:
         RuntimeError: the package is damaged.
     """
-    found = [_rules(source) for source in _sources(package) if source]
-    return next((rules for rules in found if rules), [])
+    taking_one = [source is not None and _checks_and_takes_one(source) for source in _sources(package)]
+    if taking_one and all(taking_one):
+        return None
+    return next(filter(None, map(_rules, filter(None, _sources(package)))), [])
 
 
 def _rules(source: bytes) -> list[InputRule]:

@@ -186,7 +186,7 @@ def derived_sizes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("this needs g++")
     path = tmp_path_factory.mktemp("derived") / "net.pt2"
     subprocess.run([sys.executable, "-c", DERIVED_SCRIPT, str(path)], check=True, capture_output=True)
-    if not any(rule.sizes for rule in read_rules(read_package(str(path)))):
+    if not any(rule.sizes for rule in read_rules(read_package(str(path))) or ()):
         pytest.skip("this needs a torch that writes the sizes of inputs into the source")
     return path
 

@@ -18,7 +18,6 @@ from torchere.handlers.compiled.package import (
     LinearSize,
     extracted_library,
     holds_gil,
-    is_checkable,
     read_package,
     read_rules,
 )
@@ -67,11 +66,11 @@ def test_the_code_checks_its_inputs_unless_that_would_refuse_a_batch_of_one(
     tmp_path: Path, source: str, checkable: bool
 ) -> None:
     entries = {FOLDER + "a.wrapper.so": "code", FOLDER + "a.wrapper.cpp": source}
-    assert is_checkable(read_package(write(tmp_path / "net.pt2", entries))) is checkable
+    assert (read_rules(read_package(write(tmp_path / "net.pt2", entries))) is None) is checkable
 
 
 def test_inputs_are_not_checked_where_the_source_is_missing(tmp_path: Path) -> None:
-    assert not is_checkable(read_package(write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code"})))
+    assert read_rules(read_package(write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code"}))) == []
 
 
 CHECKS = """
@@ -147,7 +146,7 @@ def test_a_text_that_unpacks_to_more_than_a_compiler_writes_counts_as_absent(
         with contextlib.suppress(RuntimeError):  # its content does not fit the size that it states
             package = read_package(str(path))
             assert package.device == "unknown"
-            assert not is_checkable(package)
+            assert read_rules(package) == []
 
     assert peak_bytes(read) < 10_000_000
 
