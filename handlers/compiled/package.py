@@ -240,8 +240,7 @@ def extracted_library(package: Package, folder: Path) -> Path:
         OSError: the folder can't be written.
         RuntimeError: the package is damaged.
     """
-    if package.library is None:
-        raise ValueError(f"{package.path} has no library of its own")
+    assert package.library is not None  # see `fits_c_abi`
     with zipfile.ZipFile(package.path) as file:
         entry = file.getinfo(package.library)
         target = folder / f"{entry.CRC:08x}-{entry.file_size}.so"

@@ -58,10 +58,13 @@ class CppHandler:
 
     def __init__(self, name: CppHandlerName) -> None:
         self._name = name
-        self._session: Session | None = None
+        self._library: Any = None
+        self._session: int | None = None  # the address of the handler with its model, in the library
 
     def initialize(self, context: Context) -> None:
         """Open the library, create the handler and load its model.
+
+        It is closed when this object is garbage-collected, and left open when the process ends.
 
         Raises:
             HandlerLoadError: one of these failed, or `batchSize` is above 256; the text names the remedy.
@@ -72,10 +75,10 @@ class CppHandler:
             raise HandlerLoadError(
                 f"batchSize is {batch_size}; handlers in C++ take {MAX_BATCH_SIZE} requests at most: lower it"
             )
-        library = library_of(system["model_dir"], self._name)
+        library = self._library = library_of(system["model_dir"], self._name)
         library.metrics = context.metrics
         gpu = system.get("gpu_id")
-        facts = (
+        facts = (  # in the order that `interface.hh` reads
             system["model_dir"],
             context.model_name,
             "-1" if gpu is None else str(gpu),
@@ -84,7 +87,17 @@ class CppHandler:
             "1" if system.get("limit_max_image_pixels") else "0",
             json.dumps(_texts_of(context.manifest or {})),
         )
-        self._session = Session(library, [fact.encode() for fact in facts])
+        pieces = [fact.encode() for fact in facts]
+        sizes = _sizes(pieces)
+        functions = [library.function(f"{kind}{self._name.class_name}") for kind in ("allocator", "deleter")]
+        self._session = library.open_handler(*functions, b"".join(pieces), sizes.buffer_info()[0])
+        end = weakref.finalize(self, library.close_handler, self._session)
+        end.atexit = False  # threads may still run the library when the process exits
+        if error := _text(next(self._result())):
+            in_one_line = " ".join(error.split())
+            raise HandlerLoadError(
+                f"{self._name.class_name} in {self._name.file} can't load its model: {in_one_line}"
+            )
 
     def handle(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
         """Answer one batch.
@@ -92,12 +105,13 @@ class CppHandler:
         Raises:
             RuntimeError: the handler raised an exception, or gave no response to a request.
         """
-        assert self._session is not None
         started_s = time.perf_counter()
         pieces: list[bytes | bytearray] = [str(len(data)).encode()]
         for place, row in enumerate(data):
             pieces += _request_pieces(context, place, row)
-        result = self._session.run(pieces)
+        sizes = _sizes(pieces)
+        self._library.run(self._session, b"".join(pieces), sizes.buffer_info()[0])
+        result = self._result()
         error = next(result).decode(errors="replace")
         preprocess_s, inference_s, postprocess_s = (float(next(result)) for _ in range(3))
         context.stages_s = (preprocess_s, inference_s, postprocess_s)
@@ -109,6 +123,14 @@ class CppHandler:
             request_id = context.get_request_id(answers.index(None))
             raise RuntimeError(f"{self._name.class_name} gave no response to request {request_id}")
         return answers
+
+    def _result(self) -> Iterator[bytes]:
+        """Return the pieces of the result of the last call, each copied when it is read."""
+        count = ctypes.c_size_t()
+        pieces = self._library.result(self._session, ctypes.byref(count))
+        return (
+            ctypes.string_at(each.data, each.size) if each.size else b"" for each in pieces[: count.value]
+        )
 
 
 def _texts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +210,6 @@ class Library:
     """
 
     def __init__(self, folder: str, name: CppHandlerName) -> None:
-        self.name = name
         self.metrics: MetricsCache | None = None  # metrics of the handler that was opened last
         path = Path(folder, name.file)
         try:
@@ -238,45 +259,6 @@ class Library:
         if self.metrics is not None:
             metric = self.metrics.get_metric(_text(name), _TYPES[kind])
             metric.add_or_update(value, list(map(_text, values[:count])), _text(request_ids).split(","))
-
-
-class Session:
-    """A handler of a library, with its model. One thread at a time.
-
-    It is closed when it is garbage-collected, and left open when the process ends.
-
-    Args:
-        library: the library.
-        facts: folder, model, GPU, handler, batch size, whether large pictures are refused, and the manifest.
-
-    Raises:
-        HandlerLoadError: the handler, or its `LoadModel`, raised an exception.
-    """
-
-    def __init__(self, library: Library, facts: Sequence[bytes]) -> None:
-        name = library.name.class_name
-        functions = library.function(f"allocator{name}"), library.function(f"deleter{name}")
-        self._library = library
-        sizes = _sizes(facts)
-        self._session = library.open_handler(*functions, b"".join(facts), sizes.buffer_info()[0])
-        end = weakref.finalize(self, library.close_handler, self._session)
-        end.atexit = False  # threads may still run the library when the process exits
-        if error := _text(next(self._result())):
-            in_one_line = " ".join(error.split())
-            raise HandlerLoadError(f"{name} in {library.name.file} can't load its model: {in_one_line}")
-
-    def run(self, batch: Sequence[bytes | bytearray]) -> Iterator[bytes]:
-        """Run one batch; return the pieces of the result, each copied when it is read."""
-        sizes = _sizes(batch)
-        self._library.run(self._session, b"".join(batch), sizes.buffer_info()[0])
-        return self._result()
-
-    def _result(self) -> Iterator[bytes]:
-        count = ctypes.c_size_t()
-        pieces = self._library.result(self._session, ctypes.byref(count))
-        return (
-            ctypes.string_at(each.data, each.size) if each.size else b"" for each in pieces[: count.value]
-        )
 
 
 _libraries: dict[tuple[str, CppHandlerName], Library] = {}
