@@ -15,7 +15,7 @@ import torch
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import HandlerLoadError, PredictionException
-from torchere.handlers.resolve import built_in_class, class_of
+from torchere.handlers.resolve import class_of
 from torchere.handlers.ts_compat.alias import __version__
 from torchere.handlers.vision import VisionHandler
 
@@ -47,7 +47,7 @@ def model_inputs(handler: str, folder: Path | None, config: Mapping[str, Any]) -
     if not isinstance(image, (Mapping, type(None))):
         raise InputError(f"handler.image in model-config.yaml is {image!r}; expected a mapping")
     try:
-        cls = class_of(handler, str(folder)) if folder else built_in_class(handler)
+        cls = class_of(handler, str(folder) if folder else None)
     except HandlerLoadError as err:
         raise InputError(str(err)) from err
     if cls is None:

@@ -24,7 +24,7 @@ from typing import Any
 from torchere.handlers.archive_import import ArchiveModules, archive_at, archive_of
 from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_HANDLERS, ENVELOPES, NOT_SHIPPED
 from torchere.handlers.context import Context
-from torchere.handlers.cpp import cpp_handler_name
+from torchere.handlers.cpp import CppHandlerName, cpp_handler_name
 from torchere.handlers.errors import HandlerLoadError
 from torchere.handlers.ts_compat import alias as ts_alias
 
@@ -221,8 +221,8 @@ def load_entry_point(
             there is one.
         Exception: raised by the handler's own initialisation.
     """
-    entry_point = _operators_own(handler, context) if installed else _in_cpp(handler, runtime, context)
-    entry_point = entry_point or _named(handler, context, installed)
+    in_cpp = None if installed else cpp_handler_name(handler, runtime)
+    entry_point = _in_cpp(in_cpp, context) if in_cpp else _in_python(handler, context, installed)
     if envelope and not getattr(entry_point.instance, "reads_envelopes", False):
         return _enveloped(_envelope(envelope)(entry_point.begin), entry_point)
     return entry_point
@@ -238,11 +238,7 @@ def _enveloped(wrapped: Any, inner: EntryPoint) -> EntryPoint:
     )
 
 
-def _in_cpp(handler: str, runtime: str, context: Context) -> EntryPoint | None:
-    """Return the handler that is a class in a shared library; None for other handlers."""
-    name = cpp_handler_name(handler, runtime)
-    if name is None:
-        return None
+def _in_cpp(name: CppHandlerName, context: Context) -> EntryPoint:
     from torchere.handlers.cpp.handler import CppHandler  # noqa: PLC0415  # it imports torch
 
     instance = CppHandler(name)
@@ -250,37 +246,45 @@ def _in_cpp(handler: str, runtime: str, context: Context) -> EntryPoint | None:
     return EntryPoint(instance.handle, instance)
 
 
-def class_of(handler: str, model_dir: str) -> type | None:
-    """Return the class of an archive's handler, not constructed; None where it is a function.
+def _in_python(handler: str, context: Context, installed: bool) -> EntryPoint:
+    found = _found(handler, archive_of(context), installed)
+    if isinstance(found, type):
+        return initialised(found, sys.modules[found.__module__], context)
+    return entry_of(found, _split(handler)[1], context)
+
+
+def class_of(handler: str, model_dir: str | None) -> type | None:
+    """Return the class of a handler, not constructed; None where it is a function.
 
     Args:
         handler: as in the manifest.
-        model_dir: the folder with the handler's file.
+        model_dir: the folder with the handler's file; None for a built-in handler.
 
     Raises:
         HandlerLoadError: there is no such handler, its file can't be imported, or has no class or several.
     """
-    module_name, function = _parse(handler)
-    archive = archive_at(model_dir)
-    held = _held(archive, handler, module_name)
-    if held is None:
-        return _built_in_class(handler, module_name, model_dir)
-    ts_alias.install()
-    module = _import_file(archive, held)
-    return None if hasattr(module, function) else _only_class(module, function)
+    found = _found(handler, archive_at(model_dir) if model_dir else None)
+    function = _split(handler)[1]
+    if isinstance(found, type):
+        return found
+    return None if hasattr(found, function) else _only_class(found, function)
 
 
-def _named(handler: str, context: Context, installed: bool) -> EntryPoint:
-    module_name, function = _parse(handler)
-    archive = archive_of(context)
-    held = _held(archive, handler, module_name)
-    if held is not None:
+def _found(handler: str, archive: ArchiveModules | None, installed: bool = False) -> ModuleType | type:
+    """Return the module of the handler's file, or the class of a built-in handler."""
+    file, _ = _split(handler)
+    if installed and file.startswith("/") and file.endswith(".py"):
         ts_alias.install()
-        return entry_of(_import_file(archive, held), function, context)
-    if installed and module_name.removeprefix("ts.torch_handler.") not in BUILT_IN_HANDLERS:
+        return _outside(Path(file))
+    module_name = _module_name(handler)
+    if archive and (held := _held(archive, handler, module_name)):
         ts_alias.install()
-        return entry_of(_installed(module_name), function, context)
-    return _built_in(handler, module_name, archive.model_dir, context)
+        return _import_file(archive, held)
+    name = module_name.removeprefix("ts.torch_handler.")
+    if installed and name not in BUILT_IN_HANDLERS:
+        ts_alias.install()
+        return _installed(module_name)
+    return _built_in(name, handler, module_name, archive.model_dir if archive else "the archive")
 
 
 def _held(archive: ArchiveModules, handler: str, module_name: str) -> str | None:
@@ -296,16 +300,15 @@ def _held(archive: ArchiveModules, handler: str, module_name: str) -> str | None
     return next((name for name in (module_name, stem) if archive.owns(name.partition(".")[0])), None)
 
 
-def _parse(handler: str) -> tuple[str, str]:
-    file, function = _split(handler)
-    path = file.removeprefix("./").removesuffix(".py").replace("/", ".")
+def _module_name(handler: str) -> str:
+    path = _split(handler)[0].removeprefix("./").removesuffix(".py").replace("/", ".")
     if not _MODULE.fullmatch(path):
         raise HandlerLoadError(
             f"the handler {handler!r} can't be used: expected a Python file of the archive, such as "
             f"'my_handler.py' or 'my_handler:function', or one of {_known(BUILT_IN_HANDLERS)}; paths that "
             "leave the archive are refused"
         )
-    return path, function
+    return path
 
 
 def _split(handler: str) -> tuple[str, str]:
@@ -369,18 +372,7 @@ def _installed(module_name: str) -> ModuleType:
         ) from err
 
 
-def _built_in(handler: str, module_name: str, model_dir: str, context: Context) -> EntryPoint:
-    found = _built_in_class(handler, module_name, model_dir)
-    return initialised(found, sys.modules[found.__module__], context)
-
-
-def built_in_class(handler: str) -> type:
-    """Return the class of a built-in handler; raise HandlerLoadError for any other name."""
-    return _built_in_class(handler, _parse(handler)[0], "the archive")
-
-
-def _built_in_class(handler: str, module_name: str, model_dir: str) -> type:
-    name = module_name.removeprefix("ts.torch_handler.")
+def _built_in(name: str, handler: str, module_name: str, model_dir: str) -> type:
     if name in NOT_SHIPPED:
         raise HandlerLoadError(
             f"the handler {name!r} is not built in here: {NOT_SHIPPED[name]}; put a handler file of your own "
@@ -395,15 +387,6 @@ def _built_in_class(handler: str, module_name: str, model_dir: str) -> type:
     module, class_name = home.split(":")
     found: type = getattr(importlib.import_module(module), class_name)
     return found
-
-
-def _operators_own(handler: str, context: Context) -> EntryPoint | None:
-    """Return the handler in a file that the operator names by an absolute path; None for other names."""
-    file, function = _split(handler)
-    if not (file.startswith("/") and file.endswith(".py")):
-        return None
-    ts_alias.install()
-    return entry_of(_outside(Path(file)), function, context)
 
 
 def _outside(file: Path) -> ModuleType:

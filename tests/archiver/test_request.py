@@ -80,7 +80,7 @@ def test_a_handler_names_its_file(handler: str, file: str | None) -> None:
 def test_the_server_looks_for_the_file_that_was_packed(handler: str) -> None:
     request = request_of(handler)
     try:
-        module, _ = resolve._parse(request.manifest({}).handler or "")
+        module = resolve._module_name(request.manifest({}).handler or "")
     except HandlerLoadError:
         return  # of these the server says itself what is wrong
     packed = request.handler_file()

@@ -14,7 +14,7 @@ import torch
 from torchere.handlers.context import RequestProcessor
 from torchere.handlers.densenet import DenseNetHandler, tensor_of_row
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.resolve import built_in_class
+from torchere.handlers.resolve import class_of
 
 
 def saved(value: Any, **options: Any) -> bytearray:
@@ -174,13 +174,19 @@ def test_a_subclass_changes_the_inference_on_tensors_and_explains_them() -> None
     assert handler.handle(rows, Context(2, explain="True")) == [[3.0], [8.0]]
 
 
+def built_in(name: str) -> Any:
+    found = class_of(name, None)
+    assert found is not None
+    return found()
+
+
 @pytest.mark.parametrize("is_profiled", [False, True])
 def test_each_request_of_a_batch_gets_its_row_whatever_the_others_are(
     is_profiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_profiled:
         monkeypatch.setenv("ENABLE_TORCH_PROFILER", "true")
-    handler = built_in_class("densenet_handler")()
+    handler = built_in("densenet_handler")
     assert isinstance(handler, DenseNetHandler)
     handler.profiler_args = {"on_trace_ready": lambda profiler: None}
     handler.model, handler.device = (lambda rows: rows * 2), torch.device("cpu")
@@ -197,7 +203,7 @@ def test_each_request_of_a_batch_gets_its_row_whatever_the_others_are(
 
 @pytest.mark.parametrize("name", ["TorchScriptHandler", "BaseHandler"])
 def test_the_handlers_of_the_cpp_backend_answer_files_of_rows(name: str) -> None:
-    handler = built_in_class(name)()
+    handler = built_in(name)
     handler.model, handler.device = (lambda rows: rows * 2), torch.device("cpu")
     answers = handler.handle([{"data": saved(torch.ones(3))}, {"body": b"no"}], Context(2))
     assert torch.equal(torch.load(io.BytesIO(answers[0])), torch.full((3,), 2.0))
@@ -207,7 +213,7 @@ def test_the_handlers_of_the_cpp_backend_answer_files_of_rows(name: str) -> None
 
 @pytest.mark.parametrize("name", ["TorchScriptHandler", "densenet_handler"])
 def test_an_explanation_is_refused(name: str) -> None:
-    handler = built_in_class(name)()
+    handler = built_in(name)
     handler.model, handler.device = (lambda rows: rows * 2), torch.device("cpu")
     with pytest.raises(PredictionException, match="gives no explanations") as refused:
         handler.handle([{"body": [1.0]}], Context(1, explain="True"))

@@ -38,7 +38,7 @@ from torchere.archiver.models.quantize.trials import methods_tried
 from torchere.archiver.request import BuildOptions
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.compiled import load as aot
-from torchere.handlers.compiled.package import Build
+from torchere.handlers.compiled.package import Build, Package
 from torchere.serving.commands.cli import main
 
 needs_torchao = pytest.mark.skipif(
@@ -222,9 +222,10 @@ def test_a_program_orders_weights_of_4_bits_once(network: nn.Module, monkeypatch
 
 def test_weights_ordered_for_other_instructions_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.backends.cpu.get_cpu_capability()
-    assert aot._in_other_order(Build(weights_for=here)) is None
-    assert aot._in_other_order(Build()) is None
-    found = aot._in_other_order(Build(weights_for="another"))
+    package = Package("net.pt2", is_program=False)
+    assert aot._reason_against(package, Build(weights_for=here), "cpu") is None
+    assert aot._reason_against(package, Build(), "cpu") is None
+    found = aot._reason_against(package, Build(weights_for="another"), "cpu")
     assert found is not None
     assert found.fatal
     assert "ordered for another" in found.reason
