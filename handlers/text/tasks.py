@@ -10,9 +10,6 @@ from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.tensors.request import flattened
 from torchere.handlers.text.tokens import SETTINGS, TransformerHandler
 
-SCORES = ("softmax", "sigmoid", "none")
-POOLINGS = ("mean", "first")
-
 
 class SequenceClassifier(TransformerHandler):
     """Answers a text with the score of every class, `{name: score}`; a list of texts with a list of these.
@@ -31,14 +28,9 @@ class SequenceClassifier(TransformerHandler):
 
     section = "sequence_classifier"
     defaults = {"scores": "softmax", **SETTINGS}  # noqa: RUF012
+    choice = ("scores", ("softmax", "sigmoid", "none"))
     output = "scores"
     takes_pairs = True
-
-    def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """See the base class."""
-        if settings["scores"] not in SCORES:
-            raise self.wrong("scores", f"one of {', '.join(SCORES)}", settings)
-        return super().checked(settings)
 
     def result_of(self, output: Any, mask: torch.Tensor) -> torch.Tensor:
         """Return the scores; raises RuntimeError for a shape that is not [texts, classes]."""
@@ -74,13 +66,8 @@ class TextEmbedding(TransformerHandler):
     names_classes = False
     section = "text_embedding"
     defaults = {"pooling": "mean", "normalize": True, **SETTINGS}  # noqa: RUF012
+    choice = ("pooling", ("mean", "first"))
     output = "embedding"
-
-    def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """See the base class."""
-        if settings["pooling"] not in POOLINGS:
-            raise self.wrong("pooling", f"one of {', '.join(POOLINGS)}", settings)
-        return super().checked(settings)
 
     def result_of(self, output: Any, mask: torch.Tensor) -> torch.Tensor:
         """Pool and normalize; raises RuntimeError for a shape that is no embedding's."""

@@ -138,12 +138,14 @@ class TransformerHandler(BaseHandler):
     The model takes (ids, mask), int64 [texts, tokens], or the inputs that `signature.json` names, which may
     include `token_type_ids`. The archive has the tokenizer in `tokenizer.json`.
 
-    A subclass has a `section` with its defaults in `handler` of model-config.yaml, the name of its `output`
-    in the Open Inference Protocol, and `result_of` and `answer_of`.
+    A subclass has a `section` with its defaults in `handler` of model-config.yaml, of which one setting is a
+    `choice` of words, the name of its `output` in the Open Inference Protocol, and `result_of` and
+    `answer_of`.
     """
 
     section: ClassVar[str]
     defaults: ClassVar[dict[str, Any]]
+    choice: ClassVar[tuple[str, tuple[str, ...]]]
     output: ClassVar[str]
     takes_pairs: ClassVar[bool] = False
 
@@ -161,7 +163,7 @@ class TransformerHandler(BaseHandler):
                 that a text encoder does not have; or the weights can't be loaded.
             ValueError: a value of the section is wrong.
         """
-        self.settings = self.checked(settings_of(context.model_yaml_config, self.section, self.defaults))
+        self.settings = self._read_settings(context)
         model_dir = context.system_properties["model_dir"]
         specs = _specs(model_dir, self.section)
         if specs:
@@ -174,18 +176,17 @@ class TransformerHandler(BaseHandler):
             ("tokens", str(path)), lambda: TextTokens(path, max_tokens, _lengths(specs))
         )
 
-    def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings; raise ValueError for a value that is wrong."""
-        for key, least in _LEASTS:
-            if settings[key] < least:
-                raise self.wrong(key, f"{least} or more", settings)
+    def _read_settings(self, context: Context) -> dict[str, Any]:
+        settings = settings_of(context.model_yaml_config, self.section, self.defaults)
+        key, words = self.choice
+        wrong = {} if settings[key] in words else {key: f"one of {', '.join(words)}"}
+        wrong |= {name: f"{least} or more" for name, least in _LEASTS if settings[name] < least}
+        for name, expected in wrong.items():
+            raise ValueError(
+                f"handler.{self.section}.{name} in model-config.yaml is {settings[name]!r}; "
+                f"expected {expected}"
+            )
         return settings
-
-    def wrong(self, key: str, expected: str, settings: dict[str, Any]) -> ValueError:
-        """Return the error for a setting."""
-        return ValueError(
-            f"handler.{self.section}.{key} in model-config.yaml is {settings[key]!r}; expected {expected}"
-        )
 
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Return two example rows: a word and a sentence."""
