@@ -68,14 +68,22 @@ def _is_v2(root: Path) -> bool:
 
 def _cpu_v2(group: Path) -> tuple[float | None, float | None]:
     quota, _, period = _text(group / "cpu.max").partition(" ")
-    throttled_s = _scaled(_field(_text(group / "cpu.stat"), "throttled_usec"), 1e-6)
-    return _ratio(_number(quota), _number(period)), throttled_s
+    return _cores(quota, period), _throttled_s(group, "throttled_usec", 1e-6)
 
 
 def _cpu_v1(group: Path) -> tuple[float | None, float | None]:
     quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
-    throttled_s = _scaled(_field(_text(group / "cpu.stat"), "throttled_time"), 1e-9)
-    return _ratio(_number(quota), _number(period)), throttled_s
+    return _cores(quota, period), _throttled_s(group, "throttled_time", 1e-9)
+
+
+def _cores(quota: str, period: str) -> float | None:
+    limit, share = _number(quota), _number(period)
+    return limit / share if limit and share else None
+
+
+def _throttled_s(group: Path, name: str, unit_s: float) -> float | None:
+    found = re.search(rf"^{name} +(\d+)$", _text(group / "cpu.stat"), re.MULTILINE)
+    return int(found[1]) * unit_s if found else None
 
 
 def _memory_v2(group: Path) -> tuple[int | None, int | None]:
@@ -144,19 +152,3 @@ def _text(path: Path) -> str:
 
 def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() else None  # "max" and "-1" are no limit
-
-
-def _ratio(quota: int | None, period: int | None) -> float | None:
-    return quota / period if quota and period else None
-
-
-def _field(text: str, name: str) -> int | None:
-    for line in text.splitlines():
-        found, _, value = line.partition(" ")
-        if found == name:
-            return _number(value.strip())
-    return None
-
-
-def _scaled(value: int | None, factor: float) -> float | None:
-    return None if value is None else value * factor
