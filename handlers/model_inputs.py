@@ -16,6 +16,7 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import HandlerLoadError, PredictionException
 from torchere.handlers.resolve import class_of
+from torchere.handlers.rows import block_of
 from torchere.handlers.ts_compat.alias import __version__
 from torchere.handlers.vision import VisionHandler
 
@@ -42,8 +43,7 @@ def model_inputs(handler: str, folder: Path | None, config: Mapping[str, Any]) -
     Raises:
         InputError: the handler can't be imported or constructed, or its settings are wrong.
     """
-    section = config.get("handler")
-    image = section.get("image") if isinstance(section, Mapping) else None
+    image = block_of(config, "image")
     if not isinstance(image, (Mapping, type(None))):
         raise InputError(f"handler.image in model-config.yaml is {image!r}; expected a mapping")
     try:

@@ -129,14 +129,19 @@ def came_as_tensors(context: Context, row: int) -> bool:
     return index is not None and context.get_request_header(index, OPEN_INFERENCE) is not None
 
 
+def block_of(config: Mapping[str, Any], name: str) -> Any:
+    """Return the value of `handler.<name>` in model-config.yaml; None where there is none."""
+    handler = config.get("handler")
+    return handler.get(name) if isinstance(handler, Mapping) else None
+
+
 def settings_of(config: dict[str, Any], name: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the block `handler.<name>` of model-config.yaml, merged over its defaults.
 
     Raises:
         ValueError: it has a key without a default, or a value of another kind than the default.
     """
-    handler = config.get("handler")
-    block = (handler.get(name) if isinstance(handler, dict) else None) or {}
+    block = block_of(config, name) or {}
     if not isinstance(block, dict):
         raise ValueError(f"handler.{name} in model-config.yaml is {block!r}; expected keys and values")
     for key, value in block.items():

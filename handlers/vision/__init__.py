@@ -17,7 +17,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.devices import to_device
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import fields_of, value_of
+from torchere.handlers.rows import block_of, fields_of, value_of
 from torchere.handlers.tensors import shown
 from torchere.handlers.vision.decode import (
     DEFAULT_MAX_BYTES,
@@ -66,8 +66,7 @@ class VisionHandler(BaseHandler):
 
     def image_config(self) -> dict[str, Any]:
         """Return the block `handler.image` of model-config.yaml, or an empty dict."""
-        handler = self.model_yaml_config.get("handler")
-        image = handler.get("image") if isinstance(handler, dict) else None
+        image = block_of(self.model_yaml_config, "image")
         return image if isinstance(image, dict) else {}
 
     @timed
