@@ -136,7 +136,7 @@ class Autocast:
     """
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self._model = model
+        self.wrapped = model  # for questions about its class
         self._device_type = device.type
         self._dtype = dtype
 
@@ -145,17 +145,12 @@ class Autocast:
         # torch's cache of cast weights is shared by all threads and ignores streams: another executor could
         # compute with a weight whose cast is not done yet, or freed already.
         with torch.autocast(self._device_type, self._dtype, cache_enabled=False):
-            return pytree.tree_map_only(torch.Tensor, self._widened, self._model(*args, **kwargs))
-
-    @property
-    def wrapped(self) -> Any:
-        """The model itself, for questions about its class."""
-        return self._model
+            return pytree.tree_map_only(torch.Tensor, self._widened, self.wrapped(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_model":  # a copy is asked for attributes before it has any
+        if name == "wrapped":  # a copy is asked for attributes before it has any
             raise AttributeError(name)
-        return getattr(self._model, name)
+        return getattr(self.wrapped, name)
 
     def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype is self._dtype else tensor

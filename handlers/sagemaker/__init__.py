@@ -143,7 +143,7 @@ class SageMakerHandler:
             UnsupportedFormatError: it is another content type.
         """
         array = toolkit.decode(input_data, content_type)
-        is_text = (content_type or "").partition(";")[0].strip() in toolkit.UTF8_TYPES
+        is_text = toolkit.plain_type(content_type) in toolkit.UTF8_TYPES
         # `torch.FloatTensor` takes a number alone for a size, of memory that others have left.
         tensor = torch.as_tensor(array, dtype=torch.float32) if is_text else torch.from_numpy(array)
         return tensor.to(self._device)
@@ -183,7 +183,7 @@ def _script(model_dir: str) -> ModuleType | None:
 
 def _body(body: Any, content_type: str | None) -> Any:
     """Return a body as the toolkit passes it: text for JSON and CSV, else a bytearray."""
-    is_text = (content_type or "").partition(";")[0].strip() in toolkit.UTF8_TYPES
+    is_text = toolkit.plain_type(content_type) in toolkit.UTF8_TYPES
     if isinstance(body, (dict, list)):  # the server has decoded it (decode_input_request=true)
         body = json.dumps(body)
     if isinstance(body, (bytes, bytearray, memoryview)):

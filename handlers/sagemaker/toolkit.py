@@ -62,12 +62,12 @@ class GenericInferenceToolkitError(BaseInferenceToolkitError):
         super().__init__(status_code, message, phrase or message)
 
 
-def _json_to_numpy(text: str, dtype: Any = None) -> Any:
-    return np.array(json.loads(text), dtype=dtype)
+def _json_to_numpy(text: str) -> Any:
+    return np.array(json.loads(text))
 
 
-def _csv_to_numpy(text: str, dtype: Any = None) -> Any:
-    return np.genfromtxt(io.StringIO(text), dtype=dtype, delimiter=",")
+def _csv_to_numpy(text: str) -> Any:
+    return np.genfromtxt(io.StringIO(text), dtype=None, delimiter=",")
 
 
 def _npy_to_numpy(data: bytes) -> Any:
@@ -88,6 +88,11 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def plain_type(content_type: str | None) -> str:
+    """Return a content type without its parameters."""
+    return (content_type or "").partition(";")[0].strip()
+
+
 def decode(obj: Any, content_type: str | None) -> Any:
     """Return the NumPy array (a sparse matrix for npz) that a request body holds.
 
@@ -99,7 +104,7 @@ def decode(obj: Any, content_type: str | None) -> Any:
         UnsupportedFormatError: it is another content type.
         ValueError: the body is not of that type; TensorError for a NumPy file.
     """
-    decoder = _DECODERS.get((content_type or "").partition(";")[0].strip())
+    decoder = _DECODERS.get(plain_type(content_type))
     if decoder is None:
         raise UnsupportedFormatError(content_type)
     return decoder(obj)

@@ -31,6 +31,7 @@ from torchere.handlers.metrics import (
     Units,
     record_in_batch,
 )
+from torchere.handlers.ts_compat.utilities import get_yaml_config
 
 PREDICTION_METRIC = "PredictionTime"
 # Values of one store. `emit_metrics` reports all of them with each batch, in some 4 ms, where a handler never
@@ -179,7 +180,7 @@ class MetricsCacheYamlImpl(MetricsCache):
         import yaml  # noqa: PLC0415  # only where a script asks for it
 
         try:
-            self._document = yaml.safe_load(Path(config_file_path).read_text(encoding="utf-8"))
+            self._document = get_yaml_config(config_file_path)
         except yaml.YAMLError as err:
             raise MetricsCachePyYamlError(f"Error parsing file {config_file_path}: {err}") from err
         except OSError as err:
@@ -249,17 +250,11 @@ class MockContext:
         self.metrics = MetricsStore(uuid.uuid4(), model_name)
         self.model_yaml_config: dict[str, Any] = {}
         if model_yaml_config_file:
-            self.model_yaml_config = _read_yaml(Path(model_dir, model_yaml_config_file))
+            self.model_yaml_config = get_yaml_config(str(Path(model_dir, model_yaml_config_file))) or {}
 
     def get_request_header(self, idx: int, exp: str) -> bool:
         """Return whether a test has set `explain`; always False for request 0, as in TorchServe."""
         return bool(idx and exp and self.explain)
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    import yaml  # noqa: PLC0415  # only where a test asks for it
-
-    return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
 
 
 def import_class(class_name: str, module_prefix: str | None = None) -> Any:
