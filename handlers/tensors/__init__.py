@@ -149,15 +149,9 @@ def parse_tensor_type(content_type: str) -> tuple[Datatype, tuple[int, ...]]:
 
 
 def torch_dtype(datatype: Datatype) -> Any:
-    """Return the torch dtype of a datatype; imports torch.
-
-    Raises:
-        TensorError: the datatype is BYTES, which torch has no tensors of.
-    """
+    """Return the torch dtype of a datatype other than BYTES; imports torch."""
     import torch  # noqa: PLC0415  # other users of this module, such as the frontend, run without torch
 
-    if not datatype.torch_name:
-        raise TensorError("datatype", datatype.name, "one that torch has tensors of")
     return getattr(torch, datatype.torch_name)
 
 

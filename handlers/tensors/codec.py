@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from torchere.handlers.tensors import BF16, BYTES, Array, Datatype, TensorError, check_shape, shown
+from torchere.handlers.tensors import BF16, BYTES, DATATYPES, Array, Datatype, TensorError, check_shape, shown
 
 _LENGTH = struct.Struct("<I")  # before each element of BYTES
 _NUMPYS_MAX_DIMENSIONS = 64
@@ -140,7 +140,7 @@ def view_of_tensor(tensor: Any, datatype: Datatype) -> memoryview:
         return memoryview(bytes_from_tensor(tensor, datatype))
     if datatype is BF16:
         is_array = isinstance(tensor, np.ndarray)
-        tensor, datatype = _bfloat16_bits(tensor) if is_array else _torch_bits(tensor), _BITS
+        tensor, datatype = _bfloat16_bits(tensor) if is_array else _torch_bits(tensor), DATATYPES["UINT16"]
     array: Array = np.ascontiguousarray(tensor, dtype=datatype.numpy)
     return array.reshape(-1).view(np.uint8).data
 
@@ -170,9 +170,6 @@ def begins_with_text(value: object) -> bool:
             break
         value = value[0]
     return isinstance(value, (str, bytes))
-
-
-_BITS = Datatype("UINT16", np.dtype("<u2"), 2, "uint16")
 
 
 def _objects(elements: list[bytes], sizes: tuple[int, ...], field: str) -> Array:
@@ -440,6 +437,4 @@ def kind_of(item: object) -> str:
     """Return a short form of parsed JSON for error texts."""
     if isinstance(item, list):
         return "a list"
-    if isinstance(item, dict):
-        return "an object"
     return "nothing" if item is None else shown(item)

@@ -7,7 +7,6 @@ import torch
 from torchere.archiver import signature
 from torchere.handlers.tensors import (
     BF16,
-    BYTES,
     DATATYPES,
     MAX_ELEMENTS,
     TensorError,
@@ -36,11 +35,9 @@ def test_numpy_and_torch_agree_on_every_number(name: str) -> None:
     assert datatype_of_torch(torch_dtype(datatype)) is datatype
 
 
-def test_bf16_is_torchs_alone_and_bytes_are_nobodys() -> None:
+def test_bf16_is_torchs_alone() -> None:
     assert datatype_of_torch(torch.bfloat16) is BF16
     assert BF16.numpy is None
-    with pytest.raises(TensorError, match="one that torch has tensors of"):
-        torch_dtype(BYTES)
 
 
 @pytest.mark.parametrize(
