@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchere.handlers.compiled import library as aot_abi
 from torchere.handlers.compiled.library import AotModel, BoundModel
 from torchere.handlers.compiled.package import (
     Build,
+    InputRule,
     Misfit,
     Package,
     extracted_library,
@@ -59,14 +60,10 @@ def load_shared_object(path: str, device: str | None) -> CompiledModel:
         RuntimeError: the file can't be opened, or is not such a library.
     """
     logger.warning("%s: a bare library is not told to check its inputs. %s", path, _UNCHECKED)
-    on_cpu = (device or "cpu") == "cpu"
-    if on_cpu and not Path(path).with_suffix(".json").exists():  # the JSON file names operators outside torch
-        try:
-            return AotModel(path, _runs_at_once())
-        except aot_abi.AbiMismatch as err:
-            logger.warning("%s; it runs by torch's own binding, one run at a time", err)
-    model: CompiledModel = torch._export.aot_load(path, device or "cpu")
-    return model
+    device = device or "cpu"
+    is_plain = not Path(path).with_suffix(".json").exists()  # the JSON file names operators outside torch
+    model: CompiledModel | None = _run_by_abi(path, ()) if device == "cpu" and is_plain else None
+    return model or torch._export.aot_load(path, device)
 
 
 def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel:
@@ -84,7 +81,7 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
     package = read_package(path)
     if package.is_program:
         return _load_program(path, device)
-    build = read_build(model_dir).with_metadata(package.metadata)
+    build = read_build(model_dir, package.metadata)
     found = _reason_against(package, build, device)
     if found and build.fallback:
         logger.warning("%s is not used: %s. Its fallback %s is slower", path, found.reason, build.fallback)
@@ -94,12 +91,22 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
     rules = read_rules(package)
     if rules == []:
         logger.warning("%s: its source holds no checks of its inputs. %s", path, _UNCHECKED)
+    model = None
     if (device or "cpu") == "cpu" and fits_c_abi(package) and aot_abi.available():
-        try:
-            return AotModel(str(_library_file(package, model_dir)), _runs_at_once(), rules)
-        except aot_abi.AbiMismatch as err:
-            logger.warning("%s; it runs by torch's own binding, one run at a time", err)
-    return BoundModel(_load_by_binding(package), rules)
+        model = _run_by_abi(str(_library_file(package, model_dir)), rules)
+    return model or BoundModel(_load_by_binding(package), rules)
+
+
+def _run_by_abi(path: str, rules: Sequence[InputRule] | None) -> AotModel | None:
+    """Return a library that one thread per core of this process, at least 2, can run; others wait in it.
+
+    None if it has to run by torch's own binding, which the log tells.
+    """
+    try:
+        return AotModel(path, max(2, available_cores()), rules)
+    except aot_abi.AbiMismatch as err:
+        logger.warning("%s; it runs by torch's own binding, one run at a time", err)
+        return None
 
 
 def is_for_cpu(path: str) -> bool:
@@ -172,14 +179,6 @@ def _library_file(package: Package, model_dir: str) -> Path:
         # For example, the folder is read-only. A temporary folder stays until the system clears it.
         logger.info("%s can't be written (%s): using a temporary folder", folder, err)
         return extracted_library(package, Path(tempfile.mkdtemp(prefix="torchere-aot-")))
-
-
-def _runs_at_once() -> int:
-    """Return the number of concurrent runs: one per core of this process, at least 2.
-
-    Further executors wait inside the library.
-    """
-    return max(2, available_cores())
 
 
 def _load_by_binding(package: Package) -> Any:

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -283,24 +283,29 @@ class Build:
     fallback: str | None = None  # file of the same model as an exported program
     weights_for: str | None = None  # torch's name of the vector instructions whose order the weights have
 
-    def with_metadata(self, metadata: dict[str, str]) -> Build:
-        """Return this record, with its missing values filled from the metadata of the package."""
-        isa = metadata.get("AOTI_CPU_ISA", "").lower() or None
-        machine = metadata.get("AOTI_MACHINE") or None
-        return Build(self.torch, self.isa or isa, self.machine or machine, self.fallback, self.weights_for)
 
-
-def read_build(model_dir: str) -> Build:
-    """Return the build record of an archive; an empty one when it has none.
+def read_build(model_dir: str, metadata: Mapping[str, str]) -> Build:
+    """Return the build record of an archive, filled up from the metadata of its package.
 
     Raises:
         RuntimeError: the record exists and is not in the form that the archiver writes.
     """
+    record = _build_record(model_dir)
+    return Build(
+        torch=_text(record, "torch"),
+        isa=(_text(record, "isa") or metadata.get("AOTI_CPU_ISA", "")).lower() or None,
+        machine=metadata.get("AOTI_MACHINE") or None,
+        fallback=_fallback(_text(record, "fallback"), model_dir),
+        weights_for=_text(record, "weights_for"),
+    )
+
+
+def _build_record(model_dir: str) -> dict[str, object]:
     try:
         with open(Path(model_dir, BUILD_NAME), "rb") as file:
             text = file.read(_MAX_BUILD_BYTES + 1)
     except FileNotFoundError:
-        return Build()
+        return {}
     if len(text) > _MAX_BUILD_BYTES:
         raise RuntimeError(f"{BUILD_NAME} has more than {_MAX_BUILD_BYTES} bytes; pack the archive again")
     try:
@@ -309,13 +314,7 @@ def read_build(model_dir: str) -> Build:
         raise RuntimeError(f"{BUILD_NAME} is not JSON: {err}; pack the archive again") from err
     if not isinstance(record, dict):
         raise RuntimeError(f"{BUILD_NAME} holds {record!r}; expected an object; pack the archive again")
-    isa = _text(record, "isa")
-    return Build(
-        torch=_text(record, "torch"),
-        isa=isa.lower() if isa else None,
-        fallback=_fallback(_text(record, "fallback"), model_dir),
-        weights_for=_text(record, "weights_for"),
-    )
+    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +383,7 @@ def holds_gil(path: str, model_dir: str) -> bool:
     """
     try:
         package = read_package(path)
-        build = read_build(model_dir).with_metadata(package.metadata)
+        build = read_build(model_dir, package.metadata)
         torch_version = importlib.metadata.version("torch")
     except (RuntimeError, OSError, importlib.metadata.PackageNotFoundError):
         return False

@@ -19,13 +19,13 @@ WriteArchive = Callable[..., Path]
 
 
 def test_an_archive_without_a_record_says_nothing(tmp_path: Path) -> None:
-    assert read_build(str(tmp_path)) == Build()
+    assert read_build(str(tmp_path), {}) == Build()
 
 
 def test_reads_the_record_the_archiver_writes(write_archive: WriteArchive) -> None:
     record = {"format": "aoti", "torch": "2.13.0", "isa": "AVX2", "fallback": "model.exported.pt2"}
     archive = write_archive({"MAR-INF/build.json": json.dumps(record), "model.exported.pt2": b"x"})
-    assert read_build(str(archive)) == Build("2.13.0", "avx2", None, "model.exported.pt2")
+    assert read_build(str(archive), {}) == Build("2.13.0", "avx2", None, "model.exported.pt2")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_refuses_a_record_that_the_archiver_would_not_write(
 ) -> None:
     archive = write_archive({"MAR-INF/build.json": text})
     with pytest.raises(RuntimeError, match=said):
-        read_build(str(archive))
+        read_build(str(archive), {})
 
 
 def test_a_record_that_is_longer_than_any_takes_no_memory(write_archive: WriteArchive) -> None:
@@ -51,17 +51,19 @@ def test_a_record_that_is_longer_than_any_takes_no_memory(write_archive: WriteAr
     tracemalloc.start()
     try:
         with pytest.raises(RuntimeError, match="more than 65536 bytes"):
-            read_build(str(archive))
+            read_build(str(archive), {})
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
 
 
-def test_the_packages_own_word_fills_up_what_the_record_leaves_out() -> None:
+def test_the_packages_own_word_fills_up_what_the_record_leaves_out(write_archive: WriteArchive) -> None:
     metadata = {"AOTI_CPU_ISA": "AVX512", "AOTI_MACHINE": "x86_64"}
-    assert Build(isa="avx2").with_metadata(metadata) == Build(isa="avx2", machine="x86_64")
-    assert Build().with_metadata(metadata) == Build(isa="avx512", machine="x86_64")
-    assert Build().with_metadata({}) == Build()
+    silent = write_archive({"MAR-INF/build.json": "{}"})
+    assert read_build(str(silent), metadata) == Build(isa="avx512", machine="x86_64")
+    assert read_build(str(silent), {}) == Build()
+    named = write_archive({"MAR-INF/build.json": '{"isa": "avx2"}'})
+    assert read_build(str(named), metadata) == Build(isa="avx2", machine="x86_64")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_results_have_the_modules_structure_and_equal_the_official_bindings(
 def test_as_many_runs_at_once_as_the_container_has_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr("torchere.handlers.cgroup.sample_cgroup", lambda _: CgroupSample(cpu_limit_cores=2.5))
-    monkeypatch.setattr("torchere.handlers.compiled.load.AotModel", lambda _, runs: runs)
+    monkeypatch.setattr("torchere.handlers.compiled.load.AotModel", lambda path, runs, rules: runs)
     assert aot.load_shared_object("model.so", "cpu") == 3
 
 
