@@ -22,7 +22,7 @@ from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.archive_import import archive_at
 from torchere.handlers.compiled import load as aot
 from torchere.handlers.context import Context
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.labels import load_label_mapping
 from torchere.handlers.loading import onnx, xla
 from torchere.handlers.loading.compile import autocasting, compile_options, optimized
@@ -317,10 +317,9 @@ class BaseHandler:
         """
         get_insights = getattr(self, "get_insights", None)
         if get_insights is None:
-            raise PredictionException(
+            raise bad_request(
                 f"The handler {type(self).__name__} gives no explanations: it has no method "
-                "get_insights(data, inputs, target)",
-                400,
+                "get_insights(data, inputs, target)"
             )
         targets = [_target_of(row) for row in raw_data]
         if _are_one(targets):

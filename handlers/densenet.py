@@ -23,7 +23,7 @@ from torchere.archiver.errors import ArchiveError
 from torchere.archiver.scan.pickles import imported_names
 from torchere.handlers.base import BaseHandler, tensor_of
 from torchere.handlers.encode import encode_answer
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import fields_of, read_each, refusal, value_of
 from torchere.handlers.tensors import TensorError
@@ -124,9 +124,9 @@ def tensor_of_row(row: Any) -> torch.Tensor:
         if isinstance(value, (bytes, bytearray)):
             return _of_file(bytes(value))
     except (TensorError, TypeError, ValueError, RuntimeError, RecursionError) as err:
-        raise PredictionException(f"The request has no tensor ({err!s:.200}); {_EXPECTED}", 400) from err
+        raise bad_request(f"The request has no tensor ({err!s:.200}); {_EXPECTED}") from err
     found = fields_of(row) if value is None and isinstance(row, dict) else f"a {type(value).__name__}"
-    raise PredictionException(f"The request has {found}; {_EXPECTED}", 400)
+    raise bad_request(f"The request has {found}; {_EXPECTED}")
 
 
 def _of_file(value: bytes) -> torch.Tensor:

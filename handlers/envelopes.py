@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from torchere.handlers.encode import one_line_json, parse_json
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.rows import fields_of
 from torchere.handlers.tensors import Array, datatype_of_array, shown
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
@@ -155,11 +155,9 @@ def json_body(row: Any) -> Any:
         try:
             body = parse_json(body)
         except (ValueError, RecursionError) as err:
-            raise PredictionException(f"The request body is not valid JSON: {err}", 400) from err
+            raise bad_request(f"The request body is not valid JSON: {err}") from err
     if not isinstance(body, dict):
-        raise PredictionException(
-            f"The request body is a JSON {type(body).__name__}; expected an object", 400
-        )
+        raise bad_request(f"The request body is a JSON {type(body).__name__}; expected an object")
     return body
 
 
@@ -173,8 +171,8 @@ def instances_of(row: Any) -> list[Any]:
     instances = body.get("instances")
     if not isinstance(instances, list):
         found = fields_of(body) if body else "an empty object"
-        raise PredictionException(
-            f'The request has no list of instances: found {found}; expected {{"instances": [...]}}', 400
+        raise bad_request(
+            f'The request has no list of instances: found {found}; expected {{"instances": [...]}}'
         )
     return instances
 
@@ -192,7 +190,7 @@ def _from_base64(text: Any) -> bytes:
     try:
         return base64.b64decode(text)
     except (binascii.Error, ValueError, TypeError) as err:
-        raise PredictionException(f"A value under 'b64' is not base64: {err}", 400) from err
+        raise bad_request(f"A value under 'b64' is not base64: {err}") from err
 
 
 # Limits on the nested lists of a shape: models take fewer than ten dimensions; a 0 yields empty lists.
@@ -218,7 +216,7 @@ class KServev2Envelope(BaseEnvelope):
         body = json_body(data[0])
         inputs = body.get("inputs")
         if not isinstance(inputs, list) or not all(isinstance(item, dict) for item in inputs):
-            raise PredictionException('The request has no list of tensors: expected {"inputs": [...]}', 400)
+            raise bad_request('The request has no list of tensors: expected {"inputs": [...]}')
         rows = [{**item, "data": _shaped(item)} for item in inputs]
         request_id = body.get("id")
         if isinstance(request_id, str) and request_id.strip():
@@ -252,16 +250,14 @@ def _shaped(tensor: dict[str, Any]) -> Any:
     name, shape = shown(tensor.get("name")), tensor.get("shape", [-1])
     values = tensor.get("data")
     if not isinstance(values, list):
-        raise PredictionException(f"The input {name} has no list of data", 400)
+        raise bad_request(f"The input {name} has no list of data")
     if tensor.get("datatype") == "BYTES":
         return values[0] if values else values
     try:
         array = _elements(values).reshape(shape)
         _check_lists(array)
     except (ValueError, TypeError, OverflowError) as err:
-        raise PredictionException(
-            f"The data of input {name} does not fit its shape {shown(shape)}: {err}", 400
-        ) from err
+        raise bad_request(f"The data of input {name} does not fit its shape {shown(shape)}: {err}") from err
     return array.tolist()
 
 

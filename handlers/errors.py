@@ -22,6 +22,11 @@ class PredictionException(Exception):
         return f"{self.message} : {self.error_code}"
 
 
+def bad_request(message: str) -> PredictionException:
+    """Return the error for a request that its client has to change: status 400."""
+    return PredictionException(message, 400)
+
+
 class HandlerLoadError(ValueError):
     """The handler that an archive names can't be loaded; a ValueError, as TorchServe's loader raises.
 

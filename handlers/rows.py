@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from torchere.handlers.context import Context
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.tensors import shown
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
 
@@ -71,10 +71,9 @@ def sole_element(array: Any, what: str) -> bytes:
     """
     elements: Sequence[Any] = array.ravel().tolist()
     if len(elements) != 1:
-        raise PredictionException(
+        raise bad_request(
             f"The request has {len(elements)} elements of BYTES, shape {list(array.shape)}; expected one, "
-            f"{what}. Send a request for each: the server puts them into one batch",
-            400,
+            f"{what}. Send a request for each: the server puts them into one batch"
         )
     element = elements[0]
     return element if isinstance(element, bytes) else str(element).encode()

@@ -20,7 +20,7 @@ from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, read_sig
 from torchere.archiver.split import Split
 from torchere.handlers.base import BaseHandler, refusal_of
 from torchere.handlers.context import Context
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import bad_request
 from torchere.handlers.loading.compile import Autocast
 from torchere.handlers.loading.devices import CPU, to_device, without_gradients
 from torchere.handlers.loading.torchscript import changes_itself
@@ -249,7 +249,7 @@ class TensorHandler(BaseHandler):
             for name, tensor in zip(self.layout.names, group.inputs, strict=True):
                 if not tensor.numel():  # most models take such an input, and packing does not try it
                     found, expected = f"the shape {list(tensor.shape)}", "an element: the model fails without"
-                    raise PredictionException(str(TensorError(name, found, expected)), 400) from err
+                    raise bad_request(str(TensorError(name, found, expected))) from err
             raise
         return result
 
@@ -261,7 +261,7 @@ class TensorHandler(BaseHandler):
             self._answer_group(answers, data.examples, group, results)
         for place, example in enumerate(data.examples):
             if isinstance(example, TensorError):
-                answers[place] = refusal(self.context, place, PredictionException(str(example), 400))
+                answers[place] = refusal(self.context, place, bad_request(str(example)))
         return answers
 
     def _answer_group(
@@ -300,7 +300,7 @@ class TensorHandler(BaseHandler):
     def _npy(self, results: list[torch.Tensor], part: Any, place: int, example: Example) -> Any:
         if len(results) > 1:
             text = f"Accept: found {NPY_TYPE}, expected JSON: the model has {len(results)} outputs"
-            return refusal(self.context, place, PredictionException(text, 400))
+            return refusal(self.context, place, bad_request(text))
         result = results[0][part]
         result = array_of(result.float() if result.dtype is torch.bfloat16 else result)
         self.context.set_response_content_type(first_row.get() + place, NPY_TYPE)

@@ -15,7 +15,7 @@ import torch
 from torchere.handlers.audio.wav import RATES_HZ, Sound, decode_wav
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.loading.devices import to_device, without_gradients
 from torchere.handlers.loading.torchscript import load_torchscript
 from torchere.handlers.metrics import timed
@@ -193,10 +193,9 @@ class VoiceActivity(BaseHandler):
         if isinstance(value, np.ndarray) and value.dtype == object and value.size == 1:
             value = value.item()
         if not isinstance(value, (bytes, bytearray)):
-            raise PredictionException(
+            raise bad_request(
                 f"The request has no sound: found {fields_of(fields)}; expected 'audio', 'data' or 'body': "
-                "the bytes of a WAV file (curl -T speech.wav URL)",
-                400,
+                "the bytes of a WAV file (curl -T speech.wav URL)"
             )
         return decode_wav(value, self.max_seconds)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import bad_request
 
 RATES_HZ = (8000, 16000)
 MAX_CHANNELS = 8
@@ -116,4 +116,4 @@ def _sound(
 
 
 def _refuse(found: str, expected: str) -> NoReturn:
-    raise PredictionException(f"{found[0].upper()}{found[1:]}; expected {expected}", 400)
+    raise bad_request(f"{found[0].upper()}{found[1:]}; expected {expected}")

@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchere.handlers.compiled.package import HANDLE_FUNCTIONS, InputRule
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import bad_request
 
 _REQUIRED = (
     "AOTInductorModelContainerCreateWithDevice",
@@ -227,19 +227,17 @@ class _CheckedModel:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for index, tensor in enumerate(tensors):
             if not tensor.numel():
-                raise PredictionException(
+                raise bad_request(
                     f"input {index} of the compiled model: found the shape {list(tensor.shape)}, expected at "
-                    "least one element; leave out requests without rows",
-                    400,
+                    "least one element; leave out requests without rows"
                 )
         for index, (tensor, rule, dtype) in enumerate(
             zip(tensors, self._rules, self._dtypes, strict=False)  # the library counts the tensors
         ):
             if tensor.dtype != dtype:
-                raise PredictionException(
+                raise bad_request(
                     f"input {index} of the compiled model: found the type {str(tensor.dtype)[6:]}, expected "
-                    f"{rule.dtype}; send values of that type",
-                    400,
+                    f"{rule.dtype}; send values of that type"
                 )
             _check_layout(index, tensor, rule)
         _check_free_sizes(tensors, self._rules)
@@ -348,10 +346,9 @@ def _check_layout(index: int, tensor: torch.Tensor, rule: InputRule) -> None:
         or any(shape[at] < least for at, least in rule.least.items())
         or any(shape[at] > most for at, most in rule.most.items())
     ):
-        raise PredictionException(
+        raise bad_request(
             f"input {index} of the compiled model: found the shape {list(shape)}, expected {_told(rule)}; "
-            "send that shape",
-            400,
+            "send that shape"
         )
     strides = tensor.stride()
     for at, stride in rule.strides.items():
@@ -370,10 +367,9 @@ def _check_free_sizes(tensors: Sequence[torch.Tensor], rules: Sequence[InputRule
             value, rest = divmod(tensor.shape[at] - size.offset, size.factor)
             first = found.setdefault(size.symbol, value)
             if rest or first != value:
-                raise PredictionException(
+                raise bad_request(
                     f"input {index} of the compiled model: found the size {tensor.shape[at]} at dimension "
-                    f"{at}, expected {size.where(first)}; send inputs whose sizes belong together",
-                    400,
+                    f"{at}, expected {size.where(first)}; send inputs whose sizes belong together"
                 )
 
 

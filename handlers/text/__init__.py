@@ -15,7 +15,7 @@ import torch
 
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import bad_request
 from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.loading.devices import without_gradients
 from torchere.handlers.metrics import timed
@@ -253,7 +253,7 @@ class TextClassifier(TextHandler):
         text = self._remove_punctuation(self._remove_accented_characters(text))
         words = self._tokenize(text)
         if not words:  # the model would give an answer without a meaning
-            raise PredictionException("The request has no text: expected at least one word, found none", 400)
+            raise bad_request("The request has no text: expected at least one word, found none")
         indices = [self.source_vocab[token] for token in ngrams_iterator(words, self.ngrams)]
         return torch.as_tensor(indices, dtype=torch.int64, device=self.device), words
 
@@ -278,13 +278,12 @@ def _text_of(row: Any) -> str:
         try:
             return bytes(value).decode()
         except UnicodeDecodeError as err:
-            raise PredictionException(f"The request body is not UTF-8 text: {err}", 400) from err
+            raise bad_request(f"The request body is not UTF-8 text: {err}") from err
     if not isinstance(value, str):
         is_form = value is None and isinstance(row, dict)
         found = fields_of(row, takes_text=True) if is_form else f"a {type(value).__name__}"
-        raise PredictionException(
+        raise bad_request(
             f"The request has no text: found {found}; expected text under 'data' or 'body', "
-            "or a tensor of BYTES (curl -H 'Content-Type: text/plain' --data-binary @story.txt URL)",
-            400,
+            "or a tensor of BYTES (curl -H 'Content-Type: text/plain' --data-binary @story.txt URL)"
         )
     return value

@@ -19,7 +19,7 @@ from torchere.archiver.models.inputs.run import run_of_session
 from torchere.archiver.signature import ANY, Limit, TensorSpec, archive_signature
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.loading.devices import without_gradients
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of
@@ -300,7 +300,7 @@ def _listed(value: Any) -> Any:
 
 
 def _refused(found: str, expected: str) -> PredictionException:
-    return PredictionException(f"The request has {found}; expected {expected}", 400)
+    return bad_request(f"The request has {found}; expected {expected}")
 
 
 def _specs(model_dir: str, section: str) -> tuple[TensorSpec, ...]:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import bad_request
 from torchere.handlers.loading.devices import to_device
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import block_of, fields_of, value_of
@@ -89,10 +89,9 @@ class VisionHandler(BaseHandler):
         """Stack the tensors of a batch on the handler's device; raise a 400 error if their shapes differ."""
         shapes = {tuple(image.shape) for image in images}
         if len(shapes) > 1:
-            raise PredictionException(
+            raise bad_request(
                 f"The requests of one batch have inputs of different shapes: {sorted(shapes)}; expected one. "
-                "Serve this model with batchSize 1, or send inputs of one size",
-                400,
+                "Serve this model with batchSize 1, or send inputs of one size"
             )
         return to_device(torch.stack(images), self.device)
 
@@ -109,10 +108,9 @@ class VisionHandler(BaseHandler):
             return tensor
         if value is None:
             found = fields_of(row) if isinstance(row, dict) else shown(row)
-            raise PredictionException(
+            raise bad_request(
                 f"The request has no image: found {found}; expected 'data' or 'body' with the "
-                "bytes of an image file (curl -T cat.jpg URL, or curl -F data=@cat.jpg URL)",
-                400,
+                "bytes of an image file (curl -T cat.jpg URL, or curl -F data=@cat.jpg URL)"
             )
         return _numbers(value)
 
@@ -142,9 +140,7 @@ def _class_index(target: Any) -> Any:
         return int(target)
     except ValueError as err:
         text = target if isinstance(target, str) else target.decode(errors="replace")
-        raise PredictionException(
-            f"The target is {shown(text)}; expected the number of a class, from 0 on", 400
-        ) from err
+        raise bad_request(f"The target is {shown(text)}; expected the number of a class, from 0 on") from err
 
 
 def _limit(key: str, value: Any) -> Any:
@@ -165,10 +161,9 @@ def _numbers(value: object) -> torch.Tensor:
             raise ValueError("it is empty")
         return numbers
     except (TypeError, ValueError, RuntimeError, OverflowError) as err:
-        raise PredictionException(
+        raise bad_request(
             f"The request has {_kind(value, err)}; expected the bytes of an image file, base64 text, or "
-            "nested lists of numbers in the shape of the model's input",
-            400,
+            "nested lists of numbers in the shape of the model's input"
         ) from err
 
 
@@ -190,9 +185,7 @@ def _classes(target: Any, rows: int, count: int) -> list[int]:
     classes = list(found) if isinstance(found, (list, tuple)) else [found]
     known = all(type(number) is int and -count <= number < count for number in classes)
     if not known or len(classes) not in {1, rows}:
-        raise PredictionException(
-            f"The target is {shown(target)}; expected the number of a class, 0 to {count - 1}", 400
-        )
+        raise bad_request(f"The target is {shown(target)}; expected the number of a class, 0 to {count - 1}")
     return classes
 
 

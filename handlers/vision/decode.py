@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.rows import sole_element
 
 # Pillow's own limit for decompression bombs: twice its warning level of 2**30 / 4 / 3.
@@ -83,10 +83,9 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
     limits = limits or ImageLimits()
     raw = _from_base64(data) if isinstance(data, str) else bytes(data)
     if limits.max_bytes is not None and len(raw) > limits.max_bytes:
-        raise PredictionException(
+        raise bad_request(
             f"The image has {len(raw)} bytes, more than the limit of {limits.max_bytes}; send a smaller one, "
-            "or raise handler.image.max_bytes in model-config.yaml",
-            400,
+            "or raise handler.image.max_bytes in model-config.yaml"
         )
     image = _open(raw, limits)
     try:
@@ -95,10 +94,9 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
     except Image.DecompressionBombError as err:  # icons hold images with a size of their own
         raise _too_large(str(err)) from err
     except _BROKEN as err:
-        raise PredictionException(
+        raise bad_request(
             f"The {image.format} image of {len(raw)} bytes is broken and can't be decoded: {err}; send the "
-            "whole file",
-            400,
+            "whole file"
         ) from err
     return image
 
@@ -109,15 +107,14 @@ def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
     except Image.DecompressionBombError as err:
         raise _too_large(str(err)) from err
     except _BROKEN as err:
-        raise PredictionException(_not_an_image(raw), 400) from err
+        raise bad_request(_not_an_image(raw)) from err
     check_pixels(image.width, image.height, limits)
     decoded_bytes = _decoded_bytes(image)
     if limits.max_decoded_bytes is not None and decoded_bytes > limits.max_decoded_bytes:
-        raise PredictionException(
+        raise bad_request(
             f"The image is too large: decoding {image.width} x {image.height} pixels of {image.format} "
             f"({image.mode}) takes {decoded_bytes} bytes, limit {limits.max_decoded_bytes}; send a "
-            "smaller one, or raise handler.image.max_decoded_bytes in model-config.yaml",
-            400,
+            "smaller one, or raise handler.image.max_decoded_bytes in model-config.yaml"
         )
     return image
 
@@ -179,10 +176,9 @@ def _formats() -> tuple[str, ...]:
 
 
 def _too_large(found: str) -> PredictionException:
-    return PredictionException(
+    return bad_request(
         f"The image is too large: {found}; send a smaller one, or set limit_max_image_pixels=false in "
-        "config.properties",
-        400,
+        "config.properties"
     )
 
 
@@ -222,10 +218,9 @@ def _from_base64(text: str) -> bytes:
     try:
         return base64.b64decode("".join(payload.split()), validate=True)
     except (binascii.Error, ValueError) as err:
-        raise PredictionException(
+        raise bad_request(
             f"The request body is text that is not base64 (it begins with {text[:24]!r}); expected an image: "
-            "send its bytes with Content-Type: application/octet-stream, or encode them as base64",
-            400,
+            "send its bytes with Content-Type: application/octet-stream, or encode them as base64"
         ) from err
 
 
@@ -259,7 +254,7 @@ def picture_of_tensor(value: Any, limits: ImageLimits) -> Image.Image | torch.Te
         return _picture(_without_batch(value), limits)
     if value.dtype.kind == "f":
         return torch.from_numpy(_without_batch(value).astype(np.float32))
-    raise PredictionException(f"The request has a tensor of {value.dtype} that is no image; {_EXPECTED}", 400)
+    raise bad_request(f"The request has a tensor of {value.dtype} that is no image; {_EXPECTED}")
 
 
 def _without_batch(value: Any) -> Any:
@@ -268,10 +263,9 @@ def _without_batch(value: Any) -> Any:
     if value.ndim in (2, 3):
         return value
     several = f" of {len(value)} images" if value.ndim == 4 else ""
-    raise PredictionException(
+    raise bad_request(
         f"The request has a tensor{several} of shape {list(value.shape)}; {_EXPECTED}. "
-        "Send a request for each image: the server puts them into one batch",
-        400,
+        "Send a request for each image: the server puts them into one batch"
     )
 
 
@@ -280,7 +274,7 @@ def _picture(pixels: Any, limits: ImageLimits) -> Image.Image:
         pixels = pixels[:, :, None]
     height, width, channels = pixels.shape
     if channels not in _CHANNELS or not height or not width:
-        raise PredictionException(f"The request has UINT8 of shape {list(pixels.shape)}; {_EXPECTED}", 400)
+        raise bad_request(f"The request has UINT8 of shape {list(pixels.shape)}; {_EXPECTED}")
     check_pixels(width, height, limits)
     mode = _CHANNELS[channels]
     return Image.frombytes(mode, (width, height), np.ascontiguousarray(pixels).tobytes())

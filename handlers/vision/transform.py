@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from torchere.archiver.models.inputs import pictures
-from torchere.handlers.errors import PredictionException
+from torchere.handlers.errors import bad_request
 from torchere.handlers.vision.decode import DEFAULT_MAX_DECODED_BYTES
 
 # Limit of a resized image: a line of pixels, scaled to `resize` on its shorter side, would fill the memory.
@@ -62,7 +62,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     try:
         return pictures.to_rgb(image)
     except ValueError as err:
-        raise PredictionException(str(err), 400) from err
+        raise bad_request(str(err)) from err
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,9 @@ class ImageTransform:
         if self.resize is not None:
             size = resized_size(image.width, image.height, self.resize)
             if size[0] * size[1] > max(MAX_RESIZED_PIXELS, MAX_RATIO * self.resize**2):
-                raise PredictionException(
+                raise bad_request(
                     f"The image of {image.width} x {image.height} pixels is too narrow: resized it has "
-                    f"{size[0]} x {size[1]}; send the part that matters",
-                    400,
+                    f"{size[0]} x {size[1]}; send the part that matters"
                 )
             image = image.resize(size, Image.Resampling.BILINEAR) if image.size != size else image
         if self.crop is not None:
@@ -110,11 +109,10 @@ class ImageTransform:
         if limit_bytes is None or pixels <= MAX_RATIO * (self.resize or 0) ** 2:
             return
         if pixels * _PIXEL_BYTES > limit_bytes:
-            raise PredictionException(
+            raise bad_request(
                 f"The image is too large: its tensor of {image.width} x {image.height} pixels counts "
                 f"{pixels * _PIXEL_BYTES} bytes, limit {limit_bytes}; send a smaller one, or raise "
-                "handler.image.max_decoded_bytes in model-config.yaml, or set crop there",
-                400,
+                "handler.image.max_decoded_bytes in model-config.yaml, or set crop there"
             )
 
     def replaced_by(self, overrides: Mapping[str, Any]) -> ImageTransform:
