@@ -197,9 +197,7 @@ class _ArchiveFinder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec whose loader sets the archive's builtins; the parameters are the import system's."""
-        if not fullname.startswith(ROOT + "."):
-            return None
-        archive = _archive_of(fullname)
+        archive = _by_prefix.get(".".join(fullname.split(".")[:3])) if fullname.startswith(ROOT) else None
         if archive is None:
             return None
         spec = PathFinder.find_spec(fullname, path)
@@ -300,10 +298,6 @@ def _drop(archive: ArchiveModules) -> None:
     if not any(prefix.startswith(f"{model}.") for prefix in _by_prefix):
         sys.modules.pop(model, None)
     forget_folder(archive.model_dir)
-
-
-def _archive_of(fullname: str) -> ArchiveModules | None:
-    return _by_prefix.get(".".join(fullname.split(".")[:3]))
 
 
 def _safe(name: str) -> str:

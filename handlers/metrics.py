@@ -139,7 +139,7 @@ class CachingMetric:
                 return
             value = number
         if not all(request_ids):
-            request_ids = _filled(request_ids)
+            request_ids = tuple(filter(None, request_ids))
         self._record(MetricSample(self.metric_name, value, self.unit, self._kind, dimensions, request_ids))
 
     def _drop(self, problem: str) -> None:
@@ -172,10 +172,6 @@ def _ids_of(request_id: object) -> tuple[str, ...]:
     if isinstance(request_id, Mapping):
         return tuple(map(str, request_id.values()))
     return tuple(map(str, request_id)) if isinstance(request_id, Iterable) else (str(request_id),)
-
-
-def _filled(request_ids: Sequence[str]) -> tuple[str, ...]:
-    return tuple(item for item in request_ids if item)
 
 
 logger = logging.getLogger(__name__)
@@ -412,19 +408,14 @@ class MetricsCache:
             plain.metric.report(value, plain.dimensions, ids or ())
             return
         labels = self._labels(dimensions, is_error=ids is None)
-        metric = self._metric_with(name, unit, tuple(item.name for item in labels), metric_type)
+        names = tuple(item.name for item in labels)
+        metric = self.cache.get(metric_type, {}).get(name)
+        if metric is None or metric.dimension_names != names:
+            metric = self._keep(name, unit, names, metric_type)
         if not dimensions:
             named = tuple((item.name, item.value) for item in labels)
             self._plain[name, ids is None] = _Plain(metric, self.model_name, named)
         metric.add_or_update(value, [item.value for item in labels], ids or ())
-
-    def _metric_with(
-        self, name: str, unit: str, dimension_names: tuple[str, ...], metric_type: MetricTypes
-    ) -> CachingMetric:
-        metric = self.cache.get(metric_type, {}).get(name)
-        if metric is None or metric.dimension_names != dimension_names:
-            metric = self._keep(name, unit, dimension_names, metric_type)
-        return metric
 
     def _keep(
         self, name: str, unit: str, dimension_names: Sequence[str], metric_type: MetricTypes

@@ -62,18 +62,6 @@ class GenericInferenceToolkitError(BaseInferenceToolkitError):
         super().__init__(status_code, message, phrase or message)
 
 
-def _json_to_numpy(text: str) -> Any:
-    return np.array(json.loads(text))
-
-
-def _csv_to_numpy(text: str) -> Any:
-    return np.genfromtxt(io.StringIO(text), dtype=None, delimiter=",")
-
-
-def _npy_to_numpy(data: bytes) -> Any:
-    return read_npy(data, "the body")  # refuses pickles, which the toolkit runs
-
-
 def _npz_to_sparse(data: bytes) -> Any:
     import scipy.sparse  # type: ignore[import-untyped]  # noqa: PLC0415  # rarely needed, not a dependency
 
@@ -81,9 +69,9 @@ def _npz_to_sparse(data: bytes) -> Any:
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    NPY: _npy_to_numpy,
-    CSV: _csv_to_numpy,
-    JSON: _json_to_numpy,
+    NPY: lambda data: read_npy(data, "the body"),  # refuses pickles, which the toolkit runs
+    CSV: lambda text: np.genfromtxt(io.StringIO(text), dtype=None, delimiter=","),
+    JSON: lambda text: np.array(json.loads(text)),
     NPZ: _npz_to_sparse,
 }
 
@@ -116,10 +104,6 @@ def _as_list(value: Any) -> Any:
     return json.JSONEncoder().default(value)
 
 
-def _array_to_json(array_like: Any) -> str:
-    return json.dumps(array_like, default=_as_list)
-
-
 def _array_to_npy(array_like: Any) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, array_like)  # pickles a dictionary, as the toolkit does; only the client reads it
@@ -132,7 +116,11 @@ def _array_to_csv(array_like: Any) -> str:
     return stream.getvalue()
 
 
-_ENCODERS: dict[str, Callable[[Any], Any]] = {NPY: _array_to_npy, CSV: _array_to_csv, JSON: _array_to_json}
+_ENCODERS: dict[str, Callable[[Any], Any]] = {
+    NPY: _array_to_npy,
+    CSV: _array_to_csv,
+    JSON: lambda array_like: json.dumps(array_like, default=_as_list),
+}
 SUPPORTED_CONTENT_TYPES = set(_ENCODERS)
 
 

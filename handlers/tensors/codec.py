@@ -63,7 +63,11 @@ def array_from_bytes(
     sizes = check_shape(shape, f"{field}.shape")
     check_byte_count(len(raw), datatype, sizes, field)
     if datatype is BYTES:
-        return _objects(split_elements(raw, field), sizes, field)
+        elements = split_elements(raw, field)
+        if len(elements) != math.prod(sizes):
+            expected = f"{math.prod(sizes)} for shape {list(sizes)}"
+            raise TensorError(field, f"{len(elements)} elements of BYTES", expected)
+        return objects_array(elements, sizes)
     if datatype is BF16:
         return (np.frombuffer(raw, dtype="<u2").astype("<u4") << 16).view("<f4").reshape(sizes)
     flat = np.frombuffer(raw, dtype=datatype.numpy)
@@ -170,13 +174,6 @@ def begins_with_text(value: object) -> bool:
             break
         value = value[0]
     return isinstance(value, (str, bytes))
-
-
-def _objects(elements: list[bytes], sizes: tuple[int, ...], field: str) -> Array:
-    if len(elements) != math.prod(sizes):
-        expected = f"{math.prod(sizes)} for shape {list(sizes)}"
-        raise TensorError(field, f"{len(elements)} elements of BYTES", expected)
-    return objects_array(elements, sizes)
 
 
 def rounded_to_bfloat16(array: Array) -> Array:

@@ -14,7 +14,7 @@ import msgspec
 
 from torchere.handlers.encode import compact_json, parse_json
 from torchere.handlers.errors import UnsupportedOutput
-from torchere.handlers.tensors import BYTES, Datatype, Output, TensorError, datatype_named, parse_tensor_type
+from torchere.handlers.tensors import BYTES, Output, TensorError, datatype_named, parse_tensor_type
 from torchere.handlers.tensors.codec import (
     NO_JSON,
     array_from_bytes,
@@ -51,18 +51,14 @@ def request_json(
     described = []
     for index, (name, content_type, raw) in enumerate(inputs):
         datatype, shape = parse_tensor_type(content_type)
-        data = _data(raw, datatype, shape, bytes_as, f"inputs[{index}]")
+        field = f"inputs[{index}]"
+        if datatype is BYTES and bytes_as == "base64":
+            data: Any = [base64.b64encode(element).decode() for element in split_elements(raw, field)]
+        else:
+            array = array_from_bytes(raw, datatype, shape, field)
+            data = json_from_tensor(array, datatype, field, "the model reads its inputs as JSON")
         described.append({"name": name, "shape": shape, "datatype": datatype.name, "data": data})
     return msgspec.json.encode({"id": call_id, "model_name": model, "inputs": described})
-
-
-def _data(
-    raw: bytes | memoryview, datatype: Datatype, shape: tuple[int, ...], bytes_as: BytesAs, field: str
-) -> Any:
-    if datatype is BYTES and bytes_as == "base64":
-        return [base64.b64encode(element).decode() for element in split_elements(raw, field)]
-    array = array_from_bytes(raw, datatype, shape, field)
-    return json_from_tensor(array, datatype, field, "the model reads its inputs as JSON")
 
 
 class WrittenAnswer(NamedTuple):

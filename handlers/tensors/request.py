@@ -185,7 +185,9 @@ def _columns(rows: list[Any], key: str, names: Sequence[str]) -> tuple[list[Any]
 
 
 def _example(values: Sequence[Any], layout: Layout) -> Example:
-    ranks = tuple([len(_shape_of(value)) if type(value) is list else _rank(value) for value in values])
+    ranks = tuple(
+        [len(_shape_of(value)) if type(value) is list else getattr(value, "ndim", 0) for value in values]
+    )
     if ranks == layout.ranks:
         return Example(tuple(values), single=False)
     if ranks == layout.single_ranks:
@@ -198,10 +200,6 @@ def _example(values: Sequence[Any], layout: Layout) -> Example:
 
 def _names(layout: Layout) -> str:
     return ", ".join(map(shown, layout.names))
-
-
-def _rank(value: Any) -> int:
-    return getattr(value, "ndim", 0)
 
 
 def _value(value: str | bytes | bytearray, spec: TensorSpec, content_type: str) -> Any:
