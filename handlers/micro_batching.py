@@ -8,12 +8,20 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchere.handlers.metrics import add_handler_time
 from torchere.handlers.rows import first_row
 
 STAGES = ("preprocess", "inference", "postprocess")
+
+
+class _Run(NamedTuple):
+    """The run of one part through the stages; `answers` are there after the last stage."""
+
+    index: int
+    context: contextvars.Context
+    answers: Future[Any]
 
 
 class MicroBatching:
@@ -81,10 +89,10 @@ class MicroBatching:
         size = self.micro_batch_size
         parts = [data[start : start + size] for start in range(0, len(data), size)]
         batch_context = contextvars.copy_context()  # has the collector of `emit_metrics`
-        runs = [_PipelineRun(self, index, part, batch_context) for index, part in enumerate(parts)]
-        for run in runs:
-            run.start()
-        results = [run.wait() for run in runs]
+        runs = [_Run(index, batch_context, Future()) for index in range(len(parts))]
+        for run, part in zip(runs, parts, strict=True):
+            self._advance(run, 0, part)
+        results = [run.answers.exception() or run.answers.result() for run in runs]
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -106,11 +114,27 @@ class MicroBatching:
         add_handler_time(context, started)
         return output
 
-    def submit(self, stage: str, index: int, value: Any, batch_context: contextvars.Context) -> Future[Any]:
-        """Run one stage on one part, in a thread of that stage and in a copy of the batch's context."""
+    def _advance(self, run: _Run, position: int, value: Any) -> None:
+        """Queue a stage of a part, which queues the next one from its own thread."""
+        if position == len(STAGES):
+            run.answers.set_result(value)
+            return
+        stage = STAGES[position]
         # A copy for each stage: two threads can't enter one context at the same time.
-        run_in_context = batch_context.copy().run
-        return self._pools[stage].submit(run_in_context, self._run_stage, stage, index, value)
+        in_context = run.context.copy().run
+        try:
+            future = self._pools[stage].submit(in_context, self._run_stage, stage, run.index, value)
+        except RuntimeError as err:  # the threads were stopped meanwhile
+            run.answers.set_exception(err)
+            return
+        future.add_done_callback(lambda done: self._stage_done(run, position, done))
+
+    def _stage_done(self, run: _Run, position: int, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            run.answers.set_exception(error)
+        else:
+            self._advance(run, position + 1, done.result())
 
     def _run_stage(self, stage: str, index: int, value: Any) -> Any:
         self._part.index = index
@@ -119,42 +143,3 @@ class MicroBatching:
             return getattr(self.handler, stage)(value)
         finally:
             self._part.index = None
-
-
-class _PipelineRun:
-    """The run of one part through the stages; each stage starts the next one from its own thread."""
-
-    def __init__(
-        self, batching: MicroBatching, index: int, part: list[Any], batch_context: contextvars.Context
-    ) -> None:
-        self._batching = batching
-        self._index = index
-        self._part = part
-        self._batch_context = batch_context
-        self._over: Future[Any] = Future()
-
-    def start(self) -> None:
-        """Queue the first stage."""
-        self._advance(0, self._part)
-
-    def wait(self) -> Any:
-        """Wait for the part; return its answers, or the exception that ended it."""
-        return self._over.exception() or self._over.result()
-
-    def _advance(self, position: int, value: Any) -> None:
-        if position == len(STAGES):
-            self._over.set_result(value)
-            return
-        try:
-            future = self._batching.submit(STAGES[position], self._index, value, self._batch_context)
-        except RuntimeError as err:  # the threads were stopped meanwhile
-            self._over.set_exception(err)
-            return
-        future.add_done_callback(lambda done: self._stage_done(position, done))
-
-    def _stage_done(self, position: int, done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None:
-            self._over.set_exception(error)
-        else:
-            self._advance(position + 1, done.result())
