@@ -100,9 +100,6 @@ class BaseHandler:
         """Read the settings that `preprocess` needs, and choose the device; loads no model.
 
         Packing calls it without `initialize`, to prepare samples as requests (`model_inputs.py`).
-
-        Raises:
-            ValueError: a setting in model-config.yaml is wrong.
         """
         self.context = context
         self.model_yaml_config = context.model_yaml_config or {}

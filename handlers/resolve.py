@@ -75,7 +75,7 @@ class EntryPoint:
         example = getattr(self.instance, "warmup_data", None)
         if example is None or self.enveloped or os.environ.get("ENABLE_TORCH_PROFILER"):
             return None
-        return None if _is_inherited_from_us(type(self.instance), "warmup_data") else example()
+        return None if _inherits_examples(type(self.instance)) else example()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -86,9 +86,9 @@ class EntryPoint:
         return self._loop
 
 
-def _is_inherited_from_us(handler_class: type, method: str) -> bool:
-    """Return whether a class of an archive has the method of a built-in handler."""
-    owner = next((base for base in handler_class.__mro__ if method in vars(base)), handler_class)
+def _inherits_examples(handler_class: type) -> bool:
+    """Return whether a class of an archive has its example rows from a built-in handler."""
+    owner = next((base for base in handler_class.__mro__ if "warmup_data" in vars(base)), handler_class)
     ours = "torchere.handlers."
     return owner.__module__.startswith(ours) and not handler_class.__module__.startswith(ours)
 

@@ -154,13 +154,7 @@ def _load_program(path: str, device: str | None) -> CompiledModel:
 
 
 def _refuse_code(path: str) -> None:
-    """Refuse an exported program that could run code: torch evaluates and unpickles parts of the file.
-
-    Only content that torch itself writes is accepted.
-
-    Raises:
-        RuntimeError: the file holds anything else.
-    """
+    """Refuse an exported program that could run code: torch evaluates and unpickles parts of the file."""
     try:
         with open(path, "rb") as file:
             check_program(file, os.path.getsize(path))

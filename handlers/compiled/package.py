@@ -205,11 +205,7 @@ def _read_sizes(source: bytes, rules: dict[bytes, InputRule]) -> None:
 
 
 def _sources(package: Package) -> Iterator[bytes | None]:
-    """Yield the source files of a package's code; None in place of one that is too long.
-
-    Raises:
-        RuntimeError: the package is damaged.
-    """
+    """Yield the source files of a package's code; None in place of one that is too long."""
     try:
         with zipfile.ZipFile(package.path) as file:
             for name in file.namelist():

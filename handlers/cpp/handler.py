@@ -164,11 +164,7 @@ def _request_pieces(context: Context, place: int, row: Mapping[str, Any]) -> Ite
 
 
 def _bytes_of(value: Any) -> bytes:
-    """Return a tensor of the Open Inference Protocol as a file of torch.save, a BYTES element unchanged.
-
-    Raises:
-        PredictionException: 400, a BYTES tensor has not exactly one element.
-    """
+    """Return a tensor of the Open Inference Protocol as a file of torch.save, a BYTES element unchanged."""
     if isinstance(value, np.ndarray):
         return (
             sole_element(value, "a body") if value.dtype == object else encode_answer(torch.from_numpy(value))

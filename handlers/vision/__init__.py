@@ -42,11 +42,7 @@ class VisionHandler(BaseHandler):
     image_limits = ImageLimits()
 
     def _configure(self, context: Context) -> None:
-        """Apply `handler.image` and the server's `limit_max_image_pixels`.
-
-        Raises:
-            ValueError: a value under `handler.image` is wrong.
-        """
+        """Apply `handler.image` and the server's `limit_max_image_pixels`."""
         super()._configure(context)
         config = self.image_config()
         limited = bool(context.system_properties.get("limit_max_image_pixels", True))
