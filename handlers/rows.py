@@ -134,6 +134,11 @@ def block_of(config: Mapping[str, Any], name: str) -> Any:
     return handler.get(name) if isinstance(handler, Mapping) else None
 
 
+def wrong_setting(name: str, value: object, expected: str) -> ValueError:
+    """Return the error for a wrong value of `handler.<name>` in model-config.yaml."""
+    return ValueError(f"handler.{name} in model-config.yaml is {value!r}; expected {expected}")
+
+
 def settings_of(config: dict[str, Any], name: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the block `handler.<name>` of model-config.yaml, merged over its defaults.
 
@@ -142,14 +147,13 @@ def settings_of(config: dict[str, Any], name: str, defaults: dict[str, Any]) -> 
     """
     block = block_of(config, name) or {}
     if not isinstance(block, dict):
-        raise ValueError(f"handler.{name} in model-config.yaml is {block!r}; expected keys and values")
+        raise wrong_setting(name, block, "keys and values")
     for key, value in block.items():
         if key not in defaults:
             known = ", ".join(defaults)
             raise ValueError(f"handler.{name}.{key} in model-config.yaml is unknown; expected one of {known}")
         if not _is_alike(value, defaults[key]):
-            kind = _KINDS[type(defaults[key])]
-            raise ValueError(f"handler.{name}.{key} in model-config.yaml is {value!r}; expected {kind}")
+            raise wrong_setting(f"{name}.{key}", value, _KINDS[type(defaults[key])])
     return {**defaults, **block}
 
 

@@ -148,13 +148,15 @@ def _is_alike(one: object, other: object) -> bool:
 
 def read_state_dict(path: str) -> dict[str, Any]:
     """Return a plain state dict, mapped if it is worth it; raise RuntimeError if the file holds none."""
-    if path.endswith(".safetensors"):
-        return _read_safetensors(path)
     # Files of torch before 1.6 are not zip files and can't be mapped; copying a small file is as fast.
     mapped = os.path.getsize(path) >= WORTH_MAPPING_BYTES and zipfile.is_zipfile(path)
     try:
+        if path.endswith(".safetensors"):
+            return read_safetensors(Path(file_to_map(path)))
         file = file_to_map(path) if mapped else path
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except ModelRefused as err:
+        raise RuntimeError(f"No model weights could be loaded: {err}") from err
     except pickle.UnpicklingError as err:
         raise RuntimeError(
             f"{path} holds more than tensors, and is not loaded because unpickling it could run any code "
@@ -172,13 +174,6 @@ def read_state_dict(path: str) -> dict[str, Any]:
             "torch.save(model.state_dict(), ...)"
         )
     return state
-
-
-def _read_safetensors(path: str) -> dict[str, Any]:
-    try:
-        return read_safetensors(Path(file_to_map(path)))
-    except ModelRefused as err:
-        raise RuntimeError(f"No model weights could be loaded: {err}") from err
 
 
 def in_eval_mode(model: Any) -> Any:

@@ -51,17 +51,13 @@ def weights_kind(model: dict[str, Any], model_dir: str, config: dict[str, Any]) 
         )
     if model.get("modelFile"):
         return WeightsKind.EAGER
-    if not serialized and Split.read(config) and Path(model_dir, "config.json").is_file():
-        return WeightsKind.HUGGING_FACE
     if not serialized:
+        if Split.read(config) and Path(model_dir, "config.json").is_file():
+            return WeightsKind.HUGGING_FACE
         raise RuntimeError(
             "No model weights could be loaded: the archive names no file for them; make it with "
             "--serialized-file, or with --model-file for a class that makes its own"
         )
-    return _kind_of_file(serialized, config)
-
-
-def _kind_of_file(serialized: str, config: dict[str, Any]) -> WeightsKind:
     suffix = Path(serialized).suffix
     kind = _BY_SUFFIX.get(suffix)
     if kind is WeightsKind.AOT_SHARED_OBJECT and not wants_aot_compile(config):

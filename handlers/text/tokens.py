@@ -22,7 +22,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.loading.devices import without_gradients
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of
+from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of, wrong_setting
 from torchere.handlers.tensors import DATATYPES, torch_dtype
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -182,10 +182,7 @@ class TransformerHandler(BaseHandler):
         wrong = {} if settings[key] in words else {key: f"one of {', '.join(words)}"}
         wrong |= {name: f"{least} or more" for name, least in _LEASTS if settings[name] < least}
         for name, expected in wrong.items():
-            raise ValueError(
-                f"handler.{self.section}.{name} in model-config.yaml is {settings[name]!r}; "
-                f"expected {expected}"
-            )
+            raise wrong_setting(f"{self.section}.{name}", settings[name], expected)
         return settings
 
     def warmup_data(self) -> list[dict[str, object]] | None:

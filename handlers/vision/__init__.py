@@ -17,7 +17,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import bad_request
 from torchere.handlers.loading.devices import to_device
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import block_of, fields_of, value_of
+from torchere.handlers.rows import block_of, fields_of, value_of, wrong_setting
 from torchere.handlers.tensors import shown
 from torchere.handlers.vision.decode import (
     DEFAULT_MAX_BYTES,
@@ -142,9 +142,7 @@ def _class_index(target: Any) -> Any:
 def _limit(key: str, value: Any) -> Any:
     # YAML parses 1e8, without a decimal point, as a string.
     if value is not None and (type(value) not in (int, float) or not value > 0):
-        raise ValueError(
-            f"handler.image.{key} in model-config.yaml is {value!r}; expected a number above 0, or null"
-        )
+        raise wrong_setting(f"image.{key}", value, "a number above 0, or null")
     return value
 
 

@@ -14,6 +14,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.loading.devices import to_device, without_gradients
 from torchere.handlers.metrics import timed
+from torchere.handlers.rows import wrong_setting
 from torchere.handlers.vision import VisionHandler
 from torchere.handlers.vision.transform import ImageTransform
 
@@ -39,7 +40,7 @@ class ImageClassifier(VisionHandler):
         super().initialize(context)
         top_k = self.image_config().get("top_k", self.topk)
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ValueError(f"handler.image.top_k in model-config.yaml is {top_k!r}; expected 1 or more")
+            raise wrong_setting("image.top_k", top_k, "1 or more")
         self.set_max_result_classes(top_k)
 
     def set_max_result_classes(self, topk: int) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from torchere.archiver.models.inputs import pictures
 from torchere.handlers.errors import bad_request
+from torchere.handlers.rows import wrong_setting
 from torchere.handlers.vision.decode import DEFAULT_MAX_DECODED_BYTES
 
 # Limit of a resized image: a line of pixels, scaled to `resize` on its shorter side, would fill the memory.
@@ -129,14 +130,12 @@ class ImageTransform:
 def _side(key: str, value: object) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 16_384):
         return value
-    raise ValueError(f"handler.image.{key} in model-config.yaml is {value!r}; expected pixels (1 to 16384)")
+    raise wrong_setting(f"image.{key}", value, "pixels (1 to 16384)")
 
 
 def _levels(key: str, value: object) -> tuple[float, ...]:
     numbers = value if isinstance(value, (list, tuple)) else ()
     valid = len(numbers) == 3 and all(isinstance(n, (int, float)) for n in numbers)
     if not valid or (key == "std" and 0 in numbers):
-        raise ValueError(
-            f"handler.image.{key} in model-config.yaml is {value!r}; expected three numbers, one per colour"
-        )
+        raise wrong_setting(f"image.{key}", value, "three numbers, one per colour")
     return tuple(float(n) for n in numbers)
