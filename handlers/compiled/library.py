@@ -270,7 +270,6 @@ class AotModel(_CheckedModel):
             raise AbiMismatch(
                 f"{path} names {self._out_spec.num_leaves} results, not {self._library.outputs}"
             )
-        self._first_run = threading.Lock()  # held while the first run is repeated and compared
         self._tested: Run | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +287,7 @@ class AotModel(_CheckedModel):
         return pytree.tree_unflatten(results, self._out_spec)
 
     def _run_first(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        with self._first_run, first_run(self._check_inputs):
+        with first_run(self._check_inputs):
             if self._tested is not None:  # another thread was faster
                 return self._tested(tensors)
             copies = [tensor.clone() for tensor in tensors]  # a model may write into its inputs
