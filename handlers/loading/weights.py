@@ -116,17 +116,6 @@ def file_to_map(path: str) -> str:
 T = TypeVar("T")
 
 
-class _Slot:
-    """Holds one model; `lock` is held while it is loaded, so loading other models is not blocked."""
-
-    __slots__ = ("loaded", "lock", "model")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.loaded = False
-        self.model: object = None
-
-
 class SharedModels:
     """Loads each model once, however many threads request it at the same time.
 
@@ -135,11 +124,12 @@ class SharedModels:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[Hashable, _Slot] = {}
+        self._models: dict[Hashable, object] = {}
+        self._loading: dict[Hashable, threading.Lock] = {}  # each held while its model is loaded
         # False once a model was not shared: such a model may keep state, which one more instance would not
         # have.
         self.shares_all = True
-        self._lock = threading.Lock()  # guards _slots; never held while a model loads
+        self._lock = threading.Lock()  # guards _loading; never held while a model loads
 
     def get_or_load(
         self, key: Hashable, load: Callable[[], T], may_share: Callable[[T], bool] = lambda _: True
@@ -152,12 +142,12 @@ class SharedModels:
             Exception: raised by `load`, to the caller that ran it; the next caller tries again.
         """
         with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
-        with slot.lock:
-            if not slot.loaded:
+            loading = self._loading.setdefault(key, threading.Lock())
+        with loading:
+            if key not in self._models:
                 model = load()
                 if not may_share(model):
                     self.shares_all = False
                     return model
-                slot.model, slot.loaded = model, True
-            return cast(T, slot.model)
+                self._models[key] = model
+            return cast(T, self._models[key])
