@@ -19,7 +19,7 @@ STAGES = ("preprocess", "inference", "postprocess")
 class _Run(NamedTuple):
     """The run of one part through the stages; `answers` are there after the last stage."""
 
-    index: int
+    part: int  # its index
     context: contextvars.Context
     answers: Future[Any]
 
@@ -92,7 +92,7 @@ class MicroBatching:
         runs = [_Run(index, batch_context, Future()) for index in range(len(parts))]
         for run, part in zip(runs, parts, strict=True):
             self._advance(run, 0, part)
-        results = [run.answers.exception() or run.answers.result() for run in runs]
+        results: list[Any] = [run.answers.exception() or run.answers.result() for run in runs]
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -123,7 +123,7 @@ class MicroBatching:
         # A copy for each stage: two threads can't enter one context at the same time.
         in_context = run.context.copy().run
         try:
-            future = self._pools[stage].submit(in_context, self._run_stage, stage, run.index, value)
+            future = self._pools[stage].submit(in_context, self._run_stage, stage, run.part, value)
         except RuntimeError as err:  # the threads were stopped meanwhile
             run.answers.set_exception(err)
             return

@@ -87,9 +87,15 @@ CHECKS = """
 """
 
 
+def rules_of(package: str) -> list[InputRule]:
+    rules = read_rules(read_package(package))
+    assert rules is not None
+    return rules
+
+
 def test_the_rules_for_each_input_stand_in_the_source(tmp_path: Path) -> None:
     entries = {FOLDER + "a.wrapper.so": "code", FOLDER + "a.wrapper.cpp": CHECKS}
-    first, second = read_rules(read_package(write(tmp_path / "net.pt2", entries))) or ()
+    first, second = rules_of(write(tmp_path / "net.pt2", entries))
     assert first == InputRule("float32", {0: 1, 1: 20, 2: 64}, {0: 1024, 2: 64}, {2: 1})
     assert (first.dimensions, second) == (3, InputRule("bool"))
     entries[FOLDER + "a.wrapper.cpp"] = CHECKS.replace("handles[0]", "handles[2]")  # one is missing
@@ -108,7 +114,7 @@ SIZES = """
 
 def test_sizes_that_follow_from_a_free_one_are_bound_by_it(tmp_path: Path) -> None:
     entries = {FOLDER + "a.wrapper.so": "code", FOLDER + "a.wrapper.cpp": CHECKS + SIZES}
-    first, second = read_rules(read_package(write(tmp_path / "net.pt2", entries))) or ()
+    first, second = rules_of(write(tmp_path / "net.pt2", entries))
     assert first.sizes == {0: LinearSize("s7"), 1: LinearSize("s7", 2)}
     assert second.sizes == {0: LinearSize("s7", 2, 1), 1: LinearSize("s7", 1, -1), 2: LinearSize("s8")}
     assert (first.least, second.least) == ({0: 1, 1: 2, 2: 64}, {0: 3, 1: 0, 2: 20})
