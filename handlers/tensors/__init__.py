@@ -60,28 +60,17 @@ class Output:
     parameters: Mapping[str, Any] | None = None
 
 
+def _number(name: str) -> Datatype:
+    common = name.lower().replace("fp", "float")  # NumPy and torch call it alike
+    dtype = np.dtype(np.dtype(common).newbyteorder("<").str)
+    return Datatype(name, dtype, dtype.itemsize, common)
+
+
 # Open Inference Protocol, "Tensor Data Types"; BF16 is the extension that Triton and KServe share.
-_ROWS = (
-    ("BOOL", "?", 1, "bool"),
-    ("UINT8", "u1", 1, "uint8"),
-    ("UINT16", "<u2", 2, "uint16"),
-    ("UINT32", "<u4", 4, "uint32"),
-    ("UINT64", "<u8", 8, "uint64"),
-    ("INT8", "i1", 1, "int8"),
-    ("INT16", "<i2", 2, "int16"),
-    ("INT32", "<i4", 4, "int32"),
-    ("INT64", "<i8", 8, "int64"),
-    ("FP16", "<f2", 2, "float16"),
-    ("FP32", "<f4", 4, "float32"),
-    ("FP64", "<f8", 8, "float64"),
-    ("BYTES", "O", 0, ""),
-)
+_NUMBERS = "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64"
+BYTES = Datatype("BYTES", np.dtype("O"), 0, "")
 BF16 = Datatype("BF16", None, 2, "bfloat16")
-DATATYPES: dict[str, Datatype] = {
-    **{name: Datatype(name, np.dtype(code), size, torch) for name, code, size, torch in _ROWS},
-    BF16.name: BF16,
-}
-BYTES = DATATYPES["BYTES"]
+DATATYPES = {datatype.name: datatype for datatype in (*map(_number, _NUMBERS.split()), BYTES, BF16)}
 _OF_NUMPY = {datatype.numpy: datatype for datatype in DATATYPES.values() if datatype.numpy is not None}
 _OF_TORCH = {datatype.torch_name: datatype for datatype in DATATYPES.values() if datatype.torch_name}
 
