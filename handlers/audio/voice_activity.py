@@ -6,7 +6,7 @@ import io
 import json
 import wave
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +120,7 @@ STREAM_TYPE = "application/x-ndjson"
 _STEP = {16000: 512, 8000: 256}  # samples that the model takes at once, by sample rate in Hz
 _DEFAULTS: dict[str, Any] = {
     "max_seconds": 600.0,  # of one sound
-    **{name: getattr(SegmentRules(), name) for name in SegmentRules.__dataclass_fields__},
+    **asdict(SegmentRules()),
 }
 
 
