@@ -107,7 +107,11 @@ def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
     except Image.DecompressionBombError as err:
         raise _too_large(str(err)) from err
     except _BROKEN as err:
-        raise bad_request(_not_an_image(raw)) from err
+        raise bad_request(
+            f"The request body is not an image: found {_describe(raw)}; expected the bytes of a JPEG, PNG or "
+            "other image file. Send them as they are (curl -T cat.jpg URL), in a form field "
+            "(curl -F data=@cat.jpg URL), or as base64 with Content-Type: text/plain"
+        ) from err
     check_pixels(image.width, image.height, limits)
     decoded_bytes = _decoded_bytes(image)
     if limits.max_decoded_bytes is not None and decoded_bytes > limits.max_decoded_bytes:
@@ -182,16 +186,10 @@ def _too_large(found: str) -> PredictionException:
     )
 
 
-def _not_an_image(raw: bytes) -> str:
-    return (
-        f"The request body is not an image: found {_describe(raw)}; expected the bytes of a JPEG, PNG or "
-        "other image file. Send them as they are (curl -T cat.jpg URL), in a form field "
-        "(curl -F data=@cat.jpg URL), or as base64 with Content-Type: text/plain"
-    )
-
-
 # Files that people send as images and that can't be opened: offset, bytes at it, what they are.
 _KNOWN_HEADS = (
+    (0, b"PK", "a zip or pickle file"),
+    (0, b"\x80\x02", "a zip or pickle file"),
     (0, b"\xff\xd8\xff", "a JPEG whose head is broken or cut off"),
     (0, b"\x89PNG\r\n\x1a\n", "a PNG whose head is broken or cut off"),
     (4, b"ftyphei", "a HEIC file, which Pillow does not decode: convert it to JPEG"),
@@ -202,8 +200,6 @@ _KNOWN_HEADS = (
 def _describe(raw: bytes) -> str:
     if not raw:
         return "no bytes"
-    if raw[:2] in (b"PK", b"\x80\x02"):
-        return f"{len(raw)} bytes of a zip or pickle file"
     for offset, magic, what in _KNOWN_HEADS:
         if raw.startswith(magic, offset):
             return f"{len(raw)} bytes of {what}"
