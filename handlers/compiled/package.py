@@ -257,8 +257,6 @@ def extracted_library(package: Package, folder: Path) -> Path:
     return target
 
 
-CPUINFO = Path("/proc/cpuinfo")
-
 # CPU flags that code compiled for each instruction set requires (torch/_inductor/cpu_vec_isa.py).
 _X86_FLAGS = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
@@ -342,7 +340,7 @@ def misfit(build: Build, torch_version: str, cpu_flags: frozenset[str] | None) -
     return None
 
 
-def read_cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str] | None:
+def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str] | None:
     """Return the instruction set extensions of an x86 CPU under Linux; None elsewhere."""
     try:
         lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()

@@ -61,10 +61,6 @@ class ListText:
         """The first element of a list that is not empty; a nested list or object is returned empty."""
         return self._value_at(1)
 
-    @property
-    def _is_nested(self) -> bool:
-        return bool(self._codes[1] == _OPEN)
-
     def tensor_bytes(self, datatype: Datatype, shape: Sequence[object], field: str) -> bytes:
         """Return the elements as raw little-endian bytes in row-major order.
 
@@ -75,7 +71,8 @@ class ListText:
             NO_JSON: an element is invalid JSON.
         """
         sizes, name = check_shape(shape, f"{field}.shape"), f"{field}.data"
-        starts, ends = self._nested(sizes, name) if self._is_nested else self._flat(sizes, name)
+        is_nested = self._codes[1] == _OPEN
+        starts, ends = self._nested(sizes, name) if is_nested else self._flat(sizes, name)
         return b"".join(self._converted(starts, ends, datatype, name))
 
     def _flat(self, sizes: tuple[int, ...], name: str) -> tuple[Array, Array]:
