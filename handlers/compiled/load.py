@@ -86,8 +86,13 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
     if found and build.fallback:
         logger.warning("%s is not used: %s. Its fallback %s is slower", path, found.reason, build.fallback)
         return _load_program(str(Path(model_dir, build.fallback)), device)
+    if found and found.fatal:
+        raise RuntimeError(
+            f"{path} can't run here: {found.reason}; compile it again on a machine like this one, or pack it "
+            "with the exported program as its fallback"
+        )
     if found:
-        _try_nevertheless(path, found)
+        logger.warning("%s: %s; it is tried nevertheless, for there is no fallback", path, found.reason)
     rules = read_rules(package)
     if rules == []:
         logger.warning("%s: its source holds no checks of its inputs. %s", path, _UNCHECKED)
@@ -132,15 +137,6 @@ def _reason_against(package: Package, build: Build, device: str | None) -> Misfi
         text = f"its weights of 4 bits are ordered for {build.weights_for}; this is {here}"
         return Misfit(text, fatal=True)
     return found
-
-
-def _try_nevertheless(path: str, found: Misfit) -> None:
-    if found.fatal:
-        raise RuntimeError(
-            f"{path} can't run here: {found.reason}; compile it again on a machine like this one, or pack it "
-            "with the exported program as its fallback"
-        )
-    logger.warning("%s: %s; it is tried nevertheless, for there is no fallback", path, found.reason)
 
 
 def _load_program(path: str, device: str | None) -> CompiledModel:
