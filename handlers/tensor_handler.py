@@ -130,7 +130,6 @@ class TensorHandler(BaseHandler):
             return None
         shapes = [spec.shape[1:] if spec.batched else spec.shape for spec in self.signature.inputs]
         whole_numbers = any(spec.datatype.startswith(("INT", "UINT")) for spec in self.signature.inputs)
-        # On a GPU an index out of range is more than an exception: the process can't use the GPU any more.
         trips = whole_numbers and self.map_location in ("cuda", "xpu", "hpu")
         if trips or any(ANY in shape for shape in shapes):
             return None

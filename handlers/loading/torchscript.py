@@ -84,10 +84,8 @@ def _load(path: str, device: torch.device | str, *, check: bool) -> torch.jit.Sc
         ) from err
 
 
-# Detects TorchScript modules that change their own state in `forward`, by static analysis.
-#
-# Such a module (it counts, caches, or computes in its own buffer) gives wrong results if several threads
-# run it at once. In TorchServe it works, because each worker has its own copy.
+# A module that changes its own state in `forward` (it counts, caches, or computes in its own buffer) gives
+# wrong results if several threads run it at once. In TorchServe it works: each worker has its own copy.
 
 # The nodes for the module's own state in the graph of `forward`, with the methods it calls inlined.
 _ITS_OWN = ("prim::GetAttr", "prim::Constant")

@@ -111,8 +111,6 @@ def file_to_map(path: str) -> str:
     return shared if alike else path
 
 
-# One copy of the weights for all handler instances of a version in this process.
-
 T = TypeVar("T")
 
 
