@@ -104,8 +104,12 @@ class BaseHandler:
         self.context = context
         self.model_yaml_config = context.model_yaml_config or {}
         gpu_id = context.system_properties.get("gpu_id")
-        self.map_location, self.device = choose_device(gpu_id, self.model_yaml_config)
+        self._use_device(choose_device(gpu_id, self.model_yaml_config))
         self.manifest = context.manifest
+
+    def _use_device(self, device: torch.device) -> None:
+        self.device = device
+        self.map_location = None if device.type == "xla" else device.type  # as in TorchServe
 
     def _load(self, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
         path = str(self.model_pt_path)
@@ -148,7 +152,7 @@ class BaseHandler:
         """
         options = TorchScriptOptions.read(self.model_yaml_config)
         if options.quantized_engine:  # int8: its operators run on the CPU only
-            self.map_location, self.device = CPU
+            self._use_device(CPU)
         device = self.device
         return self._shared(
             ("torchscript", model_pt_path, str(device), options),
@@ -167,7 +171,7 @@ class BaseHandler:
     def _load_package(self, path: str, model_dir: str) -> Any:
         # Code for the CPU would use GPU addresses as its own.
         if self.map_location != "cpu" and aot.is_for_cpu(path):
-            self.map_location, self.device = CPU
+            self._use_device(CPU)
         if self.map_location == "cuda":
             torch.cuda.set_device(self.device)  # torch's binding loads to the current device
         where = self._where()

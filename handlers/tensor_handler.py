@@ -105,7 +105,7 @@ class TensorHandler(BaseHandler):
         super().initialize(context)
         if not callable(self.model):
             self.model = run_of_session(self.model)
-            self.device = CPU.device  # its inputs are CPU tensors on any execution provider
+            self.device = CPU  # its inputs are CPU tensors on any execution provider
 
     def _load_part(self, split: Split, *given: Any) -> Any:
         # A pipeline cuts inputs of the same first size into rows, which those of this model may not have.

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from glob import glob
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,17 +30,10 @@ _PLUGINS = ("torch_xla", "habana_frameworks")
 _PAGEABLE_BYTES = 65_536
 
 
-class DeviceChoice(NamedTuple):
-    """A chosen device: `map_location` is its type ("cuda", "cpu", ...; None for XLA), `device` itself."""
-
-    map_location: str | None
-    device: torch.device
+CPU = torch.device("cpu")
 
 
-CPU = DeviceChoice("cpu", torch.device("cpu"))
-
-
-def choose_device(gpu_id: int | str | None, config: Mapping[str, Any] | None = None) -> DeviceChoice:
+def choose_device(gpu_id: int | str | None, config: Mapping[str, Any] | None = None) -> torch.device:
     """Return the best available device, CUDA, Intel GPU, Apple GPU, XLA, CPU, in this order; or of one kind.
 
     Args:
@@ -61,11 +54,11 @@ def choose_device(gpu_id: int | str | None, config: Mapping[str, Any] | None = N
         if torch.cuda.is_available():
             device = torch.device(f"cuda:{gpu_id}")
             _use_tensor_cores(device)
-            return DeviceChoice("cuda", device)
+            return device
         if os.environ.get("TS_IPEX_GPU_ENABLE", "false") == "true" and torch.xpu.is_available():
-            return DeviceChoice("xpu", torch.device(f"xpu:{gpu_id}"))
+            return torch.device(f"xpu:{gpu_id}")
         if torch.backends.mps.is_available():
-            return DeviceChoice("mps", torch.device("mps"))
+            return torch.device("mps")
         logger.warning(
             "GPU %s is to be used, and torch can't: nvidia-smi and the warnings above may tell why", gpu_id
         )
@@ -78,14 +71,14 @@ def kind_of(config: Mapping[str, Any] | None) -> str:
     return kind.lower() if isinstance(kind, str) else ""
 
 
-def _of_kind(kind: str, gpu_id: int | str | None, config: Mapping[str, Any]) -> DeviceChoice:
+def _of_kind(kind: str, gpu_id: int | str | None, config: Mapping[str, Any]) -> torch.device:
     if kind == "xla" and _has_xla():
-        return DeviceChoice(None, xla.device_of(config))
+        return xla.device_of(config)
     module = _module(kind)
     if module is None or not module.is_available():
         logger.warning("deviceType: %s is to be used, and torch has none here: the CPU does it", kind)
         return CPU
-    return DeviceChoice(kind, torch.device(kind if kind == "mps" else f"{kind}:{gpu_id or 0}"))
+    return torch.device(kind if kind == "mps" else f"{kind}:{gpu_id or 0}")
 
 
 def sees_only_cpu() -> bool:

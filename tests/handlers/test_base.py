@@ -10,7 +10,7 @@ import torch
 
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.loading.devices import DeviceChoice, choose_device, own_stream
+from torchere.handlers.loading.devices import choose_device, own_stream
 from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
@@ -344,7 +344,7 @@ def test_an_answer_in_a_models_own_buffer_is_not_changed_by_another_executor(
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handlers are given a GPU, as on a server that has some; there is none."""
-    gpu = DeviceChoice("cuda", torch.device("cuda:0"))
+    gpu = torch.device("cuda:0")
     monkeypatch.setattr("torchere.handlers.base.choose_device", lambda *_: gpu)
 
 
@@ -373,7 +373,7 @@ def test_int8_torchscript_stays_on_the_cpu_of_a_server_with_gpus(
 @pytest.fixture
 def on_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handlers are given a device from which nothing can be copied back."""
-    other = DeviceChoice("meta", torch.device("meta"))
+    other = torch.device("meta")
     monkeypatch.setattr("torchere.handlers.base.choose_device", lambda *_: other)
 
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def test_without_an_accelerator_it_is_the_cpu() -> None:
-    assert choose_device(None) == ("cpu", torch.device("cpu"))
+    assert choose_device(None) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("gpu_id", [3, "3"])  # a text comes from MockContext
@@ -33,9 +33,9 @@ def test_a_gpu_that_is_not_there_falls_back_to_the_cpu_and_says_so(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert choose_device(None).map_location == "cpu"
+    assert choose_device(None) == CPU
     assert caplog.text == ""
-    assert choose_device(gpu_id).map_location == "cpu"
+    assert choose_device(gpu_id) == CPU
     assert "GPU 3 is to be used, and torch can't" in caplog.text
 
 
@@ -65,8 +65,8 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, capability: dict[int, tuple[in
 @pytest.mark.parametrize("gpu_id", [1, "1"])
 def test_a_cuda_gpu_is_taken_by_its_number(gpu_id: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch, {1: (7, 5)})
-    assert choose_device(gpu_id) == ("cuda", torch.device("cuda:1"))
-    assert choose_device(None).map_location == "cpu"
+    assert choose_device(gpu_id) == torch.device("cuda:1")
+    assert choose_device(None) == CPU
 
 
 def test_a_gpu_that_the_driver_counts_and_cuda_does_not_show_is_said_to_be_missing(
@@ -96,9 +96,9 @@ def test_an_intel_gpu_needs_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert choose_device(0).map_location == "cpu"
+    assert choose_device(0) == CPU
     monkeypatch.setenv("TS_IPEX_GPU_ENABLE", "true")
-    assert choose_device(0) == ("xpu", torch.device("xpu:0"))
+    assert choose_device(0) == torch.device("xpu:0")
 
 
 class FakeModule:
@@ -168,7 +168,7 @@ def test_the_kind_of_the_model_config_is_taken(
     kind: str, gpu_id: int | None, device: str, pretend: Callable[[str, FakeModule], FakeModule]
 ) -> None:
     pretend(kind.lower(), FakeModule())
-    assert choose_device(gpu_id, {"deviceType": kind}) == (kind.lower(), torch.device(device))
+    assert choose_device(gpu_id, {"deviceType": kind}) == torch.device(device)
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps", "hpu", "xla"])
@@ -177,15 +177,15 @@ def test_a_kind_that_is_not_there_falls_back_to_the_cpu_and_says_so(
 ) -> None:
     if kind == "mps" and torch.backends.mps.is_available():
         pytest.skip("this machine has a GPU of Apple's")
-    assert choose_device(0, {"deviceType": kind}).map_location == "cpu"
+    assert choose_device(0, {"deviceType": kind}) == CPU
     assert f"deviceType: {kind} is to be used, and torch has none here" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cuda", "neuron", 4, None])
 def test_other_words_choose_as_without_one(kind: object, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch, {1: (7, 5)})
-    assert choose_device(1, {"deviceType": kind}) == ("cuda", torch.device("cuda:1"))
-    assert choose_device(1, {"deviceType": "cpu"}).map_location == "cpu"
+    assert choose_device(1, {"deviceType": kind}) == torch.device("cuda:1")
+    assert choose_device(1, {"deviceType": "cpu"}) == CPU
 
 
 def test_a_lane_has_a_stream_of_its_own_on_each_kind_with_streams(

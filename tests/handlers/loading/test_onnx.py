@@ -12,7 +12,6 @@ import torch
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.context import Context
-from torchere.handlers.loading.devices import DeviceChoice
 from torchere.handlers.loading.onnx import load_onnx
 from torchere.handlers.tensor_handler import TensorHandler
 
@@ -81,7 +80,7 @@ def test_tensors_for_a_session_on_a_gpu_stay_where_it_takes_them_from(
     begin: Callable[[Context], object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = DeviceChoice("cuda", torch.device("cuda:1"))
+    gpu = torch.device("cuda:1")
     monkeypatch.setattr("torchere.handlers.base.choose_device", lambda *_: gpu)
     taken, given = (TensorSpec(name, "FP32", (-1, 2)) for name in ("input", "output"))
     (tmp_path / "signature.json").write_text(Signature((taken,), (given,)).to_json())
