@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -191,15 +191,18 @@ LIBRARY_GAUGES = (
 ALL_NAMES = (*FAMILIES, *LIBRARY_COUNTERS.values(), *LIBRARY_GAUGES)
 
 
-def family(name: str) -> OwnFamily:
-    """Return a metric family of the catalogue, without samples."""
-    described = FAMILIES[name]
-    return OwnFamily(name, described.text, described.kind)
+def families() -> dict[str, OwnFamily]:
+    """Return the metric families of the catalogue by name, without samples."""
+    return {name: OwnFamily(name, row.text, row.kind) for name, row in FAMILIES.items()}
 
 
-def families(names: Iterable[str]) -> dict[str, OwnFamily]:
-    """Return several metric families of the catalogue by name, without samples."""
-    return {name: family(name) for name in names}
+def add_values(
+    families: Mapping[str, OwnFamily], values: Mapping[str, float | None], labels: Mapping[str, str]
+) -> None:
+    """Add a sample with these labels to each family that has a value."""
+    for name, value in values.items():
+        if value is not None:
+            families[name].add(value, **labels)
 
 
 Family = Counter | Gauge | Histogram

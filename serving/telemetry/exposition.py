@@ -46,6 +46,10 @@ class OwnFamily(Metric):
         super().__init__(name, documentation, kind)
         self.rows: list[HistogramRow] = []
 
+    def add(self, value: float, /, **labels: str) -> None:
+        """Add a sample with these labels."""
+        self.samples.append(Sample(self.name, labels, value))
+
 
 def render(families: Iterable[Metric], declared: Mapping[str, str], names: Collection[str] = ()) -> str:
     """Render families as text.

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import psutil
-from prometheus_client import Metric
 
 from torchere.serving.telemetry import catalogue as names
 from torchere.serving.telemetry.exposition import OwnFamily
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.telemetry.saturation import SaturationWindow
-
-FAMILIES = (
-    *(names.QUEUE_DEPTH, names.QUEUE_CAPACITY, names.OLDEST_AGE, names.PREDICTED, names.SATURATION),
-    *(names.EXECUTORS, names.EXECUTOR_STATE, names.EXECUTOR_MEMORY, names.MODEL_STATE),
-    names.MODEL_TIMEOUT,
-    *(names.MODEL_WEIGHTS, names.VERSION_WEIGHT),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +39,13 @@ class VersionLoad:
     weights_bytes: int = 0  # 0: unknown
     weight: float = 0.0  # share of the requests without a version that it gets
     saturation: float = 0.0  # see `saturation.py`
+
+
+class States(NamedTuple):
+    """All possible states, for metrics that are 1 for the current state and 0 for the others."""
+
+    executor: tuple[str, ...] = ()
+    version: tuple[str, ...] = ()
 
 
 class LoadMetrics:
@@ -91,66 +92,40 @@ def executors_of(load: VersionLoad) -> frozenset[int]:
     return frozenset(executor.executor_id for executor in load.executors)
 
 
-def load_families(
-    loads: Mapping[tuple[str, str], VersionLoad],
-    executor_states: Iterable[str],
-    version_states: Iterable[str],
-) -> Iterable[Metric]:
-    """Return the families of `FAMILIES`. Queries the system only for the memory of worker processes.
-
-    Args:
-        loads: by model and version.
-        executor_states: all states that an executor can be in.
-        version_states: all values of `VersionLoad.state`.
-    """
-    families = names.families(FAMILIES)
+def add_loads(
+    families: Mapping[str, OwnFamily], loads: Mapping[tuple[str, str], VersionLoad], states: States
+) -> None:
+    """Add the loads, by model and version. Queries the system only for the memory of worker processes."""
     for (model, version), load in loads.items():
         labels = {"model": model, "version": version}
-        _add_queue(families, labels, load)
-        _add_executors(families, labels, load, executor_states)
-        for state in version_states if load.state else ():
-            families[names.MODEL_STATE].add_sample(
-                names.MODEL_STATE, {**labels, "state": state}, float(state == load.state)
-            )
-        for name, value in (
-            (names.MODEL_WEIGHTS, load.weights_bytes),
-            (names.MODEL_TIMEOUT, load.response_timeout_s),
-        ):
-            if value:
-                families[name].add_sample(name, labels, value)
-        families[names.VERSION_WEIGHT].add_sample(names.VERSION_WEIGHT, labels, load.weight)
-    return families.values()
-
-
-def _add_queue(families: dict[str, OwnFamily], labels: dict[str, str], load: VersionLoad) -> None:
-    values = {
-        names.QUEUE_DEPTH: load.queued,
-        names.QUEUE_CAPACITY: load.queued + load.queue_room,
-        names.OLDEST_AGE: load.oldest_age_s,
-        names.PREDICTED: load.predicted_s,
-        names.SATURATION: load.saturation,
-    }
-    for name, value in values.items():
-        families[name].add_sample(name, labels, value)
+        values = {
+            names.QUEUE_DEPTH: load.queued,
+            names.QUEUE_CAPACITY: load.queued + load.queue_room,
+            names.OLDEST_AGE: load.oldest_age_s,
+            names.PREDICTED: load.predicted_s,
+            names.SATURATION: load.saturation,
+            names.MODEL_WEIGHTS: load.weights_bytes or None,
+            names.MODEL_TIMEOUT: load.response_timeout_s or None,
+            names.VERSION_WEIGHT: load.weight,
+        }
+        names.add_values(families, values, labels)
+        for state in states.version if load.state else ():
+            families[names.MODEL_STATE].add(float(state == load.state), **labels, state=state)
+        _add_executors(families, labels, load.executors, states.executor)
 
 
 def _add_executors(
-    families: dict[str, OwnFamily], labels: dict[str, str], load: VersionLoad, states: Iterable[str]
+    families: Mapping[str, OwnFamily],
+    labels: Mapping[str, str],
+    executors: Sequence[ExecutorLoad],
+    states: Iterable[str],
 ) -> None:
-    for state, count in Counter(executor.state for executor in load.executors).items():
-        families[names.EXECUTORS].add_sample(names.EXECUTORS, {**labels, "state": state}, count)
-    for executor in load.executors:
+    for state, count in Counter(executor.state for executor in executors).items():
+        families[names.EXECUTORS].add(count, **labels, state=state)
+    for executor in executors:
         own = {**labels, "executor": str(executor.executor_id)}
         for state in states:
-            families[names.EXECUTOR_STATE].add_sample(
-                names.EXECUTOR_STATE, {**own, "state": state}, float(state == executor.state)
-            )
+            families[names.EXECUTOR_STATE].add(float(state == executor.state), **own, state=state)
         if executor.pid:
-            _add_memory(families[names.EXECUTOR_MEMORY], own, executor.pid)
-
-
-def _add_memory(family: Metric, labels: dict[str, str], pid: int) -> None:
-    try:
-        family.add_sample(family.name, labels, psutil.Process(pid).memory_info().rss)
-    except psutil.Error:  # the process has just ended
-        return
+            with suppress(psutil.Error):  # the process has just ended
+                families[names.EXECUTOR_MEMORY].add(psutil.Process(executor.pid).memory_info().rss, **own)

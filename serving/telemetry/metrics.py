@@ -21,7 +21,7 @@ from torchere.serving.telemetry import catalogue, torchserve
 from torchere.serving.telemetry.catalogue import Families, Reserved
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, Report
-from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, executors_of
+from torchere.serving.telemetry.load_metrics import LoadMetrics, States, VersionLoad, executors_of
 from torchere.serving.telemetry.numbers import (
     TOO_LARGE,
     Listener,
@@ -33,7 +33,7 @@ from torchere.serving.telemetry.numbers import (
 )
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S
-from torchere.serving.telemetry.scrape import ClientNumbers, Exposure, Extent, States
+from torchere.serving.telemetry.scrape import ClientNumbers, Exposure, Extent
 from torchere.serving.telemetry.torchserve import ServerMetrics
 
 if TYPE_CHECKING:  # imports OpenTelemetry, which is optional

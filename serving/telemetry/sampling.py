@@ -13,18 +13,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 import psutil
-from prometheus_client import Metric, ProcessCollector
+from prometheus_client import ProcessCollector
 
 from torchere.handlers.cgroup import sample_cgroup
 from torchere.serving.logs.worker_lines import metric_of
 from torchere.serving.telemetry import catalogue as names
 from torchere.serving.telemetry.distributions import Distributions, add_histogram
+from torchere.serving.telemetry.exposition import OwnFamily
 from torchere.serving.telemetry.torchserve import ServerMetrics
 
 # Utilisation of the GPUs, by `nvidia-smi`.
@@ -166,10 +167,6 @@ def _number(text: str) -> float | None:
 
 
 LAG_PERIOD_S = 0.5
-FAMILIES = (
-    *(names.BUILD_INFO, names.CERTIFICATE_EXPIRY, names.LOOP_LAG, names.GC_PAUSE, names.THREADS),
-    *(names.CGROUP_CPU_LIMIT, names.CGROUP_THROTTLED, names.CGROUP_MEMORY_LIMIT, names.CGROUP_MEMORY),
-)
 
 
 class GcPauses:
@@ -189,7 +186,7 @@ class GcPauses:
 
 
 class ProcessMetrics:
-    """The families of `FAMILIES`, and the library's `process_` families. Collecting is thread-safe.
+    """The families about the process, and the library's `process_` families. Collecting is thread-safe.
 
     Run `watch_loop` on the event loop to be measured.
     """
@@ -199,7 +196,7 @@ class ProcessMetrics:
         self._lock = threading.Lock()  # guards _lags: the event loop writes, a scrape reads
         self._pauses = GcPauses()
         self._certificate_expiry_s: Callable[[], float | None] = lambda: None
-        self._library = ProcessCollector(registry=None)
+        self.library = ProcessCollector(registry=None)
 
     def watch_certificate(self, expires_at_s: Callable[[], float | None]) -> None:
         """Set a function that returns the expiry, in seconds since the epoch, of the certificate in use."""
@@ -217,15 +214,14 @@ class ProcessMetrics:
         finally:
             gc.callbacks.remove(self._pauses)
 
-    def collect(self) -> Iterable[Metric]:
-        """Return the current families; reads /proc."""
-        families = names.families(FAMILIES)
-        families[names.BUILD_INFO].add_sample(names.BUILD_INFO, build_labels(), 1)
+    def add_to(self, families: Mapping[str, OwnFamily]) -> None:
+        """Add the current values; reads /proc."""
+        families[names.BUILD_INFO].add(1, **_build())
         with self._lock:
             (lags,) = self._lags.histograms()
         add_histogram(families[names.LOOP_LAG], {}, lags)
         cgroup = sample_cgroup()
-        values = {
+        values: dict[str, float | None] = {
             names.GC_PAUSE: self._pauses.total_s,
             names.THREADS: psutil.Process().num_threads(),
             names.CERTIFICATE_EXPIRY: self._certificate_expiry_s(),
@@ -234,13 +230,10 @@ class ProcessMetrics:
             names.CGROUP_MEMORY_LIMIT: cgroup.memory_limit_bytes,
             names.CGROUP_MEMORY: cgroup.memory_bytes,
         }
-        for name, value in values.items():
-            if value is not None:
-                families[name].add_sample(name, {}, value)
-        return (*families.values(), *self._library.collect())
+        names.add_values(families, values, {})
 
 
-def build_labels() -> dict[str, str]:
+def _build() -> dict[str, str]:
     """Return the versions of torchere, PyTorch and Python, and whether the GIL is on, as labels."""
     has_gil = getattr(sys, "_is_gil_enabled", lambda: True)  # since Python 3.13
     return {

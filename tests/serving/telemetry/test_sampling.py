@@ -3,13 +3,17 @@ import contextlib
 import gc
 import time
 
+from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry import sampling as process_metrics
 from torchere.serving.telemetry.exposition import samples_of
 from torchere.serving.telemetry.sampling import ProcessMetrics
 
 
 def values(metrics):
-    return {sample.name: sample.value for family in metrics.collect() for sample in samples_of(family)}
+    families = catalogue.families()
+    metrics.add_to(families)
+    collected = [*families.values(), *metrics.library.collect()]
+    return {sample.name: sample.value for family in collected for sample in samples_of(family)}
 
 
 def test_the_process_is_described():
@@ -18,8 +22,10 @@ def test_the_process_is_described():
     assert found["torchere_build_info"] == 1
     assert found["torchere_process_threads"] >= 1
     assert found["process_resident_memory_bytes"] > 1_000_000
-    (build,) = [f for f in metrics.collect() if f.name == "torchere_build_info"]
-    assert set(build.samples[0].labels) == {"version", "torch", "python", "gil"}
+    families = catalogue.families()
+    metrics.add_to(families)
+    (build,) = families[catalogue.BUILD_INFO].samples
+    assert set(build.labels) == {"version", "torch", "python", "gil"}
 
 
 def test_a_loop_that_stood_still_has_a_lag_and_collections_have_their_time(monkeypatch):
