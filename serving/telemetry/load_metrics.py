@@ -53,43 +53,30 @@ class LoadMetrics:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._loads: dict[tuple[str, str], Callable[[], VersionLoad]] = {}
-        self._windows: dict[tuple[str, str], SaturationWindow] = {}
+        self._watched: dict[tuple[str, str], tuple[Callable[[], VersionLoad], SaturationWindow]] = {}
 
     def watch(self, version: VersionNumbers, load: Callable[[], VersionLoad]) -> None:
         """Call `load` at each scrape, and `version.load` at each tick for the saturation."""
-        key = version.model, version.version
         window = SaturationWindow(version.busy, version.load, version.requests)
         window.tick(self._now())
-        self._loads[key], self._windows[key] = load, window
+        self._watched[version.key] = load, window
 
-    def forget(self, model: str, version: str) -> None:
+    def forget(self, version: tuple[str, str]) -> None:
         """Stop watching a version; an unknown version is no error."""
-        self._loads.pop((model, version), None)
-        self._windows.pop((model, version), None)
+        self._watched.pop(version, None)
 
     def tick(self) -> None:
         """Sample every version; call it every `TICK_S`."""
         now_s = self._now()
-        for window in self._windows.values():
+        for _, window in self._watched.values():
             window.tick(now_s)
 
-    def executors_of(self, model: str, version: str) -> frozenset[int] | None:
-        """Return the ids of the executors that a version should have; None if the version is not watched."""
-        load = self._loads.get((model, version))
-        return None if load is None else executors_of(load())
-
-    def ask(self, model: str, version: str) -> VersionLoad | None:
+    def ask(self, version: tuple[str, str]) -> VersionLoad | None:
         """Return the current load of a version; None if it is not watched."""
-        load = self._loads.get((model, version))
-        if load is None:
+        if version not in self._watched:
             return None
-        return replace(load(), saturation=self._windows[model, version].value(self._now()))
-
-
-def executors_of(load: VersionLoad) -> frozenset[int]:
-    """Return the ids of the executors that the version should have."""
-    return frozenset(executor.executor_id for executor in load.executors)
+        load, window = self._watched[version]
+        return replace(load(), saturation=window.value(self._now()))
 
 
 def add_loads(

@@ -21,7 +21,7 @@ from torchere.serving.telemetry import catalogue, torchserve
 from torchere.serving.telemetry.catalogue import Families, Reserved
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, Report
-from torchere.serving.telemetry.load_metrics import LoadMetrics, States, VersionLoad, executors_of
+from torchere.serving.telemetry.load_metrics import LoadMetrics, States, VersionLoad
 from torchere.serving.telemetry.numbers import (
     TOO_LARGE,
     Listener,
@@ -130,7 +130,8 @@ class Metrics:
 
     def meter(self, model: str, version: str) -> VersionNumbers:
         """Return new counters, at 0, for a version; call `show` when the version is registered."""
-        return self._numbers.new(model, version, self._listeners(), self._now)
+        listeners = self._listeners()
+        return VersionNumbers(model, version, server=self._numbers, listeners=listeners, now=self._now)
 
     def _listeners(self) -> list[Listener]:
         listeners: list[Listener] = []
@@ -139,7 +140,7 @@ class Metrics:
         if self._predictions.needs_each:
             listeners.append(self._predictions)
         if self.tracing is not None:
-            listeners.append(_BatchSpans(self.tracing))
+            listeners.append(self.tracing)
         return listeners
 
     def show(self, meter: VersionNumbers, load: Callable[[], VersionLoad] | None = None) -> None:
@@ -184,14 +185,12 @@ class Metrics:
     def executor_loaded(self, meter: VersionNumbers, executor_id: int, load_s: float) -> None:
         """Record that an executor of a version is ready, `load_s` after it was started."""
         name = f"W-{executor_id}-{meter.model}_{meter.version}"
-        known = self._load.executors_of(meter.model, meter.version)
-        if known is not None:
-            self._forget_stopped((meter.model, meter.version), known)
-        self._executors.setdefault((meter.model, meter.version), {})[executor_id] = name
+        self._forget_stopped(meter.key, self._load.ask(meter.key))
+        self._executors.setdefault(meter.key, {})[executor_id] = name
         self._server.bind("WorkerLoadTime", name, "Host")(int(load_s * 1000))
         meter.load_s = load_s
         if self.tracing is not None:
-            self.tracing.load(meter.model, meter.version, executor_id, load_s)
+            self.tracing.load(meter, executor_id, load_s)
 
     def watch_server(
         self, ready: Callable[[], bool], inflight: Callable[[], int], dropped_lines: Callable[[], int]
@@ -233,15 +232,16 @@ class Metrics:
             self._of_handlers.forget(model)
         if not self._numbers.forget(meter, was_last=was_last):
             return
-        self._load.forget(model, version)
+        self._load.forget(meter.key)
         self._updates.forget(model, (version, torchserve.DEFAULT_VERSION) if was_last else (version,))
-        self._forget_stopped((model, version), ())
-        self._executors.pop((model, version), None)
+        self._forget_stopped(meter.key, VersionLoad())
+        self._executors.pop(meter.key, None)
 
-    def _forget_stopped(self, version: tuple[str, str], running: Collection[int]) -> None:
-        """Remove the series of those executors of a version that are not running."""
+    def _forget_stopped(self, version: tuple[str, str], load: VersionLoad | None) -> None:
+        """Remove the series of those executors of a version that its load does not name; None: of none."""
         names = self._executors.get(version, {})
-        for executor_id in [known for known in names if known not in running]:
+        running = names.keys() if load is None else {executor.executor_id for executor in load.executors}
+        for executor_id in names.keys() - running:
             self._server.drop("WorkerLoadTime", names.pop(executor_id), "Host")
 
     def expose(self) -> Exposure:
@@ -260,9 +260,8 @@ class Metrics:
         return self._exposure({key: one for key, one in taken.items() if key in versions})
 
     def _taken(self, version: VersionNumbers) -> tuple[VersionSnapshot, VersionLoad | None]:
-        load = self._load.ask(version.model, version.version)
-        if load is not None:
-            self._forget_stopped((version.model, version.version), executors_of(load))
+        load = self._load.ask(version.key)
+        self._forget_stopped(version.key, load)
         return version.snapshot(), load
 
     def _exposure(
@@ -334,22 +333,3 @@ class _PredictionTimes(Listener):
             labels = (("ModelName", model), ("Level", "Model"))
             report = self._reports[model] = self._handlers.bound(PREDICTION_TIME, "Milliseconds", labels)
         report(round(handler_s * 1000, 2), request_ids)
-
-
-class _BatchSpans(Listener):
-    """Creates a span for each batch."""
-
-    def __init__(self, tracing: SpanMaker) -> None:
-        self._tracing = tracing
-
-    def batch_finished(
-        self,
-        version: VersionNumbers,
-        executor_s: float,
-        handler_s: float,
-        requests: Sequence[Predicted],
-        succeeded: bool,
-    ) -> None:
-        """See `Listener`."""
-        queued = version.load().queued
-        self._tracing.batch(version.model, version.version, requests, queued, executor_s, succeeded=succeeded)

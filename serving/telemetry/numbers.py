@@ -77,12 +77,6 @@ def refusal_reason(error: ServingError) -> str:
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), error.code)
 
 
-class Dequeued(Protocol):
-    """A request with the time at which it was dispatched to an executor."""
-
-    dequeued_s: float  # 0: not dispatched
-
-
 class Operation(NamedTuple):
     """The name of a request's span, and attributes of it, in OpenTelemetry's words for HTTP or RPC."""
 
@@ -178,7 +172,6 @@ class VersionNumbers:
     Args:
         model: the name of the model.
         version: the name of the version.
-        unnamed: sums over the requests that named only the model, shared by all its versions.
         server: the counters of the server.
         listeners: receive each event.
         now: monotonic seconds.
@@ -198,7 +191,6 @@ class VersionNumbers:
         model: str,
         version: str,
         *,
-        unnamed: Tally | None = None,
         server: ServerNumbers | None = None,
         listeners: Sequence[Listener] = (),
         now: Callable[[], float] = time.monotonic,
@@ -206,7 +198,9 @@ class VersionNumbers:
         self.model = model
         self.version = version
         self.named = Tally()
-        self.unnamed = unnamed or Tally()
+        self.unnamed = (
+            Tally()
+        )  # over requests that named only the model; `show` shares one among its versions
         self.listeners = tuple(listeners)
         self._server = server or ServerNumbers()
         self._now = now
@@ -251,7 +245,7 @@ class VersionNumbers:
         """Count a prediction that was not admitted."""
         self.rejected[refusal_reason(error)] += 1
 
-    def failed(self, error: ServingError, request: Dequeued | None) -> None:
+    def failed(self, error: ServingError, request: Marks | None) -> None:
         """Count an error of an admitted prediction; `request` is None if it was not queued yet."""
         stage = WAITING_STAGES[request is not None and bool(request.dequeued_s)]
         if isinstance(error, Cancelled):
@@ -360,6 +354,11 @@ class VersionNumbers:
             listener.batch_finished(self, executor_s, handler_s, requests, failed < size)
 
     @property
+    def key(self) -> tuple[str, str]:
+        """The names of the model and of the version."""
+        return self.model, self.version
+
+    @property
     def batches(self) -> int:
         """The number of batches that were run."""
         return sum(of_size.runs for of_size in self.by_size.values())
@@ -426,22 +425,14 @@ class ServerNumbers:
         self.unnamed: dict[str, Tally] = {}  # by model
         self.versions: dict[tuple[str, str], VersionNumbers] = {}  # the exposed versions
 
-    def new(
-        self, model: str, version: str, listeners: Sequence[Listener], now: Callable[[], float]
-    ) -> VersionNumbers:
-        """Return new counters for a version; call `show` when the version is registered."""
-        return VersionNumbers(
-            model, version, unnamed=self.unnamed.get(model), server=self, listeners=listeners, now=now
-        )
-
     def show(self, version: VersionNumbers) -> None:
         """Expose the counters of a version from now on."""
         version.unnamed = self.unnamed.setdefault(version.model, version.unnamed)
-        self.versions[version.model, version.version] = version
+        self.versions[version.key] = version
 
     def shows(self, version: VersionNumbers) -> bool:
         """Return whether these counters are exposed: after `show`, until they are removed or replaced."""
-        return self.versions.get((version.model, version.version)) is version
+        return self.versions.get(version.key) is version
 
     def forget(self, version: VersionNumbers, *, was_last: bool) -> bool:
         """Remove the counters of a version; if it was the last one, also those of its model.
@@ -452,7 +443,7 @@ class ServerNumbers:
         version.fold()
         if not self.shows(version):
             return False
-        del self.versions[version.model, version.version]
+        del self.versions[version.key]
         if was_last:
             self.unnamed.pop(version.model, None)
         return True

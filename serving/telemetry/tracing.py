@@ -23,7 +23,7 @@ from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, Statu
 from opentelemetry.trace.span import NonRecordingSpan, TraceState
 
 from torchere.serving.logs.trace_context import TraceContext
-from torchere.serving.telemetry.numbers import Predicted
+from torchere.serving.telemetry.numbers import Listener, Predicted, VersionNumbers
 from torchere.serving.telemetry.stages import STAGES, stages_of
 
 MAX_REMEMBERED = 10_000  # span contexts of requests whose batch has not been reported
@@ -34,7 +34,7 @@ CLOSE_S = 10.0
 logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
 
-class SpanMaker:
+class SpanMaker(Listener):
     """Creates the spans of one server. Call it on the event loop only.
 
     Args:
@@ -81,47 +81,43 @@ class SpanMaker:
             self._add_stages(span, start_ns, stages_of(prediction, now_s))
             meter = prediction.meter
             if prediction.dequeued_s and meter is not None and not is_reported:
-                self._ended[prediction.request_id, meter.model, meter.version] = span.get_span_context()
+                key = (prediction.request_id, *meter.key)
+                self._ended[key] = span.get_span_context()
                 if len(self._ended) > MAX_REMEMBERED:
                     self._ended.popitem(last=False)
         span.end(start_ns + _ns(now_s - prediction.started_s))
 
-    def batch(
+    def batch_finished(
         self,
-        model: str,
-        version: str,
-        requests: Sequence[Predicted],
-        queue_depth: int,
+        version: VersionNumbers,
         executor_s: float,
-        *,
-        succeeded: bool = True,
+        handler_s: float,
+        requests: Sequence[Predicted],
+        succeeded: bool,
     ) -> None:
-        """Create the span of a batch that took `executor_s`; `queue_depth` requests are waiting now.
-
-        `succeeded`: at least one of its requests did not fail.
-        """
-        contexts = [self._context_in_batch(request, model, version) for request in requests]
+        """Create the span of a batch."""
+        contexts = [self._context_in_batch(request, version) for request in requests]
         links = [Link(context) for context in contexts if context is not None]
         if not links:
             return  # none of its requests is sampled
-        labels: dict[str, str | int] = {"model.name": model, "model.version": version}
-        labels |= {"batch.size": len(requests), "queue.depth": queue_depth}
+        labels: dict[str, str | int] = {"model.name": version.model, "model.version": version.version}
+        labels |= {"batch.size": len(requests), "queue.depth": version.load().queued}
         self._finished_span("batch", executor_s, labels, links, failed=not succeeded)
 
-    def _context_in_batch(self, request: Predicted, model: str, version: str) -> SpanContext | None:
+    def _context_in_batch(self, request: Predicted, version: VersionNumbers) -> SpanContext | None:
         """Return the context of a request, which may still be sending its answer; None: it is not sampled."""
         opened = self._open.get(request)
         if opened is None:
-            return self._ended.pop((request.request_id, model, version), None)
+            return self._ended.pop((request.request_id, *version.key), None)
         if request.open:  # a later batch completes it: each step of continuous batching would be a span
             return None
         span, start_ns, _ = opened
         self._open[request] = span, start_ns, True
         return span.get_span_context() if span.is_recording() else None
 
-    def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:
+    def load(self, version: VersionNumbers, executor_id: int, load_s: float) -> None:
         """Create the span of the start of an executor, which took `load_s`."""
-        labels: dict[str, str | int] = {"model.name": model, "model.version": version}
+        labels: dict[str, str | int] = {"model.name": version.model, "model.version": version.version}
         labels["executor.id"] = executor_id
         self._finished_span("load", load_s, labels)
 

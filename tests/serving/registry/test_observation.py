@@ -70,10 +70,11 @@ def test_busy_seconds_are_those_of_batches_that_executors_have(metrics):
 def test_the_span_of_a_batch_gets_its_requests_and_how_many_wait():
     spans = []
 
-    def batch(model, version, requests, *said, succeeded):
-        spans.append((model, version, [request.request_id for request in requests], *said, succeeded))
+    def batch_finished(version, executor_s, handler_s, requests, succeeded):
+        ids = [request.request_id for request in requests]
+        spans.append((*version.key, ids, version.load().queued, executor_s, succeeded))
 
-    tracing: Any = SimpleNamespace(batch=batch)
+    tracing: Any = SimpleNamespace(batch_finished=batch_finished)
     metrics = Metrics("vm", tracing=tracing)
     finish(metrics, [DONE, HandlerFailed("x")])
     finish(metrics, [HandlerFailed("x")])

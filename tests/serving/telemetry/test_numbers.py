@@ -85,7 +85,7 @@ def test_no_request_is_lost_or_counted_twice_between_two_folds(count: int) -> No
 
 def test_the_times_of_a_version_that_is_gone_stay_in_the_sums_of_its_model() -> None:
     server = ServerNumbers()
-    old, new = (server.new("m", name, (), lambda: 0.0) for name in ("1", "2"))
+    old, new = (VersionNumbers("m", name, server=server) for name in ("1", "2"))
     for version in (old, new):
         server.show(version)
         version.accepted(named=False)

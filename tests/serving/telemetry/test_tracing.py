@@ -25,7 +25,8 @@ from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.server import open_tracing
 from torchere.serving.telemetry import tracing
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.numbers import Operation
+from torchere.serving.telemetry.numbers import Operation, VersionNumbers
+from torchere.serving.telemetry.saturation import LoadSample
 from torchere.serving.telemetry.stages import STAGES
 from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider
 
@@ -96,6 +97,10 @@ class Traced:
 
     def spans(self):
         return {span.name: span for span in self.exporter.get_finished_spans()}
+
+
+def ran(traced, requests, meter=None):
+    traced.maker.batch_finished(meter or traced.meter, 0.5, 0.4, requests, True)
 
 
 @pytest.fixture
@@ -239,7 +244,8 @@ def test_a_batch_that_fails_is_a_span_with_an_error_and_its_links(traced, batch)
 def test_a_batch_is_linked_to_its_requests(traced):
     predicted = [traced.predict(f"r-{number}", CALLER) for number in range(3)]
     requests = traced.exporter.get_finished_spans()
-    traced.maker.batch("m", "1.0", [*predicted, Request("other", 0.0)], 5, 0.5)
+    traced.meter.load = lambda: LoadSample(queued=5)
+    ran(traced, [*predicted, Request("other", 0.0)])
     batch = traced.spans()["batch"]
     expected = {span.context.span_id for span in requests if span.name == REST}
     assert len(predicted) == len(expected) == 3
@@ -254,10 +260,10 @@ def test_a_batch_is_linked_to_requests_that_still_send_their_answers(traced):
     for request in (sending, unfinished):
         answered(request).meter = traced.meter
     sending.answered = True
-    traced.maker.batch("m", "1.0", [sending, unfinished], 0, 0.5)
+    ran(traced, [sending, unfinished])
     for request in (sending, unfinished):
         traced.metrics.prediction_ends(request, 200)
-    traced.maker.batch("m", "1.0", [unfinished], 0, 0.5)
+    ran(traced, [unfinished])
     finished = traced.exporter.get_finished_spans()
     spans = {span.attributes["request.id"]: span.context.span_id for span in finished if span.name == REST}
     linked = [[link.context.span_id for link in span.links] for span in finished if span.name == "batch"]
@@ -272,7 +278,7 @@ def test_the_steps_of_a_workflow_have_a_span_each_though_they_share_an_id(traced
         answered(step).meter = meter
         traced.metrics.prediction_ends(step, 200)
     for step, meter in zip(steps, meters, strict=True):
-        traced.maker.batch(meter.model, "1.0", [step], 0, 0.5)
+        ran(traced, [step], meter)
     finished = traced.exporter.get_finished_spans()
     of_steps = {span.attributes["model.name"]: span for span in finished if span.name == REST}
     batches = {span.attributes["model.name"]: span for span in finished if span.name == "batch"}
@@ -291,7 +297,7 @@ def test_a_load_is_a_span(traced):
 def test_what_is_not_sampled_makes_no_span_and_no_exemplar():
     traced = Traced(ParentBased(ALWAYS_OFF))
     request = traced.predict("r-1")
-    traced.maker.batch("m", "1.0", [request], 0, 0.5)
+    ran(traced, [request])
     assert traced.exporter.get_finished_spans() == ()
     assert not request.trace.sampled
     assert "trace_id=" not in traced.metrics.expose().text(openmetrics=True)
@@ -303,7 +309,7 @@ def test_what_is_not_sampled_makes_no_span_and_no_exemplar():
 def test_requests_whose_batch_is_never_reported_are_not_kept_for_ever(traced, monkeypatch):
     monkeypatch.setattr(tracing, "MAX_REMEMBERED", 5)
     requests = [traced.predict(f"r-{number}") for number in range(20)]
-    traced.maker.batch("m", "1.0", requests, 0, 0.5)
+    ran(traced, requests)
     assert len(traced.spans()["batch"].links) == 5
 
 
@@ -336,7 +342,7 @@ def test_spans_reach_a_collector_before_the_server_ends(monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         spans = open_tracing("1")
-        spans.load("m", "1.0", 9000, 0.5)
+        spans.load(VersionNumbers("m", "1.0"), 9000, 0.5)
         spans.close()
         server.shutdown()
     ((path, request),) = got
@@ -350,7 +356,7 @@ def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_bounded_time(mo
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
         monkeypatch.setattr(tracing, "CLOSE_S", 0.0)
         spans = open_tracing("1")
-        spans.load("m", "1.0", 9000, 0.5)
+        spans.load(VersionNumbers("m", "1.0"), 9000, 0.5)
         spans.close()
         asked, _ = silent.accept()
         (export,) = [thread for thread in threading.enumerate() if thread.name.startswith("OtelBatch")]
