@@ -77,7 +77,6 @@ class AuditLog:
         if path is None:
             return
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = RotatingFile(path, JsonFormatter())
         except OSError as err:
             raise AuditFileUnusable(

@@ -32,10 +32,11 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
     the next try.
 
     Raises:
-        OSError: the file can't be opened (from the constructor only).
+        OSError: the file or its folder can't be made (from the constructor only).
     """
 
     def __init__(self, path: Path, lines: logging.Formatter) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
         self.setFormatter(lines)
         self.output = str(path)
@@ -194,7 +195,6 @@ def add_log_files(directory: Path) -> bool:
     """
     remove_log_files()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         access, everything = AccessFormatter(), Log4jFormatter()
         files = [
             _LogFile(directory / "access_log.log", _is_access, access, access.format_access),

@@ -13,7 +13,7 @@ from torchere.handlers.metrics import MetricSample
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.telemetry.catalogue import Families, Family, check_names, updater
 from torchere.serving.telemetry.declared import HOSTNAME, OWN_PREFIX, DeclaredMetric
-from torchere.serving.telemetry.torchserve import MODEL_LOGGER, MetricLog, is_logged
+from torchere.serving.telemetry.torchserve import MODEL_LOGGER, is_logged, log_value
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,6 @@ class HandlerMetrics:
         self._hostname = hostname
         self._mode: MetricsMode = mode
         self._auto_detect = auto_detect
-        self._log = MetricLog(MODEL_LOGGER, hostname)
         self._lock = threading.Lock()  # guards the fields below
         self._refused: set[str] = set()
         self._series = _Shares(MAX_SERIES, "combinations of label values")
@@ -209,7 +208,8 @@ class HandlerMetrics:
         return _Child(lambda sample: update(sample.value), update, shown, model, reporter)
 
     def _write(self, metric: DeclaredMetric, labels: Sequence[tuple[str, str]], sample: MetricSample) -> None:
-        self._log.write(metric.name, metric.unit, sample.value, labels, sample.request_ids)
+        ids = sample.request_ids
+        log_value(MODEL_LOGGER, metric, sample.value, labels, hostname=self._hostname, request_ids=ids)
 
     def _detect(self, sample: MetricSample, model: str) -> _Known:
         if not self._auto_detect:

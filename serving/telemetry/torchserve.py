@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -145,7 +144,6 @@ class ServerMetrics:
     ) -> None:
         self._declared = declared
         self._hostname = hostname
-        self._log = MetricLog(SERVER_LOGGER, hostname)
         self._families: dict[str, Family] = {}
         self.plain: dict[str, DeclaredMetric] = {}
         for metric in declared.values():
@@ -174,7 +172,7 @@ class ServerMetrics:
         metric, family = self._declared[name], self._families.get(name)
         if family is None:
             labels = tuple(zip(metric.labels, values, strict=False))  # the end of the line has the host
-            return partial(self._write, metric, labels)
+            return lambda value: log_value(SERVER_LOGGER, metric, value, labels, hostname=self._hostname)
         return updater(family.labels(*values, self._hostname))
 
     def drop(self, name: str, *values: str) -> None:
@@ -182,9 +180,6 @@ class ServerMetrics:
         family = self._families.get(name)
         if family is not None:
             family.remove(*values, self._hostname)
-
-    def _write(self, metric: DeclaredMetric, labels: tuple[tuple[str, str], ...], value: float) -> None:
-        self._log.write(metric.name, metric.unit, value, labels)
 
 
 def _ignore(value: float) -> None:
@@ -198,54 +193,24 @@ MODEL_LOGGER = "MODEL_METRICS"
 FILES = {SERVER_LOGGER: "ts_metrics.log", MODEL_LOGGER: "model_metrics.log"}
 
 
-class _MetricFile(RotatingFile):
-    """A metric log file; calling `open_metric_files` again replaces it."""
-
-
-class MetricLog:
-    """Writes one line per update to one of the two loggers. Thread-safe."""
-
-    def __init__(self, logger_name: str, hostname: str, now: Callable[[], float] = time.time) -> None:
-        self._logger = logging.getLogger(logger_name)
-        self._hostname = hostname
-        self._now = now  # seconds since the epoch
-
-    def write(
-        self,
-        name: str,
-        unit: str,
-        value: float,
-        labels: Iterable[tuple[str, str]],
-        request_ids: Sequence[str] = (),
-    ) -> None:
-        """Log one update; `labels` do not include the host."""
-        line = metric_line(
-            name,
-            unit,
-            value,
-            labels,
-            hostname=self._hostname,
-            timestamp_s=int(self._now()),
-            request_ids=request_ids,
-        )
-        self._logger.info("%s", line)
-
-
-def metric_line(
-    name: str,
-    unit: str,
+def log_value(
+    logger_name: str,
+    metric: DeclaredMetric,
     value: float,
     labels: Iterable[tuple[str, str]],
     *,
     hostname: str,
-    timestamp_s: int,
     request_ids: Sequence[str] = (),
-) -> str:
-    """Return `Name.Unit:value|#Label:value,...|#hostname:host,[requestID:id,...,]timestamp:seconds`."""
+) -> None:
+    """Log one update to one of the two loggers; `labels` do not include the host. Thread-safe.
+
+    The line is `Name.Unit:value|#Label:value,...|#hostname:host,[requestID:id,...,]timestamp:seconds`.
+    """
     dimensions = ",".join(f"{label}:{text}" for label, text in labels)
     requests = f"requestID:{','.join(request_ids)}," if request_ids else ""
-    tail = f"hostname:{hostname},{requests}timestamp:{timestamp_s}"
-    return f"{name}.{unit}:{java_double(value)}|#{dimensions}|#{tail}"
+    tail = f"hostname:{hostname},{requests}timestamp:{int(time.time())}"
+    line = f"{metric.name}.{metric.unit}:{java_double(value)}|#{dimensions}|#{tail}"
+    logging.getLogger(logger_name).info("%s", line)
 
 
 def open_metric_files(directory: Path) -> bool:
@@ -256,8 +221,7 @@ def open_metric_files(directory: Path) -> bool:
     """
     close_metric_files()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        files = {name: _MetricFile(directory / file, AccessFormatter()) for name, file in FILES.items()}
+        files = {name: RotatingFile(directory / file, AccessFormatter()) for name, file in FILES.items()}
     except OSError as err:
         logger.warning("no metric files in %s: %s", directory, err.strerror)
         return False
@@ -271,6 +235,6 @@ def close_metric_files() -> None:
     """Close the files that the last `open_metric_files` opened."""
     for name in FILES:
         metric_logger = logging.getLogger(name)
-        for old in [old for old in metric_logger.handlers if isinstance(old, _MetricFile)]:
+        for old in [old for old in metric_logger.handlers if isinstance(old, RotatingFile)]:
             metric_logger.removeHandler(old)
             old.close()

@@ -7,9 +7,14 @@ import pytest
 
 from torchere.handlers.metrics import MetricSample
 from torchere.serving.batching.request import Request
-from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, parse_metrics_config
+from torchere.serving.telemetry.declared import (
+    DeclaredMetric,
+    MetricsConfig,
+    built_in_config,
+    parse_metrics_config,
+)
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.torchserve import close_metric_files, metric_line, open_metric_files
+from torchere.serving.telemetry.torchserve import close_metric_files, log_value, open_metric_files
 
 FILE = """
 ts_metrics:
@@ -182,9 +187,9 @@ def test_closed_files_get_no_more_lines_and_leave_nothing_behind(files):
     assert not logging.getLogger("TS_METRICS").handlers
 
 
-def test_a_metric_without_dimensions_has_an_empty_part():
-    line = metric_line("N", "u", 1, (), hostname="h", timestamp_s=5)
-    assert line == "N.u:1.0|#|#hostname:h,timestamp:5"
+def test_a_metric_without_dimensions_has_an_empty_part(files):
+    log_value("TS_METRICS", DeclaredMetric("N", "counter", "u", ("Hostname",)), 1, (), hostname="h")
+    assert logged(files, "ts_metrics.log") == ["N.u:1.0|#|#hostname:h,timestamp:0"]
 
 
 def test_files_that_can_not_be_opened_are_warned_about(tmp_path, caplog):
