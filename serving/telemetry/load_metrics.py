@@ -79,26 +79,24 @@ class LoadMetrics:
         return replace(load(), saturation=window.value(self._now()))
 
 
-def add_loads(
-    families: Mapping[str, OwnFamily], loads: Mapping[tuple[str, str], VersionLoad], states: States
+def add_load(
+    families: Mapping[str, OwnFamily], labels: Mapping[str, str], load: VersionLoad, states: States
 ) -> None:
-    """Add the loads, by model and version. Queries the system only for the memory of worker processes."""
-    for (model, version), load in loads.items():
-        labels = {"model": model, "version": version}
-        values = {
-            names.QUEUE_DEPTH: load.queued,
-            names.QUEUE_CAPACITY: load.queued + load.queue_room,
-            names.OLDEST_AGE: load.oldest_age_s,
-            names.PREDICTED: load.predicted_s,
-            names.SATURATION: load.saturation,
-            names.MODEL_WEIGHTS: load.weights_bytes or None,
-            names.MODEL_TIMEOUT: load.response_timeout_s or None,
-            names.VERSION_WEIGHT: load.weight,
-        }
-        names.add_values(families, values, labels)
-        for state in states.version if load.state else ():
-            families[names.MODEL_STATE].add(float(state == load.state), **labels, state=state)
-        _add_executors(families, labels, load.executors, states.executor)
+    """Add the load of one version. Queries the system only for the memory of worker processes."""
+    values = {
+        names.QUEUE_DEPTH: load.queued,
+        names.QUEUE_CAPACITY: load.queued + load.queue_room,
+        names.OLDEST_AGE: load.oldest_age_s,
+        names.PREDICTED: load.predicted_s,
+        names.SATURATION: load.saturation,
+        names.MODEL_WEIGHTS: load.weights_bytes or None,
+        names.MODEL_TIMEOUT: load.response_timeout_s or None,
+        names.VERSION_WEIGHT: load.weight,
+    }
+    names.add_values(families, values, labels)
+    for state in states.version if load.state else ():
+        families[names.MODEL_STATE].add(float(state == load.state), **labels, state=state)
+    _add_executors(families, labels, load.executors, states.executor)
 
 
 def _add_executors(

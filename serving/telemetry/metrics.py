@@ -265,7 +265,7 @@ class Metrics:
         return version.snapshot(), load
 
     def _exposure(
-        self, taken: Mapping[tuple[str, str], tuple[VersionSnapshot, VersionLoad | None]]
+        self, versions: Mapping[tuple[str, str], tuple[VersionSnapshot, VersionLoad | None]]
     ) -> Exposure:
         numbers = self._numbers
         self._predictions.report_last(numbers)
@@ -273,8 +273,7 @@ class Metrics:
         return Exposure(
             self._families,
             plain=lambda: torchserve.families(self._server.plain.values(), samples, self._host),
-            versions={key: snapshot for key, (snapshot, _) in taken.items()},
-            loads={key: load for key, (_, load) in taken.items() if load is not None},
+            versions=versions,
             states=self._states,
             refused=dict(numbers.refused),
             over_budget=dict(self._over_budget),

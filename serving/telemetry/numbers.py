@@ -198,9 +198,7 @@ class VersionNumbers:
         self.model = model
         self.version = version
         self.named = Tally()
-        self.unnamed = (
-            Tally()
-        )  # over requests that named only the model; `show` shares one among its versions
+        self.unnamed = Tally()  # from `show` on that of all versions of the model
         self.listeners = tuple(listeners)
         self._server = server or ServerNumbers()
         self._now = now

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ import psutil
 from prometheus_client import ProcessCollector
 
 from torchere.handlers.cgroup import sample_cgroup
+from torchere.handlers.metrics import MetricSample
 from torchere.serving.logs.worker_lines import metric_of
 from torchere.serving.telemetry import catalogue as names
 from torchere.serving.telemetry.distributions import Distributions, add_histogram
@@ -115,15 +116,7 @@ def _ask(command: list[str], timeout_s: float, errors: int | None = subprocess.D
     return (output, process.returncode) if is_wanted else ("", 0)
 
 
-class HostSample(NamedTuple):
-    """A value that a script printed, with its label values."""
-
-    name: str
-    labels: tuple[str, ...]
-    value: float
-
-
-def sample_by_script(arguments: str) -> tuple[HostSample, ...]:
+def sample_by_script(arguments: str) -> tuple[MetricSample, ...]:
     """Run Python with these arguments, as TorchServe does for `system_metrics_cmd`, and return its samples.
 
     Blocks up to `_SCRIPT_TIMEOUT_S`. What the script prints to standard error is in the log.
@@ -139,7 +132,7 @@ def sample_by_script(arguments: str) -> tuple[HostSample, ...]:
     return tuple(parse_samples(output))
 
 
-def parse_samples(text: str) -> Iterator[HostSample]:
+def parse_samples(text: str) -> Iterator[MetricSample]:
     """Yield the samples of TorchServe's metric lines, up to a blank line; log lines that are malformed."""
     for line in text.splitlines():
         if not line:
@@ -147,8 +140,8 @@ def parse_samples(text: str) -> Iterator[HostSample]:
         sample = metric_of(line)
         if sample is None:
             logger.warning("Parse metrics failed: %.500s", line)
-            continue
-        yield HostSample(sample.name, tuple(label for _, label in sample.dimensions), sample.value)
+        else:
+            yield sample
 
 
 def parse_gpus(text: str) -> Iterator[GpuSample]:
@@ -289,11 +282,12 @@ class SystemMetrics:
     def sample(self, max_gpus: int | None = None) -> None:
         """Take one sample. Blocks while the GPUs are sampled, or the operator's script runs."""
         if self.command:
-            for name, labels, value in sample_by_script(self.command):
+            for sample in sample_by_script(self.command):
+                labels = [label for _, label in sample.dimensions]
                 try:
-                    self._server.bind(name, *labels)(value)
+                    self._server.bind(sample.name, *labels)(sample.value)
                 except ValueError as err:  # other labels than those declared in the metrics configuration
-                    logger.warning("system_metrics_cmd: %s of %s: %s", name, ", ".join(labels), err)
+                    logger.warning("system_metrics_cmd: %s of %s: %s", sample.name, ", ".join(labels), err)
             return
         memory = psutil.virtual_memory()
         disk = psutil.disk_usage("/")
@@ -339,25 +333,16 @@ class SystemMetrics:
 
 async def _beside(work: Callable[[], None]) -> None:
     """Run `work` in a daemon thread, because a call into a hung driver may never return."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def tell(err: BaseException | None) -> None:
-        if done.done():  # cancelled
-            return
-        if err is None:
-            done.set_result(None)
-        else:
-            done.set_exception(err)
+    done: Future[None] = Future()
 
     def run() -> None:
-        failure: BaseException | None = None
+        done.set_running_or_notify_cancel()  # it can't be cancelled from now on
         try:
             work()
         except BaseException as err:  # passed to the awaiting task
-            failure = err
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, failure)
+            done.set_exception(err)
+        else:
+            done.set_result(None)
 
     threading.Thread(target=run, name="host-sample", daemon=True).start()
-    await done
+    await asyncio.wrap_future(done)

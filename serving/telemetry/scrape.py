@@ -15,7 +15,7 @@ from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.catalogue import Families
 from torchere.serving.telemetry.distributions import add_histogram
 from torchere.serving.telemetry.exposition import HistogramRow, OwnFamily, render, render_openmetrics
-from torchere.serving.telemetry.load_metrics import States, VersionLoad, add_loads
+from torchere.serving.telemetry.load_metrics import States, VersionLoad, add_load
 from torchere.serving.telemetry.numbers import SIZE_BUCKETS, VersionSnapshot
 from torchere.serving.telemetry.sampling import ProcessMetrics
 from torchere.serving.telemetry.stages import COLUMNS, STAGES
@@ -42,8 +42,7 @@ class Exposure:
 
     families: Families
     plain: Callable[[], Iterable[Metric]]  # TorchServe's metrics that are rendered from counters
-    versions: Mapping[tuple[str, str], VersionSnapshot]  # by model and version
-    loads: Mapping[tuple[str, str], VersionLoad]  # likewise
+    versions: Mapping[tuple[str, str], tuple[VersionSnapshot, VersionLoad | None]]  # by model and version
     states: States
     refused: Mapping[str, int]  # rejections before the model was known, by reason
     over_budget: Mapping[str, int]  # rejections by budget
@@ -64,8 +63,12 @@ class Exposure:
         own = catalogue.families()
         for reason, count in self.refused.items():
             own[catalogue.REJECTED].add(count, model="", version="", reason=reason)
-        add_versions(own, self.versions, self.extent, time.time())
-        add_loads(own, self.loads, self.states)
+        now_s = time.time()
+        for (model, version), (snapshot, load) in self.versions.items():
+            labels = {"model": model, "version": version}
+            add_version(own, labels, snapshot, self.extent, now_s)
+            if load is not None:
+                add_load(own, labels, load, self.states)
         for name, value in self.server.items():
             own[name].add(value)
         for budget, count in self.over_budget.items():
@@ -85,32 +88,24 @@ _STAGE_BOUNDS: dict[StageSeries, int] = {"buckets": 2, "means": 0}
 _SIZE_BOUNDS = (*(str(float(bound)) for bound in SIZE_BUCKETS), "+Inf")
 
 
-def add_versions(
+def add_version(
     families: Mapping[str, OwnFamily],
-    snapshots: Mapping[tuple[str, str], VersionSnapshot],
+    labels: dict[str, str],
+    snapshot: VersionSnapshot,
     extent: Extent,
     now_s: float,
 ) -> None:
-    """Add the counters of versions.
-
-    Args:
-        families: by name.
-        snapshots: by model and version.
-        extent: which series are left out.
-        now_s: seconds since the epoch.
-    """
-    for (model, version), snapshot in snapshots.items():
-        labels = {"model": model, "version": version}
-        _add_counts(families, labels, snapshot)
-        values = {
-            catalogue.IN_FLIGHT: snapshot.in_flight,
-            catalogue.BUSY_SECONDS: snapshot.busy_s,
-            catalogue.LAST_PROGRESS: snapshot.last_batch_s or None,  # None: shown from its first value on
-            catalogue.LOAD_DURATION: snapshot.load_s or None,
-        }
-        catalogue.add_values(families, values, labels)
-        if snapshot.in_flight or not extent.idle_s or now_s - snapshot.used_s < extent.idle_s:
-            _add_histograms(families, labels, snapshot, extent.stages)
+    """Add the counters of one version; `now_s` is in seconds since the epoch."""
+    _add_counts(families, labels, snapshot)
+    values = {
+        catalogue.IN_FLIGHT: snapshot.in_flight,
+        catalogue.BUSY_SECONDS: snapshot.busy_s,
+        catalogue.LAST_PROGRESS: snapshot.last_batch_s or None,  # None: shown from its first value on
+        catalogue.LOAD_DURATION: snapshot.load_s or None,
+    }
+    catalogue.add_values(families, values, labels)
+    if snapshot.in_flight or not extent.idle_s or now_s - snapshot.used_s < extent.idle_s:
+        _add_histograms(families, labels, snapshot, extent.stages)
 
 
 def _add_counts(
