@@ -7,10 +7,9 @@ client input, so their number is bounded.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -274,20 +273,20 @@ def check_names(kind: str, name: str, labels: Sequence[str]) -> None:
         raise ValueError(f"Prometheus allows letters, digits and _ in names only: {wrong or name!r}")
 
 
-def updater(child: Family) -> Callable[[float], None]:
-    """Return a labelled child's `inc`, `set` or `observe`.
+def record(child: Family, value: float) -> None:
+    """Add a value to a counter or a histogram with its labels, or set a gauge to it.
 
-    The function of a counter raises ValueError for a negative or non-finite value.
+    Raises:
+        ValueError: a counter can't grow by this value.
     """
-    if isinstance(child, Counter):
-        return functools.partial(_add, child)
-    return child.set if isinstance(child, Gauge) else child.observe
-
-
-def _add(counter: Counter, value: float) -> None:
-    if not math.isfinite(value):
+    if isinstance(child, Gauge):
+        child.set(value)
+    elif isinstance(child, Histogram):
+        child.observe(value)
+    elif math.isfinite(value):
+        child.inc(value)
+    else:
         raise ValueError(f"a counter can't grow by {value}")
-    counter.inc(value)
 
 
 def help_text(kind: str, unit: str) -> str:

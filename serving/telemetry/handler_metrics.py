@@ -6,12 +6,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from torchere.handlers.metrics import MetricSample
 from torchere.serving.config.server_settings import MetricsMode
-from torchere.serving.telemetry.catalogue import Families, Family, check_names, updater
+from torchere.serving.telemetry.catalogue import Families, Family, check_names, record
 from torchere.serving.telemetry.declared import HOSTNAME, OWN_PREFIX, DeclaredMetric
 from torchere.serving.telemetry.torchserve import MODEL_LOGGER, is_logged, log_value
 
@@ -33,8 +32,7 @@ Report: TypeAlias = Callable[[float, Sequence[str]], None]  # (value, request id
 class _Child(NamedTuple):
     """One combination of label values of a metric."""
 
-    update: Callable[[MetricSample], None]
-    show: Callable[[float], None] | None  # None: values are logged
+    report: Report
     values: tuple[str, ...]  # of all labels, in declared order
     model: str | None  # the value of the dimension `ModelName`
     reporter: str  # the model that reported it first; "": the server
@@ -121,7 +119,7 @@ class HandlerMetrics:
         with self._lock:
             for sample in samples:
                 try:
-                    self._child(sample, model).update(sample)
+                    self._child(sample, model).report(sample.value, sample.request_ids)
                 except (ValueError, TypeError) as err:
                     self._refuse(sample.name, str(err))
 
@@ -148,10 +146,7 @@ class HandlerMetrics:
             self._series.give_back(child.reporter)  # a handler may have reported it before the server
             self._series.take("")
             self._known[name].children[dimensions] = child._replace(reporter="")
-        show = child.show
-        if show is None:
-            return lambda value, ids: child.update(sample._replace(value=value, request_ids=tuple(ids)))
-        return lambda value, ids: show(value)
+        return child.report
 
     def forget(self, model: str) -> None:
         """Drop what `model` reported first, what has it as `ModelName`, and undeclared names without values.
@@ -197,19 +192,21 @@ class HandlerMetrics:
         return child
 
     def _new_child(self, known: _Known, dimensions: Dimensions, reporter: str) -> _Child:
-        labels = known.declared.labels[:-1]
-        values = _label_values(labels, dimensions)
-        model = dict(dimensions).get("ModelName")
+        metric, host = known.declared, self._hostname
+        values = (*_label_values(metric.labels[:-1], dimensions), host)
         if known.family is None:
-            named = tuple(zip(labels, values, strict=True))
-            return _Child(partial(self._write, known.declared, named), None, values, model, reporter)
-        shown = (*values, self._hostname)
-        update = updater(known.family.labels(*shown))
-        return _Child(lambda sample: update(sample.value), update, shown, model, reporter)
+            named = tuple(zip(metric.labels[:-1], values, strict=False))  # the end of the line has the host
 
-    def _write(self, metric: DeclaredMetric, labels: Sequence[tuple[str, str]], sample: MetricSample) -> None:
-        ids = sample.request_ids
-        log_value(MODEL_LOGGER, metric, sample.value, labels, hostname=self._hostname, request_ids=ids)
+            def report(value: float, ids: Sequence[str]) -> None:
+                log_value(MODEL_LOGGER, metric, value, named, hostname=host, request_ids=ids)
+
+        else:
+            child = known.family.labels(*values)
+
+            def report(value: float, ids: Sequence[str]) -> None:
+                record(child, value)
+
+        return _Child(report, values, dict(dimensions).get("ModelName"), reporter)
 
     def _detect(self, sample: MetricSample, model: str) -> _Known:
         if not self._auto_detect:

@@ -187,7 +187,7 @@ class Metrics:
         name = f"W-{executor_id}-{meter.model}_{meter.version}"
         self._forget_stopped(meter.key, self._load.ask(meter.key))
         self._executors.setdefault(meter.key, {})[executor_id] = name
-        self._server.bind("WorkerLoadTime", name, "Host")(int(load_s * 1000))
+        self._server.update("WorkerLoadTime", int(load_s * 1000), name, "Host")
         meter.load_s = load_s
         if self.tracing is not None:
             self.tracing.load(meter, executor_id, load_s)

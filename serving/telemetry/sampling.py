@@ -285,7 +285,7 @@ class SystemMetrics:
             for sample in sample_by_script(self.command):
                 labels = [label for _, label in sample.dimensions]
                 try:
-                    self._server.bind(sample.name, *labels)(sample.value)
+                    self._server.update(sample.name, sample.value, *labels)
                 except ValueError as err:  # other labels than those declared in the metrics configuration
                     logger.warning("system_metrics_cmd: %s of %s: %s", sample.name, ", ".join(labels), err)
             return
@@ -301,7 +301,7 @@ class SystemMetrics:
             "DiskUtilization": disk.percent,
         }
         for name, value in values.items():
-            self._server.bind(name, "Host")(value)
+            self._server.update(name, value, "Host")
         if max_gpus != 0:
             for gpu in self._gpus():
                 self._take_gpu(gpu)
@@ -328,7 +328,7 @@ class SystemMetrics:
         }
         for name, value in values.items():
             if value is not None:
-                self._server.bind(name, "Host", str(gpu.device_id))(value)
+                self._server.update(name, value, "Host", str(gpu.device_id))
 
 
 async def _beside(work: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ from prometheus_client import Metric
 
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.logs.files import AccessFormatter, RotatingFile
-from torchere.serving.telemetry.catalogue import Families, Family, help_text, updater
+from torchere.serving.telemetry.catalogue import Families, Family, help_text, record
 from torchere.serving.telemetry.declared import DeclaredMetric
 from torchere.serving.telemetry.exposition import java_double
 from torchere.serving.telemetry.numbers import Listener, Predicted, ServerNumbers, Tally, VersionNumbers
@@ -78,20 +78,20 @@ class Updates(Listener):
     def rest_answered(self, digit: int) -> None:
         """Count a REST response in the class of this first status digit."""
         if ANSWERS[digit] in self.names:
-            self._server.bind(ANSWERS[digit], "Host")(1)
+            self._server.update(ANSWERS[digit], 1, "Host")
 
     def accepted(self, version: VersionNumbers, named: bool) -> None:
         """See `Listener`."""
-        self._server.bind(REQUESTS, *_labels(version, named))(1)
+        self._server.update(REQUESTS, 1, *_labels(version, named))
 
     def answered(self, version: VersionNumbers, named: bool, total_s: float, wait_s: float) -> None:
         """See `Listener`."""
         if not self._numbers.shows(version):
             return  # it has been removed, and its labels must not reappear
         labels = _labels(version, named)
-        self._server.bind(LATENCY, *labels)(total_s * 1e6)
-        self._server.bind(QUEUE_LATENCY, *labels)(wait_s * 1e6)
-        self._server.bind(QUEUE_TIME, "Host")(int(wait_s * 1000))
+        self._server.update(LATENCY, total_s * 1e6, *labels)
+        self._server.update(QUEUE_LATENCY, wait_s * 1e6, *labels)
+        self._server.update(QUEUE_TIME, int(wait_s * 1000), "Host")
 
     def batch_finished(
         self,
@@ -102,7 +102,8 @@ class Updates(Listener):
         succeeded: bool,
     ) -> None:
         """See `Listener`."""
-        self._server.bind(THREAD_TIME, "Host")(max(0, int((executor_s - handler_s) * 1000)))
+        around_ms = max(0, int((executor_s - handler_s) * 1000))
+        self._server.update(THREAD_TIME, around_ms, "Host")
 
     def forget(self, model: str, versions: Collection[str]) -> None:
         """Remove the series with these version labels of a model."""
@@ -117,7 +118,6 @@ def _labels(version: VersionNumbers, named: bool) -> tuple[str, str]:
 
 # The metrics that `metrics_mode=legacy` exposes; it logs all others. `log` exposes none and logs all.
 LEGACY_METRICS = frozenset({REQUESTS, LATENCY, QUEUE_LATENCY})
-Update = Callable[[float], None]
 
 
 def is_logged(name: str, mode: MetricsMode) -> bool:
@@ -126,7 +126,7 @@ def is_logged(name: str, mode: MetricsMode) -> bool:
 
 
 class ServerMetrics:
-    """Creates functions that update one metric with given label values. Thread-safe.
+    """Records values of TorchServe's metrics of the server. Thread-safe.
 
     Args:
         declared: the declared metrics by name; others are not recorded.
@@ -157,33 +157,31 @@ class ServerMetrics:
                 )
 
     def takes(self, name: str) -> bool:
-        """Return whether updates of this metric go through `bind`."""
+        """Return whether updates of this metric go through `update`."""
         return name in self._declared and name not in self.plain
 
-    def bind(self, name: str, *values: str) -> Update:
-        """Return a function that records a value of a metric, or ignores it if the metric is not declared.
+    def update(self, name: str, value: float, *labels: str) -> None:
+        """Record a value of a metric; ignore it if the metric is not declared.
 
-        Args:
-            name: the name of the metric.
-            values: the label values in the order of the built-in file, without the host.
+        `labels` are the label values in the order of the built-in file, without the host.
+
+        Raises:
+            ValueError: the metric is declared with other labels, or is a counter that would shrink.
         """
         if not self.takes(name):
-            return _ignore
+            return
         metric, family = self._declared[name], self._families.get(name)
         if family is None:
-            labels = tuple(zip(metric.labels, values, strict=False))  # the end of the line has the host
-            return lambda value: log_value(SERVER_LOGGER, metric, value, labels, hostname=self._hostname)
-        return updater(family.labels(*values, self._hostname))
+            named = zip(metric.labels, labels, strict=False)  # the end of the line has the host
+            log_value(SERVER_LOGGER, metric, value, named, hostname=self._hostname)
+        else:
+            record(family.labels(*labels, self._hostname), value)
 
     def drop(self, name: str, *values: str) -> None:
         """Remove the series with these label values of a metric, if it exists."""
         family = self._families.get(name)
         if family is not None:
             family.remove(*values, self._hostname)
-
-
-def _ignore(value: float) -> None:
-    """Ignore the value, because the metric is not declared."""
 
 
 logger = logging.getLogger(__name__)

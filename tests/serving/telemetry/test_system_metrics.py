@@ -19,8 +19,8 @@ class Taken(ServerMetrics):
     def __init__(self):
         self.values = {}
 
-    def bind(self, name, *labels):
-        return lambda value: self.values.update({(name, *labels): value})
+    def update(self, name, value, *labels):
+        self.values |= {(name, *labels): value}
 
 
 def test_a_sample_fills_the_gauges_of_the_host():
