@@ -97,8 +97,6 @@ def shortened(text: str) -> str:
 
 def _place(trace: str) -> str:
     """Return the file and line of the last frame outside of the server, torch and Python, in parentheses."""
-    frames = [match.groups() for match in _FRAME.finditer(trace)]
-    outside = [(file, line) for file, line, _ in frames if not _OURS.search(file)] or [
-        (file, line) for file, line, _ in frames
-    ]
+    frames = [(file, line) for file, line, _ in _FRAME.findall(trace)]
+    outside = [frame for frame in frames if not _OURS.search(frame[0])] or frames
     return f" ({PurePath(outside[-1][0]).name}, line {outside[-1][1]})" if outside else ""

@@ -115,23 +115,18 @@ _LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # log4j's names where they d
 class _LogFile(RotatingFile):
     """A log file of this module, which `add_log_files` replaces when it is called again.
 
-    `form` formats lines of the access log; None: the file does not contain them.
+    It contains the records that `takes` takes.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        takes: Callable[[logging.LogRecord], bool],
-        lines: logging.Formatter,
-        form: Callable[[AccessLine], str] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, takes: Callable[[logging.LogRecord], bool], lines: LineFormatter) -> None:
         super().__init__(path, lines)
         self.addFilter(takes)
-        self._form = form
+        self._lines = lines
+        self._takes_access = takes(logging.makeLogRecord({"name": ACCESS_LOGGER}))
 
     def access_text(self, line: AccessLine) -> str:
         """Return the text of a line of the access log, or "" if this file does not contain them."""
-        return "" if self._form is None else f"{self._form(line)}\n"
+        return f"{self._lines.format_access(line)}\n" if self._takes_access else ""
 
     def write_access(self, text: str, lines: int) -> None:
         """Write many lines of the access log at once."""
@@ -195,11 +190,11 @@ def add_log_files(directory: Path) -> bool:
     """
     remove_log_files()
     try:
-        access, everything = AccessFormatter(), Log4jFormatter()
+        everything = Log4jFormatter()
         files = [
-            _LogFile(directory / "access_log.log", _is_access, access, access.format_access),
+            _LogFile(directory / "access_log.log", _is_access, AccessFormatter()),
             _LogFile(directory / "model_log.log", _is_model, everything),
-            _LogFile(directory / "ts_log.log", lambda record: True, everything, everything.format_access),
+            _LogFile(directory / "ts_log.log", lambda record: True, everything),
         ]
     except OSError as err:
         logger.warning("no log files in %s: %s", directory, err.strerror)

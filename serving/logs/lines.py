@@ -115,7 +115,7 @@ class JsonFormatter(LineFormatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without its line end. Extra fields that JSON lacks are converted by `str`."""
         fields: dict[str, Any] = {
-            "time": _utc(record.created, "microseconds"),
+            "time": _utc(record.created, 6),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -130,14 +130,13 @@ class JsonFormatter(LineFormatter):
     def format_access(self, line: AccessLine) -> str:
         """Format a line of the access log in the same way, without a log record."""
         # Lines of one connection often differ only in status and time, so the rest of the text is cached.
-        second, microseconds = _second_and_rest(line.created_s)
         ids = f', "request_id": {_quoted_json(line.request_id)}' if line.request_id else ""
         if line.trace is not None:
             ids += f', "trace_id": "{line.trace.trace_id}"'
         if line.version is not None:
             ids += _version_json(line.version.model, line.version.version)
         return (
-            f'{{"time": "{second}.{microseconds:06d}Z", "level": "INFO", '
+            f'{{"time": "{_utc(line.created_s, 6)}", "level": "INFO", '
             f'"logger": "{ACCESS_LOGGER}", "message": "{_inside(line.asked)} {line.status} '
             f'{line.elapsed_ms}"{ids}}}'
         )
@@ -149,7 +148,7 @@ class TextFormatter(LineFormatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without its line end."""
         extras = "".join(f" {escape(name)}={escape(str(value))}" for name, value in extras_of(record).items())
-        moment = _utc(record.created, "milliseconds")
+        moment = _utc(record.created, 3)
         line = f"{moment} {record.levelname:<7} {escape(record.name)}: {escape(record.getMessage())}{extras}"
         trace = trace_of(self, record)
         return "\n".join([line, *(f"  | {escape(part)}" for part in trace.split("\n") if part)])
@@ -157,9 +156,7 @@ class TextFormatter(LineFormatter):
     def format_access(self, line: AccessLine) -> str:
         """Format a line of the access log in the same way, without a log record."""
         ids = "".join([f" {name}={escape(value)}" for name, value in line.ids.items()])
-        second, microseconds = _second_and_rest(line.created_s)
-        moment = f"{second}.{microseconds // 1000:03d}Z"
-        return f"{moment} INFO    {ACCESS_LOGGER}: {escape(line.message)}{ids}"
+        return f"{_utc(line.created_s, 3)} INFO    {ACCESS_LOGGER}: {escape(line.message)}{ids}"
 
 
 def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormatter | None = None) -> None:
@@ -186,7 +183,7 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
     if (shows := getattr(lines, "shows", None)) is not None:
         handler.addFilter(shows)
     root = logging.getLogger()
-    for old in [old for old in root.handlers if isinstance(old, _Handler)]:
+    for old in _installed():
         root.removeHandler(old)
         old.flush()
         old.close()
@@ -198,13 +195,12 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
 
 def formatter() -> logging.Formatter | None:
     """Return the formatter of the stream that `configure` has set up; None before."""
-    ours = (handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
-    return next((handler.formatter for handler in ours), None)
+    return next((handler.formatter for handler in _installed()), None)
 
 
 def say(line: str) -> None:
     """Write a plain line to the stream of the log records, in order; before `configure`, print it."""
-    ours = [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
+    ours = _installed()
     for handler in ours:
         handler.write_access(f"{line}\n", 1)
     if not ours:
@@ -213,7 +209,12 @@ def say(line: str) -> None:
 
 def lost_lines() -> int:
     """Return how many log lines of this process were dropped because the stream was blocked or broken."""
-    return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
+    return sum(handler.dropped for handler in _installed())
+
+
+def _installed() -> list[_Handler]:
+    """Return the handlers of `configure`: one, or none before."""
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
 
 
 def escape(text: str) -> str:
@@ -254,20 +255,15 @@ def _version_json(model: str, version: str) -> str:
     return f', "model": {_quoted_json(model)}, "version": {_quoted_json(version)}'
 
 
-def _second_and_rest(created_s: float) -> tuple[str, int]:
-    """Return the time as text, to the second (which is cached), and the remaining microseconds."""
+def _utc(created_s: float, digits: int) -> str:
+    """Return the time in UTC, with up to 6 digits after the second; the text of the second is cached."""
     second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
-    return _second(second), microseconds
+    return f"{_second(second)}.{f'{microseconds:06d}'[:digits]}Z"
 
 
 @lru_cache(maxsize=2)
 def _second(epoch_s: int) -> str:
     return datetime.fromtimestamp(epoch_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
-
-
-def _utc(created: float, timespec: str) -> str:
-    moment = datetime.fromtimestamp(created, timezone.utc).replace(tzinfo=None)
-    return f"{moment.isoformat(timespec=timespec)}Z"
 
 
 OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
