@@ -52,13 +52,11 @@ async def within(future: asyncio.Future[T], timeout_s: float) -> T:
 
 
 class Silence:
-    """Watches a worker while it has a batch, a client while it sends a body, or a connection that is idle.
+    """Calls `on_timeout()` after `timeout_s` without a message. Create and use it on the event loop.
 
-    Create and use it on the event loop.
-
-    Calls `on_timeout()` after `timeout_s` without a message. If the event loop was stopped at the end of that
-    time, the time starts again, but only once, so that a loop that is always late still reaches the timeout.
-    Messages are frequent, so they do not reschedule the timer: when it fires, it computes the remaining time.
+    If the event loop was stopped at the end of that time, the time starts again, but only once, so that a
+    loop that is always late still reaches the timeout. Messages are frequent, so they do not reschedule the
+    timer: when it fires, it computes the remaining time.
     """
 
     def __init__(self, timeout_s: float, on_timeout: Callable[[], None]) -> None:
@@ -70,14 +68,10 @@ class Silence:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        """Start expecting messages."""
+        """Expect a message from now on; call it again for each message that more will follow."""
         self.began_s = self._loop.time()
         if self._timer is None:
             self._look_in(self._timeout_s)
-
-    def broken(self) -> None:
-        """Restart the time, because a message arrived and more are expected."""
-        self.began_s = self._loop.time()
 
     def over(self) -> None:
         """Stop expecting messages."""
@@ -89,14 +83,6 @@ class Silence:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def hurry(self, timeout_s: float) -> None:
-        """Lower the timeout; a silence that has begun counts from now."""
-        is_expected = self.began_s is not None
-        self.stop()
-        self._timeout_s = timeout_s
-        if is_expected:
-            self.watch()
 
     def _look_in(self, left_s: float) -> None:
         self._timer = self._loop.call_later(left_s, self._look, time.monotonic() + left_s)
@@ -147,9 +133,13 @@ class Upload(Silence):
             self._on_timeout()
 
     def hurry(self, timeout_s: float) -> None:
-        """Lower the timeout, and the bytes of the minimum rate with it."""
+        """Lower the timeout, and the bytes of the minimum rate with it; a silence counts from now."""
         self._min_bytes *= timeout_s / self._timeout_s
-        super().hurry(timeout_s)
+        is_expected = self.began_s is not None
+        self.stop()
+        self._timeout_s = timeout_s
+        if is_expected:
+            self.watch()
 
     def pause(self) -> None:
         """Stop counting time, because the server stops reading."""
@@ -265,9 +255,9 @@ def bytes_in_kernel(transport: asyncio.WriteTransport) -> int | None:
 
 
 class Unread(Stalls[None, T]):
-    """Watchdog that ends a connection whose client stopped reading. Used on the event loop only.
+    """Watchdog that ends a connection whose client reads nothing for one to two times `UNREAD_TIMEOUT_S`.
 
-    Closes the connection after between one and two times `UNREAD_TIMEOUT_S` without progress.
+    Used on the event loop only.
 
     Args:
         held_back: returns None if no data waits for the client, otherwise a value that changes whenever the

@@ -55,7 +55,7 @@ def test_silence_is_told_after_the_time_out() -> None:
 def test_what_is_heard_begins_the_time_anew() -> None:
     async def main() -> float:
         watched = Watched()
-        watched.loop.call_later(TIMEOUT_S / 2, watched.silence.broken)
+        watched.loop.call_later(TIMEOUT_S / 2, watched.silence.watch)
         return await asyncio.wait_for(watched.fired, 10)
 
     assert asyncio.run(main()) >= 1.5 * TIMEOUT_S - TICK_S
@@ -88,7 +88,7 @@ def test_a_watch_that_begins_while_the_old_timer_runs_gets_its_whole_time() -> N
 def test_a_lower_time_out_counts_for_a_silence_that_has_begun_and_for_the_next(is_expected: bool) -> None:
     async def main() -> float:
         loop, fired = asyncio.get_running_loop(), asyncio.Event()
-        patient = Silence(60, fired.set)
+        patient = Upload(60, 0, fired.set)
         patient.watch()
         if not is_expected:
             patient.over()
