@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from torchere.archiver.atomic import staged
 from torchere.serving.access.fixed_keys import FixedKeys
 from torchere.serving.access.identity import ANONYMOUS, REFUSED, Identity, Role, bearer_key, is_before
 from torchere.serving.config.server_settings import ServerSettings
@@ -150,24 +151,20 @@ def _document(keys: Mapping[TokenKind, Key]) -> str:
 
 def _write_private(path: Path, text: str) -> None:
     """Write the text to `path` atomically; only the owner can read the file at any time."""
-    # A random name and O_EXCL, so that another user can't have created a link or an open file there.
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(draft, path)
-        except OSError:
-            with suppress(OSError):
-                draft.unlink()
-            raise
+        # "x", so that another user can't have created a link or an open file there.
+        with staged(path) as draft, open(draft, "x", encoding="utf-8", opener=_open_private) as file:
+            file.write(text)
     except OSError as err:
         raise KeyFileUnwritable(
             "The keys for token authorization can't be stored.",
             f"{path.absolute()}: {err.strerror}; expected a writable directory: start in one, "
             "set key_file, or switch the tokens off with --disable-token-auth",
         ) from err
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 Keys: TypeAlias = KeyRing | FixedKeys
