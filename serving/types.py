@@ -7,7 +7,7 @@ shares; the frontend converts a timeout to one absolute `deadline_s`, which is n
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -25,6 +25,14 @@ class ModelKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}:{self.version}"
+
+
+class ClientNumbers(NamedTuple):
+    """The counters of one client, or of all clients without an identity, at one point in time."""
+
+    admitted: int  # predictions
+    running: int  # of these, without an answer
+    refused: Mapping[str, int]  # requests, by limit
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -17,6 +17,7 @@ from typing import NamedTuple, NoReturn
 
 from torchere.serving.config.server_settings import MAX_CLIENT_LIMIT, ClientSettings
 from torchere.serving.errors import TooManyRequests
+from torchere.serving.types import ClientNumbers
 
 MAX_ACCOUNTS = 10_000  # 300 bytes each
 EVICTION_TRIES = 8  # for each new account: several, so that the table gets smaller again
@@ -46,19 +47,12 @@ class Quota(NamedTuple):
 
 
 class Tally:
-    """Counters of one identity, or of all clients without one.
+    """Counters of one identity, or of all clients without one: see `ClientNumbers`."""
 
-    Attributes:
-        admitted: predictions.
-        running: those of them without an answer; counted at each scrape.
-        refused: requests, by limit.
-    """
-
-    __slots__ = ("admitted", "refused", "running")
+    __slots__ = ("admitted", "refused")
 
     def __init__(self) -> None:
         self.admitted = 0
-        self.running = 0
         self.refused: Counter[str] = Counter(dict.fromkeys(CLIENT_LIMITS, 0))
 
 
@@ -197,13 +191,15 @@ class ClientLimits:
         account.connections -= 1
         self._accounts.move_to_end(account.name)
 
-    def tallies(self) -> Mapping[str, Tally]:
+    def tallies(self) -> Mapping[str, ClientNumbers]:
         """Return the counters by identity; those of all clients without one are under ""."""
-        for tally in self._tallies.values():
-            tally.running = 0
+        running: Counter[Tally] = Counter()
         for account in self._accounts.values():
-            account.tally.running += account.running
-        return self._tallies
+            running[account.tally] += account.running
+        return {
+            name: ClientNumbers(tally.admitted, running[tally], dict(tally.refused))
+            for name, tally in self._tallies.items()
+        }
 
     def account(self, client: str) -> Account:
         """Return the account of a client; a new one if it has none."""

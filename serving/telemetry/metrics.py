@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torchere.handlers.metrics import MetricDeclaration, MetricSample
 from torchere.serving.config.server_settings import MetricsMode
@@ -33,22 +32,15 @@ from torchere.serving.telemetry.numbers import (
 )
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S
-from torchere.serving.telemetry.scrape import ClientNumbers, Exposure, Extent
+from torchere.serving.telemetry.scrape import Exposure, Extent
 from torchere.serving.telemetry.torchserve import ServerMetrics
+from torchere.serving.types import ClientNumbers
 
 if TYPE_CHECKING:  # imports OpenTelemetry, which is optional
     from torchere.serving.telemetry.tracing import SpanMaker
 
 PREDICTION_TIME = "PredictionTime"
 VERSIONS_A_TURN = 16  # a snapshot of them, with their loads, blocks the event loop for 1 ms at most
-
-
-class ClientTally(Protocol):
-    """The counters of one client, as `ClientNumbers` has them."""
-
-    admitted: int
-    running: int
-    refused: Counter[str]
 
 
 class Metrics:
@@ -106,7 +98,7 @@ class Metrics:
             (catalogue.READY, catalogue.SERVER_IN_FLIGHT, catalogue.HELD, catalogue.LOG_DROPPED), float
         )
         self._over_budget: Mapping[str, int] = {}
-        self._clients: Callable[[], Mapping[str, ClientTally]] = dict
+        self._clients: Callable[[], Mapping[str, ClientNumbers]] = dict
         self._executors: dict[tuple[str, str], dict[int, str]] = {}  # by version: id -> label
 
     def prediction_begins(self, prediction: Predicted) -> None:
@@ -213,9 +205,9 @@ class Metrics:
         self._server_values[catalogue.HELD] = held_bytes
         self._over_budget = refused
 
-    def watch_clients(self, tallies: Callable[[], Mapping[str, ClientTally]]) -> None:
+    def watch_clients(self, numbers: Callable[[], Mapping[str, ClientNumbers]]) -> None:
         """Expose the counters of clients: by identity, which must be named by the operator; "" for others."""
-        self._clients = tallies
+        self._clients = numbers
 
     def know_states(self, states: States) -> None:
         """Set all possible states of executors and versions."""
@@ -277,10 +269,7 @@ class Metrics:
             states=self._states,
             refused=dict(numbers.refused),
             over_budget=dict(self._over_budget),
-            clients={
-                name: ClientNumbers(tally.admitted, tally.running, dict(tally.refused))
-                for name, tally in self._clients().items()
-            },
+            clients=self._clients(),
             server={name: float(value()) for name, value in self._server_values.items()},
             process=self.process,
             extent=self._extent,

@@ -19,6 +19,7 @@ from torchere.serving.telemetry.load_metrics import States, VersionLoad, add_loa
 from torchere.serving.telemetry.numbers import SIZE_BUCKETS, VersionSnapshot
 from torchere.serving.telemetry.sampling import ProcessMetrics
 from torchere.serving.telemetry.stages import COLUMNS, STAGES
+from torchere.serving.types import ClientNumbers
 
 
 class Extent(NamedTuple):
@@ -26,14 +27,6 @@ class Extent(NamedTuple):
 
     stages: StageSeries = "buckets"
     idle_s: float = 0.0  # histograms of versions without a batch for this time are omitted; 0: never
-
-
-class ClientNumbers(NamedTuple):
-    """The counters of one identity."""
-
-    admitted: int  # predictions
-    running: int  # of these, without an answer
-    refused: Mapping[str, int]  # requests, by limit
 
 
 @dataclass(frozen=True, slots=True)
