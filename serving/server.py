@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
 from torchere.serving.access.client_limits import client_limits_of
 from torchere.serving.access.fixed_keys import FixedKeys
 from torchere.serving.access.keys import KeyRing, keys_of
-from torchere.serving.access.reload import Reloadable, watch
-from torchere.serving.access.tls import Certificates, certificates_of
+from torchere.serving.access.reload import Reloaded, watch
+from torchere.serving.access.tls import certificates_of
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ServingError
 from torchere.serving.frontend.connection_limit import MIN_FILES, open_file_limit
@@ -121,7 +121,7 @@ class Server:
         if client_limits is not None:
             self._metrics.watch_clients(client_limits.tallies)
         services = Services(settings, self._metrics, keys, __version__, budgets, certificates, client_limits)
-        self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
+        self._follow([each for each in (keys, certificates) if isinstance(each, Reloaded)])
         try:
             wanted = await self._registry.wanted_at_startup()
             # Before archives are unpacked, which may take minutes: probes are answered meanwhile.
@@ -155,7 +155,7 @@ class Server:
             )
             self._background.append(asyncio.create_task(sampling))
 
-    def _follow(self, files: Sequence[Reloadable]) -> None:
+    def _follow(self, files: Sequence[Reloaded[Any]]) -> None:
         """Start to reload files that are replaced while the server runs."""
         if files:
             self._background.append(asyncio.create_task(watch(files)))

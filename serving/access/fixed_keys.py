@@ -80,11 +80,10 @@ class Clients:
         return not (self.subjects or any(self.keys.values()))
 
 
-class FixedKeys:
+class FixedKeys(Reloaded[Clients]):
     """The clients in a file that the operator writes and the server only reads.
 
-    If the file has no key of a role, calls that need this role are always rejected. Thread-safe: a check
-    reads `Clients` that `refresh` replaces as a whole.
+    If the file has no key of a role, calls that need this role are always rejected.
 
     Args:
         path: the file, which only its owner and group may read; see `read_clients` for the format.
@@ -100,7 +99,7 @@ class FixedKeys:
     ) -> None:
         self._clock = clock
         self._takes_tokens = takes_tokens
-        self._file: Reloaded[Clients] = Reloaded("The token keys", (path,), lambda: read_clients(path))
+        super().__init__("The token keys", (path,), lambda: read_clients(path))
 
     def authorize(self, role: Role, authorization: str | None, subjects: Sequence[str] = ()) -> Identity:
         """Return the identity of the client by its certificate, or by the key in `Bearer <key>`.
@@ -113,7 +112,7 @@ class FixedKeys:
         Raises:
             Unauthorized: neither has this role: they are missing, wrong or expired.
         """
-        clients, now_s = self._file.value, self._clock()
+        clients, now_s = self.value, self._clock()
         for subject in subjects:
             known = clients.subjects.get(subject)
             if known is not None and role in known.identity.roles and is_before(now_s, known.expires_at_s):
@@ -126,7 +125,7 @@ class FixedKeys:
 
     def client_limits(self) -> Mapping[str, Mapping[str, float]]:
         """Return the limits of each identity, by name; another mapping after each change of the file."""
-        return self._file.value.limits
+        return self.value.limits
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
         """Reject the renewal, because the operator renews these keys by writing the file.
@@ -135,10 +134,6 @@ class FixedKeys:
             NotAllowed: always.
         """
         raise NotAllowed("The keys of this server come from a file that it does not write; renew them there.")
-
-    def refresh(self) -> None:
-        """Reload the file if it has changed. Blocks. An unusable file leaves the keys unchanged."""
-        self._file.refresh()
 
 
 def _digest(key: bytes) -> bytes:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torchere.serving.errors import ServingError
 
@@ -23,13 +23,6 @@ _ATTEMPTS = 3  # maximum attempts to read files that change while being read
 
 T = TypeVar("T")
 _Signature = tuple[tuple[int, int, int, int, int] | None, ...]
-
-
-class Reloadable(Protocol):
-    """An object that `watch` refreshes periodically."""
-
-    def refresh(self) -> None:
-        """Reload the files if they have changed. May block; never raises because of their contents."""
 
 
 class Reloaded(Generic[T]):
@@ -92,7 +85,7 @@ class Reloaded(Generic[T]):
         return self._read()
 
 
-async def watch(files: Sequence[Reloadable], interval_s: float = INTERVAL_S) -> None:
+async def watch(files: Sequence[Reloaded[Any]], interval_s: float = INTERVAL_S) -> None:
     """Refresh all `files` every `interval_s` seconds, in a thread, until cancelled."""
     while True:
         await asyncio.sleep(interval_s)

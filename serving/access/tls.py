@@ -64,26 +64,20 @@ class KeyPair:
     expires_at_s: float | None  # of the first certificate, seconds since the epoch; None: unknown
 
 
-class Certificates:
-    """The key pair of the TLS listeners; `refresh` reloads its files.
-
-    Thread-safe for readers.
+class Certificates(Reloaded[KeyPair]):
+    """The key pair of the TLS listeners.
 
     Raises:
         CertificateUnusable: the files are unusable.
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        self._pair: Reloaded[KeyPair] = Reloaded("The TLS certificate", files.all, lambda: read_pair(files))
+        super().__init__("The TLS certificate", files.all, lambda: read_pair(files))
 
     @property
     def pair(self) -> KeyPair:
         """The key pair for new handshakes."""
-        return self._pair.value
-
-    def refresh(self) -> None:
-        """Reload the files if they have changed. Blocks. An unusable pair leaves the current one in use."""
-        self._pair.refresh()
+        return self.value
 
     def server_context(self, *, http2: bool = False) -> ssl.SSLContext:
         """Return a context for `loop.create_server`; each handshake uses the current key pair."""

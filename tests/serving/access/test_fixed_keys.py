@@ -137,7 +137,7 @@ def test_a_new_file_is_said_and_no_key_is_ever_shown(path: Path, caplog: pytest.
         keys.refresh()
     assert passes(keys, "inference", "another-key")
     assert f"The token keys: read again from {path}" in caplog.text
-    assert "another-key" not in caplog.text + repr(keys._file.value)
+    assert "another-key" not in caplog.text + repr(keys.value)
 
 
 def test_nobody_renews_the_keys_over_the_network(path: Path) -> None:

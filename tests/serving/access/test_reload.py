@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,7 +198,7 @@ def test_a_look_that_fails_is_said_and_not_the_last_one(caplog: pytest.LogCaptur
                 raise RuntimeError("can't start new thread")
 
     async def main() -> None:
-        file = NoThreads()
+        file: Any = NoThreads()
         watching = asyncio.create_task(watch([file], interval_s=0.001))
         while file.looks < 2 and not watching.done():
             await asyncio.sleep(0)
