@@ -51,22 +51,34 @@ class OwnFamily(Metric):
         self.samples.append(Sample(self.name, labels, value))
 
 
-def render(families: Iterable[Metric], declared: Mapping[str, str], names: Collection[str] = ()) -> str:
+def render(
+    families: Iterable[Metric],
+    declared: Mapping[str, str],
+    names: Collection[str] = (),
+    *,
+    openmetrics: bool = False,
+) -> str:
     """Render families as text.
 
     Args:
         families: as the registry collects them.
         declared: for counters, the declared name by the library's family name.
         names: names of the samples to render; empty renders all. A family without such a sample is omitted.
+        openmetrics: use the format of OpenMetrics, with families that have exemplars behind all others.
     """
     text: list[str] = []
+    last: list[str] = []
     for family in families:
         name = declared.get(family.name, family.name)
-        lines = _lines(family, name, names, openmetrics=False)
+        lines = _lines(family, name, names, openmetrics=openmetrics)
         if lines or not names:
-            text.append(f"# HELP {name} {_escaped_help(family.documentation)}\n# TYPE {name} {family.type}\n")
-            text += lines
-    return "".join(text)
+            head = _openmetrics_head(family, name) if openmetrics else _head(family, name)
+            (last if openmetrics and _has_exemplar(family) else text).extend((head, *lines))
+    return "".join((*text, *last, "# EOF\n" if openmetrics else ""))
+
+
+def _head(family: Metric, name: str) -> str:
+    return f"# HELP {name} {_escaped_help(family.documentation)}\n# TYPE {name} {family.type}\n"
 
 
 def _rows(family: Metric) -> Sequence[HistogramRow]:
@@ -194,22 +206,10 @@ def _weight(text: str) -> float:
         return 0.0
 
 
-def render_openmetrics(
-    families: Iterable[Metric], declared: Mapping[str, str], names: Collection[str] = ()
-) -> str:
-    """Render families as OpenMetrics text; the arguments are those of `render`."""
-    text: list[str] = []
-    with_exemplars: list[str] = []
-    for family in families:
-        name = declared.get(family.name, family.name)
-        lines = _lines(family, name, names, openmetrics=True)
-        if names and not lines:
-            continue
-        kind = "gauge" if family.type == "counter" and not name.endswith("_total") else family.type
-        stem = name.removesuffix("_total") if kind == "counter" else name
-        head = f"# HELP {stem} {_escaped_label(family.documentation)}\n# TYPE {stem} {kind}\n"
-        (with_exemplars if _has_exemplar(family) else text).extend((head, *lines))
-    return "".join((*text, *with_exemplars, "# EOF\n"))
+def _openmetrics_head(family: Metric, name: str) -> str:
+    kind = "gauge" if family.type == "counter" and not name.endswith("_total") else family.type
+    stem = name.removesuffix("_total") if kind == "counter" else name
+    return f"# HELP {stem} {_escaped_label(family.documentation)}\n# TYPE {stem} {kind}\n"
 
 
 def openmetrics_number(value: float) -> str:

@@ -14,7 +14,7 @@ from torchere.serving.config.server_settings import StageSeries
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.catalogue import Families
 from torchere.serving.telemetry.distributions import add_histogram
-from torchere.serving.telemetry.exposition import HistogramRow, OwnFamily, render, render_openmetrics
+from torchere.serving.telemetry.exposition import HistogramRow, OwnFamily, render
 from torchere.serving.telemetry.load_metrics import States, VersionLoad, add_load
 from torchere.serving.telemetry.numbers import SIZE_BUCKETS, VersionSnapshot
 from torchere.serving.telemetry.sampling import ProcessMetrics
@@ -46,9 +46,8 @@ class Exposure:
 
     def text(self, names: Collection[str] = (), *, openmetrics: bool = False) -> str:
         """Return the text of a scrape with the samples in `names`; empty means all samples. Thread-safe."""
-        form = render_openmetrics if openmetrics else render
         declared = self.families.declared | catalogue.LIBRARY_COUNTERS
-        return form(self._collect(), declared, names)
+        return render(self._collect(), declared, names, openmetrics=openmetrics)
 
     def _collect(self) -> Iterable[Metric]:
         yield from self.plain()
