@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import NamedTuple, Protocol
@@ -223,7 +223,7 @@ class VersionNumbers:
         self.queue_s = 0.0  # waiting times of the requests that were run
         self.handler_s = 0.0  # of successful requests, each with the time of its whole batch
         self.around_s = 0.0  # likewise: executor time outside the handler
-        self.by_size: dict[int, BatchSize] = {}
+        self.by_size: defaultdict[int, BatchSize] = defaultdict(BatchSize)
         self.last_batch_s = 0.0  # since the epoch; 0: no batch has finished yet
         self.last_handler_s: float | None = None  # of the last successful batch; None: none yet
         # Counters of executors.
@@ -336,11 +336,11 @@ class VersionNumbers:
             self.requests_failed += failed
             self.failed_s += failed_wait_s + failed * executor_s
         self.queue_s += succeeded_wait_s + failed_wait_s
-        of_size = self.by_size.get(size) or self._new_size(size)
+        of_size = self.by_size[size]
         of_size.runs += 1
         if ended:
             if ended != size:
-                of_size = self.by_size.get(ended) or self._new_size(ended)
+                of_size = self.by_size[ended]
             of_size.batches += 1
             of_size.handler_s += handler_s
             of_size.around_s += around_s
@@ -406,10 +406,6 @@ class VersionNumbers:
         else:
             self._marks = bytearray(_FULL_BYTES)
         return 0
-
-    def _new_size(self, size: int) -> BatchSize:
-        of_size = self.by_size[size] = BatchSize()
-        return of_size
 
 
 class ServerNumbers:

@@ -86,13 +86,10 @@ def stages_of(request: Marks, now_s: float) -> tuple[float, ...]:
     queue = request.dequeued_s - request.enqueued_s - request.company_s
     handler_s = sum(request.stages_s)
     transfer = now_s - request.dequeued_s - handler_s
-    told = (transfer, *request.stages_s) if handler_s and transfer >= 0 else _untold(request, now_s)
+    told = (transfer, *request.stages_s)
+    if not handler_s or transfer < 0:  # the handler has told no stages: all of it is handler time
+        told = (0.0, 0.0, 0.0, 0.0, now_s - request.dequeued_s)
     return (receive, decode, queue, request.company_s, *told, 0.0, 0.0)
-
-
-def _untold(request: Marks, now_s: float) -> tuple[float, ...]:
-    """Return `transfer` and the stages of a handler that told none: all of it is handler time."""
-    return (0.0, 0.0, 0.0, 0.0, now_s - request.dequeued_s)
 
 
 def server_timing(request: Marks, now_s: float) -> str:
