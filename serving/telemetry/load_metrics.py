@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import psutil
 
 from torchere.serving.telemetry import catalogue as names
 from torchere.serving.telemetry.exposition import OwnFamily
-from torchere.serving.telemetry.numbers import VersionNumbers
-from torchere.serving.telemetry.saturation import SaturationWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,37 +44,6 @@ class States(NamedTuple):
 
     executor: tuple[str, ...] = ()
     version: tuple[str, ...] = ()
-
-
-class LoadMetrics:
-    """Samples the load of each version. Call it on the event loop only."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._watched: dict[tuple[str, str], tuple[Callable[[], VersionLoad], SaturationWindow]] = {}
-
-    def watch(self, version: VersionNumbers, load: Callable[[], VersionLoad]) -> None:
-        """Call `load` at each scrape, and `version.load` at each tick for the saturation."""
-        window = SaturationWindow(version.busy, version.load, version.requests)
-        window.tick(self._now())
-        self._watched[version.key] = load, window
-
-    def forget(self, version: tuple[str, str]) -> None:
-        """Stop watching a version; an unknown version is no error."""
-        self._watched.pop(version, None)
-
-    def tick(self) -> None:
-        """Sample every version; call it every `TICK_S`."""
-        now_s = self._now()
-        for _, window in self._watched.values():
-            window.tick(now_s)
-
-    def ask(self, version: tuple[str, str]) -> VersionLoad | None:
-        """Return the current load of a version; None if it is not watched."""
-        if version not in self._watched:
-            return None
-        load, window = self._watched[version]
-        return replace(load(), saturation=window.value(self._now()))
 
 
 def add_load(

@@ -11,6 +11,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchere.handlers.metrics import MetricDeclaration, MetricSample
@@ -20,7 +21,7 @@ from torchere.serving.telemetry import catalogue, torchserve
 from torchere.serving.telemetry.catalogue import Families, Reserved
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, Report
-from torchere.serving.telemetry.load_metrics import LoadMetrics, States, VersionLoad
+from torchere.serving.telemetry.load_metrics import States, VersionLoad
 from torchere.serving.telemetry.numbers import (
     TOO_LARGE,
     Listener,
@@ -31,7 +32,7 @@ from torchere.serving.telemetry.numbers import (
     refusal_reason,
 )
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
-from torchere.serving.telemetry.saturation import TICK_S
+from torchere.serving.telemetry.saturation import TICK_S, SaturationWindow
 from torchere.serving.telemetry.scrape import Exposure, Extent
 from torchere.serving.telemetry.torchserve import ServerMetrics
 from torchere.serving.types import ClientNumbers
@@ -92,13 +93,14 @@ class Metrics:
         self.process = ProcessMetrics()
         self._of_handlers = HandlerMetrics(config.model, families, self._host, mode, auto_detect=auto_detect)
         self._predictions = _PredictionTimes(self._of_handlers)
-        self._load = LoadMetrics(now)
         self._states = States()
         self._server_values: dict[str, Callable[[], float]] = dict.fromkeys(
             (catalogue.READY, catalogue.SERVER_IN_FLIGHT, catalogue.HELD, catalogue.LOG_DROPPED), float
         )
         self._over_budget: Mapping[str, int] = {}
         self._clients: Callable[[], Mapping[str, ClientNumbers]] = dict
+        # By version: its load, and the window of its saturation.
+        self._loads: dict[tuple[str, str], tuple[Callable[[], VersionLoad], SaturationWindow]] = {}
         self._executors: dict[tuple[str, str], dict[int, str]] = {}  # by version: id -> label
 
     def prediction_begins(self, prediction: Predicted) -> None:
@@ -139,11 +141,15 @@ class Metrics:
         """Expose the counters of a version from now on; `load` is called at each scrape."""
         self._numbers.show(meter)
         if load is not None:
-            self._load.watch(meter, load)
+            window = SaturationWindow(meter.busy, meter.load, meter.requests)
+            window.tick(self._now())
+            self._loads[meter.key] = load, window
 
     def sample_load(self) -> None:
         """Sample the load of every version; call it every `TICK_S`."""
-        self._load.tick()
+        now_s = self._now()
+        for _, window in self._loads.values():
+            window.tick(now_s)
 
     async def watch_load(self) -> None:
         """Sample the load of every version every `TICK_S`, until cancelled."""
@@ -177,7 +183,7 @@ class Metrics:
     def executor_loaded(self, meter: VersionNumbers, executor_id: int, load_s: float) -> None:
         """Record that an executor of a version is ready, `load_s` after it was started."""
         name = f"W-{executor_id}-{meter.model}_{meter.version}"
-        self._forget_stopped(meter.key, self._load.ask(meter.key))
+        self._load(meter.key)  # drops the series of those that have stopped
         self._executors.setdefault(meter.key, {})[executor_id] = name
         self._server.update("WorkerLoadTime", int(load_s * 1000), name, "Host")
         meter.load_s = load_s
@@ -224,37 +230,40 @@ class Metrics:
             self._of_handlers.forget(model)
         if not self._numbers.forget(meter, was_last=was_last):
             return
-        self._load.forget(meter.key)
+        self._loads.pop(meter.key, None)
         self._updates.forget(model, (version, torchserve.DEFAULT_VERSION) if was_last else (version,))
         self._forget_stopped(meter.key, VersionLoad())
         self._executors.pop(meter.key, None)
 
-    def _forget_stopped(self, version: tuple[str, str], load: VersionLoad | None) -> None:
-        """Remove the series of those executors of a version that its load does not name; None: of none."""
+    def _load(self, version: tuple[str, str]) -> VersionLoad | None:
+        """Return the current load of a version; None if it is not known."""
+        if version not in self._loads:
+            return None
+        ask, window = self._loads[version]
+        load = replace(ask(), saturation=window.value(self._now()))
+        self._forget_stopped(version, load)
+        return load
+
+    def _forget_stopped(self, version: tuple[str, str], load: VersionLoad) -> None:
+        """Remove the series of those executors of a version that its load does not name."""
         names = self._executors.get(version, {})
-        running = names.keys() if load is None else {executor.executor_id for executor in load.executors}
-        for executor_id in names.keys() - running:
+        for executor_id in names.keys() - {executor.executor_id for executor in load.executors}:
             self._server.drop("WorkerLoadTime", names.pop(executor_id), "Host")
 
     def expose(self) -> Exposure:
         """Return a copy of all current metrics, which another thread may render as text."""
         versions = self._numbers.versions
-        return self._exposure({key: self._taken(version) for key, version in versions.items()})
+        return self._exposure({key: (one.snapshot(), self._load(key)) for key, one in versions.items()})
 
     async def expose_in_turns(self) -> Exposure:
         """As `expose`, but let the event loop serve requests after every few versions."""
         versions = self._numbers.versions
         taken = {}
         for key, version in list(versions.items()):
-            taken[key] = self._taken(version)
+            taken[key] = version.snapshot(), self._load(key)
             if len(taken) % VERSIONS_A_TURN == 0:
                 await asyncio.sleep(0)
         return self._exposure({key: one for key, one in taken.items() if key in versions})
-
-    def _taken(self, version: VersionNumbers) -> tuple[VersionSnapshot, VersionLoad | None]:
-        load = self._load.ask(version.key)
-        self._forget_stopped(version.key, load)
-        return version.snapshot(), load
 
     def _exposure(
         self, versions: Mapping[tuple[str, str], tuple[VersionSnapshot, VersionLoad | None]]

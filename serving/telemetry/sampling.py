@@ -162,22 +162,6 @@ def _number(text: str) -> float | None:
 LAG_PERIOD_S = 0.5
 
 
-class GcPauses:
-    """Adds up the pauses of the garbage collector while it is in `gc.callbacks`."""
-
-    def __init__(self) -> None:
-        self.total_s = 0.0
-        self._started_s = 0.0
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        """Record the start or the end of a collection; called in the thread that runs it."""
-        now_s = time.perf_counter()
-        if phase == "start":
-            self._started_s = now_s
-        elif self._started_s:
-            self.total_s += now_s - self._started_s
-
-
 class ProcessMetrics:
     """The families about the process, and the library's `process_` families. Collecting is thread-safe.
 
@@ -187,7 +171,8 @@ class ProcessMetrics:
     def __init__(self) -> None:
         self._lags = Distributions(1)
         self._lock = threading.Lock()  # guards _lags: the event loop writes, a scrape reads
-        self._pauses = GcPauses()
+        self._gc_s = 0.0  # all pauses of the garbage collector while the event loop is watched
+        self._gc_began_s = 0.0
         self._certificate_expiry_s: Callable[[], float | None] = lambda: None
         self.library = ProcessCollector(registry=None)
 
@@ -197,7 +182,7 @@ class ProcessMetrics:
 
     async def watch_loop(self) -> None:
         """Measure the event loop and the garbage collector until cancelled."""
-        gc.callbacks.append(self._pauses)
+        gc.callbacks.append(self._collecting)
         try:
             while True:
                 wanted_s = time.monotonic() + LAG_PERIOD_S
@@ -205,7 +190,15 @@ class ProcessMetrics:
                 with self._lock:
                     self._lags.add((max(0.0, time.monotonic() - wanted_s),))
         finally:
-            gc.callbacks.remove(self._pauses)
+            gc.callbacks.remove(self._collecting)
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        """Record the start or the end of a garbage collection; called in the thread that runs it."""
+        now_s = time.perf_counter()
+        if phase == "start":
+            self._gc_began_s = now_s
+        elif self._gc_began_s:
+            self._gc_s += now_s - self._gc_began_s
 
     def add_to(self, families: Mapping[str, OwnFamily]) -> None:
         """Add the current values; reads /proc."""
@@ -215,7 +208,7 @@ class ProcessMetrics:
         add_histogram(families[names.LOOP_LAG], {}, lags)
         cgroup = sample_cgroup()
         values: dict[str, float | None] = {
-            names.GC_PAUSE: self._pauses.total_s,
+            names.GC_PAUSE: self._gc_s,
             names.THREADS: psutil.Process().num_threads(),
             names.CERTIFICATE_EXPIRY: self._certificate_expiry_s(),
             names.CGROUP_CPU_LIMIT: cgroup.cpu_limit_cores,
