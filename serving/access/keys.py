@@ -48,11 +48,6 @@ class Key:
     expires_at_s: float | None  # seconds since the epoch; None: never
     ends_at_s: float | None = None  # the same moment by a clock that is never set: see `KeyRing`
 
-    def accepts(self, offered: bytes, now_s: float, monotonic_s: float) -> bool:
-        """Return whether `offered` equals this key and the key has not expired; compares in constant time."""
-        is_valid = is_before(now_s, self.expires_at_s) and is_before(monotonic_s, self.ends_at_s)
-        return hmac.compare_digest(offered, self.secret.encode()) and is_valid
-
 
 class KeyRing:
     """The keys of one server run.
@@ -134,7 +129,10 @@ class KeyRing:
         return Key(value, expires_at_s, ends_at_s)
 
     def _accepts(self, kind: TokenKind, authorization: str | None) -> bool:
-        return self._keys[kind].accepts(bearer_key(authorization), self._clock(), self._monotonic())
+        """Return whether the header has this key, which has not expired; compares in constant time."""
+        key = self._keys[kind]
+        is_valid = is_before(self._clock(), key.expires_at_s) and is_before(self._monotonic(), key.ends_at_s)
+        return hmac.compare_digest(bearer_key(authorization), key.secret.encode()) and is_valid
 
 
 def _document(keys: Mapping[TokenKind, Key]) -> str:

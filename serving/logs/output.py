@@ -15,17 +15,15 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TextIO, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
 from weakref import WeakSet
 
 MAX_WAITING_BYTES = 32 << 20
 TERMINAL_WAIT_S = 0.05  # wait for a blocked terminal; repeated only after all lines are written
 LAST_WAIT_MS = 1000  # wait for the reader, at the end of the process
 _CHUNK = 1000  # texts in one write
-
-Given = TypeVar("Given")
 
 _outlets: WeakSet[Outlet] = WeakSet()  # of this process
 
@@ -85,7 +83,8 @@ class Outlet:
         data = text.encode(self._encoding, "backslashreplace")
         with self._changed:
             if self._is_forked:
-                self._guarded(self._write, data)
+                with self._guarded():
+                    self._write(data)
                 return
             is_first = not self._held
             if is_first and self._tells_room:
@@ -156,11 +155,13 @@ class Outlet:
     def _run(self) -> None:
         while texts := self._next():
             try:
-                self._guarded(self._write_all, texts)
+                with self._guarded():
+                    self._write(b"".join(texts))
             finally:
                 lost = self._written(texts)
             if lost:
-                self._guarded(self._put_lost, lost)
+                with self._guarded():
+                    self.put(self._say_lost(lost))
 
     def _next(self) -> list[bytes]:
         """Wait for the next texts to write; return [] when the outlet is closing and none are left."""
@@ -180,12 +181,6 @@ class Outlet:
             self._changed.notify_all()
             return lost
 
-    def _put_lost(self, lines: int) -> None:
-        self.put(self._say_lost(lines))
-
-    def _write_all(self, texts: list[bytes]) -> None:
-        self._write(b"".join(texts))
-
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
@@ -204,10 +199,11 @@ class Outlet:
             self.dropped += lines
             self._said += lines
 
-    def _guarded(self, step: Callable[[Given], None], given: Given) -> None:
-        """Run a step; on an error call `failed` and continue: the reader has usually closed its end."""
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """On an error call `failed` and continue: the reader has usually closed its end."""
         try:
-            step(given)
+            yield
         except Exception:
             with suppress(Exception):
                 self._failed()
