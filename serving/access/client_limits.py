@@ -57,20 +57,10 @@ class Tally:
 
 
 class Account:
-    """The use of one client. Lives on the event loop.
+    """The use of one client, which `name` says by its identity or address. Lives on the event loop.
 
-    Attributes:
-        name: its identity, or its address.
-        weight: predictions that run in its turn.
-        concurrency: how many it may have.
-        running: its unanswered predictions. `enter` counts one, and its end takes it off.
-        connections: those that keep its account.
-        interval_s: time between two requests at its rate; 0: it has none.
-        burst_s: the time in which it earns a burst.
-        paid_until_s: the time until which it has used its rate, in monotonic seconds. Each request moves this
-            time forward by an interval, to at most one burst from now: the generic cell rate algorithm (ITU-T
-            I.371), a token bucket in one number.
-        tally: where its requests are counted.
+    Each request moves `paid_until_s` forward by an interval, to at most one burst from now: the generic cell
+    rate algorithm (ITU-T I.371), a token bucket in one number.
     """
 
     __slots__ = (
@@ -80,17 +70,19 @@ class Account:
 
     def __init__(self, name: str, quota: Quota, tally: Tally, refused: Counter[str]) -> None:
         self.name = name
-        self.running = self.connections = 0
+        self.running = 0  # unanswered predictions; `enter` counts one, and its end takes it off
+        self.connections = 0  # that keep the account
         self.tally = tally
         self._refused = refused
-        self.paid_until_s = 0.0
+        self.paid_until_s = 0.0  # the time until which it has used its rate, monotonic
         self.allow(quota)
 
     def allow(self, quota: Quota) -> None:
         """Set the limits of the client."""
         self.weight = quota.weight
         self.concurrency = quota.concurrency or MAX_CLIENT_LIMIT
-        self.interval_s = 1 / quota.rate if quota.rate else 0.0
+        self.interval_s = 1 / quota.rate if quota.rate else 0.0  # between two requests; 0: no limit
+        # The time in which it earns a burst.
         self.burst_s = (quota.burst or max(1.0, quota.rate)) * self.interval_s + ROUNDING_S
 
     def charge(self, now_s: float) -> None:

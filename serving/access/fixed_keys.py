@@ -61,17 +61,13 @@ class FixedKey:
 
 @dataclass(slots=True)
 class Clients:
-    """The contents of a key file: keys, names in certificates, limits.
+    """The contents of a key file."""
 
-    Attributes:
-        keys: by role and SHA-256 of the key. A look-up by digest takes as long for a wrong key as for a right
-            one, however many keys there are.
-        subjects: by the name in a certificate.
-        limits: of identities with the role `inference`, by name; see `client_limits.py`.
-    """
-
+    # By role and SHA-256 of the key. A look-up by digest takes as long for a wrong key as for a right one,
+    # however many keys there are.
     keys: dict[Role, dict[bytes, FixedKey]] = field(default_factory=lambda: {role: {} for role in ROLES})
-    subjects: dict[str, FixedKey] = field(default_factory=dict)
+    subjects: dict[str, FixedKey] = field(default_factory=dict)  # by the name in a certificate
+    # Of identities with the role `inference`, by name; see `client_limits.py`.
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -102,12 +98,7 @@ class FixedKeys(Reloaded[Clients]):
         super().__init__("The token keys", (path,), lambda: read_clients(path))
 
     def authorize(self, role: Role, authorization: str | None, subjects: Sequence[str] = ()) -> Identity:
-        """Return the identity of the client by its certificate, or by the key in `Bearer <key>`.
-
-        Args:
-            role: the role that the client must have.
-            authorization: the `Authorization` header.
-            subjects: the names in the client's certificate.
+        """Return the identity of the client by the names in its certificate, or by the key in `Bearer <key>`.
 
         Raises:
             Unauthorized: neither has this role: they are missing, wrong or expired.

@@ -21,15 +21,10 @@ _IPV4_IN_IPV6 = "::ffff:"  # a listener on "::" sees clients of IPv4 so
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """An authorized client.
+    """An authorized client."""
 
-    Attributes:
-        name: as the operator has named the client; "": the client is anonymous, and its address names it.
-        roles: the APIs that it may call.
-    """
-
-    name: str
-    roles: frozenset[Role]
+    name: str  # as the operator has named the client; "": it is anonymous, and its address names it
+    roles: frozenset[Role]  # the APIs that it may call
 
 
 # For clients with a key that belongs to no identity, such as those of TorchServe's key file.

@@ -54,8 +54,7 @@ class KeyRing:
 
     The constructor generates new keys and writes them to `path`, which only the owner can read; the keys of
     an earlier run become invalid. Thread-safe: a check reads an immutable map, which a renewal replaces as a
-    whole. `_writing` serializes renewals and is held while the file is written, so that file and memory
-    differ only briefly.
+    whole.
 
     Args:
         path: the key file; its directory must exist and be writable.
@@ -79,7 +78,7 @@ class KeyRing:
         self._lifetime_s = expiration_min * 60
         self._clock = clock
         self._monotonic = monotonic
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # held by one renewal until file and memory are the same again
         self._keys: Mapping[TokenKind, Key] = {kind: self._new_key(kind) for kind in NAMES_IN_FILE}
         _write_private(path, _document(self._keys))
 

@@ -185,9 +185,6 @@ def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path | None) -> No
     """Ask clients for a certificate of these CAs; one of another CA, or an expired one, ends the handshake.
 
     A client without a certificate is let in: probes have none, and a route may take a token instead.
-
-    Raises:
-        CertificateUnusable: the file holds no certificates.
     """
     if client_ca is None:
         return

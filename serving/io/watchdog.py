@@ -20,11 +20,8 @@ LATE_S = 1.0  # a timer this late: the event loop was stopped (Ctrl+Z, paused co
 def was_late(due_s: float) -> bool:
     """Return whether a timer that has just fired is late because its event loop was stopped.
 
-    Data that arrived in the meantime has not been read yet.
-
-    Args:
-        due_s: when the timer was due, in monotonic seconds. The result is meaningless for a uvloop timer of
-            less than half a millisecond.
+    It was due at `due_s`, monotonic. Data that arrived in the meantime has not been read yet. The result is
+    meaningless for a uvloop timer of less than half a millisecond.
     """
     return time.monotonic() - due_s > LATE_S
 
@@ -231,10 +228,8 @@ def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
     """Return the number of written bytes, in our buffer or the kernel's, that the client has not received.
 
     The kernel may buffer megabytes, and accepts more only when much of its buffer is free, so the size of our
-    own buffer does not show whether a client is slow.
-
-    Returns:
-        The number, or None if it is unknown: asyncio's TLS transport does not expose its encrypted bytes.
+    own buffer does not show whether a client is slow. None: unknown, as asyncio's TLS transport does not
+    expose its encrypted bytes.
     """
     in_kernel = None
     if transport.get_extra_info("sslcontext") is None:
