@@ -15,6 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -132,14 +133,12 @@ class TakesAccessLines(Protocol):
         """Write `text`, which holds `lines` lines. Called in any thread."""
 
 
+@dataclass(slots=True)
 class _Output:
     """One handler and its queue of text. The event loop appends; the writer thread removes from the front."""
 
-    __slots__ = ("handler", "texts")
-
-    def __init__(self, handler: TakesAccessLines) -> None:
-        self.handler = handler
-        self.texts: list[str] = []
+    handler: TakesAccessLines
+    texts: list[str] = field(default_factory=list)
 
     def write(self) -> None:
         """Write the queued text. List operations are atomic under the GIL, so the loop waits for no lock."""
@@ -187,16 +186,10 @@ class AccessLog:
         request_id: str = "",
         trace: TraceContext | None = None,
     ) -> None:
-        """Log one answered request.
+        """Log one answered request: see `AccessLine`.
 
-        Args:
-            client: the client's address.
-            request_line: the text in quotes.
-            status: the HTTP status that was sent, or the gRPC status code as a number.
-            started_s: when the request arrived, in monotonic seconds.
-            prediction: the prediction, or None for other requests; its ids are in the JSON line.
-            request_id: the id of a request that is not a prediction.
-            trace: its trace context.
+        `started_s` is when it arrived, in monotonic seconds. `request_id` and `trace` are those of a request
+        that is not a prediction.
         """
         elapsed_ms = round((time.monotonic() - started_s) * 1000)
         version = None

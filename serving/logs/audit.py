@@ -33,29 +33,17 @@ class AuditFileUnusable(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class AuditedCall:
-    """One call.
+    """One call."""
 
-    Attributes:
-        identity: name of the client's identity; "": its key has none, or it was refused, or needs none.
-        address: address of the client, without its port.
-        transport: "rest" or "grpc".
-        action: what it changes, as the table of authorisation names it.
-        model: name of the model; "": the call names none, or is refused before it is read.
-        version: the version; "": the default one, or none.
-        outcome: "refused": the client may not do that.
-        status: the HTTP status, or the name of the gRPC status code.
-        change: the value that it sets, as NAME=VALUE; "": the action says everything.
-    """
-
-    identity: str
-    address: str
-    transport: str
-    action: str
-    model: str
-    version: str
-    outcome: Outcome
-    status: int | str
-    change: str = ""
+    identity: str  # name of the client's identity; "": its key has none, or it was refused, or needs none
+    address: str  # of the client, without its port
+    transport: str  # "rest" or "grpc"
+    action: str  # the change, as the table of authorisation names it
+    model: str  # "": the call names none, or is refused before it is read
+    version: str  # "": the default one, or none
+    outcome: Outcome  # "refused": the client may not do that
+    status: int | str  # the HTTP status, or the name of the gRPC status code
+    change: str = ""  # the value that it sets, as NAME=VALUE; "": the action says everything
 
 
 class AuditLog:
