@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from torchere.handlers.metrics import MetricSample
@@ -38,20 +39,14 @@ class _Child(NamedTuple):
     reporter: str  # the model that reported it first; "": the server
 
 
+@dataclass(slots=True)
 class _Known:
-    """A recorded metric and its known label values.
+    """A recorded metric and its known label values."""
 
-    `family` None: its values are logged. `detected_by`: the model that reported it first; None: the
-    configuration declares it.
-    """
-
-    __slots__ = ("children", "declared", "detected_by", "family")
-
-    def __init__(self, declared: DeclaredMetric, family: Family | None, detected_by: str | None) -> None:
-        self.declared = declared
-        self.family = family
-        self.detected_by = detected_by
-        self.children: dict[Dimensions, _Child] = {}
+    declared: DeclaredMetric
+    family: Family | None  # None: its values are logged
+    detected_by: str | None  # the model that reported it first; None: the configuration declares it
+    children: dict[Dimensions, _Child] = field(default_factory=dict)
 
 
 class _Shares:

@@ -193,13 +193,7 @@ class Metrics:
     def watch_server(
         self, ready: Callable[[], bool], inflight: Callable[[], int], dropped_lines: Callable[[], int]
     ) -> None:
-        """Call these functions at each scrape.
-
-        Args:
-            ready: returns whether the server is ready.
-            inflight: returns the number of admitted predictions without a response.
-            dropped_lines: returns the number of dropped log lines.
-        """
+        """Call these functions at each scrape; `inflight` counts admitted predictions without an answer."""
         self._server_values |= {
             catalogue.READY: ready,
             catalogue.SERVER_IN_FLIGHT: inflight,

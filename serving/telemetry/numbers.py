@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple, Protocol
 
@@ -104,27 +105,23 @@ class Predicted(Marks, Protocol):
         """Return the request as its protocol names it."""
 
 
+@dataclass(slots=True)
 class Tally:
     """Sums over the requests with the same version label in TorchServe's metrics: a version, or `default`."""
 
-    __slots__ = ("queue_s", "requests", "total_s")
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.total_s = 0.0
-        self.queue_s = 0.0
+    requests: int = 0
+    total_s: float = 0.0
+    queue_s: float = 0.0
 
 
+@dataclass(slots=True)
 class BatchSize:
     """Sums over all batches of the same size."""
 
-    __slots__ = ("around_s", "batches", "handler_s", "runs")
-
-    def __init__(self) -> None:
-        self.runs = 0  # batches with this many requests
-        self.batches = 0  # batches in which this many requests ended
-        self.handler_s = 0.0  # handler time of `batches`
-        self.around_s = 0.0  # executor time of `batches` outside the handler
+    runs: int = 0  # batches with this many requests
+    batches: int = 0  # batches in which this many requests ended
+    handler_s: float = 0.0  # handler time of `batches`
+    around_s: float = 0.0  # executor time of `batches` outside the handler
 
 
 class Listener:
@@ -167,15 +164,7 @@ class VersionSnapshot(NamedTuple):
 
 
 class VersionNumbers:
-    """The counters of one version.
-
-    Args:
-        model: the name of the model.
-        version: the name of the version.
-        server: the counters of the server.
-        listeners: receive each event.
-        now: monotonic seconds.
-    """
+    """The counters of one version; `listeners` receive each event, and `now` returns monotonic seconds."""
 
     __slots__ = (
         *("_codes", "_durations", "_first_parts", "_marks", "_marks_end", "_now", "_server"),

@@ -244,12 +244,7 @@ GIGABYTE = 2**30
 
 
 class SystemMetrics:
-    """Samples the host.
-
-    Args:
-        server: records the values.
-        gpus: samples the GPUs; may block for a while.
-    """
+    """Samples the host for `server`; `gpus` samples the GPUs, and may block for a while."""
 
     def __init__(self, server: ServerMetrics, gpus: Callable[[], Sequence[GpuSample]] = sample_gpus) -> None:
         self._server = server

@@ -53,22 +53,17 @@ class BusyTime:
     many batches are counted as there are executors.
     """
 
-    __slots__ = ("_executors", "_running", "_since_s", "_total_s")
+    __slots__ = ("_running", "_since_s", "_total_s", "executors")
 
     def __init__(self) -> None:
-        self._executors = 0
+        self.executors = 0  # in service, as last set by `scaled`
         self._running = 0
         self._since_s = 0.0
         self._total_s = 0.0
 
-    @property
-    def executors(self) -> int:
-        """The number of executors in service, as last set."""
-        return self._executors
-
     def changed(self, running: int, now_s: float) -> None:
         """Set the number of dispatched batches without an answer."""
-        busy = self._running if self._running < self._executors else self._executors
+        busy = self._running if self._running < self.executors else self.executors
         self._total_s += busy * (now_s - self._since_s)
         self._since_s = now_s
         self._running = running
@@ -76,11 +71,11 @@ class BusyTime:
     def scaled(self, executors: int, now_s: float) -> None:
         """Set the number of executors in service."""
         self.changed(self._running, now_s)
-        self._executors = executors
+        self.executors = executors
 
     def total_s(self, now_s: float) -> float:
         """Return the busy seconds of all executors until now, including the running batches."""
-        return self._total_s + min(self._running, self._executors) * (now_s - self._since_s)
+        return self._total_s + min(self._running, self.executors) * (now_s - self._since_s)
 
 
 class _Totals(NamedTuple):
@@ -97,12 +92,8 @@ class _Totals(NamedTuple):
 class SaturationWindow:
     """The saturation of one version over the last `WINDOW_S`. Call it on the event loop only.
 
-    If executors are wanted but none is in service, one busy executor is assumed.
-
-    Args:
-        busy: the busy time of the version's executors.
-        sample: returns the current load of the version.
-        requests: returns the number of rejected requests and the number of all requests.
+    If executors are wanted but none is in service, one busy executor is assumed. `requests` returns the
+    number of rejected requests and the number of all requests.
     """
 
     def __init__(

@@ -128,11 +128,7 @@ def is_logged(name: str, mode: MetricsMode) -> bool:
 class ServerMetrics:
     """Records values of TorchServe's metrics of the server. Thread-safe.
 
-    Args:
-        declared: the declared metrics by name; others are not recorded.
-        families: declares the exposed metrics in the registry.
-        hostname: the last label value of every metric.
-        mode: decides which metrics are exposed and which are logged.
+    Metrics that are not `declared` are not recorded; `hostname` is the last label value of all others.
     """
 
     def __init__(

@@ -35,11 +35,7 @@ logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
 
 class SpanMaker(Listener):
-    """Creates the spans of one server. Call it on the event loop only.
-
-    Args:
-        provider: receives the spans; `exporting_provider` returns one that sends them to a collector.
-    """
+    """Creates the spans of one server, which `provider` receives. Call it on the event loop only."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
