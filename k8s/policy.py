@@ -151,16 +151,16 @@ def _service_violations(service: Object) -> Iterator[str]:
 def families() -> dict[str, Family]:
     """The metrics of a scrape by name: the server's own, TorchServe's, and what Prometheus adds."""
     states = {
-        catalogue.MODEL_STATE: CONDITIONS,
-        catalogue.EXECUTORS: [state.value for state in ExecutorState],
-        catalogue.EXECUTOR_STATE: [state.value for state in ExecutorState],
+        "torchere_model_state": CONDITIONS,
+        "torchere_executors": [state.value for state in ExecutorState],
+        "torchere_executor_state": [state.value for state in ExecutorState],
     }
     found = {"up": Family("gauge", high=1), **{name: Family("gauge") for name in catalogue.LIBRARY_GAUGES}}
     found |= {name: Family("counter") for name in catalogue.LIBRARY_COUNTERS.values()}
     for name, row in catalogue.FAMILIES.items():
         high = row.high
         if row.kind == "histogram":
-            high = float((SIZE_BUCKETS if name == catalogue.BATCH_SIZE else SECONDS_BUCKETS)[-1])
+            high = float((SIZE_BUCKETS if name == "torchere_batch_size" else SECONDS_BUCKETS)[-1])
         known = {"state": frozenset(states[name])} if name in states else {}
         found[name] = Family(row.kind, frozenset(row.labels), high, known)
     declared = yaml.safe_load((ROOT / "serving/telemetry/metrics.yaml").read_text())

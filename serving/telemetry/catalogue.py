@@ -19,50 +19,6 @@ from torchere.serving.telemetry.exposition import OwnFamily
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-REQUESTS = "torchere_requests_total"
-REQUEST_DURATION = "torchere_request_duration_seconds"
-FIRST_PART = "torchere_first_part_duration_seconds"
-QUEUE_DURATION = "torchere_queue_duration_seconds"
-STAGE_DURATION = "torchere_stage_duration_seconds"
-IN_FLIGHT = "torchere_requests_in_flight"
-REJECTED = "torchere_requests_rejected_total"
-CANCELLED = "torchere_requests_cancelled_total"
-EXPIRED = "torchere_requests_expired_total"
-BATCH_SIZE = "torchere_batch_size"
-BUSY_SECONDS = "torchere_executor_busy_seconds_total"
-RESTARTS = "torchere_executor_restarts_total"
-LAST_PROGRESS = "torchere_executor_last_progress_timestamp_seconds"
-LOAD_DURATION = "torchere_model_load_duration_seconds"
-QUEUE_DEPTH = "torchere_queue_depth"
-QUEUE_CAPACITY = "torchere_queue_capacity"
-OLDEST_AGE = "torchere_queue_oldest_age_seconds"
-PREDICTED = "torchere_batch_predicted_duration_seconds"
-SATURATION = "torchere_saturation"
-EXECUTORS = "torchere_executors"
-EXECUTOR_STATE = "torchere_executor_state"
-EXECUTOR_MEMORY = "torchere_executor_resident_bytes"
-MODEL_STATE = "torchere_model_state"
-MODEL_TIMEOUT = "torchere_model_response_timeout_seconds"
-MODEL_WEIGHTS = "torchere_model_weights_bytes"
-VERSION_WEIGHT = "torchere_model_version_weight"
-SERVER_IN_FLIGHT = "torchere_inflight"
-READY = "torchere_ready"
-BUILD_INFO = "torchere_build_info"
-CERTIFICATE_EXPIRY = "torchere_certificate_expiry_timestamp_seconds"
-LOOP_LAG = "torchere_event_loop_lag_seconds"
-GC_PAUSE = "torchere_gc_pause_seconds_total"
-THREADS = "torchere_process_threads"
-CGROUP_CPU_LIMIT = "torchere_cgroup_cpu_limit_cores"
-CGROUP_THROTTLED = "torchere_cgroup_cpu_throttled_seconds_total"
-CGROUP_MEMORY_LIMIT = "torchere_cgroup_memory_limit_bytes"
-CGROUP_MEMORY = "torchere_cgroup_memory_bytes"
-HELD = "torchere_held_bytes"
-BUDGET_REFUSED = "torchere_budget_refusals_total"
-CLIENT_PREDICTIONS = "torchere_client_predictions_total"
-CLIENT_IN_FLIGHT = "torchere_client_predictions_in_flight"
-CLIENT_REFUSED = "torchere_client_refusals_total"
-LOG_DROPPED = "torchere_access_log_dropped_lines_total"
-
 
 class Described(NamedTuple):
     """A row of the table: one metric family."""
@@ -75,111 +31,129 @@ class Described(NamedTuple):
 
 OF_VERSION = ("model", "version")
 FAMILIES: dict[str, Described] = {
-    REQUESTS: Described(
+    "torchere_requests_total": Described(
         "counter", "Finished predictions, by protocol and status code.", (*OF_VERSION, "protocol", "code")
     ),
-    REQUEST_DURATION: Described(
+    "torchere_request_duration_seconds": Described(
         "histogram",
         "Duration of answered predictions, from the first byte of the request to the last of the answer.",
         OF_VERSION,
     ),
-    FIRST_PART: Described(
+    "torchere_first_part_duration_seconds": Described(
         "histogram", "Time from the head of a request to the first part of its streamed answer.", OF_VERSION
     ),
-    QUEUE_DURATION: Described("histogram", "Time that predictions waited for an executor.", OF_VERSION),
-    STAGE_DURATION: Described(
+    "torchere_queue_duration_seconds": Described(
+        "histogram", "Time that predictions waited for an executor.", OF_VERSION
+    ),
+    "torchere_stage_duration_seconds": Described(
         "histogram",
         "Duration of the stages of a prediction; their sum is its whole duration.",
         (*OF_VERSION, "stage"),
     ),
-    IN_FLIGHT: Described("gauge", "Admitted predictions without an answer.", OF_VERSION),
-    REJECTED: Described(
+    "torchere_requests_in_flight": Described("gauge", "Admitted predictions without an answer.", OF_VERSION),
+    "torchere_requests_rejected_total": Described(
         "counter", "Predictions refused before they entered the queue, by reason.", (*OF_VERSION, "reason")
     ),
-    CANCELLED: Described(
+    "torchere_requests_cancelled_total": Described(
         "counter",
         "Predictions whose client disconnected or read too slowly, by the stage they were in.",
         (*OF_VERSION, "stage"),
     ),
-    EXPIRED: Described(
+    "torchere_requests_expired_total": Described(
         "counter", "Predictions whose deadline passed, by the stage they were in.", (*OF_VERSION, "stage")
     ),
-    BATCH_SIZE: Described("histogram", "Number of requests in each batch.", OF_VERSION),
-    BUSY_SECONDS: Described(
+    "torchere_batch_size": Described("histogram", "Number of requests in each batch.", OF_VERSION),
+    "torchere_executor_busy_seconds_total": Described(
         "counter", "Time that executors ran batches, including the current ones.", OF_VERSION
     ),
-    RESTARTS: Described(
+    "torchere_executor_restarts_total": Described(
         "counter", "Restarts of worker processes, by the cause of their loss.", (*OF_VERSION, "reason")
     ),
-    LAST_PROGRESS: Described("gauge", "Time of the last finished batch.", OF_VERSION),
-    LOAD_DURATION: Described(
+    "torchere_executor_last_progress_timestamp_seconds": Described(
+        "gauge", "Time of the last finished batch.", OF_VERSION
+    ),
+    "torchere_model_load_duration_seconds": Described(
         "gauge", "Start-up time of the last executor, including load and warm-up.", OF_VERSION
     ),
-    QUEUE_DEPTH: Described("gauge", "Requests in the queue.", OF_VERSION),
-    QUEUE_CAPACITY: Described("gauge", "Limit on the requests in the queue.", OF_VERSION),
-    OLDEST_AGE: Described(
+    "torchere_queue_depth": Described("gauge", "Requests in the queue.", OF_VERSION),
+    "torchere_queue_capacity": Described("gauge", "Limit on the requests in the queue.", OF_VERSION),
+    "torchere_queue_oldest_age_seconds": Described(
         "gauge", "Waiting time of the oldest request in the queue; 0 if it is empty.", OF_VERSION
     ),
-    PREDICTED: Described(
+    "torchere_batch_predicted_duration_seconds": Described(
         "gauge", "Expected duration of a batch in an executor; 0 before the first batch.", OF_VERSION
     ),
-    SATURATION: Described(
+    "torchere_saturation": Described(
         "gauge",
         "Busy share of executors plus queue or refusals, over 5 s: 1 all busy, 2 refusing.",
         OF_VERSION,
         2,
     ),
-    EXECUTORS: Described("gauge", "Executors by state.", (*OF_VERSION, "state")),
-    EXECUTOR_STATE: Described(
+    "torchere_executors": Described("gauge", "Executors by state.", (*OF_VERSION, "state")),
+    "torchere_executor_state": Described(
         "gauge",
         "1 for the current state of an executor, 0 for the others.",
         (*OF_VERSION, "executor", "state"),
         1,
     ),
-    EXECUTOR_MEMORY: Described(
+    "torchere_executor_resident_bytes": Described(
         "gauge",
         "Resident memory (RSS) of a worker process, reported for its first executor.",
         (*OF_VERSION, "executor"),
     ),
-    MODEL_STATE: Described(
+    "torchere_model_state": Described(
         "gauge", "1 for the current state of a version, 0 for the others.", (*OF_VERSION, "state"), 1
     ),
-    MODEL_TIMEOUT: Described(
+    "torchere_model_response_timeout_seconds": Described(
         "gauge", "Limit on the time of a batch in an executor (response_timeout).", OF_VERSION
     ),
-    MODEL_WEIGHTS: Described(
+    "torchere_model_weights_bytes": Described(
         "gauge", "Size of the model file, which the executors of a process share.", OF_VERSION
     ),
-    VERSION_WEIGHT: Described(
+    "torchere_model_version_weight": Described(
         "gauge", "Share of a version in the requests that name no version.", OF_VERSION
     ),
-    SERVER_IN_FLIGHT: Described("gauge", "Admitted predictions of all models without an answer."),
-    READY: Described("gauge", "1 if the server is ready, else 0.", (), 1),
-    BUILD_INFO: Described(
+    "torchere_inflight": Described("gauge", "Admitted predictions of all models without an answer."),
+    "torchere_ready": Described("gauge", "1 if the server is ready, else 0.", (), 1),
+    "torchere_build_info": Described(
         "gauge", "Always 1; its labels hold the versions that run.", ("version", "torch", "python", "gil"), 1
     ),
-    CERTIFICATE_EXPIRY: Described("gauge", "Expiry of the listeners' certificate."),
-    LOOP_LAG: Described("histogram", "Delay of the event loop's timers, sampled twice a second."),
-    GC_PAUSE: Described(
+    "torchere_certificate_expiry_timestamp_seconds": Described(
+        "gauge", "Expiry of the listeners' certificate."
+    ),
+    "torchere_event_loop_lag_seconds": Described(
+        "histogram", "Delay of the event loop's timers, sampled twice a second."
+    ),
+    "torchere_gc_pause_seconds_total": Described(
         "counter", "Time in Python's garbage collector; the event loop is blocked meanwhile."
     ),
-    THREADS: Described("gauge", "Threads of the server process."),
-    CGROUP_CPU_LIMIT: Described("gauge", "CPU limit of the container; absent without one."),
-    CGROUP_THROTTLED: Described("counter", "Time that the container was throttled by its CPU limit."),
-    CGROUP_MEMORY_LIMIT: Described("gauge", "Memory limit of the container; absent without one."),
-    CGROUP_MEMORY: Described("gauge", "Memory use of the container, including the page cache."),
-    HELD: Described("gauge", "Bytes of unfinished requests that the server holds."),
-    BUDGET_REFUSED: Described(
+    "torchere_process_threads": Described("gauge", "Threads of the server process."),
+    "torchere_cgroup_cpu_limit_cores": Described("gauge", "CPU limit of the container; absent without one."),
+    "torchere_cgroup_cpu_throttled_seconds_total": Described(
+        "counter", "Time that the container was throttled by its CPU limit."
+    ),
+    "torchere_cgroup_memory_limit_bytes": Described(
+        "gauge", "Memory limit of the container; absent without one."
+    ),
+    "torchere_cgroup_memory_bytes": Described(
+        "gauge", "Memory use of the container, including the page cache."
+    ),
+    "torchere_held_bytes": Described("gauge", "Bytes of unfinished requests that the server holds."),
+    "torchere_budget_refusals_total": Described(
         "counter", "Requests, calls and connections refused because of a limit, by budget.", ("budget",)
     ),
-    CLIENT_PREDICTIONS: Described(
+    "torchere_client_predictions_total": Described(
         "counter", "Predictions within the limits of their client, by identity.", ("client",)
     ),
-    CLIENT_IN_FLIGHT: Described("gauge", "Unanswered predictions, by identity of the client.", ("client",)),
-    CLIENT_REFUSED: Described(
+    "torchere_client_predictions_in_flight": Described(
+        "gauge", "Unanswered predictions, by identity of the client.", ("client",)
+    ),
+    "torchere_client_refusals_total": Described(
         "counter", "Requests refused because of a limit for each client, by identity.", ("client", "budget")
     ),
-    LOG_DROPPED: Described("counter", "Log lines dropped because the output was too slow or broken."),
+    "torchere_access_log_dropped_lines_total": Described(
+        "counter", "Log lines dropped because the output was too slow or broken."
+    ),
 }
 # prometheus_client's families about the process; its names of counter families lack the suffix `_total`.
 LIBRARY_COUNTERS = {"process_cpu_seconds": "process_cpu_seconds_total"}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from torchere.serving.telemetry import catalogue as names
+from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.exposition import OwnFamily
 
 
@@ -51,18 +51,18 @@ def add_load(
 ) -> None:
     """Add the load of one version. Queries the system only for the memory of worker processes."""
     values = {
-        names.QUEUE_DEPTH: load.queued,
-        names.QUEUE_CAPACITY: load.queued + load.queue_room,
-        names.OLDEST_AGE: load.oldest_age_s,
-        names.PREDICTED: load.predicted_s,
-        names.SATURATION: load.saturation,
-        names.MODEL_WEIGHTS: load.weights_bytes or None,
-        names.MODEL_TIMEOUT: load.response_timeout_s or None,
-        names.VERSION_WEIGHT: load.weight,
+        "torchere_queue_depth": load.queued,
+        "torchere_queue_capacity": load.queued + load.queue_room,
+        "torchere_queue_oldest_age_seconds": load.oldest_age_s,
+        "torchere_batch_predicted_duration_seconds": load.predicted_s,
+        "torchere_saturation": load.saturation,
+        "torchere_model_weights_bytes": load.weights_bytes or None,
+        "torchere_model_response_timeout_seconds": load.response_timeout_s or None,
+        "torchere_model_version_weight": load.weight,
     }
-    names.add_values(families, values, labels)
+    catalogue.add_values(families, values, labels)
     for state in states.version if load.state else ():
-        families[names.MODEL_STATE].add(float(state == load.state), **labels, state=state)
+        families["torchere_model_state"].add(float(state == load.state), **labels, state=state)
     _add_executors(families, labels, load.executors, states.executor)
 
 
@@ -73,11 +73,13 @@ def _add_executors(
     states: Iterable[str],
 ) -> None:
     for state, count in Counter(executor.state for executor in executors).items():
-        families[names.EXECUTORS].add(count, **labels, state=state)
+        families["torchere_executors"].add(count, **labels, state=state)
     for executor in executors:
         own = {**labels, "executor": str(executor.executor_id)}
         for state in states:
-            families[names.EXECUTOR_STATE].add(float(state == executor.state), **own, state=state)
+            families["torchere_executor_state"].add(float(state == executor.state), **own, state=state)
         if executor.pid:
             with suppress(psutil.Error):  # the process has just ended
-                families[names.EXECUTOR_MEMORY].add(psutil.Process(executor.pid).memory_info().rss, **own)
+                families["torchere_executor_resident_bytes"].add(
+                    psutil.Process(executor.pid).memory_info().rss, **own
+                )

@@ -95,7 +95,13 @@ class Metrics:
         self._predictions = _PredictionTimes(self._of_handlers)
         self._states = States()
         self._server_values: dict[str, Callable[[], float]] = dict.fromkeys(
-            (catalogue.READY, catalogue.SERVER_IN_FLIGHT, catalogue.HELD, catalogue.LOG_DROPPED), float
+            (
+                "torchere_ready",
+                "torchere_inflight",
+                "torchere_held_bytes",
+                "torchere_access_log_dropped_lines_total",
+            ),
+            float,
         )
         self._over_budget: Mapping[str, int] = {}
         self._clients: Callable[[], Mapping[str, ClientNumbers]] = dict
@@ -195,14 +201,14 @@ class Metrics:
     ) -> None:
         """Call these functions at each scrape; `inflight` counts admitted predictions without an answer."""
         self._server_values |= {
-            catalogue.READY: ready,
-            catalogue.SERVER_IN_FLIGHT: inflight,
-            catalogue.LOG_DROPPED: dropped_lines,
+            "torchere_ready": ready,
+            "torchere_inflight": inflight,
+            "torchere_access_log_dropped_lines_total": dropped_lines,
         }
 
     def watch_budgets(self, held_bytes: Callable[[], int], refused: Mapping[str, int]) -> None:
         """Expose the bytes held by unfinished requests, and the number of rejections by each budget."""
-        self._server_values[catalogue.HELD] = held_bytes
+        self._server_values["torchere_held_bytes"] = held_bytes
         self._over_budget = refused
 
     def watch_clients(self, numbers: Callable[[], Mapping[str, ClientNumbers]]) -> None:

@@ -24,7 +24,7 @@ from prometheus_client import ProcessCollector
 from torchere.handlers.cgroup import sample_cgroup
 from torchere.handlers.metrics import MetricSample
 from torchere.serving.logs.worker_lines import metric_of
-from torchere.serving.telemetry import catalogue as names
+from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.distributions import Distributions, add_histogram
 from torchere.serving.telemetry.exposition import OwnFamily
 from torchere.serving.telemetry.torchserve import ServerMetrics
@@ -202,21 +202,21 @@ class ProcessMetrics:
 
     def add_to(self, families: Mapping[str, OwnFamily]) -> None:
         """Add the current values; reads /proc."""
-        families[names.BUILD_INFO].add(1, **_build())
+        families["torchere_build_info"].add(1, **_build())
         with self._lock:
             (lags,) = self._lags.histograms()
-        add_histogram(families[names.LOOP_LAG], {}, lags)
+        add_histogram(families["torchere_event_loop_lag_seconds"], {}, lags)
         cgroup = sample_cgroup()
         values: dict[str, float | None] = {
-            names.GC_PAUSE: self._gc_s,
-            names.THREADS: psutil.Process().num_threads(),
-            names.CERTIFICATE_EXPIRY: self._certificate_expiry_s(),
-            names.CGROUP_CPU_LIMIT: cgroup.cpu_limit_cores,
-            names.CGROUP_THROTTLED: cgroup.throttled_s,
-            names.CGROUP_MEMORY_LIMIT: cgroup.memory_limit_bytes,
-            names.CGROUP_MEMORY: cgroup.memory_bytes,
+            "torchere_gc_pause_seconds_total": self._gc_s,
+            "torchere_process_threads": psutil.Process().num_threads(),
+            "torchere_certificate_expiry_timestamp_seconds": self._certificate_expiry_s(),
+            "torchere_cgroup_cpu_limit_cores": cgroup.cpu_limit_cores,
+            "torchere_cgroup_cpu_throttled_seconds_total": cgroup.throttled_s,
+            "torchere_cgroup_memory_limit_bytes": cgroup.memory_limit_bytes,
+            "torchere_cgroup_memory_bytes": cgroup.memory_bytes,
         }
-        names.add_values(families, values, {})
+        catalogue.add_values(families, values, {})
 
 
 def _build() -> dict[str, str]:

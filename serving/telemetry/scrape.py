@@ -54,7 +54,7 @@ class Exposure:
         yield from self.families.registry.collect()
         own = catalogue.families()
         for reason, count in self.refused.items():
-            own[catalogue.REJECTED].add(count, model="", version="", reason=reason)
+            own["torchere_requests_rejected_total"].add(count, model="", version="", reason=reason)
         now_s = time.time()
         for (model, version), (snapshot, load) in self.versions.items():
             labels = {"model": model, "version": version}
@@ -64,12 +64,12 @@ class Exposure:
         for name, value in self.server.items():
             own[name].add(value)
         for budget, count in self.over_budget.items():
-            own[catalogue.BUDGET_REFUSED].add(count, budget=budget)
+            own["torchere_budget_refusals_total"].add(count, budget=budget)
         for client, numbers in self.clients.items():
-            own[catalogue.CLIENT_PREDICTIONS].add(numbers.admitted, client=client)
-            own[catalogue.CLIENT_IN_FLIGHT].add(numbers.running, client=client)
+            own["torchere_client_predictions_total"].add(numbers.admitted, client=client)
+            own["torchere_client_predictions_in_flight"].add(numbers.running, client=client)
             for limit, count in numbers.refused.items():
-                own[catalogue.CLIENT_REFUSED].add(count, client=client, budget=limit)
+                own["torchere_client_refusals_total"].add(count, client=client, budget=limit)
         self.process.add_to(own)
         yield from own.values()
         yield from self.process.library.collect()
@@ -89,11 +89,11 @@ def add_version(
 ) -> None:
     """Add the counters of one version; `now_s` is in seconds since the epoch."""
     _add_counts(families, labels, snapshot)
-    values = {
-        catalogue.IN_FLIGHT: snapshot.in_flight,
-        catalogue.BUSY_SECONDS: snapshot.busy_s,
-        catalogue.LAST_PROGRESS: snapshot.last_batch_s or None,  # None: shown from its first value on
-        catalogue.LOAD_DURATION: snapshot.load_s or None,
+    values = {  # None: shown from its first value on
+        "torchere_requests_in_flight": snapshot.in_flight,
+        "torchere_executor_busy_seconds_total": snapshot.busy_s,
+        "torchere_executor_last_progress_timestamp_seconds": snapshot.last_batch_s or None,
+        "torchere_model_load_duration_seconds": snapshot.load_s or None,
     }
     catalogue.add_values(families, values, labels)
     if snapshot.in_flight or not extent.idle_s or now_s - snapshot.used_s < extent.idle_s:
@@ -104,12 +104,12 @@ def _add_counts(
     families: Mapping[str, OwnFamily], labels: Mapping[str, str], snapshot: VersionSnapshot
 ) -> None:
     for (protocol, code), count in snapshot.codes.items():
-        families[catalogue.REQUESTS].add(count, **labels, protocol=protocol, code=code)
+        families["torchere_requests_total"].add(count, **labels, protocol=protocol, code=code)
     for name, label, counts in (
-        (catalogue.REJECTED, "reason", snapshot.rejected),
-        (catalogue.CANCELLED, "stage", snapshot.cancelled),
-        (catalogue.EXPIRED, "stage", snapshot.expired),
-        (catalogue.RESTARTS, "reason", snapshot.restarts),
+        ("torchere_requests_rejected_total", "reason", snapshot.rejected),
+        ("torchere_requests_cancelled_total", "stage", snapshot.cancelled),
+        ("torchere_requests_expired_total", "stage", snapshot.expired),
+        ("torchere_executor_restarts_total", "reason", snapshot.restarts),
     ):
         for kind, count in counts.items():
             families[name].add(count, **labels, **{label: kind})
@@ -119,13 +119,13 @@ def _add_histograms(
     families: Mapping[str, OwnFamily], labels: dict[str, str], snapshot: VersionSnapshot, stages: StageSeries
 ) -> None:
     histograms = dict(zip(COLUMNS, snapshot.histograms, strict=True))
-    add_histogram(families[catalogue.REQUEST_DURATION], labels, histograms["total"])
-    add_histogram(families[catalogue.QUEUE_DURATION], labels, histograms["wait"])
+    add_histogram(families["torchere_request_duration_seconds"], labels, histograms["total"])
+    add_histogram(families["torchere_queue_duration_seconds"], labels, histograms["wait"])
     if snapshot.first_parts is not None:
-        add_histogram(families[catalogue.FIRST_PART], labels, snapshot.first_parts)
-    by_stage = families[catalogue.STAGE_DURATION]
+        add_histogram(families["torchere_first_part_duration_seconds"], labels, snapshot.first_parts)
+    by_stage = families["torchere_stage_duration_seconds"]
     for stage in STAGES if stages in _STAGE_BOUNDS else ():
         if histograms[stage].total:  # a handler reports either its three stages or only its total time
             add_histogram(by_stage, {**labels, "stage": stage}, histograms[stage], _STAGE_BOUNDS[stages])
     sizes = HistogramRow(labels, _SIZE_BOUNDS, list(accumulate(snapshot.sizes)), snapshot.requests_run)
-    families[catalogue.BATCH_SIZE].rows.append(sizes)
+    families["torchere_batch_size"].rows.append(sizes)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchere.serving.telemetry.catalogue import REQUEST_DURATION, families
+from torchere.serving.telemetry.catalogue import families
 from torchere.serving.telemetry.distributions import (
     FOLD_ROWS,
     SECONDS_BUCKETS,
@@ -29,9 +29,9 @@ def test_every_value_is_counted_in_the_bucket_it_belongs_to(rows):
 
 
 def samples(histogram, every=1):
-    shown = families()[REQUEST_DURATION]
+    shown = families()["torchere_request_duration_seconds"]
     add_histogram(shown, {"model": "m"}, histogram, every)
-    return {(s.name.removeprefix(REQUEST_DURATION), s.labels.get("le")): s for s in samples_of(shown)}
+    return {(s.name.removeprefix(shown.name), s.labels.get("le")): s for s in samples_of(shown)}
 
 
 def test_a_bound_that_is_left_out_adds_to_the_next():

@@ -24,7 +24,7 @@ def test_the_process_is_described():
     assert found["process_resident_memory_bytes"] > 1_000_000
     families = catalogue.families()
     metrics.add_to(families)
-    (build,) = families[catalogue.BUILD_INFO].samples
+    (build,) = families["torchere_build_info"].samples
     assert set(build.labels) == {"version", "torch", "python", "gil"}
 
 
