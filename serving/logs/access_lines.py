@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torchere.serving.logs.trace_context import TraceContext
@@ -119,15 +119,15 @@ class LineFormatter(logging.Formatter, ABC):
         """Return the line without its line end; line breaks in the client's text must be escaped."""
 
 
-@runtime_checkable
-class TakesAccessLines(Protocol):
-    """A logging handler that can write many access-log lines at once."""
+class TakesAccessLines(logging.Handler):
+    """A logging handler that can write many access-log lines at once; this one writes none."""
 
     def access_text(self, line: AccessLine) -> str:
         """Return the text of a line with its line end, or "" if this handler does not write access-log lines.
 
         Called on the event loop.
         """
+        return ""
 
     def write_access(self, text: str, lines: int) -> None:
         """Write `text`, which holds `lines` lines. Called in any thread."""

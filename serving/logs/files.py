@@ -16,7 +16,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 
-from torchere.serving.logs.access_lines import ACCESS_LOGGER, AccessLine, LineFormatter, access_log
+from torchere.serving.logs.access_lines import (
+    ACCESS_LOGGER,
+    AccessLine,
+    LineFormatter,
+    TakesAccessLines,
+    access_log,
+)
 from torchere.serving.logs.lines import escape, trace_of
 from torchere.serving.logs.output import SaysWhatIsLost
 
@@ -112,7 +118,7 @@ MODEL_LOGGER = "MODEL_LOG"
 _LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # log4j's names where they differ
 
 
-class _LogFile(RotatingFile):
+class _LogFile(TakesAccessLines, RotatingFile):
     """A log file of this module, which `add_log_files` replaces when it is called again.
 
     It contains the records that `takes` takes.
@@ -133,7 +139,7 @@ class _LogFile(RotatingFile):
         self.write(text, lines)
 
 
-class _InOrder(logging.Handler):
+class _InOrder(TakesAccessLines):
     """Writes the queued lines of the access log ahead of every other line. Writes nothing itself.
 
     These lines wait up to 0.1 s to be written together; readers of the files take them for sorted by time.
@@ -144,13 +150,6 @@ class _InOrder(logging.Handler):
         if record.name != ACCESS_LOGGER and access_log.waits:
             access_log.flush()
         return True
-
-    def access_text(self, line: AccessLine) -> str:
-        """Return "": lines of the access log are written by the other handlers."""
-        return ""
-
-    def write_access(self, text: str, lines: int) -> None:
-        """Do nothing."""
 
 
 class AccessFormatter(LineFormatter):

@@ -17,7 +17,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted  # text as json.dumps writes it, but faster
 from typing import TYPE_CHECKING, Any, TextIO
 
-from torchere.serving.logs.access_lines import ACCESS_LOGGER, AccessLine, LineFormatter
+from torchere.serving.logs.access_lines import ACCESS_LOGGER, AccessLine, LineFormatter, TakesAccessLines
 from torchere.serving.logs.output import Outlet, SaysWhatIsLost, may_stand_still
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ FLUSH_TIMEOUT_S = 2.0  # wait for the reader of standard output, at the end of t
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-class _Handler(SaysWhatIsLost, _StreamHandler):
+class _Handler(TakesAccessLines, SaysWhatIsLost, _StreamHandler):
     """The handler that `configure` installs; a later `configure` replaces only handlers of this class.
 
     A logging call does not wait for the reader of the stream: see `output.py`.

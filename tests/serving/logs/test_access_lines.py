@@ -16,7 +16,7 @@ import pytest
 from torchere.serving.batching.request import Request
 from torchere.serving.logs import files as log_files
 from torchere.serving.logs import files as rotating_file
-from torchere.serving.logs.access_lines import AccessLine, AccessLog
+from torchere.serving.logs.access_lines import AccessLine, AccessLog, TakesAccessLines
 from torchere.serving.logs.lines import JsonFormatter, TextFormatter, configure, escape
 from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.telemetry.metrics import Metrics
@@ -27,7 +27,7 @@ METER = Metrics("vm").meter("m", "1.0")
 LINE = AccessLine(1_800_000_000.000_25, ("127.0.0.1", 7), b"GET /ping HTTP/1.1", 200, 7, "r-1", TRACE, METER)
 
 
-class Keeper(logging.Handler):
+class Keeper(TakesAccessLines):
     """Takes many lines at once, and keeps them; waits for `gate` before it does."""
 
     def __init__(self):
