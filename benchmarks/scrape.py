@@ -36,9 +36,9 @@ from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.server import RestServer, listener_of
 from torchere.serving.frontend.services import Services
 from torchere.serving.server import SWITCH_INTERVAL_S
-from torchere.serving.telemetry.load_metrics import ExecutorLoad, States, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import VersionNumbers
+from torchere.serving.telemetry.scrape import ExecutorLoad, States, VersionLoad
 from torchere.serving.types import InferResponse
 
 ACCEPT = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torchere.serving.registry.version import CONDITIONS, Version, VersionMetrics, condition
-from torchere.serving.telemetry.load_metrics import ExecutorLoad, States, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.saturation import LoadSample
+from torchere.serving.telemetry.scrape import ExecutorLoad, States, VersionLoad
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 from torchere.serving.workers.loss import LossKind

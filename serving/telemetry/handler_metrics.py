@@ -209,7 +209,7 @@ class HandlerMetrics:
         self._detected.check(model)
         names = [name for name, _ in sample.dimensions]
         _check_texts("its name, its unit or the name of a label", [sample.name, sample.unit, *names])
-        labels = (*_label_names(sample.dimensions), HOSTNAME)
+        labels = (*(name for name in dict(sample.dimensions) if name != HOSTNAME), HOSTNAME)
         check_names(sample.metric_type, sample.name, labels)
         if sample.name.startswith(OWN_PREFIX):
             raise ValueError(f"names that begin with {OWN_PREFIX} are taken")
@@ -248,10 +248,6 @@ def _check_texts(where: str, texts: Sequence[str]) -> None:
         "".join(texts).encode()
     except UnicodeEncodeError as err:
         raise ValueError(f"{where} is no text of Unicode: {err.reason}") from None
-
-
-def _label_names(dimensions: Dimensions) -> list[str]:
-    return [name for name in dict(dimensions) if name != HOSTNAME]
 
 
 def _label_values(labels: Sequence[str], dimensions: Dimensions) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from torchere.serving.telemetry import catalogue, torchserve
 from torchere.serving.telemetry.catalogue import Families, Reserved
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, Report
-from torchere.serving.telemetry.load_metrics import States, VersionLoad
 from torchere.serving.telemetry.numbers import (
     TOO_LARGE,
     Listener,
@@ -33,7 +32,7 @@ from torchere.serving.telemetry.numbers import (
 )
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S, SaturationWindow
-from torchere.serving.telemetry.scrape import Exposure, Extent
+from torchere.serving.telemetry.scrape import Exposure, Extent, States, VersionLoad
 from torchere.serving.telemetry.torchserve import ServerMetrics
 from torchere.serving.types import ClientNumbers
 

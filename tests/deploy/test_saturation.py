@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from torchere.serving.errors import QueueFull
-from torchere.serving.telemetry.load_metrics import VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.saturation import TICK_S, LoadSample
+from torchere.serving.telemetry.scrape import VersionLoad
 
 SERVICE_S = 0.2  # of a request in an executor
 SCRAPE_S = 15

@@ -9,9 +9,9 @@ from torchere.serving.errors import HandlerFailed
 from torchere.serving.registry.observation import RegistryMetrics, load_of, load_sample_of
 from torchere.serving.registry.version import VersionState
 from torchere.serving.telemetry import handler_metrics
-from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.saturation import LoadSample
+from torchere.serving.telemetry.scrape import ExecutorLoad, VersionLoad
 from torchere.serving.types import InferResponse, ModelKey
 from torchere.serving.workers.executor import BatchReport, ExecutorState, Unfinished
 from torchere.serving.workers.run import Run

@@ -27,9 +27,8 @@ from torchere.serving.errors import (
 )
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry import handler_metrics as bounds
-from torchere.serving.telemetry.load_metrics import ExecutorLoad, States, VersionLoad
 from torchere.serving.telemetry.metrics import VERSIONS_A_TURN, Metrics
-from torchere.serving.telemetry.scrape import Extent
+from torchere.serving.telemetry.scrape import ExecutorLoad, Extent, States, VersionLoad
 
 HOST = 'Level="Host",Hostname="vm",'
 
