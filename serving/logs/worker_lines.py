@@ -105,12 +105,15 @@ def name_rank(rank: int) -> None:
             handler.formatter.rank = str(rank)
 
 
+share = LoopShare()  # of all workers' lines, which take some 30 us each; handlers wait in their `print`
+
+
 async def relay_all(
     output: asyncio.StreamReader,
     token: str,
     origin: Mapping[str, object] | Callable[[], Mapping[str, object]],
     plain: logging.Logger,
-    has_ended: Callable[[], bool] = bool,
+    has_ended: Callable[[], bool],
     *,
     report: Report | None = None,
 ) -> None:
@@ -122,46 +125,33 @@ async def relay_all(
     line, and each record contains the other fields. Once the process `has_ended`, its last lines, which are
     no more than a pipe and a buffer hold, do not wait for their share of the loop.
     """
+
+    async def relay_each(lines: Sequence[bytes]) -> None:
+        waiting = deque(lines)
+        while waiting:
+            while (wait_s := share.wait_s()) > 0 and not has_ended():
+                await asyncio.sleep(wait_s)
+            began_s = time.monotonic()
+            known = origin() if callable(origin) else origin
+            while waiting and time.monotonic() - began_s < TURN_S:
+                text = waiting.popleft().decode(errors="replace")
+                try:
+                    relay(text, token, known, plain, is_shared=callable(origin), report=report)
+                except Exception:  # keep reading after any error: a worker whose pipe is full hangs
+                    with suppress(Exception):
+                        plain.exception("a line of worker %s could not be logged", known.get("executor"))
+            share.spend(time.monotonic() - began_s)
+            if waiting:
+                await asyncio.sleep(0)
+
     rest = b""
     while chunk := await output.read(65536):
         *lines, rest = (rest + chunk).split(b"\n")
         while len(rest) > MAX_LINE_BYTES:
             lines.append(rest[:MAX_LINE_BYTES])
             rest = rest[MAX_LINE_BYTES:]
-        await _relay_each(lines, token, origin, plain, has_ended, report=report)
-    await _relay_each([rest] if rest else [], token, origin, plain, has_ended, report=report)
-
-
-share = LoopShare()  # of all workers' lines, which take some 30 us each; handlers wait in their `print`
-
-
-async def _relay_each(
-    lines: Sequence[bytes],
-    token: str,
-    origin: Mapping[str, object] | Callable[[], Mapping[str, object]],
-    plain: logging.Logger,
-    has_ended: Callable[[], bool],
-    *,
-    report: Report | None,
-) -> None:
-    is_shared = callable(origin)
-    waiting = deque(lines)
-    while waiting:
-        while (wait_s := share.wait_s()) > 0 and not has_ended():
-            await asyncio.sleep(wait_s)
-        began_s = time.monotonic()
-        known = origin() if callable(origin) else origin
-        while waiting and time.monotonic() - began_s < TURN_S:
-            line = waiting.popleft()
-            try:
-                text = line.decode(errors="replace")
-                relay(text, token, known, plain, is_shared=is_shared, report=report)
-            except Exception:  # keep reading after any error: a worker whose pipe is full hangs
-                with suppress(Exception):
-                    plain.exception("a line of worker %s could not be logged", known.get("executor"))
-        share.spend(time.monotonic() - began_s)
-        if waiting:
-            await asyncio.sleep(0)
+        await relay_each(lines)
+    await relay_each([rest] if rest else [])
 
 
 def relay(
