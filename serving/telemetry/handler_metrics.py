@@ -125,24 +125,6 @@ class HandlerMetrics:
             return self._auto_detect and is_logged(name, self._mode)
         return known.family is None or known.declared.kind != "gauge"
 
-    def bound(self, name: str, unit: str, dimensions: Dimensions) -> Report:
-        """Return a function that reports values measured by the server to a gauge with these label values.
-
-        The function does nothing if the metric is not recorded. Do not call it after `forget` for the model
-        in `dimensions`.
-        """
-        sample = MetricSample(name, 0.0, unit, "gauge", dimensions, ())
-        with self._lock:
-            try:
-                child = self._child(sample)
-            except ValueError as err:
-                self._refuse(name, str(err))
-                return _ignore
-            self._series.give_back(child.reporter)  # a handler may have reported it before the server
-            self._series.take("")
-            self._known[name].children[dimensions] = child._replace(reporter="")
-        return child.report
-
     def forget(self, model: str) -> None:
         """Drop what `model` reported first, what has it as `ModelName`, and undeclared names without values.
 
@@ -230,10 +212,6 @@ class HandlerMetrics:
         if name not in self._refused and len(self._refused) < MAX_FAMILIES:
             self._refused.add(name)
             logger.warning("metric %.100r of a handler is dropped: %s", name, cause)
-
-
-def _ignore(value: float, ids: Sequence[str]) -> None:
-    """Ignore the value, because the metric is not recorded."""
 
 
 def _check_texts(where: str, texts: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from torchere.serving.errors import InvalidRequest, OverBudget, ServingError
 from torchere.serving.telemetry import catalogue, torchserve
 from torchere.serving.telemetry.catalogue import Families, Reserved
 from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
-from torchere.serving.telemetry.handler_metrics import HandlerMetrics, Report
+from torchere.serving.telemetry.handler_metrics import HandlerMetrics
 from torchere.serving.telemetry.numbers import (
     TOO_LARGE,
     Listener,
@@ -225,7 +225,6 @@ class Metrics:
         """
         model, version = meter.model, meter.version
         if was_last:  # also if its counters were replaced, and that version has gone first
-            self._predictions.forget(model)
             self._of_handlers.forget(model)
         if not self._numbers.forget(meter, was_last=was_last):
             return
@@ -296,7 +295,6 @@ class _PredictionTimes(Listener):
 
     def __init__(self, handlers: HandlerMetrics) -> None:
         self._handlers = handlers
-        self._reports: dict[str, Report] = {}  # by model
         self.needs_each = handlers.needs_each(PREDICTION_TIME)
 
     def report_last(self, numbers: ServerNumbers) -> None:
@@ -317,15 +315,10 @@ class _PredictionTimes(Listener):
     ) -> None:
         """See `Listener`."""
         if succeeded:
-            self._report(version.model, handler_s, [request.request_id for request in requests])
+            self._report(version.model, handler_s, tuple(request.request_id for request in requests))
 
-    def forget(self, model: str) -> None:
-        """Drop the state of a removed model."""
-        self._reports.pop(model, None)
-
-    def _report(self, model: str, handler_s: float, request_ids: Sequence[str]) -> None:
-        report = self._reports.get(model)
-        if report is None:
-            labels = (("ModelName", model), ("Level", "Model"))
-            report = self._reports[model] = self._handlers.bound(PREDICTION_TIME, "Milliseconds", labels)
-        report(round(handler_s * 1000, 2), request_ids)
+    def _report(self, model: str, handler_s: float, request_ids: tuple[str, ...]) -> None:
+        labels = (("ModelName", model), ("Level", "Model"))
+        value_ms = round(handler_s * 1000, 2)
+        sample = MetricSample(PREDICTION_TIME, value_ms, "Milliseconds", "gauge", labels, request_ids)
+        self._handlers.record([sample])

@@ -390,12 +390,11 @@ def test_what_two_models_report_as_one_goes_on_for_the_one_that_stays(metrics):
     assert [line.partition("}")[2] for line in lines(metrics, "Name{")] == [" 3.0"]
 
 
-def test_a_value_of_the_server_stays_when_a_model_goes_that_reported_it_first(metrics):
+def test_a_value_of_the_server_goes_on_when_a_model_goes_that_reported_it_first(metrics):
     dimensions = (("ModelName", "other"), ("Level", "Model"))
     metrics.handler_metrics([reported("HandlerTime", 1, "ms", "gauge", dimensions)], "m")
-    report = metrics._of_handlers.bound("HandlerTime", "ms", dimensions)
     metrics._of_handlers.forget("m")
-    report(7, ())
+    metrics.handler_metrics([reported("HandlerTime", 7, "ms", "gauge", dimensions)])
     assert [line.partition("}")[2] for line in lines(metrics, "HandlerTime{")] == [" 7.0"]
     metrics._of_handlers.forget("other")
     assert lines(metrics, "HandlerTime{") == []
