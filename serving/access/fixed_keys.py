@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -162,17 +162,14 @@ class _Flaw(Exception):
 def _read_document(document: object) -> Clients:
     if not isinstance(document, dict):
         raise _Flaw("no JSON object")
-    unknown = sorted(set(document) - {*ROLES, _UNUSED, _IDENTITIES})
-    if unknown:
-        raise _Flaw(f"unknown member {unknown[0]!r}")
+    _check_members(document, {*ROLES, _UNUSED, _IDENTITIES})
     clients = Clients()
     for role in ROLES:
         for entry in _listed(document.get(role, [])):
             plain = {"key": entry} if isinstance(entry, str) else entry
             if not isinstance(plain, dict):
                 raise _Flaw(f"no key in {role!r}")
-            if unknown := sorted(set(plain) - _MEMBERS_OF_KEYS):
-                raise _Flaw(f"unknown member {unknown[0]!r} of a key in {role!r}")
+            _check_members(plain, _MEMBERS_OF_KEYS, f" of a key in {role!r}")
             name = "" if plain.get("identity") is None else _identity_name(plain)
             identity = Identity(name, frozenset({role})) if name else ANONYMOUS[role]
             _add_key(clients, role, plain, identity)
@@ -184,6 +181,11 @@ def _read_document(document: object) -> Clients:
     return clients
 
 
+def _check_members(entry: Mapping[str, object], known: Set[str], place: str = "") -> None:
+    if unknown := sorted(entry.keys() - known):
+        raise _Flaw(f"unknown member {unknown[0]!r}{place}")
+
+
 def _listed(entry: object) -> list[Any]:
     return entry if isinstance(entry, list) else [entry]
 
@@ -192,8 +194,7 @@ def _add_identity(clients: Clients, entry: object) -> None:
     if not isinstance(entry, dict):
         raise _Flaw(f"no object in {_IDENTITIES!r}")
     name = _identity_name(entry)
-    if unknown := sorted(set(entry) - _MEMBERS):
-        raise _Flaw(f"unknown member {unknown[0]!r} of identity {name!r}")
+    _check_members(entry, _MEMBERS, f" of identity {name!r}")
     given = _listed(entry.get("roles", []))
     wrong = [role for role in given if role not in ROLES]
     if wrong or not given:

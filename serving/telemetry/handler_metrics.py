@@ -55,29 +55,28 @@ class _Shares:
     A model may have more while it has fewer than are left, so at most half, and later ones find room.
     """
 
-    __slots__ = ("_by_model", "_left", "_most", "_name")
+    __slots__ = ("_by_model", "_most", "_name")
 
     def __init__(self, most: int, name: str) -> None:
-        self._most = self._left = most
+        self._most = most
         self._name = name
         self._by_model: Counter[str] = Counter()
 
     def check(self, model: str) -> None:
         """Raise `ValueError` if the model may have no more."""
         own = self._by_model[model] if model else 0
-        if self._left <= own:
-            text = f"its model has {own} {self._name}; {self._left} of {self._most} are for others"
+        left = self._most - self._by_model.total()
+        if left <= own:
+            text = f"its model has {own} {self._name}; {left} of {self._most} are for others"
             raise ValueError(text if own else f"handlers have {self._most} {self._name} already")
 
     def take(self, model: str) -> None:
         """Count one more."""
         self._by_model[model] += 1
-        self._left -= 1
 
     def give_back(self, model: str) -> None:
         """Count one less."""
         self._by_model[model] -= 1
-        self._left += 1
         if not self._by_model[model]:
             del self._by_model[model]
 
