@@ -41,12 +41,8 @@ def address_of(peer: object) -> str:
 def is_from_this_machine(address: str, headers: Iterable[str]) -> bool:
     """Return whether a call can only come from this machine, and through no proxy that says so.
 
-    Not the whole of 127.0.0.0/8 is this machine: proxies beside a server, such as Istio's, forward calls of
-    other machines from an address in it.
-
-    Args:
-        address: of the client (see `address_of`).
-        headers: the names of the call's headers, or of its metadata.
+    `headers` are the names of its headers, or of its metadata. Not the whole of 127.0.0.0/8 is this machine:
+    proxies beside a server, such as Istio's, forward calls of other machines from an address in it.
     """
     is_near = address in (UNIX_CLIENT, "127.0.0.1", "::1")
     return is_near and _OF_PROXIES.isdisjoint(map(str.lower, headers))

@@ -34,13 +34,8 @@ logger = logging.getLogger(__name__)
 class ModelVersion(Protocol):
     """The names of a version that log lines contain."""
 
-    @property
-    def model(self) -> str:
-        """The name of the model."""
-
-    @property
-    def version(self) -> str:
-        """The name of the version."""
+    model: str
+    version: str
 
 
 class LoggedPrediction(Protocol):

@@ -183,9 +183,8 @@ class Log4jFormatter(LineFormatter):
 def add_log_files(directory: Path) -> bool:
     """Write this process's records to the three files as well; call it after `lines.configure`.
 
-    Returns:
-        Whether the files could be opened. If not (for example on a read-only file system), a warning is
-        logged and no file is written, as in TorchServe.
+    Return whether they could be opened. If not (for example on a read-only file system), a warning is logged
+    and no file is written, as in TorchServe.
     """
     remove_log_files()
     try:

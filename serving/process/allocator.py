@@ -54,10 +54,8 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     """Make this process's allocator, and that of its forked children, keep freed memory.
 
     Call it before there are threads: a thread keeps the heap it has. Does nothing where the C library is not
-    glibc, or where `environment` sets one of glibc's own variables for this.
-
-    Returns:
-        Whether the allocator took all the settings.
+    glibc, or where `environment` sets one of glibc's own variables for this. Return whether the allocator
+    took all the settings.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     chosen = _OPERATORS_TUNABLE in tunables or any(name in environment for name in _OPERATORS_VARIABLES)

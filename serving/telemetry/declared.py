@@ -58,9 +58,7 @@ def read_metrics_config(path: Path) -> MetricsConfig:
     """Read a metrics file.
 
     Raises:
-        MetricsCacheError: one of MetricsCacheIOError, MetricsCachePyYamlError, MetricsCacheKeyError,
-            MetricsCacheTypeError and MetricsCacheValueError; the message names the place and the expected
-            value.
+        MetricsCacheError: the message names the place and the expected value.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -418,11 +418,7 @@ class ServerNumbers:
         return self.versions.get(version.key) is version
 
     def forget(self, version: VersionNumbers, *, was_last: bool) -> bool:
-        """Remove the counters of a version; if it was the last one, also those of its model.
-
-        Returns:
-            Whether the counters were exposed.
-        """
+        """Remove the counters of a version, and of its model with its last; return if they were shown."""
         version.fold()
         if not self.shows(version):
             return False

@@ -210,8 +210,7 @@ def log_value(
 def open_metric_files(directory: Path) -> bool:
     """Open the files of both loggers in `directory`; the log level of the server does not affect them.
 
-    Returns:
-        Whether the files could be opened; if not, a warning is logged and the lines go to the console only.
+    Return whether they could be opened; if not, a warning is logged and the lines go to the console only.
     """
     close_metric_files()
     try:
