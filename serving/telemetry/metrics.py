@@ -84,10 +84,9 @@ class Metrics:
         self._extent = extent
         self._now = now
         self._families = families = Families()
-        self._server = server = ServerMetrics(config.server, families, self._host, mode)
+        self._numbers = numbers = ServerNumbers()
+        self._server = server = ServerMetrics(config.server, families, self._host, mode, numbers=numbers)
         self.system = SystemMetrics(server)
-        self._numbers = ServerNumbers()
-        self._updates = torchserve.Updates(self._numbers, server)
         families.registry.register(Reserved((*server.plain, *catalogue.ALL_NAMES)))
         self.process = ProcessMetrics()
         self._of_handlers = HandlerMetrics(config.model, families, self._host, mode, auto_detect=auto_detect)
@@ -134,8 +133,8 @@ class Metrics:
 
     def _listeners(self) -> list[Listener]:
         listeners: list[Listener] = []
-        if self._updates.names:
-            listeners.append(self._updates)
+        if self._server.needs_events:
+            listeners.append(self._server)
         if self._predictions.needs_each:
             listeners.append(self._predictions)
         if self.tracing is not None:
@@ -170,8 +169,8 @@ class Metrics:
         if is_probe and status >= 400:
             return
         digit = self._numbers.rest_answered(status)
-        if self._updates.names:
-            self._updates.rest_answered(digit)
+        if self._server.needs_events:
+            self._server.update(torchserve.ANSWERS[digit], 1, "Host")
 
     def refused(self, error: ServingError) -> None:
         """Count a request that was rejected before its model was known."""
@@ -229,7 +228,7 @@ class Metrics:
         if not self._numbers.forget(meter, was_last=was_last):
             return
         self._loads.pop(meter.key, None)
-        self._updates.forget(model, (version, torchserve.DEFAULT_VERSION) if was_last else (version,))
+        self._server.forget(model, (version, torchserve.DEFAULT_VERSION) if was_last else (version,))
         self._forget_stopped(meter.key, VersionLoad())
         self._executors.pop(meter.key, None)
 

@@ -418,7 +418,7 @@ class ServerNumbers:
         return self.versions.get(version.key) is version
 
     def forget(self, version: VersionNumbers, *, was_last: bool) -> bool:
-        """Remove the counters of a version, and of its model with its last; return if they were shown."""
+        """Remove a version's counters, and after the last its model's; return whether they were shown."""
         version.fold()
         if not self.shows(version):
             return False

@@ -1,7 +1,7 @@
 """TorchServe's request and batch metrics, rendered from the counters or updated at each event.
 
 By default they are rendered from the counters at a scrape (`families`). If the configuration declares a
-metric with another type, or `metrics_mode` requires a log line per update, `Updates` forwards every update.
+metric with another type, or `metrics_mode` requires a log line per update, `ServerMetrics` records events.
 """
 
 from __future__ import annotations
@@ -67,51 +67,6 @@ def families(declared: Iterable[DeclaredMetric], samples: Samples, hostname: str
         yield family
 
 
-class Updates(Listener):
-    """Forwards each update of the metrics that `server` does not render from the counters."""
-
-    def __init__(self, numbers: ServerNumbers, server: ServerMetrics) -> None:
-        self._numbers = numbers
-        self._server = server
-        self.names = frozenset(name for name in PLAIN if server.takes(name))
-
-    def rest_answered(self, digit: int) -> None:
-        """Count a REST response in the class of this first status digit."""
-        if ANSWERS[digit] in self.names:
-            self._server.update(ANSWERS[digit], 1, "Host")
-
-    def accepted(self, version: VersionNumbers, named: bool) -> None:
-        """See `Listener`."""
-        self._server.update(REQUESTS, 1, *_labels(version, named))
-
-    def answered(self, version: VersionNumbers, named: bool, total_s: float, wait_s: float) -> None:
-        """See `Listener`."""
-        if not self._numbers.shows(version):
-            return  # it has been removed, and its labels must not reappear
-        labels = _labels(version, named)
-        self._server.update(LATENCY, total_s * 1e6, *labels)
-        self._server.update(QUEUE_LATENCY, wait_s * 1e6, *labels)
-        self._server.update(QUEUE_TIME, int(wait_s * 1000), "Host")
-
-    def batch_finished(
-        self,
-        version: VersionNumbers,
-        executor_s: float,
-        handler_s: float,
-        requests: Sequence[Predicted],
-        succeeded: bool,
-    ) -> None:
-        """See `Listener`."""
-        around_ms = max(0, int((executor_s - handler_s) * 1000))
-        self._server.update(THREAD_TIME, around_ms, "Host")
-
-    def forget(self, model: str, versions: Collection[str]) -> None:
-        """Remove the series with these version labels of a model."""
-        for name in self.names & {REQUESTS, LATENCY, QUEUE_LATENCY}:
-            for version in versions:
-                self._server.drop(name, model, version)
-
-
 def _labels(version: VersionNumbers, named: bool) -> tuple[str, str]:
     return version.model, version.version if named else DEFAULT_VERSION
 
@@ -125,8 +80,8 @@ def is_logged(name: str, mode: MetricsMode) -> bool:
     return mode == "log" or (mode == "legacy" and name not in LEGACY_METRICS)
 
 
-class ServerMetrics:
-    """Records values of TorchServe's metrics of the server. Thread-safe.
+class ServerMetrics(Listener):
+    """Records values of the metrics that are not rendered from the counters. Thread-safe.
 
     Metrics that are not `declared` are not recorded; `hostname` is the last label value of all others.
     """
@@ -137,8 +92,11 @@ class ServerMetrics:
         families: Families,
         hostname: str,
         mode: MetricsMode,
+        *,
+        numbers: ServerNumbers,
     ) -> None:
         self._declared = declared
+        self._numbers = numbers
         self._hostname = hostname
         self._families: dict[str, Family] = {}
         self.plain: dict[str, DeclaredMetric] = {}
@@ -151,10 +109,7 @@ class ServerMetrics:
                 self._families[metric.name] = families.declare(
                     metric.kind, metric.name, metric.unit, metric.labels
                 )
-
-    def takes(self, name: str) -> bool:
-        """Return whether updates of this metric go through `update`."""
-        return name in self._declared and name not in self.plain
+        self.needs_events = any(name in declared and name not in self.plain for name in PLAIN)
 
     def update(self, name: str, value: float, *labels: str) -> None:
         """Record a value of a metric; ignore it if the metric is not declared.
@@ -164,7 +119,7 @@ class ServerMetrics:
         Raises:
             ValueError: the metric is declared with other labels, or is a counter that would shrink.
         """
-        if not self.takes(name):
+        if name not in self._declared or name in self.plain:
             return
         metric, family = self._declared[name], self._families.get(name)
         if family is None:
@@ -178,6 +133,37 @@ class ServerMetrics:
         family = self._families.get(name)
         if family is not None:
             family.remove(*values, self._hostname)
+
+    def accepted(self, version: VersionNumbers, named: bool) -> None:
+        """See `Listener`."""
+        self.update(REQUESTS, 1, *_labels(version, named))
+
+    def answered(self, version: VersionNumbers, named: bool, total_s: float, wait_s: float) -> None:
+        """See `Listener`."""
+        if not self._numbers.shows(version):
+            return  # it has been removed, and its labels must not reappear
+        labels = _labels(version, named)
+        self.update(LATENCY, total_s * 1e6, *labels)
+        self.update(QUEUE_LATENCY, wait_s * 1e6, *labels)
+        self.update(QUEUE_TIME, int(wait_s * 1000), "Host")
+
+    def batch_finished(
+        self,
+        version: VersionNumbers,
+        executor_s: float,
+        handler_s: float,
+        requests: Sequence[Predicted],
+        succeeded: bool,
+    ) -> None:
+        """See `Listener`."""
+        around_ms = max(0, int((executor_s - handler_s) * 1000))
+        self.update(THREAD_TIME, around_ms, "Host")
+
+    def forget(self, model: str, versions: Collection[str]) -> None:
+        """Remove the series with these version labels of a model."""
+        for name in (REQUESTS, LATENCY, QUEUE_LATENCY):
+            for version in versions:
+                self.drop(name, model, version)
 
 
 logger = logging.getLogger(__name__)
