@@ -114,18 +114,20 @@ _ODD_FAMILIES = (15, 17, 29, 38, 40, 44)  # key, packet, CAN, ALG, vsock, XDP: n
 class Kernel:
     """The means of confinement that this system has."""
 
-    is_linux: bool
     landlock_abi: int  # 0: none
-    seccomp: bool  # the kernel takes filters, and pyseccomp finds libseccomp to make them
-    why_no_seccomp: str = ""
+    why_no_seccomp: str  # "": the kernel takes filters, and pyseccomp finds libseccomp to make them
+
+    @property
+    def seccomp(self) -> bool:
+        """Whether filters can be made and installed."""
+        return not self.why_no_seccomp
 
 
 def kernel() -> Kernel:
     """Return the means of confinement that this system has; starts `ldconfig` once, through pyseccomp."""
     if sys.platform != "linux":
-        return Kernel(False, 0, False, f"seccomp is Linux's, and this is {sys.platform}")
-    why = _why_no_seccomp()
-    return Kernel(True, max(0, _call(_CREATE_RULESET, None, 0, _RULESET_VERSION)), not why, why)
+        return Kernel(0, f"seccomp is Linux's, and this is {sys.platform}")
+    return Kernel(max(0, _call(_CREATE_RULESET, None, 0, _RULESET_VERSION)), _why_no_seccomp())
 
 
 def _why_no_seccomp() -> str:

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
 
 def ending_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that end a server; without SIGHUP if it is ignored (inherited from nohup)."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return tuple(number for number in ENDING_SIGNALS if not (ignored and number == signal.SIGHUP))
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return signal.SIGTERM, signal.SIGINT
+    return signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 class SignalsKept:

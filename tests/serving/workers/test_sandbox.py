@@ -381,7 +381,7 @@ def test_an_archive_that_brings_a_link_for_its_libraries_is_refused(caged: Any, 
 
 
 def kernel(landlock_abi: int = 7, seccomp: bool = True) -> Kernel:
-    return Kernel(True, landlock_abi, seccomp, "" if seccomp else "pyseccomp is not installed")
+    return Kernel(landlock_abi, "" if seccomp else "pyseccomp is not installed")
 
 
 def test_strict_names_everything_that_is_missing() -> None:
