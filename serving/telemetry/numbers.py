@@ -94,10 +94,6 @@ class Predicted(Marks, Protocol):
     error: ServingError | None  # that its client was told
 
     @property
-    def protocol(self) -> str:
-        """`rest` or `grpc`."""
-
-    @property
     def open(self) -> bool:
         """Whether its answer is incomplete; it may be in further batches then."""
 
