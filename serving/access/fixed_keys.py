@@ -81,10 +81,9 @@ class FixedKeys(Reloaded[Clients]):
 
     If the file has no key of a role, calls that need this role are always rejected.
 
-    Args:
-        path: the file, which only its owner and group may read; see `read_clients` for the format.
-        clock: returns seconds since the epoch. Wall time, because the file may contain expiry times.
-        takes_tokens: whether keys are accepted; otherwise only certificates are.
+    Only the owner and group of the file may read it; `read_clients` has its format. `clock` returns seconds
+    since the epoch, wall time, because the file may contain expiry times. Without `takes_tokens` only
+    certificates are accepted, and no keys.
 
     Raises:
         KeyFileUnusable: the file is unusable.

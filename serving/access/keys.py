@@ -95,9 +95,7 @@ class KeyRing:
     def renew(self, wanted: str | None, authorization: str | None) -> None:
         """Replace the management or inference key (the token API); the old key becomes invalid immediately.
 
-        Args:
-            wanted: "management" or "inference", as sent by the client.
-            authorization: the `Authorization` header, which must contain the API key.
+        `authorization` must contain the API key.
 
         Raises:
             Unauthorized: the API key is missing or wrong, or `wanted` has another value.

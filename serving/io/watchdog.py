@@ -101,10 +101,7 @@ class Silence:
 class Upload(Silence):
     """Ends an upload of a body when the client is silent, or sends at too low a rate.
 
-    Args:
-        timeout_s: as for `Silence`; the rate is an average over this time.
-        min_rate: bytes a second; 0: there is no minimum rate.
-        on_timeout: ends the upload.
+    `min_rate` is in bytes a second, averaged over `timeout_s`; 0: there is no minimum rate.
     """
 
     def __init__(self, timeout_s: float, min_rate: float, on_timeout: Callable[[], None]) -> None:

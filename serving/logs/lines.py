@@ -162,14 +162,9 @@ class TextFormatter(LineFormatter):
 def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormatter | None = None) -> None:
     """Send every log record of at least this level, from this process, to the stream.
 
-    Call it before other threads log. A second call replaces the handler of the first.
-
-    Args:
-        level: one of `LEVELS`, case-insensitive.
-        json_lines: write one JSON object per line; otherwise plain text.
-        stream: usually standard output; flushed after every write. A stream that may block, such as a pipe,
-            is written by a separate thread, and printed text is flushed after each line.
-        lines: a formatter to use instead of these two.
+    Call it before other threads log. A second call replaces the handler of the first. The stream, usually
+    standard output, is flushed after every write; one that may block, such as a pipe, is written by a
+    separate thread, and printed text is flushed after each line. `lines` formats in place of JSON or text.
 
     Raises:
         ValueError: the level is not in `LEVELS`.

@@ -163,16 +163,12 @@ def relay(
     is_shared: bool = False,
     report: Report | None = None,
 ) -> None:
-    """Log one line of a worker's output: a record with its own logger and level, other text at INFO.
+    """Log one line of a worker's output: a record with its own logger and level, other text by `plain`.
 
-    Args:
-        line: the line without its line end.
-        token: the token of the worker's formatter.
-        origin: fields that identify the worker; they override fields of the same name in the record.
-        plain: the logger for text that is not a record.
-        is_shared: several models share the process. The worker knows which model a record belongs to, so its
-            fields take precedence over `origin`.
-        report: gets the value if the line, or the record's message, is one of a metric, which is not logged.
+    The fields of `origin` identify the worker, and override those of the record. In a process that several
+    models share (`is_shared`) the worker knows which model a record belongs to, so its fields take
+    precedence. `report` gets the value if the line, or the record's message, is one of a metric, which is not
+    logged.
     """
     printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # after a progress bar
     record = _record(fields, origin, is_shared) if mark else None

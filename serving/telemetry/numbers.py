@@ -295,19 +295,11 @@ class VersionNumbers:
         handler_s: float,
         requests: Sequence[Predicted] = (),
     ) -> None:
-        """Count a batch.
+        """Count a batch of `size` requests, which the listeners get.
 
-        Args:
-            size: the number of its requests.
-            succeeded: the number of answered requests; one that continues in the next batch is not counted
-                here or in `failed`.
-            failed: the number of requests with an error.
-            succeeded_wait_s: the summed waiting times of the answered requests, from admission to the start
-                of the batch.
-            failed_wait_s: the same sum for the failed requests.
-            executor_s: seconds from the start to the end of its run.
-            handler_s: the part of `executor_s` in the handler.
-            requests: its requests, for the listeners.
+        A request that continues in the next batch is neither in `succeeded` nor in `failed`. The waiting
+        times are sums over these requests, from admission to the start of the batch. `executor_s` is the time
+        of its run, and `handler_s` the part of it in the handler.
         """
         around_s = executor_s - handler_s
         if around_s < 0:
