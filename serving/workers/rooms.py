@@ -186,7 +186,7 @@ class Room:
     def kill(self, number: int, reason: Loss) -> None:
         """Kill the process because of one of its tenants."""
         words = f"{reason.cause} ({_name(self._tenants[number][0])}, with which it shares a process)"
-        self._kill(replace(reason, cause=words))
+        self._kill(replace(reason, cause=words, silent_s=0.0))  # the others gave signs of life
 
     def _kill(self, reason: Loss) -> None:
         self.is_closed = True

@@ -13,6 +13,7 @@ import socket
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,6 +26,7 @@ from torchere.serving.types import InferRequest, ModelKey, Parameter
 from torchere.serving.workers import rooms
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
 from torchere.serving.workers.launch import LaunchedProcess
+from torchere.serving.workers.loss import Loss, LossKind
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.rooms import RoomLauncher
@@ -409,6 +411,31 @@ def test_a_version_that_has_left_is_not_kept_alive_by_its_time_out(in_house: Any
         assert process() is None
 
     in_house(test)
+
+
+def test_the_silence_of_a_version_that_hangs_is_not_that_of_the_others() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        process = await asyncio.create_subprocess_exec("sleep", "60")
+        exit_code = asyncio.ensure_future(process.wait())
+        output = asyncio.StreamReader()
+        output.feed_eof()
+        room = rooms.Room(LaunchedProcess(process.pid, output, exit_code, lambda: None), ours)
+        with theirs:
+            versions: list[Any] = [
+                SimpleNamespace(key=ModelKey(name, "1.0"), room_lost=lambda: None)
+                for name in ("slow", "healthy")
+            ]
+            slow, healthy = [await room.take_in(version, 1) for version in versions]
+            slow.kill(Loss(LossKind.TIMEOUT, "no answer", silent_s=600.0))
+            await exit_code
+            assert healthy.loss(-signal.SIGKILL, OomWatch()).silent_s == 0
+        for each in (slow, healthy):
+            for end in (each.lanes, each.control, each.page):
+                end.close()
+        await room.end()
+
+    asyncio.run(main())
 
 
 def test_a_room_that_sends_no_message_is_killed_and_not_read_on() -> None:
