@@ -24,8 +24,8 @@ GARBAGE = {
     "a retirement nested too deeply": r"struct.pack('>I', 200004) + b'\x92\x10' + b'\x91' * 200001 + b'\xc0'",
     "a report with a wrong type": "frame([13, 'x', [], 0.0, 0.0, []])",
     "a tag that does not exist": "frame([99])",
-    "a large answer of less than nothing": "frame([13, 1, [], 0.0, 0.0, [], [0.0] * 3, False, [[0, -1]]])",
-    "large answers beyond the limit": "frame([13, 1, [], 0.0, 0.0, [], [0.0] * 3, False, [[0, 2**30]] * 3])",
+    "a large answer of less than nothing": "frame([13, 1, [], 0.0, 0.0, [], [0.0] * 3, '', [[0, -1]]])",
+    "large answers beyond the limit": "frame([13, 1, [], 0.0, 0.0, [], [0.0] * 3, '', [[0, 2**30]] * 3])",
 }
 
 
@@ -84,7 +84,7 @@ def test_forged_large_answers_cost_the_worker_alone(hostile: Any, said: str, the
 
     async def main() -> None:
         async with rig_of(hostile(), **HANGS) as rig:
-            forged = f"frame([13, 1, [{failure}], 0.0, 0.0, [], [0.0] * 3, False, {said}]) + {then}"
+            forged = f"frame([13, 1, [{failure}], 0.0, 0.0, [], [0.0] * 3, '', {said}]) + {then}"
             await rig.attack(f"write({DATA}, {forged}); time.sleep(3600)")
             await rig.answers_again()
 
