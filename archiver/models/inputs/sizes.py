@@ -49,8 +49,15 @@ class FreeSize:
         return set(self.places) == {(index, 0) for index in range(len(example))}
 
     def option(self, names: Sequence[str]) -> str:
-        """Return the inputs and the dimension as the option takes them: `ids,mask.1`."""
-        return f"{','.join(names[index] for index, _ in self.places)}.{self.places[0][1]}"
+        """Return the inputs and the dimension as the option takes them: `ids,mask.1`.
+
+        A size of several dimensions, which the option can't name, is `a.1 and a.2`.
+        """
+        dimensions = {dimension for _, dimension in self.places}
+        return " and ".join(
+            f"{','.join(names[index] for index, its in self.places if its == dimension)}.{dimension}"
+            for dimension in sorted(dimensions)
+        )
 
     def takes(self, size: int) -> bool:
         """Return whether this size may have the value `size`."""
@@ -211,12 +218,11 @@ def _name(spec: TensorSpec, dimension: int) -> str:
 
 def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:
     """Return the example with another size, by repeating or dropping slices."""
-    places = dict(free.places)
     picked = torch.arange(size) % free.size_in(example)
-    return tuple(
-        tensor.index_select(places[index], picked).contiguous() if index in places else tensor
-        for index, tensor in enumerate(example)
-    )
+    made = list(example)
+    for index, dimension in free.places:
+        made[index] = made[index].index_select(dimension, picked).contiguous()
+    return tuple(made)
 
 
 def _checked(free: FreeSize, example: Tensors) -> FreeSize:

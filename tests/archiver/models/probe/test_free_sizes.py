@@ -195,6 +195,26 @@ def test_requests_that_are_too_many_together_run_in_parts(pack: Pack, serve: Ser
     assert serve(archive, [{"body": [float(i)] * 3} for i in range(6)]) == [[2.0 * i] * 3 for i in range(6)]
 
 
+class Neighbours(nn.Module):
+    """Adds to a square of each graph what lies on its other side."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.transpose(1, 2)
+
+
+def test_a_size_of_two_dimensions_of_an_input_changes_in_both(
+    pack: Pack, serve: Serve, tmp_path: Path
+) -> None:
+    sides = torch.export.Dim("sides", min=1, max=64)
+    sizes = {0: torch.export.Dim("batch", min=1, max=8), 1: sides, 2: sides}
+    program = torch.export.export(Neighbours(), (torch.rand(2, 5, 5),), dynamic_shapes=(sizes,))
+    torch.export.save(program, tmp_path / "net.pt2")
+    archive = pack(serialized_file=tmp_path / "net.pt2")
+    (found,) = parse(open_archive(archive).read_text("signature.json")).inputs
+    assert found.shape == (-1, -1, -1)
+    assert serve(archive, [{"body": [[[1.0, 2.0], [3.0, 4.0]]]}]) == [[[[2.0, 5.0], [5.0, 8.0]]]]
+
+
 def test_points_that_are_no_batch_are_served_one_request_at_a_time(
     pack: Pack, serve: Serve, tmp_path: Path
 ) -> None:
