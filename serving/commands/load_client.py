@@ -127,11 +127,13 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport  # set when the connection is made, before it is handed out
         self._parser = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Reply] | None = None
+        self._is_lost = False
         self._body: list[bytes] = []
 
     @property
     def usable(self) -> bool:
-        return not self._transport.is_closing()
+        # TLS of Python 3.10 does not tell of a lost connection.
+        return not (self._is_lost or self._transport.is_closing())
 
     async def exchange(self, request: bytes) -> Reply:
         self._answer = asyncio.get_running_loop().create_future()
@@ -152,6 +154,7 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
         self._lose(str(exc or "the server closed the connection"))
 
     def on_message_begin(self) -> None:

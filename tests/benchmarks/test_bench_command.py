@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from torchere.serving.commands import load_client
 from torchere.serving.commands.cli import main
 from torchere.serving.commands.load_client import Target, request_bytes
 
@@ -193,3 +195,12 @@ def test_a_header_with_a_line_break_is_refused():
     assert b"\r\nHost: [::1]:80\r\n" in request_bytes(target, b"", {})
     with pytest.raises(ValueError, match="line break"):
         request_bytes(target, b"", {"X-Note": "a\r\nForged: b"})
+
+
+def test_a_lost_connection_is_not_used_again_if_its_transport_does_not_tell() -> None:
+    """As TLS of Python 3.10 does not."""
+    connection = load_client._Connection()
+    connection.connection_made(Mock(is_closing=lambda: False))
+    assert connection.usable
+    connection.connection_lost(None)
+    assert not connection.usable
