@@ -29,6 +29,7 @@ from torchere.serving.registry.names import check_model_name, check_version_name
 MAX_SOURCE_BYTES = 4 * 2**20
 MAX_LIBRARY_BYTES = 2**30
 _OURS = frozenset({"ts", "torchere"})
+_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # errors of Python's parser
 
 Verdict = Literal["same", "differs", "unsupported"]
 
@@ -140,7 +141,7 @@ def _entry_point(archive: Archive, file: str, function: str) -> Iterator[_Found]
     """Yield why the file of a handler can't be one: it has neither the function nor exactly one class."""
     try:
         tree = ast.parse(archive.read_text(file, MAX_SOURCE_BYTES))
-    except (ArchiveError, SyntaxError, ValueError, RecursionError):
+    except (ArchiveError, *_UNREADABLE):
         return  # `_source` says so
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     if len(classes) != 1 and not any(_may_bind(node, function) for node in tree.body):
@@ -200,7 +201,7 @@ def _source(archive: Archive, name: str, brings_packages: bool) -> Iterator[_Fou
     except ArchiveError as err:
         yield name, "differs", f"not looked into: {err.reason}"
         return
-    except (SyntaxError, ValueError, RecursionError) as err:
+    except _UNREADABLE as err:
         yield name, "unsupported", f"does not compile with Python {platform.python_version()}: {_why(err)}"
         return
     missing = missing_imports(module)
@@ -211,7 +212,9 @@ def _source(archive: Archive, name: str, brings_packages: bool) -> Iterator[_Fou
 
 
 def _why(err: Exception) -> str:
-    return f"{err.msg} in line {err.lineno}" if isinstance(err, SyntaxError) else str(err)
+    if isinstance(err, SyntaxError):
+        return f"{err.msg} in line {err.lineno}"
+    return str(err) or "it is nested too deeply"
 
 
 def missing_imports(module: ast.Module) -> list[str]:

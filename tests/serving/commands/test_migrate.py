@@ -191,6 +191,14 @@ def test_a_folder_of_snapshots_that_is_not_there_is_no_clean_report(tmp_path: Pa
     assert str(ARCHIVES / "mlp.mar") in report.as_text()
 
 
+def test_python_that_is_nested_too_deeply_is_told_beside_the_rest(tmp_path: Path) -> None:
+    pack(tmp_path / "deep.mar", {"h.py": "-" * 20_000 + "1"}, handler="h.py")
+    pack(tmp_path / "m.mar", {"h.py": "import nosuch"}, handler="h.py")
+    said = of_store(tmp_path).as_text()
+    assert "does not compile" in said
+    assert "nosuch" in said
+
+
 def test_python_that_does_not_parse_is_told_by_line(tmp_path: Path) -> None:
     pack(tmp_path / "m.mar", {"h.py": "x = 1\nprint 'two'\n"}, handler="h.py")
     (line,) = [line for line in of_store(tmp_path).as_text().splitlines() if "does not compile" in line]
