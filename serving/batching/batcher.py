@@ -9,7 +9,7 @@ from itertools import islice
 
 from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.fair_queue import MIXED, FairQueue
-from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
+from torchere.serving.batching.policy import NOT_DUE, QueueView, due_s
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.config.server_settings import BatchSettings
 from torchere.serving.errors import HandlerFailed, NoRoom, QueueFull, ServingError
@@ -100,23 +100,24 @@ class Batcher(Admission):
 
     def pump(self) -> None:
         """Dispatch all batches that can run now."""
-        wait_until_s = 0.0
+        wake_s = NOT_DUE
         queue = self._queue
         while queue.front or queue.behind:
-            action = plan(self._view(), self._settings, self._now())
-            if not isinstance(action, Dispatch):
-                wait_until_s = action.at_s if isinstance(action, WaitUntil) else 0.0
+            view = self._view()
+            batch_due_s = due_s(view, self._settings)
+            if batch_due_s > self._now():
+                wake_s = batch_due_s
                 if not self._pool.in_service:
                     self._end_if_given_up()
                 break
-            self._dispatch(action.size)
+            self._dispatch(view.head_run)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if wait_until_s:
+        if wake_s != NOT_DUE:
             now_s = self._now()
             self._company_since_s = self._company_since_s or now_s
-            self._timer = self._loop.call_later(max(0.0, wait_until_s - now_s), self.pump)
+            self._timer = self._loop.call_later(max(0.0, wake_s - now_s), self.pump)
         else:
             self._company_since_s = 0.0
 

@@ -14,14 +14,13 @@ ends after an idle or total time-out, or when its handler ends it; `SequenceTabl
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, takewhile
 
 from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.fair_queue import FairQueue
-from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
+from torchere.serving.batching.policy import NOT_DUE, QueueView, due_s
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import BatchSettings, SequenceHeaders, SequenceSettings
 from torchere.serving.errors import ExecutorDied, NoRoom, QueueFull, ServingError, Unavailable
@@ -267,7 +266,7 @@ class StatefulBatcher(Admission):
         """Send every idle executor its next batch, if it has one."""
         self._end_what_is_over()
         self._end_if_given_up()
-        wake_s = self._table.next_expiry_s() if self._table is not None else math.inf
+        wake_s = self._table.next_expiry_s() if self._table is not None else NOT_DUE
         for executor_id in self._pool.idle_ids():
             wake_s = min(wake_s, self._pump_one(executor_id))
         for executor_id in self._pool.leaving_ids():
@@ -275,7 +274,7 @@ class StatefulBatcher(Admission):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if wake_s != math.inf:
+        if wake_s != NOT_DUE:
             self._timer = self._loop.call_later(max(0.0, wake_s - self._now()), self.pump)
 
     def _end_what_is_over(self) -> None:
@@ -306,14 +305,14 @@ class StatefulBatcher(Admission):
         self._losses = losses
 
     def _pump_one(self, executor_id: int, *, takes_new: bool = True) -> float:
-        """Dispatch to one idle executor; return when to try again (infinity: not until something changes).
+        """Dispatch to one idle executor; return when to try again, or `NOT_DUE`.
 
         Without `takes_new` it gets its unfinished requests, and those of their sequences.
         """
         while True:
             going_on = self._going_on.pop(executor_id, [])
             if not (going_on or takes_new):
-                return math.inf
+                return NOT_DUE
             room = self._settings.max_batch_size - len(going_on) if takes_new else 0
             if executor_id in self._crowded:  # it takes one new request at a time
                 room = min(room, 1)
@@ -322,9 +321,9 @@ class StatefulBatcher(Admission):
             if not going_on:  # unfinished requests do not wait for the batch to fill
                 heads_s = [sequence.waiting[0].enqueued_s for sequence in heads]
                 view = self._view(heads_s, newcomers, is_whole=executor_id in self._crowded)
-                action = plan(view, self._settings, self._now())
-                if not isinstance(action, Dispatch):
-                    return action.at_s if isinstance(action, WaitUntil) else math.inf
+                batch_due_s = due_s(view, self._settings)
+                if batch_due_s > self._now():
+                    return batch_due_s
             taken = list(going_on)
             if self._table is not None:
                 taken += [self._table.take(sequence, executor_id) for sequence in heads]
@@ -334,7 +333,7 @@ class StatefulBatcher(Admission):
             for request in late:
                 self._sequence_done(request)
             if len(late) < len(taken):
-                return math.inf
+                return NOT_DUE
 
     def _heads(self, executor_id: int, going_on: list[Request], room: int) -> list[Sequence]:
         """Return the sequences that run next; those behind a describe call wait, as it runs by itself.
