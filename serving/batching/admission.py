@@ -13,9 +13,12 @@ from functools import partial
 from typing import Protocol
 
 from torchere.serving.access.client_limits import QUEUE_SHARE
+from torchere.serving.batching.fair_queue import FairQueue
+from torchere.serving.batching.policy import NOT_DUE
 from torchere.serving.batching.quarantine import Quarantine, Verdict
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.batching.unread_parts import LEAST_LIMIT_BYTES, UnreadParts
+from torchere.serving.config.server_settings import BatchSettings
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -131,9 +134,17 @@ class Admission(ABC):
     unread_limit_bytes = LEAST_LIMIT_BYTES  # of one streamed answer; see `unread_parts.py`
 
     def __init__(
-        self, pool: WorkerPool, *, observer: BatchObserver, now: Callable[[], float], refusal: str
+        self,
+        settings: BatchSettings,
+        pool: WorkerPool,
+        *,
+        observer: BatchObserver,
+        now: Callable[[], float],
+        refusal: str,
     ) -> None:
         self.quarantine = Quarantine(now=now)
+        self._settings = settings
+        self._queue = FairQueue(settings.max_batch_size)
         self._pool = pool
         self._observer = observer
         self._now = now
@@ -142,6 +153,7 @@ class Admission(ABC):
         self._service_time = ServiceTime()
         self._deadlines = Deadlines(self._expired, now)
         self._pumping_soon = False
+        self._timer: asyncio.TimerHandle | None = None  # of the next pump
         self._outage_timer: asyncio.TimerHandle | None = None
         self._runs: dict[Run, None] = {}  # inside executors, in the order they were dispatched
         self._closed = self._closed_for_good = False
@@ -153,9 +165,9 @@ class Admission(ABC):
         """The number of waiting requests."""
 
     @property
-    @abstractmethod
     def queue_capacity(self) -> int:
         """The number of further requests that may wait."""
+        return max(0, self._settings.max_queue_size - self.queue_length)
 
     @abstractmethod
     def pump(self) -> None:
@@ -169,13 +181,13 @@ class Admission(ABC):
     def _remove(self, request: Request) -> None:
         """Remove a waiting request; without effect if it does not wait."""
 
-    @abstractmethod
     def _waiting(self) -> list[Request]:
         """Return all waiting requests."""
+        return list(self._queue)
 
-    @abstractmethod
     def _requeue(self, request: Request) -> None:
         """Put a request that was dispatched but not begun back at the head of the queue."""
+        self._queue.put_back(request)
 
     @property
     def _takes_company(self) -> bool:
@@ -217,6 +229,14 @@ class Admission(ABC):
     def _pump_now(self) -> None:
         self._pumping_soon = False
         self.pump()
+
+    def _pump_at(self, due_s: float) -> None:
+        """Pump at a time of `policy.due_s`, and not at one set before."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due_s != NOT_DUE:
+            self._timer = self._loop.call_later(max(0.0, due_s - self._now()), self.pump)
 
     def withdraw(self, request: Request, reason: ServingError | None = None) -> None:
         """Answer a request with `reason` (None: its client disconnected); if not begun, it does not run."""

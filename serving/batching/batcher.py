@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
-from torchere.serving.batching.admission import Admission, BatchObserver
-from torchere.serving.batching.fair_queue import MIXED, FairQueue
+from torchere.serving.batching.admission import Admission
+from torchere.serving.batching.fair_queue import MIXED
 from torchere.serving.batching.policy import NOT_DUE, QueueView, due_s
 from torchere.serving.batching.request import Request, alone
-from torchere.serving.config.server_settings import BatchSettings
 from torchere.serving.errors import HandlerFailed, NoRoom, QueueFull, ServingError
 from torchere.serving.types import NO_DEADLINE
 from torchere.serving.workers.executor import NOT_RUN, BatchReport, Unfinished
-from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
 
 
 class Batcher(Admission):
     """Admission, queue and dispatch of one version whose handler keeps no state between calls."""
 
-    def __init__(
-        self,
-        settings: BatchSettings,
-        pool: WorkerPool,
-        *,
-        observer: BatchObserver,
-        now: Callable[[], float],
-        refusal: str,
-    ) -> None:
-        super().__init__(pool, observer=observer, now=now, refusal=refusal)
-        self._settings = settings
-        self._queue = FairQueue(settings.max_batch_size)
-        self._has_priorities = False  # a request had a priority: later ones may have to overtake
-        self._timer: asyncio.TimerHandle | None = None
-        self._company_since_s = 0.0  # when an executor became free for a partial batch; 0: none is free
+    _has_priorities = False  # a request had a priority: later ones may have to overtake
+    _company_since_s = 0.0  # when an executor became free for a partial batch; 0: none is free
 
     @property
     def queue_length(self) -> int:
@@ -47,11 +31,6 @@ class Batcher(Admission):
         if ahead > 0:  # executors take runs in the order of dispatch
             waiting += sum(len(run.requests) for run in islice(reversed(self._runs), ahead))
         return waiting
-
-    @property
-    def queue_capacity(self) -> int:
-        """The number of further requests that may wait."""
-        return max(0, self._settings.max_queue_size - self.queue_length)
 
     @property
     def _is_collecting(self) -> bool:
@@ -95,9 +74,6 @@ class Batcher(Admission):
             if request.suspect:  # those behind it need no process for themselves
                 self._pump_soon()  # not now: a request may leave in the midst of a dispatch
 
-    def _waiting(self) -> list[Request]:
-        return list(self._queue)
-
     def pump(self) -> None:
         """Dispatch all batches that can run now."""
         wake_s = NOT_DUE
@@ -111,15 +87,12 @@ class Batcher(Admission):
                     self._end_if_given_up()
                 break
             self._dispatch(view.head_run)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if wake_s != NOT_DUE:
-            now_s = self._now()
-            self._company_since_s = self._company_since_s or now_s
-            self._timer = self._loop.call_later(max(0.0, wake_s - now_s), self.pump)
-        else:
+        if self._timer is not None or wake_s != NOT_DUE:
+            self._pump_at(wake_s)
+        if wake_s == NOT_DUE:
             self._company_since_s = 0.0
+        elif not self._company_since_s:
+            self._company_since_s = self._now()
 
     def _view(self) -> QueueView:
         size = self._settings.max_batch_size
@@ -195,9 +168,6 @@ class Batcher(Admission):
         for request in requests:
             request.group = alone(request.request_id)
         self._put_back(requests)
-
-    def _requeue(self, request: Request) -> None:
-        self._queue.put_back(request)
 
 
 def _failed_as_one(report: BatchReport) -> bool:

@@ -13,13 +13,11 @@ ends after an idle or total time-out, or when its handler ends it; `SequenceTabl
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, takewhile
 
 from torchere.serving.batching.admission import Admission, BatchObserver
-from torchere.serving.batching.fair_queue import FairQueue
 from torchere.serving.batching.policy import NOT_DUE, QueueView, due_s
 from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import BatchSettings, SequenceHeaders, SequenceSettings
@@ -199,7 +197,7 @@ class SequenceTable:
 class StatefulBatcher(Admission):
     """Admission and dispatch of a version with a stateful handler; one batch per executor at a time.
 
-    With `sequences` None it does continuous batching only.
+    With `sequences` None it does continuous batching only. The queue holds the requests of no sequence.
     """
 
     isolates_suspects = False  # the sequence determines which requests run together
@@ -214,25 +212,17 @@ class StatefulBatcher(Admission):
         now: Callable[[], float],
         refusal: str,
     ) -> None:
-        super().__init__(pool, observer=observer, now=now, refusal=refusal)
-        self._settings = settings
+        super().__init__(settings, pool, observer=observer, now=now, refusal=refusal)
         self._table = SequenceTable(sequences, refusal) if sequences else None
         self._end_headers = {SEQUENCE_END, sequences.headers.end} if sequences else set()
-        self._queue = FairQueue(settings.max_batch_size)  # requests of no sequence
         self._going_on: dict[int, list[Request]] = {}  # unfinished requests, by the executor they live on
         self._crowded: set[int | None] = set()  # executors without room for their last batch
         self._losses: dict[int, int] = {}  # of each executor, when unfinished requests were last looked at
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def queue_length(self) -> int:
         """The number of waiting requests, including unfinished ones."""
         return len(self._waiting())
-
-    @property
-    def queue_capacity(self) -> int:
-        """The number of further requests that may wait."""
-        return max(0, self._settings.max_queue_size - self.queue_length)
 
     def _enqueue(self, request: Request) -> None:
         self._end_what_is_over()
@@ -271,11 +261,7 @@ class StatefulBatcher(Admission):
             wake_s = min(wake_s, self._pump_one(executor_id))
         for executor_id in self._pool.leaving_ids():
             self._pump_one(executor_id, takes_new=False)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if wake_s != NOT_DUE:
-            self._timer = self._loop.call_later(max(0.0, wake_s - self._now()), self.pump)
+        self._pump_at(wake_s)
 
     def _end_what_is_over(self) -> None:
         statuses = self._pool.statuses()
@@ -443,7 +429,7 @@ class StatefulBatcher(Admission):
 
     def _requeue(self, request: Request) -> None:
         if self._table is None or request.group:
-            self._queue.put_back(request)
+            super()._requeue(request)
         elif not self._table.give_back(sequence_of(request), request):
             self._finish(request, Unavailable(self.refusal))
 
