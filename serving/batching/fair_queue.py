@@ -24,22 +24,18 @@ LOWEST, HIGHEST = -9, 9  # priorities; 0 is the default
 HEAD_START_S = 1.0
 
 
-def rank_s(enqueued_s: float, priority: int) -> float:
+def rank_s(request: Request) -> float:
     """Return the rank of a request in monotonic seconds; the lowest rank goes first."""
-    return enqueued_s - priority * HEAD_START_S
+    return request.enqueued_s - request.priority * HEAD_START_S
 
 
 def position(queue: Sequence[Request], request: Request) -> int:
     """Return the index at which to insert a request into an ordered queue, after those of equal rank."""
-    rank = _rank(request)
+    rank = rank_s(request)
     at = len(queue)
-    while at and _rank(queue[at - 1]) > rank:
+    while at and rank_s(queue[at - 1]) > rank:
         at -= 1
     return at
-
-
-def _rank(request: Request) -> float:
-    return rank_s(request.enqueued_s, request.priority)
 
 
 class Mixed:

@@ -230,5 +230,5 @@ def test_no_request_is_overtaken_by_one_that_comes_after_the_head_start_is_used_
 @given(st.lists(st.tuples(st.integers(LOWEST, HIGHEST), st.floats(0.0, 10.0)), max_size=20))
 def test_a_queue_is_always_in_the_order_of_its_ranks(arrivals: list[tuple[int, float]]) -> None:
     queue = ranked(*sorted(arrivals, key=lambda arrival: arrival[1]))
-    ranks = [rank_s(each.enqueued_s, each.priority) for each in queue]
+    ranks = [rank_s(each) for each in queue]
     assert ranks == sorted(ranks)
