@@ -47,21 +47,6 @@ def held_bytes(part: bytes) -> int:
     return max(LEAST_PART_BYTES, len(part))
 
 
-def must_wait(unread_bytes: int, limit: int) -> bool:
-    """Whether the executor must be paused until the client reads more."""
-    return unread_bytes > limit
-
-
-def may_go_on(unread_bytes: int, limit: int) -> bool:
-    """Whether a paused executor may resume."""
-    return unread_bytes <= max(0, limit - STEP_BYTES)
-
-
-def is_hopeless(unread_bytes: int, limit: int) -> bool:
-    """Whether the buffer has no room for another part, because its producer can't or did not pause."""
-    return unread_bytes > 2 * limit
-
-
 class UnreadOfAll:
     """Counts the unread bytes of all streams that share it. Lives on the event loop.
 
@@ -150,7 +135,7 @@ class UnreadParts:
         """Append a part; it is dropped if the stream has ended."""
         if self._ended:
             return
-        if is_hopeless(self.unread_bytes, self._limit):
+        if self.unread_bytes > 2 * self._limit:  # the producer can't or did not pause
             self.lose()
             return
         self._parts.append(part)
@@ -199,7 +184,7 @@ class UnreadParts:
         size = held_bytes(part)
         self.unread_bytes -= size
         self._of_all.gone(self, size)
-        if self._timer is not None and may_go_on(self.unread_bytes, self._held_limit):
+        if self._timer is not None and self.unread_bytes <= max(0, self._held_limit - STEP_BYTES):
             self._release()
         return part
 
@@ -208,7 +193,7 @@ class UnreadParts:
         self._drop(LeftUnread(self.unread_bytes))
 
     def _must_wait(self) -> bool:
-        if must_wait(self.unread_bytes, self._limit):
+        if self.unread_bytes > self._limit:
             return True
         return self._of_all.is_full(self._limit) and not self._ended  # `is_full` may have aborted this stream
 

@@ -11,13 +11,9 @@ import pytest
 from torchere.serving.batching import unread_parts
 from torchere.serving.batching.unread_parts import (
     LEAST_LIMIT_BYTES,
-    STEP_BYTES,
     UnreadOfAll,
     UnreadParts,
-    is_hopeless,
     limit_bytes,
-    may_go_on,
-    must_wait,
 )
 from torchere.serving.errors import Cancelled, HandlerFailed, LeftUnread
 
@@ -58,25 +54,15 @@ def test_as_much_may_lie_unread_as_of_a_whole_answer_and_never_very_little(max_r
     assert limit_bytes(max_response_bytes) == limit
 
 
-@pytest.mark.parametrize(
-    ("unread", "waits", "goes_on", "hopeless"),
-    [
-        (0, False, True, False),
-        (LIMIT - STEP, False, True, False),
-        (LIMIT - STEP + 1, False, False, False),
-        (LIMIT, False, False, False),
-        (LIMIT + 1, True, False, False),
-        (2 * LIMIT, True, False, False),
-        (2 * LIMIT + 1, True, False, True),
-    ],
-)
-def test_what_is_done_at_so_many_unread_bytes(unread, waits, goes_on, hopeless):
-    found = must_wait(unread, LIMIT), may_go_on(unread, LIMIT), is_hopeless(unread, LIMIT)
-    assert found == (waits, goes_on, hopeless)
-
-
-def test_an_executor_that_waits_goes_on_at_the_latest_when_all_is_read():
-    assert may_go_on(0, STEP_BYTES // 2)
+@run
+async def test_an_executor_that_waits_goes_on_at_the_latest_when_all_is_read(monkeypatch):
+    monkeypatch.setattr(unread_parts, "STEP_BYTES", 2 * LIMIT)
+    given = Given(5)
+    held = []
+    for _ in range(5):
+        held.append(given.parts.held)
+        await given.parts.take()
+    assert (held, given.parts.held) == ([True] * 5, False)
 
 
 @run
