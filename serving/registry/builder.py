@@ -23,7 +23,7 @@ from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine, QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.batching.unread_parts import limit_bytes
-from torchere.serving.config.model_settings import Asked, ModelConfig, effective_settings
+from torchere.serving.config.model_settings import ModelConfig, effective_settings
 from torchere.serving.config.server_settings import (
     DeviceType,
     ModelSettings,
@@ -32,6 +32,7 @@ from torchere.serving.config.server_settings import (
     ServerSettings,
 )
 from torchere.serving.errors import InvalidRequest, LoadFailed
+from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.names import check_runtime
 from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.version import Origin, Version, VersionMetrics
@@ -75,12 +76,9 @@ class Loader:
     ) -> None:
         self._server = server
         self._observer = observer
-        self._executor_ids = itertools.count(server.first_executor_id)
-        self._launcher = ForkLauncher(
-            worker_environment(server.env_vars_hidden_from_workers, server),
-            fork_server,
-            server.preload_modules,
-        )
+        self._next_id = itertools.count(server.first_executor_id).__next__
+        self._variables = worker_environment(server.env_vars_hidden_from_workers, server)
+        self._launcher = ForkLauncher(self._variables, fork_server, server.preload_modules)
         self._sandbox = sandbox_of(server)
         self._rooms = RoomLauncher(self._launcher)
         self._oom = OomWatch()
@@ -94,16 +92,7 @@ class Loader:
             self._gpus[counted] = gpu_count(self._server.max_gpus, counted)
         return self._gpus[counted]
 
-    def build(
-        self,
-        key: ModelKey,
-        archive: StoredArchive,
-        asked: Asked,
-        *,
-        handler: str | None,
-        runtime: str | None,
-        loaded_at_startup: bool,
-    ) -> Version:
+    def build(self, key: ModelKey, archive: StoredArchive, wanted: Wanted) -> Version:
         """Build a version in state NEW.
 
         Raises:
@@ -112,13 +101,13 @@ class Loader:
             ServingError: other machines can't join its ranks: see `rendezvous_of`.
         """
         model = archive.manifest.get("model") or {}
-        handler = handler or model.get("handler") or self._server.default_handler
+        handler = wanted.handler or model.get("handler") or self._server.default_handler
         if not handler:
             raise InvalidRequest(
                 f"No handler is named for {key.name}: neither by the request, nor by the archive's manifest, "
                 "nor by default_service_handler."
             )
-        runtime = check_runtime(runtime or archive.manifest.get("runtime") or "python")
+        runtime = check_runtime(wanted.runtime or archive.manifest.get("runtime") or "python")
         in_cpp = cpp_handler_name(handler, runtime) is not None
         if runtime == "LSP" and handler not in CPP_HANDLERS and not in_cpp:
             logger.warning("%s: the handler of runtime LSP is %s; %s", key, handler, CPP_ADVICE)
@@ -126,7 +115,10 @@ class Loader:
         gpus = self.gpus_of(config.device_type)
         if not gpus and (config.device_type in _COUNTED or (config.device_ids and not config.device_type)):
             logger.warning("%s asks for a GPU in its model config, and there is none: the CPU does it", key)
-        settings = effective_settings(asked, config, self._defaults_of(key), self._server, gpus)
+        defaults = self._server.model_defaults.get(key.name, {}).get(key.version, {})
+        settings = effective_settings(wanted.asked, config, defaults, self._server, gpus)
+        if wanted.executor_range:
+            settings = settings.scaled(*wanted.executor_range)
         if settings.parallel and 0 < len(settings.gpu_ids) < settings.parallel.level:
             level = settings.parallel.level
             raise LoadFailed(f"No enough gpu devices for model:{key.name} parallelLevel:{level}")
@@ -140,18 +132,21 @@ class Loader:
             handler=handler,
             runtime=runtime,
             isolation=isolation,
-            loaded_at_startup=loaded_at_startup,
-            needs_compiler=archive.holds_gil or bool(archive.config.raw.get("pt2")),
+            loaded_at_startup=wanted.at_startup,
+            needs_compiler=archive.holds_gil or bool(config.raw.get("pt2")),
+            workflow=wanted.workflow,
+            is_function=wanted.archive is not None,
         )
         return self._assemble(key, origin, settings)
 
     def _assemble(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Version:
-        pump = _Pump()
+        def pump_soon() -> None:
+            asyncio.get_running_loop().call_soon(batcher.pump)
+
         observer = self._observer.watch(key)
         launcher = self._launcher_of(key, origin, settings)
-        pool = self._pool(self._spec(key, origin, settings), launcher, settings, pump, observer)
+        pool = self._pool(self._spec(key, origin, settings), launcher, settings, pump_soon, observer)
         batcher = _batcher(key, settings, pool, observer)
-        pump.batcher = batcher
         batcher.unread_limit_bytes = limit_bytes(self._server.limits.max_response_bytes)
         batcher.restart_wait_s = self._server.restart_wait_s
         batcher.quarantine = Quarantine(
@@ -224,7 +219,7 @@ class Loader:
         if environment is None:
             return CompilerLauncher(self._launcher) if origin.needs_compiler else self._launcher
         return ExecLauncher(
-            worker_environment(self._server.env_vars_hidden_from_workers, self._server),
+            self._variables,
             environment.python,
             sandbox=self._sandbox_of(origin, settings) if self._is_confined_first(origin) else None,
             packages=environment.packages,
@@ -267,16 +262,10 @@ class Loader:
             max_restarts=parallel.max_restarts if parallel else None,
         )
 
-    def _defaults_of(self, key: ModelKey) -> dict[str, object]:
-        return self._server.model_defaults.get(key.name, {}).get(key.version, {})
-
     def _threads(self, settings: ModelSettings) -> int:
         """Return the intra-op threads of a process while it loads."""
         ranks, threads = (settings.parallel.ranks, settings.parallel.threads) if settings.parallel else (1, 0)
         return threads or self._cores.with_more(settings.min_executors * ranks)
-
-    def _next_id(self) -> int:
-        return next(self._executor_ids)
 
 
 def _tell_unshared(key: ModelKey, settings: ModelSettings, isolation: str) -> None:
@@ -350,13 +339,3 @@ def _quarantine_settings(server: ServerSettings) -> QuarantineSettings | None:
     return QuarantineSettings(
         server.quarantine_directory, server.quarantine_max_files, server.quarantine_max_bytes
     )
-
-
-class _Pump:
-    """Callback of a pool that wakes its batcher, which is created after the pool."""
-
-    batcher: Admission | None = None
-
-    def __call__(self) -> None:
-        if self.batcher is not None:
-            asyncio.get_running_loop().call_soon(self.batcher.pump)

@@ -177,24 +177,10 @@ class Registry:
             environment = await self._environments.build(
                 key.name, stored.directory, stored.manifest, stored.config.raw
             )
-            version = self._loader.build(
-                key,
-                replace(stored, environment=environment),
-                wanted.asked,
-                handler=wanted.handler,
-                runtime=wanted.runtime,
-                loaded_at_startup=wanted.at_startup,
-            )
+            return self._loader.build(key, replace(stored, environment=environment), wanted)
         except BaseException:  # cancelled, too
             await asyncio.to_thread(self._store.remove, stored)
             raise
-        if wanted.workflow:
-            is_function = wanted.archive is not None
-            version.origin = replace(version.origin, workflow=wanted.workflow, is_function=is_function)
-        if wanted.executor_range:
-            version.settings = version.settings.scaled(*wanted.executor_range)
-            version.target = version.settings.min_executors
-        return version
 
     async def _in_thread(self, make: Callable[[], T], delete: Callable[[T], None]) -> T:
         """Call `make` in a thread of the unpackers; on cancellation, `delete` its result."""
