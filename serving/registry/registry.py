@@ -44,7 +44,7 @@ from torchere.serving.registry.names import (
 from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot import SnapshotKeeper
-from torchere.serving.registry.version import Version, VersionState, scaled_target
+from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.store.environment import EnvironmentBuilder
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, store_of
 from torchere.serving.store.url_rules import is_remote
@@ -263,7 +263,7 @@ class Registry:
     def scale(self, version: Version, min_executors: int, max_executors: int) -> None:
         """Change the executor range of a version; `version.settled` is set when the change is applied."""
         version.settings = settings = version.settings.scaled(min_executors, max_executors)
-        version.target = scaled_target(version.pool.size, settings.min_executors, settings.max_executors)
+        version.target = min(max(version.pool.size, settings.min_executors), settings.max_executors)
         gave_up = version.living_executors < version.pool.size
         version.retry = version.state is VersionState.FAILED or gave_up
         self._reconciler.wake(version)

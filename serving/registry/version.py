@@ -55,17 +55,6 @@ class IllegalTransition(RuntimeError):
     """A transition that the lifecycle does not allow: a bug in the reconciler."""
 
 
-def check_transition(old: VersionState, new: VersionState) -> VersionState:
-    """Return `new` if the transition from `old` is legal.
-
-    Raises:
-        IllegalTransition: it is not.
-    """
-    if new not in TRANSITIONS[old]:
-        raise IllegalTransition(f"a version cannot go from {old.value} to {new.value}")
-    return new
-
-
 # The order in which the states of executors name the state of a version that has none in service.
 _OUT_OF_SERVICE = (
     ExecutorState.RESTARTING,
@@ -182,7 +171,9 @@ class Version:
 
     def enter(self, state: VersionState) -> None:
         """Change to a state; raise `IllegalTransition` if the transition is not legal."""
-        self.state = check_transition(self.state, state)
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"a version cannot go from {self.state.value} to {state.value}")
+        self.state = state
 
     @property
     def living_executors(self) -> int:
@@ -192,9 +183,8 @@ class Version:
     @property
     def has_living_executor(self) -> bool:
         """Whether any executor has not given up; read on every request."""
-        if self.pool.in_service:  # the usual case, and cheaper than a check of each executor
-            return True
-        return any(status.state is not ExecutorState.FAILED for status in self.pool.statuses())
+        # The first is the usual case, and cheaper than a check of each executor.
+        return self.pool.in_service > 0 or self.living_executors > 0
 
     @property
     def ready(self) -> bool:
@@ -262,8 +252,3 @@ def _towards_gone(state: VersionState) -> Step | None:
     if state in (VersionState.NEW, VersionState.FAILED):
         return Step.REMOVE
     return Step.UNLOAD if state is VersionState.READY else None
-
-
-def scaled_target(size: int, min_executors: int, max_executors: int) -> int:
-    """Return the new executor count: `size` clamped to the range."""
-    return min(max(size, min_executors), max_executors)

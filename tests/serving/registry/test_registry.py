@@ -41,6 +41,7 @@ from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.store.fetch import Origins
 from torchere.serving.store.package import OpenedArchive, Store, StoredArchive
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.workers.pool import WorkerPool
 
 HAD: dict[str, object] = {"minWorkers": 0, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 5}
 
@@ -95,6 +96,25 @@ def test_a_model_over_several_machines_is_scaled_to_one_worker_at_most(tmp_path:
             version.settings = replace(version.settings, parallel=parallel)
             registry.scale(version, 3, 5)
             assert (version.target, version.settings.max_executors) == (1, 1)
+            registry.scale(version, 0, 0)  # before the reconciler begins: nothing is loaded
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted", "expected"),
+    [(1, (2, 4), 2), (3, (2, 4), 3), (6, (2, 4), 4), (2, (0, 0), 0), (0, (1, 1), 1)],
+)
+def test_scaling_moves_no_further_than_into_the_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, wanted: tuple[int, int], expected: int
+) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path) as registry:
+            version = await registry.register(Wanted("m.mar", Asked()))
+            with monkeypatch.context() as patched:
+                patched.setattr(WorkerPool, "size", size)
+                registry.scale(version, *wanted)
+            assert version.target == expected
             registry.scale(version, 0, 0)  # before the reconciler begins: nothing is loaded
 
     asyncio.run(main())
