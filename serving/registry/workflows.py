@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,15 +55,17 @@ class Workflow:
     """A registered workflow; `running` is the number of its requests under way."""
 
     name: str
-    url: str  # as given at registration
+    wanted: SnapshotWorkflow  # its registration
     spec: WorkflowSpec
-    response_timeout_s: int | None = None
-    startup_timeout_s: int | None = None
-    versions: tuple[Version, ...] = ()  # of the steps
-    s3_sse_kms: bool = False
     claim: Claim | None = None  # on its archive, which may be a download
+    versions: tuple[Version, ...] = ()  # of the steps
     running: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        """The URL as given at registration."""
+        return self.wanted.url
 
     def model_of(self, step: str) -> str:
         """Return the name of the model that runs a step."""
@@ -138,9 +140,7 @@ class Workflows:
                 raise Conflict(f"Workflow {name} is already registered.")
             if name in self._leaving:
                 raise Conflict(f"Workflow {name} is being removed, and still has requests. Try again later.")
-            workflow = Workflow(name, wanted.url, spec, wanted.response_timeout_s, wanted.startup_timeout_s)
-            workflow.s3_sse_kms = wanted.s3_sse_kms
-            workflow.claim = claim
+            workflow = Workflow(name, wanted, spec, claim)
             self._registering.add(name)
             try:
                 if spec.functions:
@@ -223,12 +223,7 @@ class Workflows:
 
     def to_restore(self) -> list[dict[str, Any]]:
         """Return the snapshot entries of all workflows, also of missing ones."""
-        registered = (
-            SnapshotWorkflow(
-                each.url, each.name, each.response_timeout_s, each.startup_timeout_s, each.s3_sse_kms
-            )
-            for each in self.registered()
-        )
+        registered = (replace(each.wanted, name=each.name) for each in self.registered())
         return [each.entry() for each in (*registered, *self._missing)]
 
     def stopping(self) -> None:
@@ -352,8 +347,8 @@ def _wanted(
         batch_size=settings.batch_size,
         max_batch_delay_ms=settings.max_batch_delay_ms,
         executors=workers,
-        response_timeout_s=workflow.response_timeout_s,
-        startup_timeout_s=workflow.startup_timeout_s,
+        response_timeout_s=workflow.wanted.response_timeout_s,
+        startup_timeout_s=workflow.wanted.startup_timeout_s,
     )
     is_function = settings.url is None
     return Wanted(

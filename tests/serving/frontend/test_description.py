@@ -4,7 +4,7 @@ import os
 
 import psutil
 
-from torchere.serving.config.server_settings import ModelSettings
+from torchere.serving.config.server_settings import ModelSettings, SnapshotWorkflow
 from torchere.serving.config.workflow_spec import read_workflow_spec
 from torchere.serving.frontend.description import (
     customized_text,
@@ -137,7 +137,7 @@ def test_the_url_of_a_model_is_shown_without_the_signature_in_its_query(planes):
 def test_the_url_of_a_workflow_is_shown_without_the_signature_in_its_query():
     url = "https://bucket.s3.amazonaws.com/w.war?X-Amz-Signature=0f"
     spec = read_workflow_spec("models:\n  a: {url: a.mar}\ndag:\n  a: []\n")
-    (workflow,) = json.loads(workflow_text(Workflow("w", url, spec)))
+    (workflow,) = json.loads(workflow_text(Workflow("w", SnapshotWorkflow(url), spec)))
     (listed,) = json.loads(page_text(Page((("w", url),), None), "workflow"))["workflows"]
     assert workflow["workflowUrl"] == listed["workflowUrl"] == "https://bucket.s3.amazonaws.com/w.war"
 

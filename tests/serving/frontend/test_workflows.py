@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torchere.serving.config.server_settings import SnapshotWorkflow
 from torchere.serving.config.workflow_spec import read_workflow_spec
 from torchere.serving.errors import CutOff, HandlerFailed, StepFailed, Unavailable
 from torchere.serving.frontend import workflows
@@ -24,7 +25,10 @@ def plane_of(planes: Any, dag: str, retry_attempts: int = 0) -> Any:
     """The plane with the workflow `flow`, whose steps are all known to the data plane."""
     plane = planes.control.workflows
     models = MODELS.replace("retry-attempts: 0", f"retry-attempts: {retry_attempts}")
-    plane.known._workflows["flow"] = Workflow("flow", "flow.war", read_workflow_spec(f"{models}dag:\n{dag}"))
+    plane.known._workflows["flow"] = Workflow(
+        "flow", SnapshotWorkflow("flow.war"), read_workflow_spec(f"{models}dag:
+{dag}")
+    )
     planes.data.check_exists = lambda *_: None
     return plane
 

@@ -88,7 +88,9 @@ class _Refusing(Workflows):
 def test_of_the_workflows_of_a_start_those_that_fail_are_missing_unless_a_client_was_faster():
     registry: Any = _Registry()
     workflows = _Refusing(ServerSettings(), registry)
-    workflows._workflows["there"] = Workflow("there", "there.war", read_workflow_spec("dag:\n  start: []\n"))
+    workflows._workflows["there"] = Workflow(
+        "there", SnapshotWorkflow("there.war"), read_workflow_spec("dag:\n  start: []\n")
+    )
     wanted = [SnapshotWorkflow(f"{name}.war", name) for name in ("broken", "there", "lost")]
     asyncio.run(workflows.load_at_startup(wanted))
     assert workflows.missing() == ("broken", "lost")
@@ -121,7 +123,7 @@ def test_a_workflow_fails_with_a_step_unless_that_has_loaded_and_another_call_sc
         registry.may_fail.set()
         spec = read_workflow_spec("models: {m: {url: m.mar}}\ndag: {m: []}\n")
         return await Workflows(ServerSettings(), registry)._loaded(
-            Workflow("flow", "flow.war", spec), None, None, at_startup=False
+            Workflow("flow", SnapshotWorkflow("flow.war"), spec), None, None, at_startup=False
         )
 
     if state is VersionState.READY:
