@@ -8,6 +8,7 @@ contain many of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torchere.serving.config import kinds
 from torchere.serving.config.kinds import Kind
@@ -38,17 +39,17 @@ class Key:
     secret: bool = False  # the value is never shown
 
 
-def _key(name: str, kind: Kind, setting: str, variable: str = "", lenient: bool = False) -> Key:
-    return Key(name, kind, setting, variable=variable or f"TS_{name.upper()}", lenient=lenient)
+def _key(name: str, kind: Kind, setting: str = "", variable: str = "", **more: Any) -> Key:
+    """Return the key of a setting, which has the name of the key unless `setting` names another."""
+    return Key(name, kind, setting or name, variable=variable or _variable(name), **more)
 
 
 def _advice(name: str, advice: str, no_advice_for: str = "", secret: bool = False) -> Key:
-    variable = f"TS_{name.upper().removeprefix('TS_')}"
-    return Key(name, advice=advice, no_advice_for=no_advice_for, variable=variable, secret=secret)
+    return Key(name, advice=advice, no_advice_for=no_advice_for, variable=_variable(name), secret=secret)
 
 
-def _file_only(key: Key) -> Key:
-    return Key(key.name, key.kind, key.setting, key.advice, key.no_advice_for)
+def _variable(name: str) -> str:
+    return f"TS_{name.upper().removeprefix('TS_')}"
 
 
 _PORT = kinds.whole(0, kinds.MAX_PORT)
@@ -67,44 +68,33 @@ _NO_SUPERVISOR = (
 )
 
 _LISTENERS = (
-    _key("inference_address", kinds.address(80, 443), "inference_address"),
-    _key("management_address", kinds.address(8081, 8444), "management_address"),
-    _key("metrics_address", kinds.address(8082, 8445), "metrics_address"),
+    _key("inference_address", kinds.address(80, 443)),
+    _key("management_address", kinds.address(8081, 8444)),
+    _key("metrics_address", kinds.address(8082, 8445)),
     _key("enable_metrics_api", kinds.BOOLEAN, METRICS_API),
     _key("grpc_inference_address", kinds.HOST, "grpc_inference_address.host"),
     _key("grpc_inference_port", _PORT, "grpc_inference_address.port"),
     _key("grpc_management_address", kinds.HOST, "grpc_management_address.host"),
     _key("grpc_management_port", _PORT, "grpc_management_address.port"),
-    *(
-        _key(name, kinds.AGE, name)
-        for name in (
-            "grpc_inference_max_connection_age_ms",
-            "grpc_inference_max_connection_age_grace_ms",
-            "grpc_management_max_connection_age_ms",
-            "grpc_management_max_connection_age_grace_ms",
-        )
-    ),
+    _key("grpc_inference_max_connection_age_ms", kinds.AGE),
+    _key("grpc_inference_max_connection_age_grace_ms", kinds.AGE),
+    _key("grpc_management_max_connection_age_ms", kinds.AGE),
+    _key("grpc_management_max_connection_age_grace_ms", kinds.AGE),
     _key("enable_grpc_ssl", kinds.BOOLEAN, "grpc_tls_enabled"),
-    _key("certificate_file", kinds.PATH, "certificate_file"),
-    _key("private_key_file", kinds.PATH, "private_key_file"),
-    _key("cors_allowed_origin", kinds.TEXT, "cors_allowed_origin"),
-    _key("cors_allowed_methods", kinds.TEXT, "cors_allowed_methods"),
-    _key("cors_allowed_headers", kinds.TEXT, "cors_allowed_headers"),
+    _key("certificate_file", kinds.PATH),
+    _key("private_key_file", kinds.PATH),
+    _key("cors_allowed_origin", kinds.TEXT),
+    _key("cors_allowed_methods", kinds.TEXT),
+    _key("cors_allowed_headers", kinds.TEXT),
     _key("max_request_size", kinds.size(1), "limits.max_request_bytes"),
     _key("max_response_size", kinds.size(1), "limits.max_response_bytes"),
-    Key(
-        "ts_open_inference_protocol",
-        kinds.PROTOCOL_SWITCH,
-        "open_inference_protocol",
-        variable="TS_OPEN_INFERENCE_PROTOCOL",
-        gates=(),
-    ),
+    _key("ts_open_inference_protocol", kinds.PROTOCOL_SWITCH, "open_inference_protocol", gates=()),
 )
 
 _MODELS = (
-    _key("model_store", kinds.PATH, "model_store"),
-    _key("workflow_store", kinds.PATH, "workflow_store"),
-    _key("load_models", kinds.MODELS, "load_models"),
+    _key("model_store", kinds.PATH),
+    _key("workflow_store", kinds.PATH),
+    _key("load_models", kinds.MODELS),
     Key("models", MODEL_DEFAULTS, "model_defaults"),
     Key("model_snapshot", SNAPSHOT, "snapshot_models"),
     _key("default_workers_per_model", kinds.whole(0, MAX_EXECUTORS), "default_executors"),
@@ -114,17 +104,12 @@ _MODELS = (
     _key("unregister_model_timeout", kinds.seconds(0), "unregister_timeout_s"),
     _key("job_queue_size", kinds.whole(1), "max_queue_size"),
     _key("number_of_gpu", kinds.whole(0), "max_gpus"),
-    _key("limit_max_image_pixels", kinds.BOOLEAN, "limit_max_image_pixels"),
+    _key("limit_max_image_pixels", kinds.BOOLEAN),
     _key("decode_input_request", kinds.BOOLEAN, "decode_input"),
     _key("default_service_handler", kinds.OPTIONAL_TEXT, "default_handler"),
-    _key("service_envelope", kinds.ENVELOPE, "service_envelope"),
+    _key("service_envelope", kinds.ENVELOPE),
     *(
-        Key(
-            f"ts_header_key_sequence_{which}",
-            kinds.HEADER,
-            f"sequence_headers.{which}",
-            variable=f"TS_HEADER_KEY_SEQUENCE_{which.upper()}",
-        )
+        _key(f"ts_header_key_sequence_{which}", kinds.HEADER, f"sequence_headers.{which}")
         for which in ("id", "start", "end")
     ),
     _key("ipex_enable", kinds.IPEX, "ipex_enabled"),
@@ -134,23 +119,15 @@ _MODELS = (
 )
 
 _ACCESS = (
-    Key(
-        "allowed_urls",
-        kinds.PATTERNS,
-        "allowed_urls",
-        variable="TS_ALLOWED_URLS",
-        gates=(ENV_GATE, URLS_ENV_GATE),
-    ),
-    _key(
-        "token_expiration_min", kinds.EXPIRATION, "token_expiration_min", "TS_TOKEN_EXPIRATION_TIME_MIN", True
-    ),
+    _key("allowed_urls", kinds.PATTERNS, gates=(ENV_GATE, URLS_ENV_GATE)),
+    _key("token_expiration_min", kinds.EXPIRATION, "", "TS_TOKEN_EXPIRATION_TIME_MIN", lenient=True),
     _key("disable_token_authorization", kinds.INVERTED_BOOLEAN, "token_auth_enabled"),
     _key("enable_model_api", kinds.BOOLEAN, "model_api_enabled"),
 )
 
 _METRICS = (
-    _key("metrics_config", kinds.PATH, "metrics_config"),
-    _key("metrics_mode", kinds.METRICS_MODE, "metrics_mode", lenient=True),
+    _key("metrics_config", kinds.PATH),
+    _key("metrics_mode", kinds.METRICS_MODE, lenient=True),
     _key("model_metrics_auto_detect", kinds.BOOLEAN, "metrics_auto_detect"),
     _key("disable_system_metrics", kinds.INVERTED_BOOLEAN, "system_metrics_enabled"),
     Key("metric_time_interval", kinds.seconds(1), "system_metrics_interval_s"),
@@ -164,12 +141,12 @@ _WITHOUT_EFFECT = (
     Key("tsConfigFile"),
     Key("python"),  # TorchServe writes it to its snapshots
     Key("NUM_WORKERS"),
-    _file_only(_advice("metrics_format", "the format is always Prometheus'; remove it", "prometheus")),
+    Key("metrics_format", advice="the format is always Prometheus'; remove it", no_advice_for="prometheus"),
     _advice("debug", "attach a debugger to the server process instead", "false"),
     _advice("number_of_netty_threads", _NO_NETTY),
     _advice("netty_client_threads", _NO_NETTY),
-    _file_only(_advice("use_native_io", _NO_NETTY, "true")),
-    _file_only(_advice("io_ratio", _NO_NETTY)),
+    Key("use_native_io", advice=_NO_NETTY, no_advice_for="true"),
+    Key("io_ratio", advice=_NO_NETTY),
     _advice("prefer_direct_buffer", _NO_JVM, "false"),
     _advice("async_logging", "no request waits for its log lines; remove it", "false"),
     _advice("model_server_home", "nothing is read from an installation folder; remove it"),
@@ -180,19 +157,19 @@ _WITHOUT_EFFECT = (
     _advice("cpu_launcher_args", _NO_LAUNCHER),
     _advice("initial_distribution_port", "the ranks of a worker meet at a free port; remove it"),
     _advice("cpp_log_config", "handlers in C++ log as others do; remove it"),
-    _file_only(_advice("vmargs", _NO_LOG4J)),
-    _file_only(_advice("plugins_path", "Java plug-ins can't be loaded; remove it")),
+    Key("vmargs", advice=_NO_LOG4J),
+    Key("plugins_path", advice="Java plug-ins can't be loaded; remove it"),
 )
 
 _OURS = (
-    _key("key_file", kinds.PATH, "key_file"),
-    _key("token_keys_file", kinds.PATH, "token_keys_file"),
-    _key("client_ca_file", kinds.PATH, "client_ca_file"),
-    _key("insecure_management", kinds.OPENNESS, "insecure_management"),
-    _key("metrics_authorization", kinds.BOOLEAN, "metrics_authorization"),
-    _key("allowed_hosts", kinds.HOSTS, "allowed_hosts"),
-    _key("drain_delay_s", kinds.seconds(0), "drain_delay_s"),
-    _key("drain_timeout_s", kinds.seconds(0), "drain_timeout_s"),
+    _key("key_file", kinds.PATH),
+    _key("token_keys_file", kinds.PATH),
+    _key("client_ca_file", kinds.PATH),
+    _key("insecure_management", kinds.OPENNESS),
+    _key("metrics_authorization", kinds.BOOLEAN),
+    _key("allowed_hosts", kinds.HOSTS),
+    _key("drain_delay_s", kinds.seconds(0)),
+    _key("drain_timeout_s", kinds.seconds(0)),
     _key("max_held_bytes", kinds.size(0), "limits.max_held_bytes"),
     _key("max_connections", kinds.whole(0), "limits.max_connections"),
     _key("min_upload_rate", kinds.whole(0), "limits.min_upload_rate"),
@@ -203,15 +180,15 @@ _OURS = (
     _key("max_archive_entries", kinds.whole(1), "limits.max_archive_entries"),
     _key("max_archive_bytes", kinds.size(1), "limits.max_archive_bytes"),
     _key("max_download_bytes", kinds.size(1), "limits.max_download_bytes"),
-    _key("download_timeout_s", kinds.seconds(1), "download_timeout_s"),
-    _key("install_timeout_s", kinds.seconds(1), "install_timeout_s"),
-    _key("require_signed", kinds.BOOLEAN, "require_signed"),
-    _key("trusted_signing_keys", kinds.PATHS, "trusted_signing_keys"),
-    _key("audit_log", kinds.PATH, "audit_log"),
-    _key("log_files", kinds.BOOLEAN, "log_files"),
-    _key("default_isolation", kinds.ISOLATION, "default_isolation"),
-    _key("pin_cores", kinds.BOOLEAN, "pin_cores"),
-    _key("preload_modules", kinds.MODULES, "preload_modules"),
+    _key("download_timeout_s", kinds.seconds(1)),
+    _key("install_timeout_s", kinds.seconds(1)),
+    _key("require_signed", kinds.BOOLEAN),
+    _key("trusted_signing_keys", kinds.PATHS),
+    _key("audit_log", kinds.PATH),
+    _key("log_files", kinds.BOOLEAN),
+    _key("default_isolation", kinds.ISOLATION),
+    _key("pin_cores", kinds.BOOLEAN),
+    _key("preload_modules", kinds.MODULES),
     _key("worker_sandbox", kinds.SANDBOX, "sandbox.level"),
     _key("worker_user", kinds.OPTIONAL_TEXT, "sandbox.user"),
     _key("worker_memory_limit", kinds.size(0), "sandbox.memory_limit_bytes"),
@@ -220,18 +197,18 @@ _OURS = (
     _key("rendezvous_address", kinds.HOST, "rendezvous.host"),
     _key("rendezvous_port", kinds.whole(1, kinds.MAX_PORT), "rendezvous.port"),
     _key("rendezvous_secret_file", kinds.PATH, "rendezvous.secret_file"),
-    _key("metrics_stages", kinds.STAGES, "metrics_stages"),
-    _key("metrics_idle_s", kinds.seconds(0), "metrics_idle_s"),
+    _key("metrics_stages", kinds.STAGES),
+    _key("metrics_idle_s", kinds.seconds(0)),
     _key("tracing", kinds.BOOLEAN, "tracing_enabled"),
-    _key("server_timing", kinds.BOOLEAN, "server_timing"),
+    _key("server_timing", kinds.BOOLEAN),
     _advice("supervise", _NO_SUPERVISOR, "false"),
-    _key("quarantine_directory", kinds.PATH, "quarantine_directory"),
-    _key("quarantine_max_files", kinds.whole(1), "quarantine_max_files"),
-    _key("quarantine_max_bytes", kinds.size(0), "quarantine_max_bytes"),
-    _key("strict_compatibility", kinds.BOOLEAN, "strict_compatibility"),
-    _key("readiness_of_all_models", kinds.BOOLEAN, "readiness_of_all_models"),
-    _key("restart_wait_s", kinds.seconds(0), "restart_wait_s"),
-    _key("quarantine_expiry_s", kinds.seconds(0), "quarantine_expiry_s"),
+    _key("quarantine_directory", kinds.PATH),
+    _key("quarantine_max_files", kinds.whole(1)),
+    _key("quarantine_max_bytes", kinds.size(0)),
+    _key("strict_compatibility", kinds.BOOLEAN),
+    _key("readiness_of_all_models", kinds.BOOLEAN),
+    _key("restart_wait_s", kinds.seconds(0)),
+    _key("quarantine_expiry_s", kinds.seconds(0)),
 )
 
 KEYS: dict[str, Key] = {
