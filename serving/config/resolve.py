@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -82,14 +82,6 @@ class _Given:
         return Finding(level, self.source, self.key.name, shown, _printable(message), self.line)
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """The values and findings collected so far."""
-
-    values: dict[str, Any] = field(default_factory=dict)  # setting -> value
-    findings: list[Finding] = field(default_factory=list)
-
-
 def configure(
     entries: Iterable[Entry] = (),
     environ: Mapping[str, str] | None = None,
@@ -102,37 +94,38 @@ def configure(
     An invalid value is not raised, but is a finding of level "error" (see `Configuration.checked`).
     """
     environ, entries = environ or {}, tuple(entries)
-    outcome = _Outcome()
-    from_file = list(_known(entries, environ, outcome.findings))
+    findings: list[Finding] = []
+    from_file = list(_known(entries, environ, findings))
     texts = {given.key.name: given.text for given in from_file}  # the last duplicate counts
     open_gates = {name for name, text in texts.items() if text.lower() == "true"}
     sources = (
-        _from_environment(environ, open_gates, outcome.findings),
+        _from_environment(environ, open_gates, findings),
         [_Given(KEYS[name], text, COMMAND_LINE) for name, text in (overrides or {}).items()],
         from_file[::-1],  # the last duplicate first
     )
-    outcome.findings.extend(_misspelt_variables(environ, entries))
+    findings += _misspelt_variables(environ, entries)
     winners: dict[str, _Given] = {}
     for given in (given for source in sources for given in source):
         if not given.text:
-            outcome.findings.append(given.finding("effect", "empty, which counts as not set"))
+            findings.append(given.finding("effect", "empty, which counts as not set"))
             continue
         winner = winners.setdefault(given.key.name, given)
         if winner is not given:
             # A key twice in one file is a mistake; in two sources it is normal.
             level: Level = "warning" if given.line and winner.line else "effect"
-            outcome.findings.append(given.finding(level, f"not used: {winner.source} counts"))
+            findings.append(given.finding(level, f"not used: {winner.source} counts"))
     for name, text in (defaults or {}).items():
         winners.setdefault(name, _Given(KEYS[name], text, DEFAULTS))
+    values: dict[str, Any] = {}  # by setting
     for given in winners.values():
-        _take(given, outcome)
+        findings += _take(given, values)
     models = winners.get("load_models")
     beside = models is not None and models.source == COMMAND_LINE  # of a snapshot
-    outcome.findings += _contradictions(outcome.values, beside)
-    settings = _build(outcome.values, beside)
-    outcome.findings += [*_open_management(settings), *_shut_out(settings), *_plain_grpc(settings)]
-    outcome.findings += _equal_addresses(settings)
-    findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
+    findings += _contradictions(values, beside)
+    settings = _build(values, beside)
+    for check in (_open_management, _shut_out, _plain_grpc, _equal_addresses):
+        findings += check(settings)
+    findings.sort(key=lambda found: (not found.line, found.line, found.level))
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
 
 
@@ -190,8 +183,7 @@ def _stripped(given: _Given, findings: list[Finding]) -> _Given:
 
 
 def _unknown_key(name: str) -> str:
-    question = near(name, KEYS)
-    return f"unknown key, not used; {question}" if question else "unknown key, not used"
+    return "; ".join(filter(None, ["unknown key, not used", near(name, KEYS)]))
 
 
 def _from_environment(
@@ -227,25 +219,23 @@ def _misspelt_variables(environ: Mapping[str, str], entries: Sequence[Entry]) ->
             yield Finding("warning", f"environment variable {name}", key, _HIDDEN, f"not used; {message}")
 
 
-def _take(given: _Given, outcome: _Outcome) -> None:
-    """Parse the value of a key that takes precedence and add it to the outcome."""
+def _take(given: _Given, values: dict[str, Any]) -> Iterator[Finding]:
+    """Parse the value of a key that takes precedence, and set it in `values`; yield findings."""
     key = given.key
     try:
         value = key.kind.read(given.text)
     except ValueError as err:
-        outcome.findings.append(_unreadable(given, err))
+        yield _unreadable(given, err)
         return
     if key.kind.remark and (remark := key.kind.remark(given.text)):
-        outcome.findings.append(given.finding("warning", remark))
+        yield given.finding("warning", remark)
     if key.setting:
-        outcome.values[key.setting] = value
-        outcome.findings.append(
-            given.finding("effect", f"{key.setting} = {_shown_value(value, key.kind.shown)}")
-        )
+        values[key.setting] = value
+        yield given.finding("effect", f"{key.setting} = {_shown_value(value, key.kind.shown)}")
     elif key.advice and given.text.lower() != key.no_advice_for:
-        outcome.findings.append(given.finding("warning", f"has no effect: {key.advice}"))
+        yield given.finding("warning", f"has no effect: {key.advice}")
     else:
-        outcome.findings.append(given.finding("effect", "accepted"))
+        yield given.finding("effect", "accepted")
 
 
 def _unreadable(given: _Given, err: ValueError) -> Finding:
