@@ -106,7 +106,7 @@ _MODELS = (
     _key("number_of_gpu", kinds.whole(0), "max_gpus"),
     _key("limit_max_image_pixels", kinds.BOOLEAN),
     _key("decode_input_request", kinds.BOOLEAN, "decode_input"),
-    _key("default_service_handler", kinds.OPTIONAL_TEXT, "default_handler"),
+    _key("default_service_handler", kinds.TEXT, "default_handler"),
     _key("service_envelope", kinds.ENVELOPE),
     *(
         _key(f"ts_header_key_sequence_{which}", kinds.HEADER, f"sequence_headers.{which}")
@@ -190,7 +190,7 @@ _OURS = (
     _key("pin_cores", kinds.BOOLEAN),
     _key("preload_modules", kinds.MODULES),
     _key("worker_sandbox", kinds.SANDBOX, "sandbox.level"),
-    _key("worker_user", kinds.OPTIONAL_TEXT, "sandbox.user"),
+    _key("worker_user", kinds.TEXT, "sandbox.user"),
     _key("worker_memory_limit", kinds.size(0), "sandbox.memory_limit_bytes"),
     _key("worker_network", kinds.BOOLEAN, "sandbox.network"),
     _key("worker_read_paths", kinds.PATHS, "sandbox.read_paths"),

@@ -34,9 +34,9 @@ _REMOTE = re.compile(r"(\s*(?:[^/=]*=)?[a-z0-9]+://)(?:[^/?]*@)?([^?]*)", re.IGN
 class Kind:
     """One type of value.
 
-    `read` parses text with surrounding whitespace removed, or raises ValueError; the exception's message, if
-    any, replaces the generic one. `remark` returns a warning about a valid value that may not be intended, or
-    "". `shown` returns the text for messages, without secrets.
+    `read` parses text that is not empty, or raises ValueError; the exception's message, if any, replaces the
+    generic one. `remark` returns a warning about a valid value that may not be intended, or "". `shown` returns
+    the text for messages, without secrets.
     """
 
     expected: str
@@ -183,8 +183,7 @@ def _read_header(text: str) -> str:
 
 
 HEADER = Kind("the name of a header", _read_header)
-OPTIONAL_TEXT = Kind("text", lambda text: text or None)
-PATH = Kind("a path", lambda text: Path(text) if text else None)
+PATH = Kind("a path", Path)
 PATHS = Kind("comma-separated paths", lambda text: tuple(Path(item) for item in _items(text)))
 
 
@@ -259,9 +258,7 @@ MODELS = Kind(
 )
 
 
-def _read_pattern(text: str) -> str | None:
-    if not text:
-        return None
+def _read_pattern(text: str) -> str:
     try:
         re.compile(text)
     except (re.error, RecursionError) as err:
@@ -269,23 +266,17 @@ def _read_pattern(text: str) -> str | None:
     return text
 
 
-def _read_patterns(text: str) -> tuple[str, ...]:
-    parts = (part.strip() for part in text.split(","))
-    return tuple(pattern for part in parts if (pattern := _read_pattern(part)))
-
-
 PATTERN = Kind("a regular expression", _read_pattern)
-PATTERNS = Kind("comma-separated regular expressions", _read_patterns)
+PATTERNS = Kind("comma-separated regular expressions", lambda text: tuple(map(_read_pattern, _items(text))))
 
 
-_HOST_NAME = re.compile(r"[0-9a-z_-]+(\.[0-9a-z_-]+)*")
+_HOST_NAME = re.compile(r"\*|[0-9a-z_-]+(\.[0-9a-z_-]+)*")
 
 
 def _read_hosts(text: str) -> tuple[str, ...]:
-    names = tuple(item.lower() for item in _items(text))
-    for name in names:
-        if name != "*" and not _HOST_NAME.fullmatch(name):
-            raise ValueError
+    names = _items(text.lower())
+    if not all(map(_HOST_NAME.fullmatch, names)):
+        raise ValueError
     return names
 
 
@@ -294,9 +285,8 @@ HOSTS = Kind("comma-separated host names without scheme and port, or *", _read_h
 
 def _read_modules(text: str) -> tuple[str, ...]:
     names = _items(text)
-    for name in names:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError
     return names
 
 
@@ -319,11 +309,11 @@ def _one_of(names: Sequence[str]) -> Kind:
 _RENAMED_ENVELOPES = {"kfserving": "kserve", "kfservingv2": "kservev2"}
 
 
-def _read_envelope(text: str) -> str | None:
+def _read_envelope(text: str) -> str:
     name = _RENAMED_ENVELOPES.get(text, text)
-    if name and name not in ENVELOPES:
+    if name not in ENVELOPES:
         raise ValueError
-    return name or None
+    return name
 
 
 ENVELOPE = Kind(f"one of {', '.join(ENVELOPES)}", _read_envelope)

@@ -146,7 +146,7 @@ def _effective(winners: Iterable[_Given]) -> Iterator[tuple[str, str]]:
 
 def _absolute(given: _Given) -> str:
     """Return the text of a value, with absolute paths: a snapshot may be restored in another folder."""
-    if given.key.kind is PATH and given.text:
+    if given.key.kind is PATH:
         return str(Path(given.text).absolute())
     if given.key.kind is PATHS:
         return ",".join(str(Path(item.strip()).absolute()) for item in given.text.split(",") if item.strip())
