@@ -393,7 +393,3 @@ class ServerSettings:
         Who may register an archive may run code, so without authorisation only clients on this machine may.
         """
         return self.authorizes_clients or self.insecure_management is True or address.is_local
-
-    def startup_executors(self, gpus: int, cores: int) -> int:
-        """Return the number of executors for a model that is loaded at startup and does not set it."""
-        return self.default_executors or gpus or cores

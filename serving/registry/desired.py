@@ -48,14 +48,14 @@ def startup_models(
     treated like an item. They come first, so that an item that is one of them is registered already.
     `gpus` is the number of GPUs.
     """
-    items = list(server.load_models)
+    items = server.load_models
     of_all = [item.lower() for item in items] == ["all"]
     if of_all:
-        items = list(stored())
-    executors = Asked(executors=server.startup_executors(gpus, available_cores()), executors_by_default=True)
-    wanted = [_from_item(item, executors, of_all) for item in items]
-    restored = _still_meant(server.snapshot_models, stored)
-    return [*(_from_snapshot(model, executors) for model in restored), *wanted]
+        items = tuple(stored())
+    models = [*_still_meant(server.snapshot_models, stored), *(_from_item(item, of_all) for item in items)]
+    executors = server.default_executors or gpus or available_cores()
+    asked = Asked(executors=executors, executors_by_default=True)
+    return [_served_before(model) if model.version else _never_served(model, asked) for model in models]
 
 
 def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], bool]) -> None:
@@ -86,18 +86,15 @@ def _still_meant(models: Sequence[SnapshotModel], stored: Callable[[], Sequence[
     return [model for model in models if model not in of_all or model.archive in names]
 
 
-def _from_item(item: str, asked: Asked, of_all: bool) -> Wanted:
+def _from_item(item: str, of_all: bool) -> SnapshotModel:
     name, separator, url = item.partition("=")
     if not separator or "/" in name or of_all:  # the `=` is part of a URL's query
         name, url = "", item
-    held = SnapshotModel(name, "", url, False, {_ONLY_IF_STORED: True} if of_all else {})
-    return Wanted(url, asked, name=name or None, at_startup=True, restores=held)
+    return SnapshotModel(name, "", url, False, {_ONLY_IF_STORED: True} if of_all else {})
 
 
-def _from_snapshot(model: SnapshotModel, executors: Asked) -> Wanted:
-    if not model.version:
-        return Wanted(model.archive, executors, name=model.name or None, at_startup=True, restores=model)
-    return _served_before(model)
+def _never_served(model: SnapshotModel, asked: Asked) -> Wanted:
+    return Wanted(model.archive, asked, name=model.name or None, at_startup=True, restores=model)
 
 
 def _served_before(model: SnapshotModel) -> Wanted:
