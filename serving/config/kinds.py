@@ -35,8 +35,8 @@ class Kind:
     """One type of value.
 
     `read` parses text that is not empty, or raises ValueError; the exception's message, if any, replaces the
-    generic one. `remark` returns a warning about a valid value that may not be intended, or "". `shown` returns
-    the text for messages, without secrets.
+    generic one. `remark` returns a warning about a valid value that may not be intended, or "". `shown`
+    returns the text for messages, without secrets.
     """
 
     expected: str

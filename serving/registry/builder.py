@@ -124,7 +124,8 @@ class Loader:
             raise LoadFailed(f"No enough gpu devices for model:{key.name} parallelLevel:{level}")
         self._refuse_without_network(key, config)
         isolation: Placement = "process"
-        if not (in_cpp or archive.environment or settings.parallel or _needs_own_lanes(settings)):
+        keeps_state = _is_stateful(settings) or settings.batch.at_once > 1
+        if not (in_cpp or archive.environment or settings.parallel or keeps_state):
             isolation = _isolation(archive, settings, handler, self._may_share_process)
         _tell_unshared(key, settings, isolation)
         origin = Origin(
@@ -312,11 +313,6 @@ def _switches_engine(archive: StoredArchive) -> bool:
 
 def _is_stateful(settings: ModelSettings) -> bool:
     return settings.sequences is not None or settings.continuous
-
-
-def _needs_own_lanes(settings: ModelSettings) -> bool:
-    """Return whether each executor is a process: its handler has the state that later requests need."""
-    return _is_stateful(settings) or settings.batch.at_once > 1
 
 
 def _batcher(key: ModelKey, settings: ModelSettings, pool: WorkerPool, observer: VersionMetrics) -> Admission:

@@ -74,14 +74,9 @@ class Fetching:
             finally:
                 self._under_way.discard(interrupt)
 
-    def delete(self, downloaded: Download | None) -> None:
-        """Delete the downloaded copy from the store, if this download created it."""
-        if downloaded and downloaded.is_new:
-            self._store.delete(downloaded.path)
-
     def _undo(self, download: asyncio.Future[Download]) -> None:
-        if not download.cancelled() and download.exception() is None:
-            self.delete(download.result())
+        if not download.cancelled() and download.exception() is None and download.result().is_new:
+            self._store.delete(download.result().path)
 
     def close(self) -> None:
         """Interrupt running downloads and start no more; waiting callers get `Unavailable`."""

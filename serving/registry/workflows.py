@@ -370,8 +370,9 @@ def read_workflow(archive: Archive, name: str | None) -> tuple[str, WorkflowSpec
         InvalidWorkflow: the manifest, the specification or the handler can't be used.
         InvalidRequest: the name contains special characters.
     """
+    has_manifest = any(entry.name == WORKFLOW_MANIFEST for entry in archive.entries)
     try:
-        manifest = json.loads(archive.read_text(WORKFLOW_MANIFEST)) if _has(archive) else {}
+        manifest = json.loads(archive.read_text(WORKFLOW_MANIFEST)) if has_manifest else {}
     except (ArchiveError, ValueError, RecursionError) as err:
         raise InvalidWorkflow("Failed to parse workflow manifest.", str(err)) from err
     entry = manifest.get("workflow") if isinstance(manifest, dict) else None
@@ -386,10 +387,6 @@ def read_workflow(archive: Archive, name: str | None) -> tuple[str, WorkflowSpec
         text = f"{err.entry or 'The archive'} of the workflow can't be read: {err.reason}."
         raise InvalidWorkflow(text, str(err)) from err
     return _checked_name(name or str(own_name)), spec, handler
-
-
-def _has(archive: Archive) -> bool:
-    return any(entry.name == WORKFLOW_MANIFEST for entry in archive.entries)
 
 
 def _text(members: dict[str, Any], key: str, required: str = "") -> str | None:
