@@ -42,33 +42,6 @@ class Request:
 
     It is answered exactly once, by the first of: the report of its run, its deadline, or its client's
     disconnect. Later outcomes are dropped. Times are monotonic seconds, 0.0 for a stage not reached.
-
-    Attributes:
-        request_id: a UUID; the client and the handler see the same.
-        parameters: the named values, encoded.
-        headers: in the client's spelling; the last duplicate wins.
-        deadline_s: when it expires.
-        priority: its priority among the waiting requests of its version; see `fair_queue.py`.
-        caller: the name of the client's identity, or its address if it has none; "": the server itself.
-        account: the account of the caller; None: clients are not told apart, or the server makes the request.
-        group: requests share a batch only with others of equal group.
-        meter: the counters of its version; None: not found yet.
-        named: whether the client named a version.
-        trace: the trace context that the client sent.
-        started_s: when its first byte arrived.
-        read_s: when its body was complete; 0: together with its head.
-        enqueued_s: when it was admitted.
-        dequeued_s: when a lane began with it.
-        company_s: seconds that it waited for the batch to fill while a lane was free.
-        stages_s: preprocess, inference, postprocess, and other handler time, of its last run.
-        answered_s: when its answer (or the first part) was ready; 0: no handler answered it.
-        sending_s: when sending of the answer began.
-        error: the error that its client was told; telemetry reads it at the end of the request.
-        counted: whether telemetry has counted its end.
-        streamed: the handler sent its answer in parts.
-        suspect: it may have crashed a worker, and runs alone in its process.
-        running: the run it is in.
-        parts: the queue of unread parts while the answer is streamed, else None.
     """
 
     __slots__ = (
@@ -80,28 +53,33 @@ class Request:
     protocol: Protocol = "rest"
 
     def __init__(self, request_id: str, started_s: float) -> None:
-        self.request_id = request_id
-        self.started_s = started_s
-        self.caller = ""
-        self.parameters: Sequence[Parameter] = ()
-        self.headers: Sequence[tuple[str, str]] = ()
-        self.deadline_s = NO_DEADLINE
-        self.priority = 0
-        self.account: Account | None = None
-        self.group = ""
-        self.meter: VersionNumbers | None = None
+        self.request_id = request_id  # a UUID; the client and the handler see the same
+        self.started_s = started_s  # when its first byte arrived
+        self.caller = ""  # name of the client's identity, else its address; "": the server itself
+        self.parameters: Sequence[Parameter] = ()  # the named values, encoded
+        self.headers: Sequence[tuple[str, str]] = ()  # in the client's spelling; the last duplicate wins
+        self.deadline_s = NO_DEADLINE  # when it expires
+        self.priority = 0  # among the waiting requests of its version; see `fair_queue.py`
+        self.account: Account | None = None  # of the caller; None: none is counted
+        self.group = ""  # requests share a batch only with others of equal group
+        self.meter: VersionNumbers | None = None  # the counters of its version; None: not found yet
         self.ledger: Ledger | None = None  # None: not admitted
-        self.named = False
-        self.trace: TraceContext | None = None
-        self.read_s = self.enqueued_s = self.dequeued_s = self.company_s = 0.0
-        self.answered_s = self.sending_s = 0.0
-        self.stages_s = UNTOLD
-        self.error: ServingError | None = None
-        self.suspect = self.streamed = False
-        self.answered = False
-        self.counted = False
-        self.parts: UnreadParts | None = None
-        self.running: Run | None = None
+        self.named = False  # whether the client named a version
+        self.trace: TraceContext | None = None  # the trace context that the client sent
+        self.read_s = 0.0  # when its body was complete; 0: together with its head
+        self.enqueued_s = 0.0  # when it was admitted
+        self.dequeued_s = 0.0  # when a lane began with it
+        self.company_s = 0.0  # seconds that it waited for the batch to fill while a lane was free
+        self.answered_s = 0.0  # when its answer (or the first part) was ready; 0: no handler answered it
+        self.sending_s = 0.0  # when sending of the answer began
+        self.stages_s = UNTOLD  # preprocess, inference, postprocess, and other handler time, of its last run
+        self.error: ServingError | None = None  # that its client was told; telemetry reads it at the end
+        self.suspect = False  # it may have crashed a worker, and runs alone in its process
+        self.streamed = False  # the handler sent its answer in parts
+        self.answered = False  # its client has the answer, or the first part of it
+        self.counted = False  # whether telemetry has counted its end
+        self.parts: UnreadParts | None = None  # unread parts, while the answer is streamed
+        self.running: Run | None = None  # the run it is in
 
     def fill(self, asked: InferRequest) -> None:
         """Copy the fields of a parsed request."""
