@@ -60,7 +60,8 @@ class Request:
         self.headers: Sequence[tuple[str, str]] = ()  # in the client's spelling; the last duplicate wins
         self.deadline_s = NO_DEADLINE  # when it expires
         self.priority = 0  # among the waiting requests of its version; see `fair_queue.py`
-        self.account: Account | None = None  # of the caller; None: none is counted
+        # Of the caller; None: clients are not told apart, or the server makes the request.
+        self.account: Account | None = None
         self.group = ""  # requests share a batch only with others of equal group
         self.meter: VersionNumbers | None = None  # the counters of its version; None: not found yet
         self.ledger: Ledger | None = None  # None: not admitted
