@@ -168,15 +168,15 @@ class Missing:
 
     def lacks(self, wanted: Wanted) -> bool:
         """Whether a model that was added is missing still, and no other one is registered instead."""
-        return any(one.wanted == wanted and one.instead is None for one in self._absent)
+        return any(one.wanted == wanted for one in self._lacking())
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the missing models, derived from the file name where none is given."""
-        return tuple([one.name for one in self._absent if one.instead is None])
+        return tuple([one.name for one in self._lacking()])
 
     def to_restore(self) -> list[SnapshotModel]:
         """Return the models that the next start retries; one without a version was never served."""
-        return [one.restores for one in self._absent if one.instead is None]
+        return [one.restores for one in self._lacking()]
 
     def registered(self, wanted: Wanted, key: ModelKey) -> None:
         """Record that `wanted` is registered as `key`, and mark the missing models that it replaces.
@@ -194,13 +194,13 @@ class Missing:
         if wanted.at_startup:  # named twice, and the first attempt failed
             self._forget([one for one in self._absent if one.wanted == wanted])
             return
-        named = [one for one in self._absent if one.instead is None and has_name(one)]
-        for one in [one for one in named if is_it(one)] or named:
+        named = list(filter(has_name, self._lacking()))
+        for one in list(filter(is_it, named)) or named:
             one.instead = key
 
     def already_registered(self, wanted: Wanted, key: ModelKey) -> bool:
         """Record that `wanted` turned out to be `key`, which is registered; return whether it was missing."""
-        found = [one for one in self._absent if one.wanted == wanted and one.instead is None]
+        found = [one for one in self._lacking() if one.wanted == wanted]
         for one in found:
             one.instead = key
         return bool(found)
@@ -217,11 +217,8 @@ class Missing:
 
     def unregistered(self, model: str, version: str | None) -> bool:
         """Forget a missing version, or all of the model for None; return whether any was missing."""
-
-        def is_meant(one: _Absent) -> bool:
-            return one.name == model and version in (None, one.restores.version or None)
-
-        return self._forget([one for one in self._absent if one.instead is None and is_meant(one)])
+        named = [one for one in self._lacking() if one.name == model]
+        return self._forget([one for one in named if version in (None, one.restores.version or None)])
 
     def left(self, key: ModelKey) -> None:
         """Forget the models that `key` replaced: it was unregistered."""
@@ -232,6 +229,9 @@ class Missing:
         for one in self._absent:
             if one.restores.name == model:
                 one.restores = replace(one.restores, default_version=False)
+
+    def _lacking(self) -> list[_Absent]:
+        return [one for one in self._absent if one.instead is None]
 
     def _forget(self, gone: list[_Absent]) -> bool:
         self._absent = [one for one in self._absent if one not in gone]
