@@ -103,32 +103,29 @@ class FairQueue:
             if len(self._turns) == 1 and not front:
                 self._unite()
                 return self.front
-            front.append(self._take())
+            line = self._turns[0]
+            request = line.requests.popleft()
+            self._note_client(request.account)
+            front.append(request)
+            line.turn -= 1
+            if not line.turn and line.requests:
+                line.turn = line.weight
+                self._turns.rotate(-1)
+            self._taken_from(line, request.account)
         return front
 
     def add(self, request: Request) -> None:
         """Add a request at its place."""
         self.is_ranked = bool(request.priority) or (self.is_ranked and len(self) > 0)
-        front, account = self.front, request.account
-        if not self.behind:
-            if not front:
-                self.client = account
-            elif self.client is not account:
-                if len(front) >= self._batch_size:
-                    self._divide()
-                    self._add_behind(request)
-                    return
-                self.client = MIXED  # all of them share the next batch
-            self._insert(front, request)
-        else:
+        if self.behind or (self.client is not request.account and len(self.front) >= self._batch_size):
             self._add_behind(request)
+        else:  # all of them share the next batch, or have one client
+            self._note_client(request.account)
+            self._insert(self.front, request)
 
     def put_back(self, request: Request) -> None:
         """Add a request that was taken at the front: it runs next."""
-        if self.front and self.client is not request.account:
-            self.client = MIXED
-        elif not self.front:
-            self.client = request.account
+        self._note_client(request.account)
         self.front.appendleft(request)
 
     def remove(self, request: Request) -> bool:
@@ -179,6 +176,13 @@ class FairQueue:
         self._taken_from(longest, displaced.account)
         return displaced
 
+    def _note_client(self, account: Account | None) -> None:
+        """Note the client of a request that joins the front."""
+        if not self.front:
+            self.client = account
+        elif self.client is not account:
+            self.client = MIXED
+
     def _insert(self, requests: deque[Request], request: Request) -> None:
         if self.is_ranked:
             requests.insert(position(requests, request), request)
@@ -216,23 +220,10 @@ class FairQueue:
         return line
 
     def _add_behind(self, request: Request) -> None:
+        if not self.behind:
+            self._divide()
         self._insert(self._line(request.account).requests, request)
         self.behind += 1
-
-    def _take(self) -> Request:
-        """Take the next request out of the lines."""
-        line = self._turns[0]
-        request = line.requests.popleft()
-        if self.front and self.client is not request.account:
-            self.client = MIXED
-        elif not self.front:
-            self.client = request.account
-        line.turn -= 1
-        if not line.turn and line.requests:
-            line.turn = line.weight
-            self._turns.rotate(-1)
-        self._taken_from(line, request.account)
-        return request
 
     def _taken_from(self, line: _Line, account: Account | None) -> None:
         self.behind -= 1
