@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -11,6 +10,7 @@ MAX_CHARACTERS = 1 << 20
 MAX_VALUES = 1 << 20  # with aliases expanded, because the data may be serialized without aliases
 MAX_DEPTH = 50
 MAX_NUMBER_CHARACTERS = 400  # Python converts longer numbers slowly or rejects them
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def read_yaml(text: str) -> Any:
@@ -32,21 +32,11 @@ def read_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, with a limit on the length of numbers (such as base-60 `1:1:1:...`)."""
 
-
-def _bounded_number(kind: str) -> Callable[[Any, Any], Any]:
-    construct = yaml.SafeLoader.yaml_constructors[kind]
-
-    def constructed(loader: _Loader, node: yaml.Node) -> Any:
-        if len(node.value) > MAX_NUMBER_CHARACTERS:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if node.tag in _NUMBERS and len(node.value) > MAX_NUMBER_CHARACTERS:
             problem = f"a number of {len(node.value)} characters"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return construct(loader, node)
-
-    return constructed
-
-
-for _kind in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-    _Loader.add_constructor(_kind, _bounded_number(_kind))
+        return super().construct_scalar(node)
 
 
 def _check_shape(text: str) -> None:
