@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 MAX_FILE_BYTES = 64 * 2**20  # more than a snapshot of 100,000 versions, which a start must read again
@@ -72,8 +72,8 @@ def parse_properties(text: str) -> tuple[Entry, ...]:
     return tuple(_entry(line, joined) for line, joined in _logical_lines(text) if joined)
 
 
-def substitute(entry: Entry, environ: Mapping[str, str]) -> Entry:
-    """Return the entry with each `$$NAME$$` in its value replaced by that environment variable.
+def substitute(entry: Entry, environ: Mapping[str, str]) -> str:
+    """Return the value of an entry with each `$$NAME$$` in it replaced by that environment variable.
 
     Raises:
         ConfigurationError: an environment variable is not set.
@@ -84,12 +84,11 @@ def substitute(entry: Entry, environ: Mapping[str, str]) -> Entry:
         if name not in environ:
             # The message begins with TorchServe's words.
             raise ConfigurationError(
-                f"line {entry.line}: Invalid Environment Variable {name}: "
-                f"{entry.key} needs it for $${name}$$, and it is not set"
+                f"Invalid Environment Variable {name}: {entry.key} needs it for $${name}$$, and it is not set"
             )
         return environ[name]
 
-    return replace(entry, value=_PLACEHOLDER.sub(value_of, entry.value))
+    return _PLACEHOLDER.sub(value_of, entry.value)
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:

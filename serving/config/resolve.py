@@ -164,10 +164,9 @@ def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[
             findings.append(Finding("warning", source, name, value, message, entry.line))
             continue
         try:
-            value = substitute(entry, environ).value
+            value = substitute(entry, environ)
         except ConfigurationError as err:
-            message = str(err).removeprefix(f"{source}: ")
-            findings.append(_Given(key, entry.value, source, entry.line).finding("error", message))
+            findings.append(_Given(key, entry.value, source, entry.line).finding("error", str(err)))
             continue
         yield _stripped(_Given(key, value, source, entry.line), findings)
 

@@ -250,7 +250,7 @@ def properties(data: bytes) -> None:
     assert [(each.key, each.value) for each in again] == [(each.key, each.value) for each in entries]
     for entry in entries:
         try:
-            assert "\0" not in substitute(entry, {"A": "1"}).key
+            assert "\0" not in entry.key + substitute(entry, {"A": "1"})
         except ConfigurationError:
             continue
     configuration = configure(entries, {"A": "1"})
