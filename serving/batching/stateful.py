@@ -303,18 +303,18 @@ class StatefulBatcher(Admission):
             if executor_id in self._crowded:  # it takes one new request at a time
                 room = min(room, 1)
             heads = self._heads(executor_id, going_on, room)
-            newcomers = self._queue_run(room - len(heads), alone=bool(going_on or heads))
+            newcomers = self._newcomers(room - len(heads), alone=bool(going_on or heads))
             if not going_on:  # unfinished requests do not wait for the batch to fill
-                heads_s = [sequence.waiting[0].enqueued_s for sequence in heads]
-                view = self._view(heads_s, newcomers, is_whole=executor_id in self._crowded)
+                waiting = [*(sequence.waiting[0] for sequence in heads), *newcomers]
+                view = _view(waiting, is_whole=executor_id in self._crowded)
                 batch_due_s = due_s(view, self._settings)
                 if batch_due_s > self._now():
                     return batch_due_s
             taken = list(going_on)
             if self._table is not None:
                 taken += [self._table.take(sequence, executor_id) for sequence in heads]
-            queue = self._queue.first(newcomers)
-            taken += [queue.popleft() for _ in range(newcomers)]
+            queue = self._queue.first(len(newcomers))
+            taken += [queue.popleft() for _ in newcomers]
             late = self._run_live(taken, executor_id)
             for request in late:
                 self._sequence_done(request)
@@ -338,28 +338,12 @@ class StatefulBatcher(Admission):
             heads = [sequence for sequence in heads if sequence.waiting[0].enqueued_s <= first_s]
         return heads
 
-    def _queue_run(self, room: int, alone: bool) -> int:
-        """Return how many requests at the queue's head may join the batch.
-
-        A describe request is never batched with others.
-        """
-        run = 0
-        for request in self._queue.first(room):
-            if run >= room or (request.group and (alone or run)):
-                break
-            run += 1
-            if request.group:
-                break
-        return run
-
-    def _view(self, heads_s: list[float], newcomers: int, *, is_whole: bool) -> QueueView:
-        count = len(heads_s) + newcomers
-        if not count:
-            return QueueView(0, False, 0.0, 0)
-        queue = self._queue.first(newcomers)
-        oldest_s = min([*heads_s, *(queue[at].enqueued_s for at in range(newcomers))])
-        is_describe = newcomers == 1 and not heads_s and bool(queue[0].group)
-        return QueueView(count, is_whole or is_describe, oldest_s, free_executors=1)
+    def _newcomers(self, room: int, *, alone: bool) -> list[Request]:
+        """Return the requests at the queue's head that may join the batch; a describe call runs by itself."""
+        front = self._queue.first(room)
+        if front and front[0].group:
+            return [front[0]] if room > 0 and not alone else []
+        return list(takewhile(lambda each: not each.group, islice(front, max(0, room))))
 
     def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
         """Answer the finished requests of a run, and queue the others for the next batch."""
@@ -432,6 +416,15 @@ class StatefulBatcher(Admission):
             super()._requeue(request)
         elif not self._table.give_back(sequence_of(request), request):
             self._finish(request, Unavailable(self.refusal))
+
+
+def _view(waiting: list[Request], *, is_whole: bool) -> QueueView:
+    """Summarise the requests that may run next on a free executor."""
+    if not waiting:
+        return QueueView(0, False, 0.0, 0)
+    oldest_s = min(request.enqueued_s for request in waiting)
+    is_describe = bool(waiting[0].group)
+    return QueueView(len(waiting), is_whole or is_describe, oldest_s, free_executors=1)
 
 
 def sequence_of(request: Request) -> str:
