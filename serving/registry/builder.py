@@ -53,16 +53,13 @@ from torchere.serving.workers.worker_settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+# The contract's text for every request that can't be admitted.
+_NO_WORKER = (
+    'Model "{}" has no worker to serve inference request. Please use scale workers API to add workers. If '
+    "this is a sequence inference, please check if it is closed, or expired; or exceeds "
+    "maxSequenceJobQueueSize"
+)
 _COUNTED = ("gpu", "cuda", "xpu", "hpu")  # kinds of GPUs with numbers
-
-
-def no_worker_text(model: str) -> str:
-    """Return the contract's text for every request that can't be admitted."""
-    return (
-        f'Model "{model}" has no worker to serve inference request. Please use scale workers API to add '
-        "workers. If this is a sequence inference, please check if it is closed, or expired; or exceeds "
-        "maxSequenceJobQueueSize"
-    )
 
 
 class Loader:
@@ -316,7 +313,7 @@ def _is_stateful(settings: ModelSettings) -> bool:
 
 
 def _batcher(key: ModelKey, settings: ModelSettings, pool: WorkerPool, observer: VersionMetrics) -> Admission:
-    text = no_worker_text(key.name)
+    text = _NO_WORKER.format(key.name)
     if _is_stateful(settings):
         return StatefulBatcher(
             settings.batch, settings.sequences, pool, observer=observer, now=time.monotonic, refusal=text
