@@ -27,11 +27,12 @@ from torchere.serving.store.scratch import sweep_parts
 SnapshotKind = Literal["startup", "snapshot", "shutdown"]
 
 FIRST_LINE = "#Snapshot of torchere"  # tells our files from TorchServe's, which are never deleted
-NAME = re.compile(r"([0-9]{17})-(startup|snapshot|shutdown)\.cfg")
+NAME = re.compile(
+    r"(\d{4})(\d\d)(\d\d)(\d\d)(\d\d)(\d\d)(\d{3})-(?:startup|snapshot|shutdown)\.cfg", re.ASCII
+)
 _LOOKED_AT = 1000  # newest files checked by a prune: TorchServe's files, which it never deletes, may be many
 _DRAFT_PREFIX = ".snapshot-"
 _DRAFT_IDLE_S = 60.0  # a write takes less; a killed server left an older draft
-_PARTS = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(\d\d)(\d\d)(\d{3})", re.ASCII)
 _LAST_BUT_ONE = datetime.max - timedelta(milliseconds=1)
 _TO_ESCAPE = re.compile(r"[^ -~]|\\")
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\f": "\\f"}
@@ -146,10 +147,9 @@ def snapshot_name(kind: SnapshotKind, now: datetime, existing: Iterable[str]) ->
 
 def _time_of(name: str) -> datetime | None:
     match = NAME.fullmatch(name)
-    parts = _PARTS.fullmatch(match.group(1)) if match else None
-    if parts is None:
+    if match is None:
         return None
-    *whole, milliseconds = map(int, parts.groups())
+    *whole, milliseconds = map(int, match.groups())
     try:
         return datetime(*whole, milliseconds * 1000)  # type: ignore[arg-type, call-arg]  # six whole numbers
     except ValueError:
