@@ -156,24 +156,19 @@ def _time_of(name: str) -> datetime | None:
         return None  # seventeen digits that are not a valid time
 
 
-def write_snapshot(
-    directory: Path,
-    kind: SnapshotKind,
-    properties: Sequence[tuple[str, str]],
-    content: Mapping[str, Any],
-    keep: int,
-) -> Path:
-    """Write one snapshot atomically, and delete the oldest of our own beyond `keep`.
+def write_snapshot(settings: SnapshotSettings, kind: SnapshotKind, content: Mapping[str, Any]) -> Path:
+    """Write one snapshot atomically, and delete the oldest of our own beyond `settings.keep`.
 
     The file is readable by its owner only: its properties may hold values from the environment.
 
     Raises:
         OSError: the directory can't be created or written.
     """
+    directory = settings.directory
     directory.mkdir(parents=True, exist_ok=True)
     now = datetime.now()  # local time without a zone, as in TorchServe's names
     name = snapshot_name(kind, now, os.listdir(directory))
-    text = snapshot_text(name, now, properties, content)
+    text = snapshot_text(name, now, settings.properties, content)
     descriptor, temporary = tempfile.mkstemp(prefix=_DRAFT_PREFIX, dir=directory)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
@@ -184,7 +179,7 @@ def write_snapshot(
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _prune(directory, keep)
+    _prune(directory, settings.keep)
     sweep_parts(directory, _DRAFT_PREFIX, _DRAFT_IDLE_S)
     return directory / name
 
@@ -309,7 +304,8 @@ class SnapshotKeeper:
         return {"models": model_table(self._noted, lacking), **({OURS: ours} if ours else {})}
 
     async def _write(self, kind: SnapshotKind) -> None:
-        if self._settings is None:
+        settings = self._settings
+        if settings is None:
             return
         begun = self._begun
         async with self._turn:
@@ -317,11 +313,8 @@ class SnapshotKeeper:
                 return  # a snapshot that began after this change includes it
             self._begun = number = self._begun + 1
             content = self._content()
-            settings = self._settings
             try:
-                await asyncio.to_thread(
-                    write_snapshot, settings.directory, kind, settings.properties, content, settings.keep
-                )
+                await asyncio.to_thread(write_snapshot, settings, kind, content)
             except OSError as err:
                 text = "no snapshot in %s: %s; the next start will not know this state (off: --ncs)"
                 logger.warning(text, settings.directory, err)

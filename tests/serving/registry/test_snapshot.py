@@ -18,6 +18,7 @@ from torchere.serving.config.server_settings import (
     BatchSettings,
     ModelSettings,
     SnapshotModel,
+    SnapshotSettings,
     SnapshotWorkflow,
 )
 from torchere.serving.registry.snapshot import (
@@ -118,8 +119,8 @@ def test_any_text_survives_a_property_line(text: str) -> None:
 
 
 def test_a_written_snapshot_configures_the_same_server_again(tmp_path: Path) -> None:
-    properties = [("inference_address", "http://127.0.0.1:1234"), ("cors_allowed_origin", " é\\\n")]
-    path = write_snapshot(tmp_path / "logs" / "config", "startup", properties, CONTENT, keep=5)
+    properties = (("inference_address", "http://127.0.0.1:1234"), ("cors_allowed_origin", " é\\\n"))
+    path = write_snapshot(SnapshotSettings(tmp_path / "logs" / "config", properties), "startup", CONTENT)
     assert newest_snapshot(path.parent) == path
     settings = configure(read_properties(path)).checked()
     assert settings.inference_address.port == 1234
@@ -137,14 +138,14 @@ def test_a_written_snapshot_configures_the_same_server_again(tmp_path: Path) -> 
 
 def test_a_snapshot_of_thousands_of_models_is_read_again(tmp_path: Path) -> None:
     table = {f"model-{number}": TABLE["m"] for number in range(5000)}
-    path = write_snapshot(tmp_path, "shutdown", [], {"models": table}, keep=5)
+    path = write_snapshot(SnapshotSettings(tmp_path, keep=5), "shutdown", {"models": table})
     assert len(configure(read_properties(path)).checked().snapshot_models) == 5000
 
 
 def test_a_workflow_that_was_registered_with_timeouts_below_zero_is_read_again(tmp_path: Path) -> None:
     workflow = SnapshotWorkflow("wf.war", "wf", -1, -1)
     content = {"models": {}, "torchere": {"workflows": [workflow.entry()]}}
-    path = write_snapshot(tmp_path, "shutdown", [], content, keep=5)
+    path = write_snapshot(SnapshotSettings(tmp_path, keep=5), "shutdown", content)
     assert configure(read_properties(path)).checked().snapshot_workflows == (workflow,)
 
 
@@ -184,7 +185,7 @@ def test_only_the_newest_of_ours_are_kept_and_none_of_anybody_else(tmp_path: Pat
     theirs = tmp_path / "20200101000000000-startup.cfg"
     theirs.write_text("#Saving snapshot\n")
     (tmp_path / "notes.txt").write_text(FIRST_LINE)
-    written = [write_snapshot(tmp_path, "snapshot", [], CONTENT, keep=3) for _ in range(5)]
+    written = [write_snapshot(SnapshotSettings(tmp_path, keep=3), "snapshot", CONTENT) for _ in range(5)]
     assert sorted(tmp_path.iterdir()) == sorted([theirs, tmp_path / "notes.txt", *written[2:]])
 
 
@@ -201,7 +202,7 @@ def test_of_thousands_that_torchserve_wrote_only_the_newest_are_looked_into(
         return path_open(path, mode)
 
     monkeypatch.setattr(Path, "open", open_and_note)
-    written = [write_snapshot(tmp_path, "snapshot", [], CONTENT, keep=1) for _ in range(2)]
+    written = [write_snapshot(SnapshotSettings(tmp_path, keep=1), "snapshot", CONTENT) for _ in range(2)]
     assert [path.exists() for path in written] == [False, True]
     assert len(opened) == 2000  # half of what is there, twice
     assert len(list(tmp_path.iterdir())) == 2001
@@ -209,7 +210,7 @@ def test_of_thousands_that_torchserve_wrote_only_the_newest_are_looked_into(
 
 def test_what_has_the_name_of_a_snapshot_and_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "20200101000000000-startup.cfg").mkdir()
-    assert write_snapshot(tmp_path, "snapshot", [], CONTENT, keep=3).is_file()
+    assert write_snapshot(SnapshotSettings(tmp_path, keep=3), "snapshot", CONTENT).is_file()
     assert (tmp_path / "20200101000000000-startup.cfg").is_dir()
 
 
@@ -219,7 +220,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("torchere.serving.registry.snapshot.os.replace", full)
     with pytest.raises(OSError, match="No space"):
-        write_snapshot(tmp_path, "startup", [], CONTENT, keep=3)
+        write_snapshot(SnapshotSettings(tmp_path, keep=3), "startup", CONTENT)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -239,7 +240,7 @@ def test_a_snapshot_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr("torchere.serving.registry.snapshot.os.fsync", synced)
     monkeypatch.setattr("torchere.serving.registry.snapshot.os.replace", renamed)
-    size = write_snapshot(tmp_path, "startup", [], CONTENT, keep=3).stat().st_size
+    size = write_snapshot(SnapshotSettings(tmp_path, keep=3), "startup", CONTENT).stat().st_size
     assert done == [("on the disk", size), ("named", size)]
 
 
@@ -248,7 +249,7 @@ def test_what_a_server_had_begun_to_write_when_it_was_killed_is_swept(tmp_path: 
     for draft in (old, fresh):
         draft.write_text(FIRST_LINE)
     os.utime(old, (0, 0))
-    written = write_snapshot(tmp_path, "startup", [], CONTENT, keep=3)
+    written = write_snapshot(SnapshotSettings(tmp_path, keep=3), "startup", CONTENT)
     assert sorted(tmp_path.iterdir()) == [fresh, written]
 
 

@@ -83,7 +83,7 @@ def tables_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failing: int =
         "torchere.serving.registry.snapshot.model_table", lambda served, lacking: "".join(served)
     )
 
-    def write(directory: Path, kind: str, properties: object, content: Any, keep: int) -> None:
+    def write(settings: SnapshotSettings, kind: str, content: Any) -> None:
         written.append(content["models"])
         if content["models"] == "a":
             all_wait.wait()
@@ -199,7 +199,7 @@ def test_a_snapshot_that_failed_is_tried_again_until_it_is_written(
 ) -> None:
     tries: list[str] = []
 
-    def write(directory: Path, kind: str, properties: object, content: Any, keep: int) -> None:
+    def write(settings: SnapshotSettings, kind: str, content: Any) -> None:
         tries.append(kind)
         if len(tries) < 4:
             raise OSError(28, "No space left on device")
