@@ -136,12 +136,10 @@ _NOT_KEPT_FROM_COMMAND_LINE = ("disable_token_authorization", "enable_model_api"
 
 def _effective(winners: Iterable[_Given]) -> Iterator[tuple[str, str]]:
     for given in winners:
-        name, said = given.key.name, given.source == COMMAND_LINE and given.key.name
-        if given.key.secret or name in _NOT_KEPT or given.source == DEFAULTS:
-            continue
-        if said in _NOT_KEPT_FROM_COMMAND_LINE:
-            continue
-        yield name, _absolute(given)
+        name = given.key.name
+        is_granted = given.source == COMMAND_LINE and name in _NOT_KEPT_FROM_COMMAND_LINE
+        if not (given.key.secret or given.source == DEFAULTS or name in _NOT_KEPT or is_granted):
+            yield name, _absolute(given)
 
 
 def _absolute(given: _Given) -> str:
