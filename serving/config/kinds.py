@@ -76,15 +76,11 @@ def _remark_ipex(text: str) -> str:
 IPEX = Kind("true or false", _read_boolean, _remark_ipex)
 
 
-def _read_openness(text: str) -> bool | str:
-    return "local" if text.lower() == "local" else _read_boolean(text)
-
-
-def _remark_openness(text: str) -> str:
-    return "" if text.lower() == "local" else _remark_boolean(text)
-
-
-OPENNESS = Kind("true, false or local", _read_openness, _remark_openness)
+OPENNESS = Kind(
+    "true, false or local",
+    lambda text: "local" if text.lower() == "local" else _read_boolean(text),
+    lambda text: "" if text.lower() == "local" else _remark_boolean(text),
+)
 
 # In the environment variable of the Open Inference Protocol, `oip` means `true`.
 PROTOCOL_SWITCH = Kind(
@@ -107,13 +103,9 @@ def whole(minimum: int, maximum: int | None = None) -> Kind:
     return Kind(f"a whole number {bounds}", read)
 
 
-def _read_age(text: str) -> object:
-    return None if text == _NO_LIMIT else _AGE.read(text)
-
-
 _AGE = whole(1)
 _NO_LIMIT = str(2**63 - 1)  # TorchServe's default, the largest long of Java
-AGE = Kind(_AGE.expected, _read_age)
+AGE = Kind(_AGE.expected, lambda text: None if text == _NO_LIMIT else _AGE.read(text))
 
 _UNITS = {
     "": 1,
