@@ -26,8 +26,7 @@ def plane_of(planes: Any, dag: str, retry_attempts: int = 0) -> Any:
     plane = planes.control.workflows
     models = MODELS.replace("retry-attempts: 0", f"retry-attempts: {retry_attempts}")
     plane.known._workflows["flow"] = Workflow(
-        "flow", SnapshotWorkflow("flow.war"), read_workflow_spec(f"{models}dag:
-{dag}")
+        "flow", SnapshotWorkflow("flow.war"), read_workflow_spec(f"{models}dag:\n{dag}")
     )
     planes.data.check_exists = lambda *_: None
     return plane
