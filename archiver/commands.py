@@ -32,7 +32,7 @@ from torchere.archiver.request import (
     check_inputs,
     handler_files,
 )
-from torchere.archiver.signature import SIGNATURE_NAME, Signature, parse
+from torchere.archiver.signature import SIGNATURE_NAME, Signature, common_limit, parse
 from torchere.archiver.writer import Progress, check_target, write_archive
 
 _BATCH_SIZE = re.compile(r"""^["']?batchSize["']?[ \t]*:[ \t]*["']?(\d+)""", re.MULTILINE)
@@ -128,7 +128,7 @@ def _warn_of_larger_batches(handler: str, built: Built, say: Say) -> None:
     config = built.config_file
     asked = _BATCH_SIZE.search(config.read_text(encoding="utf-8")) if config else None
     inputs = [spec for spec in _signature_of(built).inputs if spec.shape]
-    most = [spec.limit_of(0).most if spec.batched else spec.shape[0] for spec in inputs]
+    most = [common_limit(spec.limits_of(0)).most if spec.batched else spec.shape[0] for spec in inputs]
     rows = min((size for size in most if size), default=None)
     if config and asked and rows and int(asked[1]) > rows:
         say(

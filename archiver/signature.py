@@ -75,10 +75,25 @@ class Limit:
         """Return whether the dimension may have this size."""
         return self.least <= size <= (self.most or size) and size % self.multiple == 0
 
+    @property
+    def smallest(self) -> int:
+        """The smallest size that the dimension may have."""
+        return -(-self.least // self.multiple) * self.multiple
+
     def __str__(self) -> str:
         bounds = f"{self.least} to {self.most}" if self.most else f"at least {self.least}"
         sizes = f"a multiple of {self.multiple}, {bounds}" if self.multiple > 1 else bounds
         return f"dimension {self.dimension} to be {sizes}"
+
+
+def common_limit(limits: Sequence[Limit]) -> Limit:
+    """Return the limit of the sizes that all these allow; for the dimension of the first of them."""
+    return Limit(
+        limits[0].dimension if limits else 0,
+        max((limit.least for limit in limits), default=1),
+        min((limit.most for limit in limits if limit.most), default=None),
+        math.lcm(*(limit.multiple for limit in limits)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +125,9 @@ class TensorSpec:
         """Return the first limit that the shape violates; the shape has as many dimensions as the tensor."""
         return next((limit for limit in self.limits if not limit.takes(shape[limit.dimension])), None)
 
-    def limit_of(self, dimension: int) -> Limit:
-        """Return the limit of a free dimension; one that allows every size if it has none."""
-        return next((limit for limit in self.limits if limit.dimension == dimension), Limit(dimension))
+    def limits_of(self, dimension: int) -> list[Limit]:
+        """Return the limits of a dimension; an empty list if it allows every size."""
+        return [limit for limit in self.limits if limit.dimension == dimension]
 
     @property
     def batched(self) -> bool:
@@ -299,14 +314,9 @@ def smallest_shapes(specs: Sequence[TensorSpec]) -> list[list[int]]:
     for spec in specs:
         for limit in spec.limits:
             named.setdefault(limit.name, []).append(limit)
-    shared = {name: _smallest_size(limits) for name, limits in named.items() if name}
+    shared = {name: common_limit(limits).smallest for name, limits in named.items() if name}
     shapes = []
     for spec in specs:
-        sizes = {limit.dimension: shared.get(limit.name) or _smallest_size([limit]) for limit in spec.limits}
+        sizes = {limit.dimension: shared.get(limit.name) or limit.smallest for limit in spec.limits}
         shapes.append([sizes.get(place, 1) if size == ANY else size for place, size in enumerate(spec.shape)])
     return shapes
-
-
-def _smallest_size(limits: Sequence[Limit]) -> int:
-    step = math.lcm(*(limit.multiple for limit in limits))
-    return step * -(-max(limit.least for limit in limits) // step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.request import BuildOptions
-from torchere.archiver.signature import ANY, Limit, Signature, TensorSpec
+from torchere.archiver.signature import ANY, Signature, TensorSpec, common_limit
 
 Tensors = tuple[torch.Tensor, ...]
 LARGEST = 2**31  # the maximum of a size without a limit
@@ -197,23 +196,19 @@ def signed_sizes(signature: Signature) -> list[FreeSize]:
 
 def _signed_size(inputs: Sequence[TensorSpec], places: Sequence[tuple[int, int]]) -> FreeSize:
     place, at = places[0]
-    limits = [limit for index, dimension in places for limit in _limits(inputs[index], dimension)]
+    limit = common_limit([one for index, dimension in places for one in inputs[index].limits_of(dimension)])
     name = _name(inputs[place], at) or f"{inputs[place].name}_{at}"
     return FreeSize(
         name if name.isidentifier() else f"size_{place}_{at}",  # torch.export takes no other names
         tuple(places),
-        max((limit.least for limit in limits), default=1),
-        min([LARGEST, *(limit.most for limit in limits if limit.most)]),
-        math.lcm(*(limit.multiple for limit in limits)),
+        limit.least,
+        min(limit.most or LARGEST, LARGEST),
+        limit.multiple,
     )
 
 
-def _limits(spec: TensorSpec, dimension: int) -> list[Limit]:
-    return [limit for limit in spec.limits if limit.dimension == dimension]
-
-
 def _name(spec: TensorSpec, dimension: int) -> str:
-    return next((limit.name for limit in _limits(spec, dimension)), "")
+    return next((limit.name for limit in spec.limits_of(dimension)), "")
 
 
 def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.models.inputs.examples import spread
-from torchere.archiver.signature import Signature
+from torchere.archiver.signature import Signature, common_limit
 
 Model = Callable[..., Any]
 Samples = Sequence[tuple[torch.Tensor, ...]]
@@ -102,11 +101,9 @@ def gain(before_ms: Mapping[int, float], after_ms: Mapping[int, float]) -> float
 def batch_sizes(*signatures: Signature | None) -> tuple[int, ...]:
     """Return `BATCH_SIZES`, or the nearest sizes that all models support, the smallest first."""
     inputs = [spec for signature in signatures if signature for spec in signature.inputs]
-    limits = [limit for spec in inputs for limit in spec.limits if limit.dimension == 0]
-    least = max((limit.least for limit in limits), default=1)
-    most = min((limit.most for limit in limits if limit.most), default=max(least, *BATCH_SIZES))
-    step = math.lcm(*(limit.multiple for limit in limits))
-    sizes = (min(max(size, least), most) for size in BATCH_SIZES)
+    limit = common_limit([one for spec in inputs for one in spec.limits_of(0)])
+    most, step = limit.most or max(limit.least, *BATCH_SIZES), limit.multiple
+    sizes = (min(max(size, limit.least), most) for size in BATCH_SIZES)
     up = ((size, -(-size // step) * step) for size in sizes)
     return tuple(sorted({high if high <= most else size // step * step for size, high in up}))
 
