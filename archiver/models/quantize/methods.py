@@ -44,7 +44,6 @@ _NO_PARAMETER = (
     "none of its layers with fewer bits has a bias, so that no parameter is left for code as "
     "next(self.parameters()): let it take the dtype of its inputs (x.dtype), or take another --quantize"
 )
-FORMATS = ("torchscript", "export", "aoti")
 _BY_PT2E = ("int8-static", "int8-dynamic", "int8")  # in other formats than TorchScript
 _WEIGHTS = {"int8-weight": 8, "int4-weight": 4}  # bits
 
@@ -95,11 +94,9 @@ def quantise(
             state that the model keeps; the message gives a remedy.
         NoUsableEngine: no engine runs the quantised model.
     """
-    check_method(method, target)
+    check_method(method, target, has_samples=bool(samples))
     if METHODS[method].tries:
         raise ValueError(f"{method} chooses from {', '.join(METHODS[method].tries)}; quantise by one of them")
-    if target not in FORMATS:
-        raise ModelRefused(f"--format is {target!r}; expected one of {', '.join(FORMATS)}")
     if method != "int8-trained":
         _check_weights(model.module, method)
     if method == "bf16":
@@ -118,7 +115,7 @@ def quantise(
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
     refuse_attributes(model.module, model.example)
     is_dynamic = method == "int8-dynamic"
-    given = samples or ([model.example] if is_dynamic else [])
+    given = samples or [model.example]
     program = quantised_program(_plain(model).module, given, model.signature.inputs, is_dynamic, say)
     return Quantised(program, method, None, (), ("quantised by torchao PT2E for oneDNN",))
 
@@ -169,7 +166,7 @@ def one_size(method: str, samples: Samples, sizes: Sequence[FreeSize]) -> tuple[
     )
 
 
-def check_method(method: str, target: str = "torchscript", *, has_samples: bool = True) -> None:
+def check_method(method: str, target: str, *, has_samples: bool) -> None:
     """Check a method as far as possible before the model is read.
 
     Raises:
@@ -183,11 +180,13 @@ def check_method(method: str, target: str = "torchscript", *, has_samples: bool 
             "int4-weight brings the weights into the order of the processor when a server loads them, which "
             "TorchScript can't; take --format export or aoti, or int8-weight"
         )
-    if method in _BY_PT2E and target != "torchscript":
+    is_pt2e = method in _BY_PT2E and target != "torchscript"
+    if is_pt2e:
         check_torchao()
-    if method == "int8-static" and not has_samples:
+    is_static = method == "int8-static" or (method == "int8" and is_pt2e)
+    if is_static and not has_samples:
         raise ModelRefused(
-            "int8-static needs samples to see how large activations are, and there are none; give some that "
+            f"{method} needs samples to see how large activations are, and there are none; give some that "
             "are like real requests with --samples"
         )
 

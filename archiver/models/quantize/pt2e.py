@@ -50,21 +50,15 @@ def quantised_program(
 
     Args:
         module: eager, in fp32; it is not modified.
-        samples: arguments to measure the range of activations; only the first is used if `dynamic`.
+        samples: arguments to measure the range of activations, at least one; if `dynamic`, the first is used.
         inputs: the signature of the inputs, whose free dimensions stay free.
         dynamic: measure the range of activations at each call.
         say: takes a line about progress now and then.
 
     Raises:
-        ModelRefused: torchao is not installed, there is no sample, the model is TorchScript, or none of its
-            layers becomes int8.
+        ModelRefused: torchao is not installed, the model is TorchScript, or none of its layers becomes int8.
     """
     refuse_fixed_layers(module)
-    if not samples:
-        raise ModelRefused(
-            "int8 needs samples to see how large activations are, and there are none; give some that are "
-            "like real requests with --samples"
-        )
     with quiet_torchao():
         pt2e, quantizers = _torchao()
         graph = _exported(_folded(module, samples[0]), samples[0], inputs)

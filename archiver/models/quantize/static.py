@@ -148,13 +148,8 @@ def calibrate(
 
     Raises:
         NotTraceable: the model's forward can't be traced as a graph.
-        ModelRefused: there is no sample, or no layer that can be int8.
+        ModelRefused: there is no layer that can be int8.
     """
-    if not samples:
-        raise ModelRefused(
-            "int8-static needs samples to see how large activations are, and there are none; give some that "
-            "are like real requests with --samples"
-        )
     folded = fold(module, samples[0])
     copies = call_each_once(folded.module)
     kept = {*kept, *(name for name, original in copies.items() if original in kept)}
@@ -362,9 +357,10 @@ def _qconfig(activation: Any, weight_limit: int) -> Any:
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _LIMITS = (0.0, 6.0)
-_ARGUMENTS = {  # names of the limits, in the order of the function's arguments
+_ARGUMENTS = {  # names of the limits, in the order of the arguments of a function or method
     functional.hardtanh: ("min_val", "max_val"),
     torch.clamp: ("min", "max"),
+    "clamp": ("min", "max"),
 }
 
 
@@ -396,16 +392,11 @@ def _is_relu6(graph: fx.GraphModule, node: fx.Node) -> bool:
     layer = module_at(graph, node)
     if isinstance(layer, nn.Hardtanh):  # nn.ReLU6 is one
         return (layer.min_val, layer.max_val) == _LIMITS
-    if node.op == "call_function" and node.target is functional.relu6:
-        return True
-    if node.op == "call_function" and node.target in _ARGUMENTS:
-        return _limits(node, _ARGUMENTS[node.target]) == _LIMITS
-    return node.op == "call_method" and node.target == "clamp" and _limits(node, ("min", "max")) == _LIMITS
-
-
-def _limits(node: fx.Node, names: tuple[str, str]) -> tuple[Any, ...]:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    names = _ARGUMENTS.get(node.target, ())
     given = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
-    return tuple(given.get(name) for name in names)
+    return node.target is functional.relu6 or tuple(given.get(name) for name in names) == _LIMITS
 
 
 # Operations that join the outputs of a model stay in fp32: in int8, joined values have one scale.
@@ -413,7 +404,6 @@ def _limits(node: fx.Node, names: tuple[str, str]) -> tuple[Any, ...]:
 # A detector's boxes go to 640 and its scores to 1; with one scale for both, every score is rounded to 0.
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate, torch.stack)
-_WEIGHED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def joined_apart(graph: fx.GraphModule) -> str | None:
@@ -441,7 +431,7 @@ def _behind_joins(graph: fx.GraphModule) -> list[fx.Node]:
     """Return the concatenations of outputs and all nodes that depend on them, in order."""
     read: set[fx.Node] = set()  # nodes that a layer with weights reads, directly or indirectly
     for node in reversed(graph.graph.nodes):
-        if any(user in read or isinstance(module_at(graph, user), _WEIGHED) for user in node.users):
+        if any(user in read or isinstance(module_at(graph, user), _LAYERS) for user in node.users):
             read.add(node)
     behind: dict[fx.Node, None] = {}
     for node in graph.graph.nodes:

@@ -315,15 +315,13 @@ def test_torchscript_of_fp32_is_refused_with_what_to_give_instead(method: str) -
         quantise(loaded(script, torch.randn(2, 64)), method, [(torch.randn(2, 64),)])
 
 
-def test_an_unknown_method_or_format_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     model = loaded(perceptron(), torch.randn(2, 64))
 
     with pytest.raises(ModelRefused, match=f"'int4'; expected one of {', '.join(METHODS)}"):
         quantise(model, "int4", [])
     with pytest.raises(ValueError, match="int8 chooses from int8-static, int8-dynamic; quantise by one"):
         quantise(model, "int8", [])
-    with pytest.raises(ModelRefused, match="'onnx'; expected one of torchscript"):
-        quantise(model, "int8-dynamic", [], target="onnx")
 
 
 def test_bf16_takes_and_gives_float32_and_leaves_tokens_alone() -> None:
