@@ -10,6 +10,7 @@ torch/_export/serde/serialize.py).
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import re
@@ -173,61 +174,28 @@ def _check_target(target: Any) -> None:
     if operator is not None and operator["name"] not in FILE_OPERATORS:
         return
     if not _ARITHMETIC.fullmatch(text) or _NOT_ARITHMETIC.match(text):
-        _refuse("an operator", text, "one of torch.ops, or arithmetic")
+        _refuse("an operator", text, "expected one of torch.ops, or arithmetic")
 
 
 def _check_name(name: Any) -> None:
     # Names of inputs and values are written into the Python source that torch makes of the graph.
     if name is not None and not _NAME.fullmatch(str(name)):
-        _refuse("a name", name, "letters, digits, dots and underscores")
+        _refuse("a name", name, "expected letters, digits, dots and underscores")
 
 
 def _check_output_tree(spec: Any) -> None:
     if any(word in str(spec) for word in ("defaultdict", "default_factory", "__enum__")):
-        _refuse("the structure of inputs or outputs", spec, "tuples, lists and dicts")
+        _refuse("the structure of inputs or outputs", spec, "expected tuples, lists and dicts")
 
 
 def _check_input_tree(spec: Any) -> None:
     _check_output_tree(spec)
     if any(char in str(spec) for char in "()=;'#\n\r"):  # keys are written into source, too
-        _refuse("the structure of the inputs", spec, "keys of letters, digits and underscores")
+        _refuse("the structure of the inputs", spec, "expected keys of letters, digits and underscores")
 
 
-def _check_size(text: Any) -> None:
-    _check_arithmetic(text, "a size")
-
-
-def _check_guard(text: Any) -> None:
-    _check_arithmetic(text, "a guard")
-
-
-def _check_arithmetic(text: Any, what: str) -> None:
-    try:
-        check_expression(text)
-    except NotArithmetic as error:
-        raise UnsafeProgram(f"{what} in it is {ascii(text)[:80]}; {error}") from error
-
-
-def _refuse(what: str, found: Any, expected: str) -> NoReturn:
-    raise UnsafeProgram(f"{what} in it is {ascii(found)[:80]}; expected {expected}")
-
-
-# Called for every value, or every item of a list, under these keys, at any depth.
-_CHECKS: dict[str, Callable[[Any], None]] = {
-    "expr_str": _check_size,
-    "guards_code": _check_guard,
-    "target": _check_target,
-    "as_operator": _check_target,
-    "name": _check_name,
-    "parameter_name": _check_name,
-    "buffer_name": _check_name,
-    "tensor_constant_name": _check_name,
-    "custom_obj_name": _check_name,
-    "class_fqn": _check_name,
-    "forward_arg_names": _check_name,
-    "in_spec": _check_input_tree,
-    "out_spec": _check_output_tree,
-}
+def _refuse(what: str, found: Any, reason: str) -> NoReturn:
+    raise UnsafeProgram(f"{what} in it is {ascii(found)[:80]}; {reason}")
 
 
 # Checks expressions of sizes in an exported program: arithmetic alone, and nothing that takes long.
@@ -238,6 +206,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 # then; to sympy these are symbols, of which `floor(exp(exp(20)))` asks for more digits than there is
 # memory.
 
+_NO_SIZES = "expected an expression of sizes"
 _MAX_LENGTH = 10_000
 _MAX_INTEGER = 2**63
 _MAX_EXPONENT = 64  # of nested powers: the product of their exponents
@@ -287,29 +256,43 @@ _NODES = (
 )
 
 
-class NotArithmetic(ValueError):
-    """The text is not an expression of sizes; the message gives the reason."""
-
-
-def check_expression(text: object) -> None:
-    """Raise NotArithmetic unless the text only computes and compares sizes, at little cost.
+def check_expression(what: str, text: object) -> None:
+    """Raise UnsafeProgram unless the text, which is `what`, only computes and compares sizes, at little cost.
 
     It may call the functions listed here, and tensor methods such as size(). Powers have small constant
     exponents: `9**9**9**9` would occupy a processor for ever.
     """
     if not isinstance(text, str) or not text.isascii() or len(text) > _MAX_LENGTH:
-        raise NotArithmetic("expected an expression of sizes")
+        _refuse(what, text, _NO_SIZES)
     if "__" in text or "\n" in text or "\r" in text:  # sympy drops line ends and joins the parts
-        raise NotArithmetic("expected an expression of sizes")
+        _refuse(what, text, _NO_SIZES)
     try:
         tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise NotArithmetic("this is no expression") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        _refuse(what, text, "this is no expression")
     for node, exponent in _with_exponents(tree):
         if not isinstance(node, _NODES) or not _is_plain(node):
-            raise NotArithmetic("expected an expression of sizes")
+            _refuse(what, text, _NO_SIZES)
         if exponent > _MAX_EXPONENT:
-            raise NotArithmetic(f"expected powers of at most {_MAX_EXPONENT}, told by a number")
+            _refuse(what, text, f"expected powers of at most {_MAX_EXPONENT}, told by a number")
+
+
+# Called for every value, or every item of a list, under these keys, at any depth.
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "expr_str": functools.partial(check_expression, "a size"),
+    "guards_code": functools.partial(check_expression, "a guard"),
+    "target": _check_target,
+    "as_operator": _check_target,
+    "name": _check_name,
+    "parameter_name": _check_name,
+    "buffer_name": _check_name,
+    "tensor_constant_name": _check_name,
+    "custom_obj_name": _check_name,
+    "class_fqn": _check_name,
+    "forward_arg_names": _check_name,
+    "in_spec": _check_input_tree,
+    "out_spec": _check_output_tree,
+}
 
 
 def _with_exponents(tree: ast.AST) -> Iterator[tuple[ast.AST, float]]:
