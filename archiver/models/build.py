@@ -53,7 +53,6 @@ from torchere.archiver.models.quantize.methods import (
 )
 from torchere.archiver.models.quantize.trials import (
     FP32,
-    Failed,
     Trial,
     check_trial,
     choose_trial,
@@ -255,7 +254,7 @@ class _Compilation:
         """Quantise the model by each method, and return the best of the forms with its report."""
         method = str(self.options.quantize)
         trials: list[Trial] = []
-        failures: list[Failed] = []
+        failures: dict[str, str] = {}  # reasons by method
         fp32 = self._in_fp32(job) if self.options.verify else None
         if method == AUTO and fp32 is not None:
             trials.append(self._verified(job, fp32, None))  # the others are compared with it
@@ -268,9 +267,9 @@ class _Compilation:
             except ModelRefused as refusal:
                 if len(methods) == 1 and not trials:
                     raise
-                failures.append(Failed(name, str(refusal)))
+                failures[name] = str(refusal)
         if not trials:
-            raise ModelRefused(failures[0].reason)
+            raise ModelRefused(next(iter(failures.values())))
         chosen = choose_trial(trials, method)
         if len(trials) + len(failures) > 1:
             self.say(table(trials, failures, chosen))

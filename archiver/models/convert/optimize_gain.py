@@ -21,7 +21,7 @@ from torchere.archiver.models.load.torchscript import (
     load_script,
     optimized,
 )
-from torchere.archiver.models.measure.cost import Samples, times_by_batch
+from torchere.archiver.models.measure.cost import Samples, times_by_batch, told_times
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.signature import ANY, Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
@@ -48,10 +48,7 @@ class Gain:
     @property
     def note(self) -> str:
         """One line for the user."""
-        times = ", ".join(
-            f"{self.plain_ms[size]:.3g} -> {self.optimized_ms[size]:.3g} ms for a batch of {size}"
-            for size in self.plain_ms
-        )
+        times = told_times(self.plain_ms, self.optimized_ms)
         return f"optimize_for_inference: {times}; {'taken' if self.is_worthwhile else 'not taken'}"
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.files import Packed
 from torchere.archiver.models.fold.parametrizations import without_parametrizations
 from torchere.archiver.models.load.weight_only import large_layers
-from torchere.archiver.models.measure.cost import gain
+from torchere.archiver.models.measure.cost import gain, told_times
 from torchere.archiver.models.quantize.methods import Quantised, processor_has_bf16
 from torchere.archiver.models.steps import refusing
 from torchere.archiver.models.verify.compare import refuse_drift
@@ -23,18 +23,13 @@ from torchere.archiver.signature import Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 FP32 = "fp32"
-LITTLE = (
-    1.1  # a smaller gain is not worth the drift: `auto` packs fp32 then, and other methods tell what helps
-)
+# A smaller gain is not worth the drift: `auto` packs fp32 then, and other methods tell what helps.
+LITTLE = 1.1
 _HEAVY = 2**20  # weights
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU)
 # Activations that int8-static of TorchScript leaves in fp32, between layers that are int8.
 _IN_FP32 = (nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.Hardsigmoid, nn.Mish, nn.ELU, nn.PReLU)
-
-
-class SlowerRefused(ModelRefused):
-    """The quantised model takes as much processor time as in fp32, or more."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +54,6 @@ class Trial:
         """How many times as fast as fp32 it is; 1 where that was not measured."""
         found = self.report.speedup if self.report else None
         return 1.0 if found is None else found
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A method that the model can't be quantised by."""
-
-    method: str
-    reason: str
 
 
 def methods_tried(module: nn.Module, method: str, target: str, samples: Sequence[object]) -> tuple[str, ...]:
@@ -108,13 +95,13 @@ def choose_trial(trials: Sequence[Trial], method: str) -> Trial:
     return max(accepted or trials, key=lambda one: one.speedup)
 
 
-def table(trials: Sequence[Trial], failures: Sequence[Failed], chosen: Trial) -> str:
-    """Return all candidates as a table for the user, the fastest first."""
+def table(trials: Sequence[Trial], failures: Mapping[str, str], chosen: Trial) -> str:
+    """Return all candidates as a table for the user, the fastest first; `failures` has reasons by method."""
     rows = [("candidate", "processor time", "drift", "verdict")]
     for one in sorted(trials, key=lambda one: -one.speedup):
         drift = f"{one.report.difference.drift:.2g}" if one.report else ""
         rows.append((one.name, f"{1 / one.speedup:.2f} x fp32", drift, _verdict(one, one is chosen)))
-    rows += [(one.method, "", "", f"can't be made: {one.reason}") for one in failures]
+    rows += [(method, "", "", f"can't be made: {reason}") for method, reason in failures.items()]
     widths = [max(len(row[column]) for row in rows) + 2 for column in range(3)]
     return "\n".join(
         "".join(f"{text:<{wide}}" for text, wide in zip(row, widths, strict=False)) + row[3] for row in rows
@@ -147,7 +134,7 @@ def check_trial(
 
     Raises:
         DriftRefused: the drift is too large.
-        SlowerRefused: a quantised model takes as much processor time as in fp32, or more.
+        ModelRefused: a quantised model takes as much processor time as in fp32, or more.
     """
     if trial.report is None:
         return ""
@@ -155,15 +142,16 @@ def check_trial(
         refuse_drift(trial.report, quantised=trial.quantised is not None)
     if trial.quantised is None:
         return _beside_eager(trial.report) if target == EXPORT else ""
-    if trial.report.speedup is None or trial.report.speedup >= LITTLE:
+    fp32, speedup = trial.report.fp32, trial.speedup
+    if fp32 is None or speedup >= LITTLE:
         return ""
-    times = _times(trial.report)
+    times = told_times(fp32.latency_ms, trial.report.packed.latency_ms)
     helps = what_helps(module, trial.method, target)
-    if trial.report.speedup > 1:
+    if speedup > 1:
         return f"{trial.method} gains little: {times}; {helps}"
     if accept_slower:
         return f"warning: {trial.method} is not faster than fp32: {times}; {helps}"
-    raise SlowerRefused(
+    raise ModelRefused(
         f"{trial.method} is not faster than fp32 on this processor: {times}; {helps}; "
         "--accept-slower packs it all the same, for its size or for another processor"
     )
@@ -171,23 +159,14 @@ def check_trial(
 
 def _beside_eager(report: Report) -> str:
     """Return a warning if an exported program is slower than its eager model; else an empty text."""
-    share = gain(report.original.latency_ms, report.packed.latency_ms)
+    eager_ms, packed_ms = report.original.latency_ms, report.packed.latency_ms
+    share = gain(eager_ms, packed_ms)
     if share * LITTLE >= 1:
         return ""
-    times = _times(replace(report, fp32=report.original))
+    times = told_times(eager_ms, packed_ms)
     return (
         f"as an exported program the model runs at {share:.2f} x its speed in eager mode: {times}; "
         f"--format {AOTI} compiles it, and {TORCHSCRIPT} runs it outside of Python"
-    )
-
-
-def _times(report: Report) -> str:
-    fp32, packed = report.fp32, report.packed
-    if fp32 is None:
-        return ""
-    return ", ".join(
-        f"{fp32.latency_ms[size]:.3g} -> {packed.latency_ms[size]:.3g} ms for a batch of {size}"
-        for size in sorted(fp32.latency_ms)
     )
 
 

@@ -17,7 +17,7 @@ from torchere.archiver.models.convert.files import Packed
 from torchere.archiver.models.measure import cost
 from torchere.archiver.models.measure.difference import Difference
 from torchere.archiver.models.quantize import candidates, methods, trials
-from torchere.archiver.models.quantize.trials import FP32, Failed, Trial, choose_trial, methods_tried, table
+from torchere.archiver.models.quantize.trials import FP32, Trial, choose_trial, methods_tried, table
 from torchere.archiver.models.verify.report import Machine, Report, Side
 from torchere.archiver.reader import open_archive
 from torchere.archiver.signature import Signature
@@ -78,7 +78,7 @@ def test_the_table_shows_each_candidate_with_its_time_drift_and_verdict() -> Non
         trial("bf16", 20.0),
     ]
 
-    lines = table(made, [Failed("int8-trained", "no fake quantisation")], made[1]).splitlines()
+    lines = table(made, {"int8-trained": "no fake quantisation"}, made[1]).splitlines()
 
     assert [line.split("  ")[0] for line in lines] == [
         *("candidate", "int8-static", "int8-dynamic", FP32, "bf16", "int8-trained"),
