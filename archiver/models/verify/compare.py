@@ -75,17 +75,18 @@ def verify(
     Raises:
         ModelRefused: there are no samples, or the outputs differ in number or shape.
     """
-    _check_samples(samples)
+    if not samples:
+        raise ModelRefused("there are no samples to verify the packed model on; give at least one")
     with _as_before(models := [original, packed, *([fp32] if fp32 else [])]):
         times = times_by_batch(models, timed or samples, batched, _BUDGET_S, sizes)
     watched = Original(original, samples)
     with torch.inference_mode():
         found = difference(counted(watched.beside(packed), len(samples), "samples compared", say))
         doubts = watched.doubts()
-    sides = [Side(*one) for one in zip(names, map(_size_bytes, files), (None, None), times[:2], strict=True)]
+    sizes_bytes = [file.stat().st_size if file else None for file in files]
     return Report(
-        original=sides[0],
-        packed=sides[1],
+        original=Side(names[0], sizes_bytes[0], None, times[0]),
+        packed=Side(names[1], sizes_bytes[1], None, times[1]),
         difference=found,
         max_drift=max_drift,
         samples=len(samples),
@@ -96,15 +97,6 @@ def verify(
         doubts=doubts,
         fp32=Side("fp32", None, None, times[2]) if fp32 else None,
     )
-
-
-def _check_samples(samples: Samples) -> None:
-    if not samples:
-        raise ModelRefused("there are no samples to verify the packed model on; give at least one")
-
-
-def _size_bytes(file: Path | None) -> int | None:
-    return file.stat().st_size if file else None
 
 
 @contextlib.contextmanager
