@@ -13,8 +13,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,8 +99,8 @@ def with_ranks(
         return replace(source.folder, model=model).module(source.names_of_inputs(len(example)))
 
     with step(say, f"trying {split.ranks} ranks"):
-        outcome = try_split(module, part, split.ranks, example, say)
-    say(_told(outcome))
+        told = try_split(module, part, split.ranks, example, say)
+    say(told)
     return replace(options, config_file=_config_with(options.config_file, split, work))
 
 
@@ -132,23 +132,14 @@ def _config_with(config: Path | None, split: Split, work: Path) -> Path:
     return with_section(config, split.line(), work)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a trial."""
-
-    difference: float  # the largest difference between outputs
-    whole_bytes: int  # of the model's weights
-    rank_bytes: list[int]  # of the weights that each rank holds
-
-
 def try_split(
     whole: torch.nn.Module,
     part: Callable[[torch.device], torch.nn.Module],
     ranks: int,
     example: Tensors,
     say: Say,
-) -> Outcome:
-    """Run the example in one process and over ranks; return how far the outputs differ.
+) -> str:
+    """Run the example in one process and over ranks; return a line on how far the outputs differ.
 
     Args:
         whole: the model.
@@ -178,8 +169,12 @@ def try_split(
         return json.dumps(in_ranks(ranks, in_rank))
 
     answers = json.loads(isolated(work, say))
-    return Outcome(
-        max(each["difference"] for each in answers), held_bytes(whole), [each["bytes"] for each in answers]
+    difference = max(each["difference"] for each in answers)
+    sizes = [each["bytes"] for each in answers]
+    held = ", ".join(f"{size / 1e6:.1f}" for size in (sizes[:1] if len(set(sizes)) == 1 else sizes))
+    return (
+        f"over {ranks} ranks: the answers differ by {difference:.1g} at most from those of one process; of "
+        f"{held_bytes(whole) / 1e6:.1f} MB of weights a rank holds {held} MB"
     )
 
 
@@ -268,10 +263,8 @@ def _serve(
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
             content = ["done", work(rank)]
-        except ModelRefused as refusal:
+        except (ModelRefused, ValueError) as refusal:  # `spread` raises ValueError
             content = ["refused", str(refusal)]
-        except ValueError as error:  # raised by `spread`
-            content = ["refused", str(error)]
         except Exception as error:  # raised by the model's code
             content = ["refused", f"the model failed in rank {rank}: {type(error).__name__}: {error}"]
         sending.send_bytes(json.dumps(content).encode())
@@ -283,17 +276,3 @@ def _serve(
     # The parent ends this process when all ranks have answered: another rank may still read data from it.
     signal.pause()
     os._exit(0)
-
-
-def _told(outcome: Outcome) -> str:
-    """Return a line for the user about a successful trial."""
-    ranks = ", ".join(f"{size / 1e6:.1f}" for size in _short(outcome.rank_bytes))
-    return (
-        f"over {len(outcome.rank_bytes)} ranks: the answers differ by {outcome.difference:.1g} at most from "
-        f"those of one process; of {outcome.whole_bytes / 1e6:.1f} MB of weights a rank holds {ranks} MB"
-    )
-
-
-def _short(sizes: Sequence[int]) -> list[int]:
-    """Return one size if all are equal, otherwise all sizes."""
-    return [sizes[0]] if len(set(sizes)) == 1 else list(sizes)
