@@ -188,21 +188,21 @@ def _asked(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> tupl
 
     The first dimension of all inputs is the batch if rows are independent, also under another name.
     """
+    refusal = None
     if free.is_batch(trial.example):
         try:
             return _varying(trial, free), True
         except ModelRefused as reason:
             if free.name == BATCH:
-                raise ModelRefused(f"{reason}; {_ONE_BY_ONE}{_first_dimension(names)}") from reason
+                raise ModelRefused(
+                    f"{reason}; {_ONE_BY_ONE}, or, where the first dimension is no batch, say --dynamic "
+                    f"{','.join(names)}.0=1: instead"
+                ) from reason
             refusal = reason
-        places = _varying_anywhere(trial, free, names, say)
+    places = varying_dimensions(trial, free, free.option(names), say)
+    if refusal is not None:
         say(f"{_NO_BATCH}: {refusal}")
-        return places, False
-    return _varying_anywhere(trial, free, names, say), False
-
-
-def _first_dimension(names: Sequence[str]) -> str:
-    return f", or, where the first dimension is no batch, say --dynamic {','.join(names)}.0=1: instead"
+    return places, False
 
 
 def _common(sizes: Sequence[FreeSize]) -> tuple[int, int]:
@@ -246,11 +246,6 @@ def _varying(trial: Trial, free: FreeSize) -> Places:
     if size == now:  # a range of one size: no second size shows which dimension is the batch
         return [(index, 0) for index, (_, tensor) in enumerate(trial.base) if tensor.dim()]
     return places
-
-
-def _varying_anywhere(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> Places:
-    """Return the dimensions of the outputs that vary with a size that is no batch (`varying_dimensions`)."""
-    return varying_dimensions(trial, free, free.option(names), say)
 
 
 def _check_row_count(results: Named, rows: int) -> None:
@@ -307,13 +302,12 @@ def tried_signature(path: Path, form: OnnxForm, example: Tensors | None, say: Sa
         ModelRefused: the example does not fit the model; or the model does not say how many dimensions an
             input or output has, and can't be run to find out.
     """
-    rows = example[0].shape[0] if example is not None else 1
     try:
         return parse(isolated(lambda tell, say: _tried_form(path, form, example, tell, say).to_json(), say))
     except ModelEndedProcess as end:
         if form.unshaped or not form.signature.batched:
             raise
-        return _fixed(form, rows, str(end), say)
+        return _fixed(form, example, str(end), say)
 
 
 def _tried_form(path: Path, form: OnnxForm, example: Tensors | None, tell: Say, say: Say) -> Signature:
@@ -324,14 +318,15 @@ def _tried_form(path: Path, form: OnnxForm, example: Tensors | None, tell: Say, 
         check_against(example, form.signature)
     if not form.signature.batched:
         return form.signature
-    rows = example[0].shape[0] if example is not None else 1
     try:
         refusal = _refusal(form, example, load, tell)
-    except ModelRefused as reason:
-        return _by_names(form, rows, f"rows were not tried together: {reason}", say)
-    if refusal is None:
-        return form.signature
-    return _fixed(form, rows, str(refusal), say)
+    except ModelRefused as failure:
+        reason = f"rows were not tried together: {failure}"
+        if form.names_batch:
+            say(f"taken for batched, because the first dimensions share a name; {reason}")
+            return form.signature
+        return _fixed(form, example, f"the first dimensions do not share a name; {reason}", say)
+    return form.signature if refusal is None else _fixed(form, example, str(refusal), say)
 
 
 def _ranked(path: Path, form: OnnxForm, example: Tensors | None, load: Callable[[], Run]) -> OnnxForm:
@@ -382,13 +377,7 @@ def _loaded(path: Path) -> Run:
         return run_of_session(runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"]))
 
 
-def _by_names(form: OnnxForm, rows: int, reason: str, say: Say) -> Signature:
-    if form.names_batch:
-        say(f"taken for batched, because the first dimensions share a name; {reason}")
-        return form.signature
-    return _fixed(form, rows, f"the first dimensions do not share a name; {reason}", say)
-
-
-def _fixed(form: OnnxForm, rows: int, reason: str, say: Say) -> Signature:
+def _fixed(form: OnnxForm, example: Tensors | None, reason: str, say: Say) -> Signature:
+    rows = 1 if example is None else example[0].shape[0]
     say(f"not batched, a request has {rows} in its first dimension as --example has, or 1: {reason}")
     return form.with_rows(rows)
