@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,11 @@ from torchere.archiver.manifest import Manifest
 __all__ = ["Archive", "ArchiveError", "ArchiveLimits", "Entry", "Kind", "open_archive"]
 
 Kind = Literal["zip", "tgz", "directory"]
+_CONTAINERS: dict[Kind, Callable[[Path, ArchiveLimits], Container]] = {
+    "zip": ZipContainer,
+    "tgz": TarContainer,
+    "directory": FolderContainer,
+}
 # The signature of a folder's files (OpenSSF Model Signing), which is not in the manifest's list of digests.
 FOLDER_SIGNATURE = "model.sig"
 _REPACK = "pack the archive again"
@@ -122,7 +127,8 @@ class Archive:
     def verify(self) -> None:
         """Read everything once and check sizes, CRCs and digests; raise ArchiveError at the first error."""
         for _, chunks in self.chunks():
-            _use_up(chunks)
+            for _ in chunks:
+                pass
 
     def _verified(self, entry: Entry, chunks: Chunks) -> Chunks:
         expected = (self.manifest.digests or {}).get(entry.name)
@@ -150,7 +156,7 @@ def open_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Archi
         raise ArchiveError(place, "the path has a NUL character", "name an existing archive")
     with _one_error(place):
         kind = _kind_of(place)
-        container = _open_container(kind, place, limits)
+        container = _CONTAINERS[kind](place, limits)
         bare = Archive(place, kind, Manifest(), False, container)
         if not any(entry.name == MANIFEST_NAME for entry in bare.entries):
             return bare
@@ -158,12 +164,6 @@ def open_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Archi
     archive = Archive(place, kind, Manifest.parse(text, str(place)), True, container)
     _check_digest_list(archive)
     return archive
-
-
-def _use_up(chunks: Chunks) -> None:
-    """Read all chunks, which verifies them."""
-    for _ in chunks:
-        pass
 
 
 def _write(chunks: Chunks, file: Path) -> None:
@@ -184,12 +184,6 @@ def _kind_of(path: Path) -> Kind:
         return "tgz"
     what = f"begins with {first.hex(' ')}" if first else "is empty"
     raise ArchiveError(path, f"the file {what}, which is neither zip nor gzip", "name a .mar or a .tar.gz")
-
-
-def _open_container(kind: Kind, path: Path, limits: ArchiveLimits) -> Container:
-    if kind == "directory":
-        return FolderContainer(path, limits)
-    return TarContainer(path, limits) if kind == "tgz" else ZipContainer(path, limits)
 
 
 def _check_digest_list(archive: Archive) -> None:

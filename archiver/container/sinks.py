@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol
 
+from torchere.archiver.container.entries import CHUNK_BYTES
 from torchere.archiver.manifest import EPOCH_S
 
 ALIGNMENT = 64  # bytes: a cache line, and the alignment of torch.save inside a .pt
 PAGE_BYTES = 4096  # larger entries begin at a page: a server can map them where they are
 PAGED_FROM_BYTES = 2**20
-CHUNK_BYTES = 2**20
 FILE_MODE = 0o644
 # From this size the local header gets 64-bit sizes. Python's zipfile adds them by itself above 2 GiB / 1.05;
 # a lower limit leaves the decision to this module, whose padding depends on it.

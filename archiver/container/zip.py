@@ -58,11 +58,6 @@ class Directory(NamedTuple):
     entries: int
 
 
-class _WideEnd(NamedTuple):
-    values: tuple[int, ...]  # as in the plain end record, with 64 bits each
-    offset: int
-
-
 class Central(NamedTuple):
     """One entry of the central directory, with 64-bit values already in place."""
 
@@ -101,15 +96,16 @@ def read_directory(file: BinaryIO, file_size: int) -> Directory:
     full = (*[_FULL_16] * 4, *[_FULL_32] * 2)
     if wide is None:
         return _directory(values, end_at)
-    if any(
-        value not in (limit, other) for value, limit, other in zip(values, full, wide.values, strict=True)
-    ):
+    if any(value not in (limit, other) for value, limit, other in zip(values, full, wide, strict=True)):
         raise Malformed("the two end records differ")
-    return _directory(wide.values, wide.offset)
+    return _directory(wide, end_at - _WIDE_LOCATOR.size - _WIDE_END.size)
 
 
-def _read_wide_end(file: BinaryIO, end_at: int) -> _WideEnd | None:
-    """Read the 64-bit end record, which precedes the plain one with its locator; None for a 32-bit zip."""
+def _read_wide_end(file: BinaryIO, end_at: int) -> tuple[int, ...] | None:
+    """Read the 64-bit end record, which precedes the plain one with its locator; None for a 32-bit zip.
+
+    Return the same values as in the plain record, with 64 bits each.
+    """
     locator_at = end_at - _WIDE_LOCATOR.size
     if locator_at < _WIDE_END.size:
         return None
@@ -121,7 +117,7 @@ def _read_wide_end(file: BinaryIO, end_at: int) -> _WideEnd | None:
     sign, length, _, _, *values = _WIDE_END.unpack(_at(file, wide_at, _WIDE_END.size))
     if sign != b"PK\6\6" or length != _WIDE_END.size - 12:
         raise Malformed("the 64-bit end record is wrong")
-    return _WideEnd(tuple(values), wide_at)
+    return tuple(values)
 
 
 def _directory(values: tuple[int, ...], end: int) -> Directory:
@@ -242,14 +238,10 @@ class ZipContainer:
 
     def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
         """See `Container.walk`."""
-        with self.reopened() as file:
+        with open_regular(self._path, self._identity) as file:
             for entry in self.entries:
                 if wanted(entry):
                     yield entry, self._checked(entry, _unpacked(file, entry))
-
-    def reopened(self) -> BinaryIO:
-        """Open the indexed file again; raise ArchiveError when it was replaced or changed since."""
-        return open_regular(self._path, self._identity)
 
     def _checked(self, entry: Entry, chunks: Chunks) -> Chunks:
         crc = size = 0
