@@ -122,15 +122,11 @@ def assigned_state(module: torch.nn.Module, run: Callable[[], object]) -> list[s
     A tensor or number in a list, tuple or dict counts for the attribute that holds it. Changes within a
     tensor do not count, and neither does a cache that gets an equal value.
     """
-    before = _state(module)
+    before = _by_name(module, _held)
     run()
-    after = _state(module)
+    after = _by_name(module, _held)
     changed = [name for name in {**before, **after} if _is_other(before.get(name), after.get(name))]
     return list(dict.fromkeys(name.partition("[")[0] for name in changed))
-
-
-def _state(module: torch.nn.Module) -> dict[str, Any]:
-    return _by_name(module, _held)
 
 
 def _held(part: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -127,7 +127,7 @@ def _zipped(data: bytes) -> Example:
     with zipfile.ZipFile(io.BytesIO(data)) as package:
         if sum(info.file_size for info in package.infolist()) > MAX_EXAMPLE_BYTES:
             raise ValueError(f"it unpacks to more than {MAX_EXAMPLE_BYTES} bytes")
-        if holds_arrays(package):
+        if any(name.endswith(_SUFFIX) for name in package.namelist()):  # a .npz
             arrays = arrays_of(package)
             return Example(tuple(_from_numpy(array) for array in arrays.values()), tuple(arrays))
     found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -352,8 +352,3 @@ def arrays_of(package: zipfile.ZipFile) -> dict[str, Any]:
             raise ValueError(f"{ascii(info.filename)[:60]} in it is no .npy")
         found[info.filename.removesuffix(_SUFFIX)] = array_of(package.read(info))
     return found
-
-
-def holds_arrays(package: zipfile.ZipFile) -> bool:
-    """Return whether a zip is a `.npz`, and not a `.pt`."""
-    return any(name.endswith(_SUFFIX) for name in package.namelist())
