@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import re
 import signal
@@ -19,7 +18,7 @@ from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ModelRefused, naming_files_of
 from torchere.archiver.huggingface_texts import add_texts, check_texts
 from torchere.archiver.manifest import DEFAULT_VERSION, VERSION_RULE, is_version
-from torchere.archiver.model_flags import add_build_arguments, convert_options, version_name
+from torchere.archiver.model_flags import add_build_arguments, conversion_options, version_name
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import (
     BUILT_IN_HANDLERS,
@@ -81,7 +80,7 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
         if request.handler in _STACKING:
             _warn_of_larger_batches(request.handler, built, say)
         add_texts(request, options.serialized_file, built.beside)
-        packed = dataclasses.replace(
+        packed = replace(
             request,
             serialized_file=built.serialized_file,
             model_file=built.model_file,
@@ -234,8 +233,12 @@ def _converted(
     with naming_files_of(old.path, folder, advice):
         # Compiled code can't be compiled again; its archive also holds the program it was compiled from.
         weights = FALLBACK_NAME if (folder / FALLBACK_NAME).is_file() else manifest.serialized_file
-        files = (weights, manifest.model_file, manifest.config_file)
-        options = convert_options(namespace, *(_in(folder, name) for name in files))
+        options = replace(
+            conversion_options(namespace),
+            serialized_file=_in(folder, weights),
+            model_file=_in(folder, manifest.model_file),
+            config_file=_in(folder, manifest.config_file),
+        )
         if (folder / SIGNATURE_NAME).is_file():
             options = replace(options, example_signature=folder / SIGNATURE_NAME)
         request = _request(namespace, old, folder)

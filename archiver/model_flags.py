@@ -334,7 +334,7 @@ def wants_model(namespace: argparse.Namespace) -> bool:
 def build_options(namespace: argparse.Namespace) -> BuildOptions:
     """Return the options given by the flags of `torchere archive`."""
     return replace(
-        _options(namespace),
+        conversion_options(namespace),
         serialized_file=_path(namespace.serialized_file),
         model_file=_path(namespace.model_file),
         factory=namespace.factory,
@@ -343,14 +343,8 @@ def build_options(namespace: argparse.Namespace) -> BuildOptions:
     )
 
 
-def convert_options(
-    namespace: argparse.Namespace, serialized: Path | None, model_file: Path | None, config: Path | None
-) -> BuildOptions:
-    """Return the options from the flags of `torchere convert` and the given files of an unpacked archive."""
-    return replace(_options(namespace), serialized_file=serialized, model_file=model_file, config_file=config)
-
-
-def _options(namespace: argparse.Namespace) -> BuildOptions:
+def conversion_options(namespace: argparse.Namespace) -> BuildOptions:
+    """Return the options given by the flags of `add_build_arguments`; they name no file of the model."""
     return BuildOptions(
         model_format=namespace.model_format,
         script=namespace.script,
