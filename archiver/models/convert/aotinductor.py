@@ -79,12 +79,16 @@ class Timed:
 def multiplies(program: ExportedProgram) -> bool:
     """Return whether the program has linear layers in fp32."""
     return any(
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.name in _MULTIPLYING
-        and node.meta["val"].dtype == torch.float32
-        for node in program.graph.nodes
-        if node.op == "call_function"
+        name in _MULTIPLYING and node.meta["val"].dtype == torch.float32
+        for name, node in _operators_of(program)
     )
+
+
+def _operators_of(program: ExportedProgram) -> Iterator[tuple[str, fx.Node]]:
+    """Yield the calls of torch's operators, each with the operator's name."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            yield node.target._schema.name, node
 
 
 def samples(program: ExportedProgram) -> list[Tensors]:
@@ -210,9 +214,7 @@ def _compiles_frozen(program: ExportedProgram, path: Path, isa: str | None, say:
 
 def gains_by_freezing(program: ExportedProgram) -> bool:
     """Return whether the fp32 program has convolutions or LSTMs."""
-    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    names = [one._schema.name for one in targets if isinstance(one, torch._ops.OpOverload)]
-    return any(name.startswith(_PACKED) for name in names)
+    return any(name.startswith(_PACKED) for name, _ in _operators_of(program))
 
 
 def load_aoti(path: Path) -> Any:
