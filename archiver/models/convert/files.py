@@ -93,10 +93,11 @@ def write_model(
     target = work / "model" / _FILES[str(options.model_format)]
     target.parent.mkdir()
     refuse_no_room(module, work, copies=2 if options.model_format == AOTI else 1)
+    record = {"format": options.model_format, "torch": version()}
     if script is not None:
         with step(say, "writing the measured model"):
             target.write_bytes(script)
-        write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
+        write_build(beside, record)
         return Packed(target, module, beside)
     if options.model_format == TORCHSCRIPT:
         with step(say, "scripting and freezing" if options.script else "tracing and freezing"):
@@ -104,14 +105,14 @@ def write_model(
                 module, example, sizes=sizes, script=options.script, only_trace=options.trace, say=say
             )
             save_script(frozen, str(target))
-        write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
+        write_build(beside, record)
         return Packed(target, frozen, beside)
     with step(say, "exporting", _NOT_EXPORTED):
         exported = program or to_program(module, example, sizes)
         if options.model_format == EXPORT:
             save_program(exported, target)
     if options.model_format == EXPORT:
-        write_build(beside, {"format": EXPORT, "torch": version()})
+        write_build(beside, record)
         return Packed(target, ServedProgram(exported), beside)
     if exported.example_inputs is None:  # saved by `save_program`; the compiler needs them
         exported.example_inputs = (tuple(example), {})
@@ -119,9 +120,10 @@ def write_model(
         isa = compile_aoti(exported, target, options.isa, say, freezing=_freezing(module, options)).isa
         compiled = _loaded(target, example, say)
     save_program(exported, beside / FALLBACK_NAME)
-    order = {"weights_for": torch.backends.cpu.get_cpu_capability()} if has_4_bits(exported) else {}
-    kept = {"fallback": FALLBACK_NAME, **order}
-    write_build(beside, {"format": AOTI, "torch": version(), "isa": needed_isa(isa, exported), **kept})
+    record |= {"isa": needed_isa(isa, exported), "fallback": FALLBACK_NAME}
+    if has_4_bits(exported):
+        record["weights_for"] = torch.backends.cpu.get_cpu_capability()
+    write_build(beside, record)
     return Packed(target, compiled, beside)
 
 
@@ -228,13 +230,15 @@ def config_with(config: Path | None, options: TorchScriptOptions, work: Path) ->
         ModelRefused: `config` has a `torchscript` section that lacks some of the options, or its YAML form
             does not allow another section.
     """
-    text, members = config_text(config), members_of(config)
-    said = {*(members or ()), *(["optimize_for_inference: true"] if says_optimize(config) else [])}
+    section = _section(config)
+    said = {f"{name}: {value}" for name, value in (section or {}).items()}
+    if says_optimize(config):
+        said.add("optimize_for_inference: true")
     missing = [line for line in options.lines() if line not in said]
     if not missing:
         return config
-    if members is not None or not takes_sections(text):
-        where = "has a torchscript section that lacks" if members is not None else "lacks"
+    if section is not None or not takes_sections(config_text(config)):
+        where = "has a torchscript section that lacks" if section is not None else "lacks"
         raise ModelRefused(
             f"{config} {where} what measured best; add to its section torchscript: {', '.join(missing)}"
         )
@@ -250,28 +254,30 @@ def with_section(config: Path | None, section: str, work: Path) -> Path:
     return made
 
 
-def members_of(config: Path | None) -> set[str] | None:
-    """Return the lines `name: value` of the section `torchscript`; None without that section."""
-    found: set[str] | None = None
+def _section(config: Path | None) -> dict[str, str] | None:
+    """Return the values of the section `torchscript` as text, by name; None without that section."""
+    found: dict[str, str] | None = None
     inside = False
     for line in config_text(config).splitlines():
         said = _COMMENT.sub("", line)
         if said[:1] not in (" ", ""):
             inside = _NAME.match(said) is not None
-            found = set() if inside else found
+            found = {} if inside else found
         if inside and found is not None:
-            found.update(part.strip(" {}") for part in _NAME.sub("", said).split(","))
+            for member in _NAME.sub("", said).split(","):
+                name, _, value = member.strip(" {}").partition(":")
+                found[name.strip(" \"'")] = value.strip()
     return found
 
 
 def says_optimize(config: Path | None) -> bool:
     """Return whether the `torchscript` section says `optimize_for_inference: true`."""
-    return _section(config).get("optimize_for_inference", "").lower() in _TRUE
+    return (_section(config) or {}).get("optimize_for_inference", "").lower() in _TRUE
 
 
 def check_section(config: Path | None) -> None:
     """Raise ModelRefused if a server would refuse to load the model with the `torchscript` section."""
-    said = _section(config)
+    said = _section(config) or {}
     optimize, engine = said.get("optimize_for_inference", ""), said.get("quantized_engine", "")
     if optimize.lower() not in (*_TRUE, *_NOT_TRUE):
         raise ModelRefused(
@@ -284,15 +290,10 @@ def check_section(config: Path | None) -> None:
         )
 
 
-def _section(config: Path | None) -> dict[str, str]:
-    pairs = (member.partition(":") for member in members_of(config) or ())
-    return {name.strip(" \"'"): value.strip() for name, _, value in pairs}
-
-
 def may_say(config: Path | None) -> bool:
     """Return whether a `torchscript` section can be added: `config` has none, and does not use autocast."""
     text = config_text(config)
-    return members_of(config) is None and takes_sections(text) and not _AUTOCAST.search(text)
+    return _section(config) is None and takes_sections(text) and not _AUTOCAST.search(text)
 
 
 def takes_sections(text: str) -> bool:
