@@ -239,8 +239,9 @@ def trace(
     with unchanged_buffers(module):  # those of the trace, too
         _refuse_other_answers(module, made, example, sizes, ends=bool(places))
     if places:
+        count = "one place" if len(places) == 1 else f"{len(places)} places"
         say(
-            f"tracing fixed values that the model's code takes out of tensors, in {_places(len(places))} "
+            f"tracing fixed values that the model's code takes out of tensors, in {count} "
             f"(first: {places[0]}); a few others were tried and answered right; {_WAYS_OUT}"
         )
     traced: torch.jit.ScriptModule = made
@@ -288,7 +289,7 @@ def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
         (parent, name, layer)
         for parent in module.modules()
         for name, layer in parent._modules.items()
-        if type(layer) is torch.nn.TransformerEncoder and _leaves_out_padding(layer)
+        if type(layer) is torch.nn.TransformerEncoder and layer.use_nested_tensor and not has_hooks(layer)
     ]
     for parent, name, layer in changed:
         parent._modules[name] = Encoder(layer).eval()
@@ -297,10 +298,6 @@ def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for parent, name, layer in changed:
             parent._modules[name] = layer
-
-
-def _leaves_out_padding(layer: Any) -> bool:
-    return bool(layer.use_nested_tensor and not has_hooks(layer))
 
 
 def _is_plain(result: Any) -> bool:
@@ -320,13 +317,10 @@ def _baked() -> Iterator[list[str]]:
         warnings.simplefilter("always", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         yield places
     for warning in caught:
-        if _BAKED in str(warning.message) and not _is_made_for_it(Path(warning.filename)):
+        is_made_for_it = any(Path(warning.filename).is_relative_to(folder) for folder in _MADE_FOR_IT)
+        if _BAKED in str(warning.message) and not is_made_for_it:
             what = str(warning.message).partition(" might cause")[0]
             places.append(f"{what[:1].lower()}{what[1:]}, {warning.filename}:{warning.lineno}")
-
-
-def _is_made_for_it(file: Path) -> bool:
-    return any(file.is_relative_to(folder) for folder in _MADE_FOR_IT)
 
 
 def _refuse_other_answers(
@@ -412,7 +406,3 @@ def _differ(wanted: Named, found: Named | None, precision: Precision = FINE) -> 
 
 def _copies(example: Tensors) -> Tensors:
     return tuple(tensor.clone() for tensor in example)  # the model may modify its inputs in place
-
-
-def _places(count: int) -> str:
-    return "one place" if count == 1 else f"{count} places"

@@ -93,10 +93,12 @@ def isolated(work: Work, say: Say) -> str:
         finally:
             messages.close()
             status = _reaped(child)
-        if kind == "ended":
-            how = _how(status, errors)
-            raise ModelEndedProcess(f"the model ended the process ({how}) when it was run on {run.inputs}")
-        _repeat(errors)
+        errors.seek(0)
+        text = errors.read().decode(errors="replace")
+    if kind == "ended":
+        how = _how(status, text)
+        raise ModelEndedProcess(f"the model ended the process ({how}) when it was run on {run.inputs}")
+    sys.stderr.write(text)
     if kind == "late":
         if run.number <= 1:
             return work(silent, say)
@@ -150,18 +152,12 @@ def _reaped(child: int) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def _how(status: int, errors: IO[bytes]) -> str:
+def _how(status: int, errors: str) -> str:
     code = os.waitstatus_to_exitcode(status)
-    errors.seek(0)
-    lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in errors.splitlines() if line.strip()]
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     causes = [line for line in lines if line.strip().startswith(_CPP_CAUSE)]  # above a long stack
     return f"{how}: {(causes or lines)[-1].strip().removeprefix(_CPP_CAUSE).strip()[:200]}" if lines else how
-
-
-def _repeat(errors: IO[bytes]) -> None:
-    errors.seek(0)
-    sys.stderr.write(errors.read().decode(errors="replace"))
 
 
 # In the child.

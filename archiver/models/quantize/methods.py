@@ -109,7 +109,9 @@ def quantise(
     if target == "torchscript":
         with quiet():
             judged = some_of(model, list(samples) or [model.example])
-            maker = Maker(model, _opened(model, method), samples, compiled, judged, max_drift, say, timed)
+            # A model that was trained for int8 keeps the layers that it was trained with.
+            opened = Opened(model.module, 0) if method == "int8-trained" else _plain(model)
+            maker = Maker(model, opened, samples, compiled, judged, max_drift, say, timed)
             return _by_engine(maker, method)
     if method == "int8-trained":
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
@@ -223,12 +225,6 @@ def _check_weights(module: nn.Module, method: str) -> None:
             f"--quantize {method} starts from weights of FP32, and all of the model's are {found}; make them "
             "FP32 in its class (self.float()), or leave --quantize out"
         )
-
-
-def _opened(model: LoadedModel, method: str) -> Opened:
-    if method == "int8-trained":  # keeps the layers that it was trained with
-        return Opened(model.module, 0)
-    return _plain(model)
 
 
 def _plain(model: LoadedModel) -> Opened:
