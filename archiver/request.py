@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from glob import has_magic
 from pathlib import Path
@@ -229,7 +229,13 @@ def check_inputs(request: ArchiveRequest) -> None:
     handler = request.handler_file()
     if handler is not None and _is_missing(handler):
         raise PackingError(f"--handler {request.handler}: {_about_handler(request, handler)}")
-    for flag, path in _named(request):
+    files = {
+        "--serialized-file": request.serialized_file,
+        "--model-file": request.model_file,
+        "--requirements-file": request.requirements_file,
+        "--config-file": request.config_file,
+    }
+    for flag, path in ((flag, Path(file)) for flag, file in files.items() if file):
         if _is_missing(path):
             raise PackingError(f"{flag} {path}: no such file{_place(path)}; check the path")
     check_python(request)
@@ -291,16 +297,6 @@ def check_examples(options: BuildOptions) -> None:
     for flag, path in (("--example", options.example), ("--samples", options.samples)):
         if path is not None and _is_missing(path):
             raise PackingError(f"{flag} {path}: no such file or folder{_place(path)}; check the path")
-
-
-def _named(request: ArchiveRequest) -> Iterator[tuple[str, Path]]:
-    files = {
-        "--serialized-file": request.serialized_file,
-        "--model-file": request.model_file,
-        "--requirements-file": request.requirements_file,
-        "--config-file": request.config_file,
-    }
-    return ((flag, Path(file)) for flag, file in files.items() if file)
 
 
 def _about_handler(request: ArchiveRequest, file: Path) -> str:

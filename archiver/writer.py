@@ -139,17 +139,13 @@ def extra_files(request: ArchiveRequest) -> Iterator[Input]:
         if os.path.exists(pattern):
             yield from _below(Path(pattern), request)
         elif glob.has_magic(pattern):
-            yield from _matching(pattern, request)
+            matches = sorted(glob.glob(pattern))
+            if not matches:
+                _log.warning("Given wildcard pattern did not match any file: %s", pattern)
+            for match in matches:
+                yield from _below(Path(match), request)
         else:
             raise FileNotFoundError(f"File does not exist: {given}")
-
-
-def _matching(pattern: str, request: ArchiveRequest) -> Iterator[Input]:
-    matches = sorted(glob.glob(pattern))
-    if not matches:
-        _log.warning("Given wildcard pattern did not match any file: %s", pattern)
-    for match in matches:
-        yield from _below(Path(match), request)
 
 
 def _below(path: Path, request: ArchiveRequest) -> Iterator[Input]:

@@ -214,8 +214,7 @@ class TarContainer:
         with open_regular(path) as file:
             self._identity = Identity.of(file)
             headers = self._checked_headers(TarStream(path, file), limits)
-        names = [header.name for header in headers]
-        self._root = _root_of(names)
+        self._root = _root_of([header.name for header in headers])
         intake = Intake(path, limits)
         for header in headers:
             self._take(header, intake)
@@ -245,7 +244,7 @@ class TarContainer:
         intake = Intake(self._path, limits)
         headers = []
         for found in stream.headers():
-            header = found._replace(name=_without_dot(found.name))
+            header = found._replace(name=found.name.removeprefix("./"))  # of `tar -C folder .`
             if header.name != "." or not header.is_directory:
                 self._put(header, header.name, intake)
                 headers.append(header)
@@ -265,11 +264,6 @@ class TarContainer:
             intake.add_directory(name)
         else:
             intake.add(Entry(name, header.size, header.size, "gzip"))
-
-
-def _without_dot(name: str) -> str:
-    """Remove the leading `./` that `tar -C folder .` writes in every name."""
-    return name.removeprefix("./")
 
 
 def _root_of(names: list[str]) -> str:
