@@ -18,12 +18,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NoReturn
 
-from torchere.archiver.container.zip import DAMAGED, check_zip
-from torchere.archiver.errors import ArchiveError
+from torchere.archiver.scan import UnsafeModel, checked_zip
 from torchere.archiver.scan.pickles import foreign_names_in
 from torchere.archiver.scan.torchscript import FILE_OPERATORS
-
-__all__ = ["INT8_OPERATORS", "UnsafeProgram", "check_program"]
 
 # Registers the operators of quantised programs (torchao's PT2E); without it torch can't load them.
 INT8_OPERATORS = "torch.ao.quantization.fx._decomposed"
@@ -43,7 +40,7 @@ _RECORD = re.compile(
 
 
 def check_program(file: BinaryIO, size: int, allow_pickle: bool = False) -> None:
-    """Raise UnsafeProgram when loading `file`, a `.pt2`, with `torch.export.load` could run its own code.
+    """Raise UnsafeModel when loading `file`, a `.pt2`, with `torch.export.load` could run its own code.
 
     Args:
         file: the whole package.
@@ -51,19 +48,13 @@ def check_program(file: BinaryIO, size: int, allow_pickle: bool = False) -> None
         allow_pickle: do not check the pickles in it.
 
     Raises:
-        UnsafeProgram: it could, or the file is damaged or is no exported program.
+        UnsafeModel: it could, or the file is damaged or is no exported program.
     """
     file.seek(0)
-    try:
-        check_zip(file, size)  # torch and Python have different zip readers: both must see the same
-        with zipfile.ZipFile(file) as archive:
-            pickled = _check_records(archive)
-    except ArchiveError as error:
-        raise UnsafeProgram(f"the file is damaged: {error.reason}") from error
-    except DAMAGED as error:
-        raise UnsafeProgram(f"the file is damaged: {error}") from error
+    with checked_zip(file, size) as archive:
+        pickled = _check_records(archive)
     if not allow_pickle and (names := foreign_names_in(file, size, pickled)):
-        raise UnsafeProgram(f"its pickle imports {', '.join(names[:3])}")
+        raise UnsafeModel(f"its pickle imports {', '.join(names[:3])}")
 
 
 def _check_records(archive: zipfile.ZipFile) -> frozenset[str]:
@@ -76,7 +67,7 @@ def _check_records(archive: zipfile.ZipFile) -> frozenset[str]:
     roots = {name.partition("/")[0] for name in names}
     _refuse_others([name for name in names if not _RECORD.fullmatch(name.partition("/")[2])])
     if len(roots) != 1 or f"{min(roots)}/{_PROGRAM}" not in names:
-        raise UnsafeProgram(f"it holds no exported program ({_PROGRAM})")
+        raise UnsafeModel(f"it holds no exported program ({_PROGRAM})")
     check_graph(_json(archive, f"{min(roots)}/{_PROGRAM}"))
     return frozenset(_pickled_records(archive))
 
@@ -87,16 +78,16 @@ def _is_old_record(name: str) -> bool:
 
 def _refuse_others(names: list[str]) -> None:
     if names:
-        raise UnsafeProgram(f"it holds {ascii(names[0])[1:-1][:80]}, which torch.export.save does not write")
+        raise UnsafeModel(f"it holds {ascii(names[0])[1:-1][:80]}, which torch.export.save does not write")
 
 
 def _json(archive: zipfile.ZipFile, name: str) -> Any:
     if archive.getinfo(name).file_size > _MAX_JSON_BYTES:
-        raise UnsafeProgram(f"{name} is larger than {_MAX_JSON_BYTES} bytes")
+        raise UnsafeModel(f"{name} is larger than {_MAX_JSON_BYTES} bytes")
     try:
         return json.loads(archive.read(name).decode())
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of thousands of digits
-        raise UnsafeProgram(f"its program is not valid JSON: {error}") from error
+        raise UnsafeModel(f"its program is not valid JSON: {error}") from error
 
 
 def _pickled_records(archive: zipfile.ZipFile) -> Iterator[str]:
@@ -111,7 +102,7 @@ def _pickled_payloads(config: Any, kind: str) -> Iterator[str]:
     payloads = config.get("config") if isinstance(config, dict) else None
     for payload in payloads.values() if isinstance(payloads, dict) else ():
         if not isinstance(payload, dict):
-            raise UnsafeProgram(f"its list of weights has {ascii(payload)[:80]}; expected objects")
+            raise UnsafeModel(f"its list of weights has {ascii(payload)[:80]}; expected objects")
         path = str(payload.get("path_name")).lower()
         by_torchscript = kind == "constants" and path.startswith("custom_obj_")
         if path.startswith("opaque_obj") or (payload.get("use_pickle") and not by_torchscript):
@@ -142,12 +133,8 @@ _MAPS = frozenset(
 )
 
 
-class UnsafeProgram(ValueError):
-    """The program would run code, or its form is unknown here; one line says where and why."""
-
-
 def check_graph(program: Any) -> None:
-    """Raise UnsafeProgram when the program's JSON has a value that `torch.export.save` would not write."""
+    """Raise UnsafeModel when the program's JSON has a value that `torch.export.save` would not write."""
     for key, value in _members(program):
         if key in _CHECKS:
             for item in value if isinstance(value, list) else [value]:
@@ -195,7 +182,7 @@ def _check_input_tree(spec: Any) -> None:
 
 
 def _refuse(what: str, found: Any, reason: str) -> NoReturn:
-    raise UnsafeProgram(f"{what} in it is {ascii(found)[:80]}; {reason}")
+    raise UnsafeModel(f"{what} in it is {ascii(found)[:80]}; {reason}")
 
 
 # Checks expressions of sizes in an exported program: arithmetic alone, and nothing that takes long.
@@ -257,7 +244,7 @@ _NODES = (
 
 
 def check_expression(what: str, text: object) -> None:
-    """Raise UnsafeProgram unless the text, which is `what`, only computes and compares sizes, at little cost.
+    """Raise UnsafeModel unless the text, which is `what`, only computes and compares sizes, at little cost.
 
     It may call the functions listed here, and tensor methods such as size(). Powers have small constant
     exponents: `9**9**9**9` would occupy a processor for ever.

@@ -13,8 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from torchere.archiver.container.zip import DAMAGED, check_zip
-from torchere.archiver.errors import ArchiveError
+from torchere.archiver.scan import UnsafeModel, checked_zip
 
 FILE_OPERATORS = frozenset({"save", "load", "from_file", "read_file", "write_file"})
 _MAX_SOURCE_BYTES = 2**28  # of one source file
@@ -27,12 +26,8 @@ _TOKEN = re.compile(r'#[^\n]*|\\\n|"""|"(?:\\.|[^"\\\n])*"|\w+|\n|[^\s\w]')
 _STRANGE_QUOTES = ('"""', '"', "'")
 
 
-class UnsafeScript(ValueError):
-    """The module would read or write files, or is damaged; one line says where and why."""
-
-
 def check_script(file: BinaryIO, size: int) -> None:
-    """Raise UnsafeScript when the code of a TorchScript file calls an operator that reads or writes files.
+    """Raise UnsafeModel when the code of a TorchScript file calls an operator that reads or writes files.
 
     Args:
         file: the whole file, which must be a zip as torch.jit.save writes it. torch also reads a zip behind
@@ -41,28 +36,22 @@ def check_script(file: BinaryIO, size: int) -> None:
     """
     file.seek(0)
     if file.read(4) != b"PK\3\4":
-        raise UnsafeScript("it is no zip as torch.jit.save writes it")
-    try:
-        check_zip(file, size)  # so that torch reads the same sources
-        with zipfile.ZipFile(file) as archive:
-            for info in archive.infolist():
-                if info.filename.lower().endswith(".py"):  # torch looks names up without regard to case
-                    _check_source(info.filename.partition("/")[2], _source(archive, info))
-    except ArchiveError as error:
-        raise UnsafeScript(f"the file is damaged: {error.reason}") from error
-    except (*DAMAGED, UnicodeDecodeError) as error:
-        raise UnsafeScript(f"the file is damaged: {error}") from error
+        raise UnsafeModel("it is no zip as torch.jit.save writes it")
+    with checked_zip(file, size) as archive:
+        for info in archive.infolist():
+            if info.filename.lower().endswith(".py"):  # torch looks names up without regard to case
+                _check_source(info.filename.partition("/")[2], _source(archive, info))
 
 
 def _source(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     if info.file_size > _MAX_SOURCE_BYTES:
-        raise UnsafeScript(f"{info.filename} is larger than {_MAX_SOURCE_BYTES} bytes")
+        raise UnsafeModel(f"{info.filename} is larger than {_MAX_SOURCE_BYTES} bytes")
     return archive.read(info)
 
 
 def _check_source(name: str, source: bytes) -> None:
     if _SUSPECT.search(source) and (found := _file_operator(source.decode())):
-        raise UnsafeScript(f"{found} in {ascii(name)[1:-1][:80]}")
+        raise UnsafeModel(f"{found} in {ascii(name)[1:-1][:80]}")
 
 
 def _file_operator(source: str) -> str | None:

@@ -15,9 +15,10 @@ from typing import BinaryIO
 
 from torchere.archiver.container.entries import open_regular
 from torchere.archiver.container.zip import Malformed, read_central, read_directory
-from torchere.archiver.scan.exported_program import OLD_PROGRAM, UnsafeProgram, check_program
+from torchere.archiver.scan import UnsafeModel
+from torchere.archiver.scan.exported_program import OLD_PROGRAM, check_program
 from torchere.archiver.scan.pickles import MAX_PICKLE_BYTES, foreign_names_in, is_pickle
-from torchere.archiver.scan.torchscript import UnsafeScript, check_script
+from torchere.archiver.scan.torchscript import check_script
 
 HEAD_BYTES = 16  # the kinds that are no zip and no pickle are known by these
 SUFFIXES = frozenset(
@@ -121,7 +122,7 @@ def _classify_records(name: str, found: list[tuple[str, int]], file: BinaryIO) -
 def _torchscript(name: str, file: BinaryIO) -> Weights:
     try:
         check_script(file, _size(file))
-    except UnsafeScript as error:
+    except UnsafeModel as error:
         risk = f"READS OR WRITES FILES: {error}"
         return Weights(name, TORCHSCRIPT, True, risk, (str(error),))
     risk = "runs in TorchScript's interpreter, touches no files, and its pickle can't call Python"
@@ -137,7 +138,7 @@ def _package(name: str, records: dict[str, int], file: BinaryIO) -> Weights:
         return Weights(name, AOTINDUCTOR, pickled, f"{_native(records)}{suffix}", foreign)
     try:
         check_program(file, _size(file))
-    except UnsafeProgram as error:
+    except UnsafeModel as error:
         return Weights(name, EXPORTED_PROGRAM, pickled, f"RUNS CODE OF ITS OWN: {error}", (str(error),))
     return Weights(name, EXPORTED_PROGRAM, pickled, f"runs its graph{suffix}")
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from torchere.archiver.models.load.exported_program import ServedProgram
-from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
+from torchere.archiver.scan import UnsafeModel
+from torchere.archiver.scan.exported_program import INT8_OPERATORS, check_program
 from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled import library as aot_abi
 from torchere.handlers.compiled.library import AotModel, BoundModel
@@ -154,7 +155,7 @@ def _refuse_code(path: str) -> None:
     try:
         with open(path, "rb") as file:
             check_program(file, os.path.getsize(path))
-    except UnsafeProgram as err:
+    except UnsafeModel as err:
         raise RuntimeError(
             f"{path} is not loaded, for it could run code of its own: {err}; save it again with "
             "torch.export.save, or load it in a handler of the archive's own"

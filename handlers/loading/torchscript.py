@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.models.load.torchscript import load_script, optimized, using
-from torchere.archiver.scan.torchscript import UnsafeScript
+from torchere.archiver.scan import UnsafeModel
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.loading.weights import WORTH_MAPPING_BYTES, file_to_map
 
@@ -70,7 +70,7 @@ def _load(path: str, device: torch.device | str, *, check: bool) -> torch.jit.Sc
         on_cpu = torch.device(device).type == "cpu"
         mapped = file_to_map(path) if on_cpu and os.path.getsize(path) >= WORTH_MAPPING_BYTES else None
         return _in_eval_mode(load_script(path, check=check, device=device, map_file=mapped))
-    except UnsafeScript as err:
+    except UnsafeModel as err:
         raise RuntimeError(
             f"{path} can't be loaded as TorchScript, for its code could read or write any file: {err}; "
             "expected a file of torch.jit.save, without that. A handler of the archive's own can load it "

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
+from torchere.archiver.scan import UnsafeModel
+from torchere.archiver.scan.exported_program import check_program
 from torchere.archiver.scan.pickles import UNKNOWN, foreign_names_in, imported_names, is_plain
-from torchere.archiver.scan.torchscript import UnsafeScript, check_script
+from torchere.archiver.scan.torchscript import check_script
 from torchere.archiver.scan.weights import AOTINDUCTOR, EXPORTED_PROGRAM, classify
 from torchere.archiver.signature import Signature, SignatureError, parse
 from torchere.handlers.audio.wav import decode_wav
@@ -89,10 +90,10 @@ def weights(data: bytes) -> None:
     """A file of weights is classified, whatever it is; its checks raise their own errors only."""
     found = classify("w.pt", io.BytesIO(data))
     assert found.pickled or not found.foreign or found.kind in PROGRAMS
-    for check, refusal in ((check_script, UnsafeScript), (check_program, UnsafeProgram)):
+    for check in (check_script, check_program):
         try:
             check(io.BytesIO(data), len(data))
-        except refusal:
+        except UnsafeModel:
             continue
 
 

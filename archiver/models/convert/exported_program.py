@@ -28,7 +28,8 @@ from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, re
 from torchere.archiver.models.load.exported_program import unguarded_module
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.load.weight_only import with_plain_weights, without_torchao
-from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
+from torchere.archiver.scan import UnsafeModel
+from torchere.archiver.scan.exported_program import check_program
 
 
 def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSize]) -> ExportedProgram:
@@ -140,7 +141,7 @@ def save_program(program: ExportedProgram, path: Path) -> None:
     try:
         with path.open("rb") as file:
             check_program(file, path.stat().st_size)
-    except UnsafeProgram as error:
+    except UnsafeModel as error:
         raise ModelRefused(
             f"torch.export has written a file that servers do not load: {error}; "
             "change that in the model, or use --format torchscript"

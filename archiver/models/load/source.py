@@ -37,8 +37,8 @@ from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.load.weight_only import torchao_kinds
 from torchere.archiver.models.steps import Say, refusing
 from torchere.archiver.request import AOTI, EXPORT, BuildOptions
-from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
-from torchere.archiver.scan.torchscript import UnsafeScript
+from torchere.archiver.scan import UnsafeModel
+from torchere.archiver.scan.exported_program import INT8_OPERATORS, check_program
 from torchere.archiver.scan.weights import (
     AOTINDUCTOR,
     EXPORTED_PROGRAM,
@@ -255,7 +255,7 @@ def _torchscript(path: Path, allow_pickle: bool) -> Source:
     ):
         try:
             return Source(TORCHSCRIPT, path, load_script(str(path), check=not allow_pickle))
-        except UnsafeScript as error:
+        except UnsafeModel as error:
             raise ModelRefused(
                 f"{path}: not loaded, because its code could read or write any file: {error}; take that out, "
                 "or trust the file with --allow-pickle"
@@ -274,7 +274,7 @@ def _program(path: Path, allow_pickle: bool) -> Source:
             check_program(file, path.stat().st_size, allow_pickle)
     except ArchiveError as error:
         raise ModelRefused(f"{path}: damaged: {error.reason}; export it again") from error
-    except UnsafeProgram as error:
+    except UnsafeModel as error:
         hint = (
             "trust the file with --allow-pickle"
             if "pickle" in str(error)

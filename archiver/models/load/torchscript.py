@@ -86,7 +86,7 @@ def load_script(
             that; it must not be truncated while the module lives. None copies the weights.
 
     Raises:
-        UnsafeScript: the code could read or write files, or the file is damaged.
+        UnsafeModel: the code could read or write files, or the file is damaged.
         ValueError: this build of torch has no such engine.
         OSError: the file can't be read.
         RuntimeError: the file is not TorchScript, or the engine can't hold its weights.

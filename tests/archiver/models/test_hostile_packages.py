@@ -157,12 +157,13 @@ def test_pickles_of_the_old_form_are_read_whatever_they_are_called(
 
 
 def classify_old(path: Path) -> tuple[str, ...]:
-    from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
+    from torchere.archiver.scan import UnsafeModel
+    from torchere.archiver.scan.exported_program import check_program
 
     with open(path, "rb") as file:
         try:
             check_program(file, path.stat().st_size)
-        except UnsafeProgram as error:
+        except UnsafeModel as error:
             return (str(error),)
     return ()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchere.archiver.scan.exported_program import UnsafeProgram, check_expression
+from torchere.archiver.scan import UnsafeModel
+from torchere.archiver.scan.exported_program import check_expression
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_what_torch_writes_is_let_through(text: str) -> None:
     ],
 )
 def test_what_takes_for_ever_is_refused(text: str) -> None:
-    with pytest.raises(UnsafeProgram):
+    with pytest.raises(UnsafeModel):
         check_expression("a size", text)
 
 
@@ -92,11 +93,11 @@ def test_what_takes_for_ever_is_refused(text: str) -> None:
     ],
 )
 def test_what_is_no_arithmetic_is_refused(text: object) -> None:
-    with pytest.raises(UnsafeProgram):
+    with pytest.raises(UnsafeModel):
         check_expression("a size", text)
 
 
 def test_long_sums_are_fine_up_to_what_python_parses() -> None:
     check_expression("a size", " + ".join(["s0"] * 80))
-    with pytest.raises(UnsafeProgram):
+    with pytest.raises(UnsafeModel):
         check_expression("a size", "-" * 9000 + "1")

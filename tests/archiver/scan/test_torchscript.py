@@ -7,7 +7,8 @@ import zipfile
 
 import pytest
 
-from torchere.archiver.scan.torchscript import UnsafeScript, check_script
+from torchere.archiver.scan import UnsafeModel
+from torchere.archiver.scan.torchscript import check_script
 from torchere.archiver.scan.weights import classify
 
 MODULE = """\
@@ -80,25 +81,25 @@ def test_other_models_are_let_be(line: str) -> None:
     ],
 )
 def test_whatever_touches_files_is_refused(line: str) -> None:
-    with pytest.raises(UnsafeScript, match=r"in code/__torch__\.py"):
+    with pytest.raises(UnsafeModel, match=r"in code/__torch__\.py"):
         check(packed(line))
 
 
 def test_sources_are_found_whatever_the_case_of_their_names() -> None:
-    with pytest.raises(UnsafeScript):
+    with pytest.raises(UnsafeModel):
         check(packed('    torch.save(x, "p")', "CODE/__torch__/net.PY"))
 
 
 def test_a_zip_that_two_readers_would_read_differently_is_refused() -> None:
     file = packed("")
-    with pytest.raises(UnsafeScript, match="damaged"):
+    with pytest.raises(UnsafeModel, match="damaged"):
         check(io.BytesIO(file.getvalue() + b"more"))
 
 
 def test_forms_that_torch_loads_and_never_saves_so_are_refused() -> None:
     plain = packed("").getvalue()
     for other in (b"X" * 64 + plain, b"PK\5\6" + plain, b"(\0\0\0PTMF" + bytes(64), b""):
-        with pytest.raises(UnsafeScript, match=r"no zip as torch\.jit\.save writes it"):
+        with pytest.raises(UnsafeModel, match=r"no zip as torch\.jit\.save writes it"):
             check(io.BytesIO(other))
 
 

@@ -21,7 +21,7 @@ from torchere.archiver.models.load.torchscript import (
     optimized,
     saved,
 )
-from torchere.archiver.scan.torchscript import UnsafeScript
+from torchere.archiver.scan import UnsafeModel
 
 PACKED, PLAIN = "mkldnn::_linear_pointwise", "aten::linear"
 
@@ -306,7 +306,7 @@ def test_code_that_writes_files_is_loaded_only_unchecked(tmp_path: Path, as_byte
     for check in (True, False):
         source = io.BytesIO(written) if as_bytes else str(tmp_path / "net.pt")
         if check:
-            with pytest.raises(UnsafeScript, match=r"torch\.save"):
+            with pytest.raises(UnsafeModel, match=r"torch\.save"):
                 load_script(source, check=check)
         else:
             assert load_script(source, check=check).original_name == "Writer"
