@@ -6,6 +6,7 @@ gloo over loopback. A model that ends or blocks a rank ends the trial (`probe/is
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.source import EAGER, HUGGING_FACE, Source
 from torchere.archiver.models.measure.difference import at_least_rounding, distances
 from torchere.archiver.models.probe.derive import batch_refusal
-from torchere.archiver.models.probe.isolation import ModelEndedProcess, end_with_parent, isolated
+from torchere.archiver.models.probe.isolation import ModelEndedProcess, end_with_parent, forked, isolated
 from torchere.archiver.models.probe.precision import largest_magnitude
 from torchere.archiver.models.probe.row_independence import Trial
 from torchere.archiver.models.spread import spread
@@ -214,7 +215,8 @@ def in_ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="torchere-ranks-") as folder:
         try:
             for rank in range(count):
-                ranks.append(_forked(rank, count, Path(folder, "store"), work))
+                store = Path(folder, "store")
+                ranks.append(forked(functools.partial(_serve, rank, count, store, work)))
             numbers = {receiving: rank for rank, (_, receiving) in enumerate(ranks)}
             while len(results) < count:
                 waiting = [receiving for receiving, rank in numbers.items() if rank not in results]
@@ -237,18 +239,6 @@ def _answer(receiving: Connection[Any, Any], rank: int) -> Any:
     if kind == "refused":
         raise ModelRefused(content)
     return content
-
-
-def _forked(
-    rank: int, count: int, store: Path, work: Callable[[int], Any]
-) -> tuple[int, Connection[Any, Any]]:
-    receiving, sending = Pipe(duplex=False)
-    child = os.fork()
-    if child == 0:
-        receiving.close()
-        _serve(rank, count, store, work, sending)
-    sending.close()
-    return child, receiving
 
 
 def _serve(

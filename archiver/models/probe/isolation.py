@@ -87,7 +87,7 @@ def isolated(work: Work, say: Say) -> str:
         return work(silent, say)
     run = _Run()
     with tempfile.TemporaryFile() as errors:
-        child, messages = _forked(work, errors)
+        child, messages = forked(lambda messages: _work(work, messages, errors))
         try:
             kind, content = _answer(messages, run, say)
         finally:
@@ -108,8 +108,8 @@ def isolated(work: Work, say: Say) -> str:
     return str(content)
 
 
-def _forked(work: Work, errors: IO[bytes]) -> tuple[int, Connection[Any, Any]]:
-    """Start the child; return its process id and the end of the pipe that its messages arrive at."""
+def forked(run: Callable[[Connection[Any, Any]], NoReturn]) -> tuple[int, Connection[Any, Any]]:
+    """Call `run` in a child process; return the child's id and the connection that receives its messages."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else the child would write the buffered text again
     receiving, sending = Pipe(duplex=False)
@@ -118,7 +118,7 @@ def _forked(work: Work, errors: IO[bytes]) -> tuple[int, Connection[Any, Any]]:
         child = os.fork()
     if child == 0:
         receiving.close()
-        _work(work, sending, errors)
+        run(sending)
     sending.close()
     return child, receiving
 
