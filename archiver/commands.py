@@ -31,7 +31,7 @@ from torchere.archiver.request import (
     check_inputs,
     handler_files,
 )
-from torchere.archiver.signature import SIGNATURE_NAME, Signature, common_limit, parse
+from torchere.archiver.signature import SIGNATURE_NAME, common_limit, read_signature
 from torchere.archiver.writer import Progress, check_target, write_archive
 
 _BATCH_SIZE = re.compile(r"""^["']?batchSize["']?[ \t]*:[ \t]*["']?(\d+)""", re.MULTILINE)
@@ -117,16 +117,12 @@ def packed_line(path: Path) -> str:
     return f"packed: {path} ({size / 1e6:.1f} MB)" if size >= 1e6 else f"packed: {path} ({size / 1e3:.0f} kB)"
 
 
-def _signature_of(built: Built) -> Signature:
-    file = built.beside / SIGNATURE_NAME
-    return parse(file.read_text(encoding="utf-8")) if file.is_file() else Signature((), ())
-
-
 def _warn_of_larger_batches(handler: str, built: Built, say: Say) -> None:
     """Tell the user if `batchSize` of the configuration exceeds the rows that the model takes at once."""
     config = built.config_file
     asked = _BATCH_SIZE.search(config.read_text(encoding="utf-8")) if config else None
-    inputs = [spec for spec in _signature_of(built).inputs if spec.shape]
+    signature = read_signature(built.beside)
+    inputs = [spec for spec in signature.inputs if spec.shape] if signature else []
     most = [common_limit(spec.limits_of(0)).most if spec.batched else spec.shape[0] for spec in inputs]
     rows = min((size for size in most if size), default=None)
     if config and asked and rows and int(asked[1]) > rows:
@@ -140,7 +136,9 @@ def _warn_of_larger_batches(handler: str, built: Built, say: Say) -> None:
 
 def _refuse_unservable(built: Built) -> None:
     """Raise ModelRefused when the signature has a datatype that the default handler can't carry."""
-    signature = _signature_of(built)
+    signature = read_signature(built.beside)
+    if signature is None:
+        return
     reasons = {"BYTES": f"texts, and the handler {DEFAULT_HANDLER!r} knows numbers only"}
     if built.serialized_file is not None and built.serialized_file.suffix == ".onnx":
         reasons["BF16"] = "BF16, which onnxruntime's NumPy arrays do not have"
