@@ -232,7 +232,7 @@ class _Compilation:
             signature = signature_of(
                 module, example, names, sizes, probe_batch=True, say=lines.append, variations=tried
             )
-        model = LoadedModel(module, example, signature, self.source.kind, self.source.path)
+        model = LoadedModel(module, example, signature, self.source.path)
         samples = chosen_samples(self.options, names, example, self.say)
         job = _Job(model, samples, names, sizes, program)
         method = self.options.quantize

@@ -118,4 +118,4 @@ def _loaded(ready: Ready, example: Sample) -> LoadedModel:
     """The seam's record; of the signature only that there are batches counts here."""
     inputs = tuple(TensorSpec(f"in{i}", "FP32", (-1, *t.shape[1:])) for i, t in enumerate(example))
     signature = Signature(inputs, (TensorSpec("output", "FP32", (-1, -1)),))
-    return LoadedModel(ready.module, example, signature, "eager", Path("benchmark"))
+    return LoadedModel(ready.module, example, signature, Path("benchmark"))

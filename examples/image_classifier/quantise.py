@@ -51,7 +51,7 @@ def int8(
     Raises:
         ModelRefused: no engine of this machine runs it.
     """
-    model = LoadedModel(network, (calibration[0][:1],), SIGNATURE, "eager", Path("efficientnet_lite0"))
+    model = LoadedModel(network, (calibration[0][:1],), SIGNATURE, Path("efficientnet_lite0"))
     return quantise(model, "int8-static", [(batch,) for batch in calibration], say=say)
 
 

@@ -27,7 +27,6 @@ class LoadedModel:
     module: torch.nn.Module  # may also be a torch.jit.ScriptModule
     example: tuple[torch.Tensor, ...]  # on the CPU, one tensor per input; first dimension the batch, if any
     signature: Signature  # derived from running the example
-    kind: str  # kind of the source: "eager", "state dict", "TorchScript", "ExportedProgram", ...
     source: Path  # the file or folder of the model, for messages
 
 

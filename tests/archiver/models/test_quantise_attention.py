@@ -53,7 +53,7 @@ def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 def loaded(module: nn.Module, *example: torch.Tensor) -> LoadedModel:
     inputs = tuple(TensorSpec(f"in{i}", "FP32", (-1, *t.shape[1:])) for i, t in enumerate(example))
     signature = Signature(inputs, (TensorSpec("scores", "FP32", (-1, 6, 4)),))
-    return LoadedModel(module.eval(), example, signature, "eager", Path("model.py"))
+    return LoadedModel(module.eval(), example, signature, Path("model.py"))
 
 
 def samples(padded: bool = False, count: int = 4) -> list[Tensors]:

@@ -94,7 +94,7 @@ def test_an_embedding_whose_weights_the_model_reads_itself_stays_in_fp32(
     module, ids = Tied().eval(), torch.randint(0, 50, (2, 5))
     signature = Signature((TensorSpec("ids", "INT64", (-1, 5)),), ())
 
-    made = quantise(LoadedModel(module, (ids,), signature, "eager", Path("model.py")), "int8-dynamic", [])
+    made = quantise(LoadedModel(module, (ids,), signature, Path("model.py")), "int8-dynamic", [])
 
     torch.testing.assert_close(made.module(ids), module(ids), rtol=0.1, atol=0.1)
     assert made.notes[0] == ("int8-dynamic: 1 layers; in fp32, as the model's own code reads them: embedding")
@@ -142,7 +142,7 @@ def test_a_model_that_reads_the_weights_of_all_layers_is_refused(monkeypatch: py
 
     x = torch.rand(2, 4)
     signature = Signature((TensorSpec("x", "FP32", (-1, 4)),), ())
-    model = LoadedModel(Reading().eval(), (x,), signature, "eager", Path("model.py"))
+    model = LoadedModel(Reading().eval(), (x,), signature, Path("model.py"))
     with pytest.raises(ModelRefused, match=r"and the model has none, or its own code reads their weights"):
         quantise(model, "int8-dynamic", [])
 

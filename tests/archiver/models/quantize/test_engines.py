@@ -121,7 +121,7 @@ def test_engines_are_timed_in_each_size_that_requests_may_have(monkeypatch: pyte
     monkeypatch.setattr(candidates, "processor_ms", noted)
     rows = (TensorSpec("x", "FP32", (-1, -1, 8)),)
     model = LoadedModel(
-        torch.nn.Linear(8, 4).eval(), (torch.rand(2, 5, 8),), Signature(rows, rows), "eager", Path("net.py")
+        torch.nn.Linear(8, 4).eval(), (torch.rand(2, 5, 8),), Signature(rows, rows), Path("net.py")
     )
     given = [(torch.rand(2, 5, 8),)]
     quantise(model, "int8-dynamic", given, timed=[*given, (torch.rand(2, 7, 8),)])

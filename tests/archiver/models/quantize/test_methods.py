@@ -83,7 +83,7 @@ def loaded(module: nn.Module, *example: torch.Tensor, batched: bool = True) -> L
         tuple(spec(f"in{index}", tensor) for index, tensor in enumerate(example)),
         tuple(spec(f"out{index}", tensor) for index, tensor in enumerate(outputs)),
     )
-    return LoadedModel(module, example, signature, "eager", Path("model.py"))
+    return LoadedModel(module, example, signature, Path("model.py"))
 
 
 def drift(one: Callable[..., Any], other: Callable[..., Any], samples: list[Tensors]) -> float:
@@ -287,7 +287,7 @@ def test_int8_torchscript_stays_as_it_is_and_gets_the_engine_that_measures_best(
 
 def loaded_script(made: Quantised) -> LoadedModel:
     signature = Signature((TensorSpec("x", "FP32", (-1, 64)),), (TensorSpec("y", "FP32", (-1, 10)),))
-    return LoadedModel(made.module, (torch.randn(2, 64),), signature, "TorchScript", Path("model.pt"))
+    return LoadedModel(made.module, (torch.randn(2, 64),), signature, Path("model.pt"))
 
 
 def test_a_model_of_fp32_is_not_taken_for_one_that_was_trained_for_int8() -> None:

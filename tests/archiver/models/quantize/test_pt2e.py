@@ -40,7 +40,7 @@ def model() -> LoadedModel:
         nn.Linear(8, 4),
     ).eval()
     signature = Signature((TensorSpec("x", "FP32", (-1, 3, 8, 8)),), (TensorSpec("y", "FP32", (-1, 4)),))
-    return LoadedModel(network, (torch.rand(2, 3, 8, 8),), signature, "eager", Path("net.py"))
+    return LoadedModel(network, (torch.rand(2, 3, 8, 8),), signature, Path("net.py"))
 
 
 class Pyramid(nn.Module):
@@ -61,7 +61,7 @@ def test_a_convolution_that_is_called_twice_is_quantised_for_each_call(method: s
     network = Pyramid().eval()
     samples = [(torch.rand(2, 3, 8, 8),) for _ in range(4)]
     specs = TensorSpec("x", "FP32", (-1, 3, 8, 8)), TensorSpec("y", "FP32", (-1, 4, 8, 8))
-    model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), "eager", Path("net.py"))
+    model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), Path("net.py"))
 
     made = quantise(model, method, samples, target="export").module
 
@@ -103,7 +103,7 @@ def test_each_normalisation_has_its_own_share_in_the_answer(
     monkeypatch.setattr(pt2e, "_fold_conv_bn_qat", lambda graph: pytest.fail("an unneeded step of torchao"))
     network, example = Normalised().eval(), (torch.randn(2, 4, 9, 9),)
     spec = (TensorSpec("x", "FP32", (-1, 4, 9, 9)),)
-    model = LoadedModel(network, example, Signature(spec, ()), "eager", Path("net.py"))
+    model = LoadedModel(network, example, Signature(spec, ()), Path("net.py"))
     made = quantise(model, method, [example], target="export").module
     with torch.no_grad():
         pairs = zip(network(*example), made(*example), strict=True)
@@ -133,7 +133,7 @@ def test_other_free_sizes_than_the_batch_stay_free() -> None:
     network = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 4, 3, padding=1)).eval()
     example = (torch.rand(1, 4, 20),)
     spec = (TensorSpec("x", "FP32", (-1, 4, -1)),)
-    model = LoadedModel(network, example, Signature(spec, spec), "eager", Path("net.py"))
+    model = LoadedModel(network, example, Signature(spec, spec), Path("net.py"))
     made = quantise(model, "int8-static", [example, (torch.rand(2, 4, 31),)], target="aoti")
     sizes = [FreeSize("batch", ((0, 0),), 1, 8), FreeSize("x_2", ((0, 2),), 1, 64)]
     program = to_program(made.module, example, sizes)
@@ -166,7 +166,7 @@ class Signal(nn.Module):
 def test_a_model_of_which_no_layer_becomes_int8_is_refused(method: str) -> None:
     example = (torch.rand(2, 4, 20),)
     spec = (TensorSpec("x", "FP32", (-1, 4, 20)),)
-    model = LoadedModel(Signal().eval(), example, Signature(spec, spec), "eager", Path("net.py"))
+    model = LoadedModel(Signal().eval(), example, Signature(spec, spec), Path("net.py"))
 
     with pytest.raises(ModelRefused, match=rf"^{method} changes linear layers.* found none .*torchscript"):
         quantise(model, method, [example], target="export")
@@ -179,7 +179,7 @@ def test_of_an_encoder_the_program_holds_int8_weights_and_no_fp32_ones(method: s
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     network = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     spec = (TensorSpec("x", "FP32", (-1, 5, 16)),)
-    encoder = LoadedModel(network, (torch.randn(2, 5, 16),), Signature(spec, spec), "eager", Path("net.py"))
+    encoder = LoadedModel(network, (torch.randn(2, 5, 16),), Signature(spec, spec), Path("net.py"))
 
     made = quantise(encoder, method, [encoder.example], target="export")
 
@@ -202,7 +202,7 @@ def test_a_compiled_encoder_is_int8_and_leaves_its_input_as_it_is(tmp_path: Path
     network = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
     spec = (TensorSpec("x", "FP32", (-1, 5, 32)),)
     given = (torch.randn(2, 5, 32),)
-    encoder = LoadedModel(network, given, Signature(spec, spec), "eager", Path("net.py"))
+    encoder = LoadedModel(network, given, Signature(spec, spec), Path("net.py"))
     made = quantise(encoder, "int8-static", [given], target="aoti")
     program = to_program(made.module, given, [FreeSize("batch", ((0, 0),), 1, 8)])
     weights = [one for one in program.state_dict.values() if one.dim() > 1]

@@ -90,7 +90,7 @@ def test_int8_scores_beside_boxes_are_no_longer_zero(monkeypatch: pytest.MonkeyP
     torch.manual_seed(1)
     samples = [(torch.rand(1, 3, 32, 32),) for _ in range(8)]
     signature = Signature((TensorSpec("x", "FP32", (-1, 3, 32, 32)),), ())
-    model = LoadedModel(module, samples[0], signature, "eager", Path("model.py"))
+    model = LoadedModel(module, samples[0], signature, Path("model.py"))
 
     made = quantise(model, "int8-static", samples)
 

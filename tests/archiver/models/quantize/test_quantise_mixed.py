@@ -88,7 +88,7 @@ def uneven(convolutional: bool) -> tuple[LoadedModel, list[tuple[torch.Tensor, .
     for sample in samples:
         sample[:, 0] = 1000.0
     signature = Signature((TensorSpec("x", "FP32", (-1, *samples[0].shape[1:])),), ())
-    model = LoadedModel(network, (samples[0],), signature, "eager", Path("model.py"))
+    model = LoadedModel(network, (samples[0],), signature, Path("model.py"))
     return model, [(sample,) for sample in samples]
 
 

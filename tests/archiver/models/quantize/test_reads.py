@@ -85,7 +85,7 @@ def test_a_layer_whose_weight_is_read_stays_in_fp32(monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     module, x = Decoding().eval(), torch.randn(8, 256)
     signature = Signature((TensorSpec("x", "FP32", (-1, 256)),), ())
-    model = LoadedModel(module, (x,), signature, "eager", Path("model.py"))
+    model = LoadedModel(module, (x,), signature, Path("model.py"))
 
     made = quantise(model, method, [(x,)])
 
@@ -96,6 +96,6 @@ def test_a_layer_whose_weight_is_read_stays_in_fp32(monkeypatch: pytest.MonkeyPa
 
 def test_a_program_has_a_weight_that_is_read_in_8_bits() -> None:
     module, x = Decoding().eval(), torch.randn(8, 256)
-    model = LoadedModel(module, (x,), Signature((), ()), "eager", Path("model.py"))
+    model = LoadedModel(module, (x,), Signature((), ()), Path("model.py"))
     made = quantise(model, "int8-weight", [(x,)], target="export")
     assert isinstance(made.module.get_submodule("encoder"), Int8Linear)

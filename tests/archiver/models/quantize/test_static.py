@@ -78,7 +78,7 @@ def model_of(module: nn.Module, *example: torch.Tensor) -> LoadedModel:
         TensorSpec(f"in{index}", "FP32", (-1, *one.shape[1:])) for index, one in enumerate(example)
     )
     signature = Signature(inputs, (TensorSpec("out", "FP32", (-1, 4)),))
-    return LoadedModel(module.eval(), example, signature, "eager", Path("model.py"))
+    return LoadedModel(module.eval(), example, signature, Path("model.py"))
 
 
 @pytest.fixture(autouse=True)

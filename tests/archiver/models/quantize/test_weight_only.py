@@ -169,7 +169,7 @@ def test_the_weights_of_pruned_layers_get_fewer_bits(network: nn.Module, method:
     example = (torch.randn(2, 256),)
     network(*example)  # with gradients
     made = quantise(
-        LoadedModel(network, example, Signature(*specs), "eager", Path("net.py")), method, [], target="export"
+        LoadedModel(network, example, Signature(*specs), Path("net.py")), method, [], target="export"
     )
     assert [type(layer) for layer in made.module.children()][2:] == [Int8Linear, nn.ReLU, nn.Linear]
     assert (
@@ -239,7 +239,7 @@ def test_a_transformer_keeps_its_answers_in_an_exported_program(method: str) -> 
     ).eval()
     example = (torch.randn(2, 12, 128),)
     spec = (TensorSpec("x", "FP32", (-1, 12, 128)),)
-    model = LoadedModel(encoder, example, Signature(spec, spec), "eager", Path("net.py"))
+    model = LoadedModel(encoder, example, Signature(spec, spec), Path("net.py"))
 
     made = quantise(model, method, [], target="export")
 
@@ -445,7 +445,7 @@ class OfItsDtype(nn.Module):
 def of_its_dtype(bias: bool) -> LoadedModel:
     specs = (TensorSpec("x", "FP32", (-1, 256)),), (TensorSpec("y", "FP32", (-1, 192)),)
     example = (torch.randn(2, 256),)
-    return LoadedModel(OfItsDtype(bias).eval(), example, Signature(*specs), "eager", Path("net.py"))
+    return LoadedModel(OfItsDtype(bias).eval(), example, Signature(*specs), Path("net.py"))
 
 
 @pytest.mark.parametrize("method", ["int8-weight", "int4-weight"])
