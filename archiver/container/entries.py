@@ -175,29 +175,19 @@ class Intake:
         return ArchiveError(self._archive, reason, advice, entry=entry)
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Identity of an indexed file; a file that was replaced or rewritten since is refused."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, file: BinaryIO) -> Identity:
-        """Return the identity of an open file."""
-        status = os.fstat(file.fileno())
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+def identity_of(file: BinaryIO) -> tuple[int, ...]:
+    """Return the identity of an open file, which is another after the file was replaced or rewritten."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def open_regular(path: Path, identity: Identity | None = None) -> BinaryIO:
+def open_regular(path: Path, identity: tuple[int, ...] | None = None) -> BinaryIO:
     """Open a regular file for reading; with `identity`, only if it is still the same file, unchanged."""
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115  # the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ArchiveError(path, "not a regular file", "name a .mar, a .tar.gz or a directory")
-    if identity is not None and Identity.of(file) != identity:
+    if identity is not None and identity_of(file) != identity:
         file.close()
         raise ArchiveError(path, "the file changed after it was opened", "open it again")
     return file

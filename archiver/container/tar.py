@@ -14,8 +14,8 @@ from torchere.archiver.container.entries import (
     ArchiveLimits,
     Chunks,
     Entry,
-    Identity,
     Intake,
+    identity_of,
     open_regular,
 )
 from torchere.archiver.errors import ArchiveError
@@ -212,7 +212,7 @@ class TarContainer:
     def __init__(self, path: Path, limits: ArchiveLimits) -> None:
         self._path = path
         with open_regular(path) as file:
-            self._identity = Identity.of(file)
+            self._identity = identity_of(file)
             headers = self._checked_headers(TarStream(path, file), limits)
         self._root = _root_of([header.name for header in headers])
         intake = Intake(path, limits)

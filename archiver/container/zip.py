@@ -8,6 +8,7 @@ or overlap, and each local header matches the directory.
 from __future__ import annotations
 
 import lzma
+import os
 import stat
 import struct
 import zipfile
@@ -21,9 +22,9 @@ from torchere.archiver.container.entries import (
     ArchiveLimits,
     Chunks,
     Entry,
-    Identity,
     Intake,
     Method,
+    identity_of,
     open_regular,
 )
 from torchere.archiver.errors import ArchiveError
@@ -233,8 +234,9 @@ class ZipContainer:
     def __init__(self, path: Path, limits: ArchiveLimits) -> None:
         self._path = path
         with open_regular(path) as file:
-            self._identity = Identity.of(file)
-            self.entries = _Indexer(path, file, Intake(path, limits)).entries(self._identity.size)
+            self._identity = identity_of(file)
+            size = os.fstat(file.fileno()).st_size
+            self.entries = _Indexer(path, file, Intake(path, limits)).entries(size)
 
     def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
         """See `Container.walk`."""
