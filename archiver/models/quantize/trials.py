@@ -133,8 +133,7 @@ def check_trial(
         accept_slower: allow a quantised model that is not faster than fp32.
 
     Raises:
-        DriftRefused: the drift is too large.
-        ModelRefused: a quantised model takes as much processor time as in fp32, or more.
+        ModelRefused: the drift is too large, or a quantised model takes as much time as in fp32, or more.
     """
     if trial.report is None:
         return ""

@@ -31,10 +31,6 @@ from torchere.archiver.torchscript_options import TorchScriptOptions
 _BUDGET_S = 1.5  # timing budget per batch size, for all models together
 
 
-class DriftRefused(ModelRefused):
-    """The outputs of the packed model differ too much from the original's, or can't be compared."""
-
-
 @fewer_threads_when_busy()
 def verify(
     original: Callable[..., Any],
@@ -125,14 +121,14 @@ def with_memory(
 
 
 def refuse_drift(report: Report, quantised: bool = True) -> None:
-    """Raise DriftRefused unless the report is accepted; the message gives the drift and the reason.
+    """Raise ModelRefused unless the report is accepted; the message gives the drift and the reason.
 
     Args:
         report: of the packed model.
         quantised: the packed model is quantised; the message advises on that, else on the format.
     """
     if not report.accepted:
-        raise DriftRefused(f"{reason_of(report, quantised)}; --accept-drift packs it all the same")
+        raise ModelRefused(f"{reason_of(report, quantised)}; --accept-drift packs it all the same")
 
 
 def refuse_other_sizes(
@@ -144,7 +140,7 @@ def refuse_other_sizes(
     *,
     quantised: bool = True,
 ) -> None:
-    """Raise DriftRefused when the packed model answers differently at another size than the example's.
+    """Raise ModelRefused when the packed model answers differently at another size than the example's.
 
     A compiler may have fixed a size that is said to be free, as the number of steps of an unrolled loop; the
     shapes of the answers need not show it. In static int8, values that grow with a size leave the ranges of
@@ -176,11 +172,11 @@ def refuse_other_sizes(
     if not refusal:
         return
     if quantised:  # a form in fp32 is compared with the original at the example's sizes when it is made
-        raise DriftRefused(
+        raise ModelRefused(
             f"the quantised model {refusal}; narrow --dynamic, calibrate with --samples of all its sizes, "
             "take another --quantize, or allow more by --max-drift; --accept-drift packs it all the same"
         )
-    raise DriftRefused(
+    raise ModelRefused(
         f"the packed model is right for the example, and {refusal}; take --format torchscript --script, "
         "which keeps loops over a size, or leave --dynamic out"
     )

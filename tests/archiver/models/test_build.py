@@ -19,7 +19,6 @@ import torch
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models import build
-from torchere.archiver.models.verify.compare import DriftRefused
 from torchere.archiver.signature import Signature, parse
 
 Pack = Callable[..., Path]
@@ -201,7 +200,7 @@ def test_the_limit_of_drift_and_its_acceptance_count_for_other_sizes_too(
 ) -> None:
     def differ(*given: Any, quantised: bool) -> None:
         assert not quantised
-        raise DriftRefused(f"at most {given[-1]}")
+        raise ModelRefused(f"at most {given[-1]}")
 
     monkeypatch.setattr(build, "refuse_other_sizes", differ)
     given = {
@@ -213,7 +212,7 @@ def test_the_limit_of_drift_and_its_acceptance_count_for_other_sizes_too(
         "verify": True,
     }
     for asked, limit in ({}, "0.001"), ({"max_drift": 0.5}, "0.5"):
-        with pytest.raises(DriftRefused, match=f"at most {limit}$"):
+        with pytest.raises(ModelRefused, match=f"at most {limit}$"):
             pack(**given, **asked)
     assert pack(**given, accept_drift=True).exists()
 

@@ -17,7 +17,6 @@ from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.measure.cost import batch_of
 from torchere.archiver.models.measure.difference import Difference, chance_of_worst
 from torchere.archiver.models.verify.compare import (
-    DriftRefused,
     refuse_drift,
     refuse_other_sizes,
     verify,
@@ -73,11 +72,11 @@ def test_a_model_that_drifts_is_refused_in_one_line_that_says_by_how_much(networ
     assert not report.accepted
     assert "REFUSED" in report.table()
     with pytest.raises(
-        DriftRefused, match=r"drift 0\.5, expected at most 0\.3.*--max-drift.*--accept-drift"
+        ModelRefused, match=r"drift 0\.5, expected at most 0\.3.*--max-drift.*--accept-drift"
     ) as refusal:
         refuse_drift(report)
     assert "\n" not in str(refusal.value)
-    with pytest.raises(DriftRefused, match=r"\(largest difference [\d.]+\); take another --format, or allow"):
+    with pytest.raises(ModelRefused, match=r"\(largest difference [\d.]+\); take another --format, or allow"):
         refuse_drift(report, quantised=False)
 
 
@@ -232,7 +231,7 @@ def test_a_channel_that_is_off_is_refused_though_the_outputs_as_a_whole_are_near
 
     assert report.difference.drift < 0.25
     assert not report.accepted
-    with pytest.raises(DriftRefused, match=r"in one output: worst channel: drift 0\.\d+ .*more samples"):
+    with pytest.raises(ModelRefused, match=r"in one output: worst channel: drift 0\.\d+ .*more samples"):
         refuse_drift(report)
 
 
@@ -262,9 +261,9 @@ def test_another_answer_at_another_size_is_refused() -> None:
 
     refuse_other_sizes(original, original, example, sizes, 1e-3)
     refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, [], 1e-3)
-    with pytest.raises(DriftRefused, match=r"when length is 9: drift .* --format torchscript --script, "):
+    with pytest.raises(ModelRefused, match=r"when length is 9: drift .* --format torchscript --script, "):
         refuse_other_sizes(original, lambda x: x[:, :7].sum(1), example, sizes, 1e-3, quantised=False)
-    with pytest.raises(DriftRefused, match=r"when length is 50: drift "):
+    with pytest.raises(ModelRefused, match=r"when length is 50: drift "):
         refuse_other_sizes(original, lambda x: x[:, :40].sum(1), example, sizes, 1e-3)
 
 
@@ -285,7 +284,7 @@ def test_indices_of_a_quantised_model_that_change_places_are_named_with_advice_o
         return x, x.argsort(1, descending=len(x) != 4)
 
     with pytest.raises(
-        DriftRefused, match=r"^the quantised model answers .* in output 1 \(INT64\), "
+        ModelRefused, match=r"^the quantised model answers .* in output 1 \(INT64\), "
     ) as refusal:
         refuse_other_sizes(original, packed, (torch.rand(4, 8),), sizes, 0.05)
     assert "another --quantize, or allow more by --max-drift; --accept-drift" in str(refusal.value)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchere.archiver.models.verify.compare import DriftRefused, refuse_drift, verify
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.verify.compare import refuse_drift, verify
 from torchere.archiver.models.verify.report import Report
 
 SAMPLES: list[tuple[torch.Tensor, ...]] = [(torch.randn(2, 8),), (torch.randn(3, 8),)]
@@ -34,7 +35,7 @@ def report_of(model: object, samples: list[tuple[torch.Tensor, ...]] = SAMPLES) 
 def test_dropout_that_is_left_on_is_named_as_the_cause() -> None:
     report = report_of(random)
 
-    with pytest.raises(DriftRefused, match=r"itself drifts by .*F\.dropout .* --accept-drift"):
+    with pytest.raises(ModelRefused, match=r"itself drifts by .*F\.dropout .* --accept-drift"):
         refuse_drift(report)
     assert "the original itself drifts by" in report.table()
 
@@ -44,7 +45,7 @@ def test_an_original_that_answers_with_nothing_but_nan_is_refused() -> None:
 
     assert report.difference.drift == 0.0
     assert not report.accepted
-    with pytest.raises(DriftRefused, match=r"answers with nothing but not-a-number.*NaN in the weights"):
+    with pytest.raises(ModelRefused, match=r"answers with nothing but not-a-number.*NaN in the weights"):
         refuse_drift(report)
 
 
@@ -69,7 +70,7 @@ def test_a_channel_that_went_silent_is_refused_though_the_drift_is_small() -> No
 
     assert report.difference.drift < 0.01
     assert not report.accepted
-    with pytest.raises(DriftRefused, match=r"has lost outputs of.*1 of 2 channels \(dimension 1: 1\)"):
+    with pytest.raises(ModelRefused, match=r"has lost outputs of.*1 of 2 channels \(dimension 1: 1\)"):
         refuse_drift(report)
 
 
