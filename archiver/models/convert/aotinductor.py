@@ -20,7 +20,7 @@ from torchere.archiver.models.convert.exported_program import free_sizes, hide_f
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
 from torchere.archiver.models.load.weight_only import INPUTS_OF_8_BITS
-from torchere.archiver.models.measure.cost import Model, one_thread, processor_ms
+from torchere.archiver.models.measure.cost import BATCH_SIZES, Model, one_thread, processor_ms
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.steps import Say, line_of
 
@@ -44,7 +44,6 @@ TEMPLATES: dict[str, Any] = {
     "cpp.threads": _PARTS,
 }
 _MULTIPLYING = ("aten::linear", "aten::addmm", "aten::mm")
-_BATCHES = (1, 8)
 _BUDGET_S = 4.0  # timing budget per batch size, for both builds together
 _EQUAL = 0.95  # on a busy machine, the measured ratio of two equal models can be this low
 _GAIN = 1.03  # minimum geometric mean of the speed-ups for the templates to be chosen
@@ -53,7 +52,7 @@ _MOST_DRIFT = 1e-4  # both builds compute in fp32 and differ only in the order o
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Milliseconds per run of both builds, on one thread, for each of `_BATCHES` that the program accepts."""
+    """Milliseconds per run of both builds, on one thread, for each of `BATCH_SIZES` that the program has."""
 
     plain_ms: tuple[float, ...]
     templates_ms: tuple[float, ...]
@@ -92,7 +91,7 @@ def _operators_of(program: ExportedProgram) -> Iterator[tuple[str, fx.Node]]:
 
 
 def samples(program: ExportedProgram) -> list[Tensors]:
-    """Return inputs to time a build on: the program's example in each size of `_BATCHES` that it accepts.
+    """Return inputs to time a build on: the program's example in each size of `BATCH_SIZES` that it accepts.
 
     Return the unchanged example if the batch size is fixed, and an empty list if the example is not made of
     positional tensors only.
@@ -103,7 +102,7 @@ def samples(program: ExportedProgram) -> list[Tensors]:
     batch = next((size for size in free_sizes(program, args) if size.is_batch(args)), None)
     if batch is None:
         return [args]
-    return [resized(args, batch, size) for size in _BATCHES if batch.low <= size <= batch.high]
+    return [resized(args, batch, size) for size in BATCH_SIZES if batch.low <= size <= batch.high]
 
 
 def _example(program: ExportedProgram) -> Tensors:

@@ -23,10 +23,10 @@ from torchere.archiver.models.load.torchscript import (
 )
 from torchere.archiver.models.measure.cost import Samples, times_by_batch, told_times
 from torchere.archiver.models.measure.difference import answers, difference
+from torchere.archiver.quantization import SAME_DRIFT
 from torchere.archiver.signature import ANY, Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
-MAX_DRIFT = 1e-3  # from the unoptimised model; only the order of sums differs
 LEAST_GAIN = 1.05  # at every batch size; less is noise, and the second copy of the weights needs memory
 _BUDGET_S = 1.5  # timing budget per batch size, for both models together
 
@@ -43,7 +43,7 @@ class Gain:
     def is_worthwhile(self) -> bool:
         """Whether the optimised model is faster at every batch size and gives the same outputs."""
         factors = [self.plain_ms[size] / self.optimized_ms[size] for size in self.plain_ms]
-        return self.drift <= MAX_DRIFT and min(factors) >= LEAST_GAIN
+        return self.drift <= SAME_DRIFT and min(factors) >= LEAST_GAIN
 
     @property
     def note(self) -> str:

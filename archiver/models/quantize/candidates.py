@@ -25,11 +25,11 @@ from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.inputs.examples import spread
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
-from torchere.archiver.models.measure.cost import processor_ms, shapes_of
+from torchere.archiver.models.measure.cost import Samples, processor_ms, shapes_of
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
 from torchere.archiver.models.quantize.reads import KEPT_AS_READ, read_elsewhere
-from torchere.archiver.models.quantize.static import calibrate
+from torchere.archiver.models.quantize.static import LAYERS, calibrate
 from torchere.archiver.models.steps import Say, counted, line_of, silent
 
 _AS_FAST = 1.05  # engines within this multiple of the least time count as equally fast
@@ -124,12 +124,11 @@ def _failures(found: dict[str, Measured], blank: Measured) -> Iterator[None]:
         found[blank.engine] = replace(blank, failure=f"can't run it ({line_of(error, -1)})")
 
 
-Samples = Sequence[tuple[torch.Tensor, ...]]
 Compile = Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.jit.ScriptModule]
 # Methods that can leave some layers in fp32, with the layer types that they quantise.
 _MIXABLE: dict[str, tuple[type[nn.Module], ...]] = {
     "int8-dynamic": (nn.Linear,),
-    "int8-static": (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    "int8-static": LAYERS,
 }
 _JUDGED = 32  # rows for the comparison of engines; verification uses all rows later
 _RANKED = 4  # samples for the ranking of layers by drift; of one row each if they have batches

@@ -355,7 +355,7 @@ def _qconfig(activation: Any, weight_limit: int) -> Any:
 # upper limit: it costs nothing, no level is spent on clipped values, and the remaining ReLU is fused into the
 # convolution.
 
-_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _LIMITS = (0.0, 6.0)
 _ARGUMENTS = {  # names of the limits, in the order of the arguments of a function or method
     functional.hardtanh: ("min_val", "max_val"),
@@ -377,7 +377,7 @@ def clipped_by_format(graph: fx.GraphModule, kept: Collection[str] = ()) -> tupl
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or not _is_relu6(graph, node):
             continue
-        alone = isinstance(module_at(graph, source), _LAYERS) and calls_of(graph, source) == 1
+        alone = isinstance(module_at(graph, source), LAYERS) and calls_of(graph, source) == 1
         if alone and len(source.users) == 1:
             if str(source.target) in kept:
                 insert_module(graph, node, nn.ReLU6(), source)
@@ -431,7 +431,7 @@ def _behind_joins(graph: fx.GraphModule) -> list[fx.Node]:
     """Return the concatenations of outputs and all nodes that depend on them, in order."""
     read: set[fx.Node] = set()  # nodes that a layer with weights reads, directly or indirectly
     for node in reversed(graph.graph.nodes):
-        if any(user in read or isinstance(module_at(graph, user), _LAYERS) for user in node.users):
+        if any(user in read or isinstance(module_at(graph, user), LAYERS) for user in node.users):
             read.add(node)
     behind: dict[fx.Node, None] = {}
     for node in graph.graph.nodes:
