@@ -183,6 +183,11 @@ class _Job:
     program: torch.export.ExportedProgram | None  # None: the model must be exported again
 
     @property
+    def file(self) -> Path | None:
+        """The file of the original model; None if that is a folder, or a class alone."""
+        return self.model.source if self.model.source.is_file() else None
+
+    @property
     def given(self) -> list[Tensors]:
         """The samples; the example if there are none."""
         return self.samples.tensors or [self.model.example]
@@ -424,7 +429,6 @@ class _Compilation:
 
     def _verified(self, job: _Job, trial: Trial, fp32: Trial | None) -> Trial:
         """Return the trial with its report: outputs against the original's, times against fp32's."""
-        source = job.model.source if job.model.source.is_file() else None
         module = job.model.module
         verifying = step(self.say, f"verifying ({trial.method})")
         with verifying, unchanged_buffers(module), job.samples.named(module):
@@ -435,7 +439,7 @@ class _Compilation:
                 max_drift=self._limit(job, trial.method if trial.quantised else None),
                 batched=all(one.signature.batched for one in (trial, fp32) if one),
                 sizes=batch_sizes(trial.signature, fp32.signature if fp32 else None),
-                files=(source, trial.packed.file),
+                files=(job.file, trial.packed.file),
                 loads=(TorchScriptOptions(), trial.load),
                 notes=trial.quantised.notes if trial.quantised else (),
                 fp32=_as_served(fp32) if fp32 else None,
@@ -456,8 +460,8 @@ class _Compilation:
         if trial.report is None:
             return
         with step(self.say, "measuring the memory"):
-            files = (job.model.source if job.model.source.is_file() else None, trial.packed.file)
-            report = with_memory(trial.report, files, (TorchScriptOptions(), trial.load), job.given[0])
+            loads = (TorchScriptOptions(), trial.load)
+            report = with_memory(trial.report, (job.file, trial.packed.file), loads, job.given[0])
         self.say(report.table())
         warning = check_trial(
             trial,
