@@ -20,7 +20,7 @@ from torchere.archiver.models.convert.exported_program import free_sizes, save_p
 from torchere.archiver.models.convert.torchscript import AS_PYTHON, to_torchscript
 from torchere.archiver.models.inputs.buffers import is_same
 from torchere.archiver.models.inputs.examples import check_against
-from torchere.archiver.models.inputs.run import Run, run_on
+from torchere.archiver.models.inputs.run import Run, copies, run_on
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.huggingface import files_to_serve
@@ -154,7 +154,7 @@ def needed_isa(isa: str, program: torch.export.ExportedProgram) -> str:
 
 def changes_inputs(run: Run, example: Tensors) -> bool:
     """Return whether a model writes into its input tensors."""
-    given = tuple(tensor.clone() for tensor in example)
+    given = copies(example)
     with torch.no_grad():
         run(*given)
     return not all(map(is_same, given, example))

@@ -19,6 +19,7 @@ from torchere.archiver.models.inputs.run import (
     Named,
     OperatorWatch,
     Run,
+    copies,
     has_hooks,
     named_results,
     seeded,
@@ -79,7 +80,7 @@ def _frozen(compiled: torch.jit.ScriptModule, example: Tensors) -> torch.jit.Scr
         # later. That mode shows `aten::linear` to the watch; otherwise autograd takes it apart first.
         run = copy.deepcopy(compiled.eval())
         with torch.inference_mode(), watch:
-            run(*_copies(example))
+            run(*copies(example))
     return frozen(compiled, fold_linear=watch.only_rows)
 
 
@@ -225,7 +226,7 @@ def trace(
     """
     with torch.no_grad():
         with unchanged_buffers(module):
-            is_plain = _is_plain(module(*_copies(example)))
+            is_plain = _is_plain(module(*copies(example)))
             refuse_lost_state(module, example, "a trace")
         with (
             unchanged_buffers(module),
@@ -234,7 +235,7 @@ def trace(
             _baked() as places,
         ):
             made: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
-                module if is_plain else _Flat(module), _copies(example), strict=False, check_trace=False
+                module if is_plain else _Flat(module), copies(example), strict=False, check_trace=False
             )
     with unchanged_buffers(module):  # those of the trace, too
         _refuse_other_answers(module, made, example, sizes, ends=bool(places))
@@ -402,7 +403,3 @@ def _answers(run: Run, inputs: Tensors) -> Named | None:
 
 def _differ(wanted: Named, found: Named | None, precision: Precision = FINE) -> bool:
     return found is None or len(found) != len(wanted) or differing(wanted, found, precision) is not None
-
-
-def _copies(example: Tensors) -> Tensors:
-    return tuple(tensor.clone() for tensor in example)  # the model may modify its inputs in place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,16 @@ def run_on(run: Run, example: Tensors) -> Named:
         ModelRefused: the model fails, or its result has other values than tensors that clients can receive.
     """
     with refusing(f"running the model on {shapes(example)}"), torch.no_grad():
-        result = run(*(tensor.clone() for tensor in example))
+        result = run(*copies(example))
     found = named_results(result)
     for name, tensor in found:
         check_tensor(name, tensor)
     return [(name, tensor.clone()) for name, tensor in found]
+
+
+def copies(inputs: Sequence[torch.Tensor]) -> Tensors:
+    """Return copies of a model's inputs, because the model may write into them (`x.sub_(mean).div_(std)`)."""
+    return tuple(tensor.clone() for tensor in inputs)
 
 
 def run_of_session(session: Any) -> Callable[..., Tensors]:

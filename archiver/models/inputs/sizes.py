@@ -79,7 +79,7 @@ class FreeSize:
         """Return the smallest size, and the largest size to try; without the example's size."""
         now, values = self.size_in(example), sum(tensor.numel() for tensor in example)
         most = min(self.high, max(_FAR * now, _FAR_SIZE), max(now * _MOST_VALUES // max(values, 1), now))
-        ends = (-(-self.low // self.multiple) * self.multiple, most // self.multiple * self.multiple)
+        ends = (self.smallest(self.low), most // self.multiple * self.multiple)
         return [size for size in dict.fromkeys(ends) if size != now]
 
     def sizes_to_try(self, example: Tensors) -> list[int]:
@@ -218,6 +218,14 @@ def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:
     for index, dimension in free.places:
         made[index] = made[index].index_select(dimension, picked).contiguous()
     return tuple(made)
+
+
+def without_ones(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return the tensor with its free dimensions of size 1 doubled: torch.export takes 1 for a constant."""
+    for dimension, wanted in enumerate(spec.shape):
+        if wanted == ANY and tensor.shape[dimension] == 1:
+            tensor = tensor.repeat_interleave(2, dimension)
+    return tensor
 
 
 def _checked(free: FreeSize, example: Tensors) -> FreeSize:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.models.inputs.examples import spread
+from torchere.archiver.models.inputs.run import copies
 from torchere.archiver.signature import Signature, common_limit
 
 Model = Callable[..., Any]
@@ -79,11 +80,8 @@ def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], bud
 
 
 def _seconds(model: Model, arguments: Sequence[torch.Tensor]) -> float:
-    """Return the time of a run, counted for the process, because onnxruntime computes in its own threads.
-
-    The model gets copies, because it may write into its inputs (`x.sub_(mean).div_(std)`).
-    """
-    given = tuple(tensor.clone() for tensor in arguments)
+    """Return the time of a run, counted for the process, because onnxruntime computes in its own threads."""
+    given = copies(arguments)
     started = time.process_time()
     model(*given)
     return time.process_time() - started

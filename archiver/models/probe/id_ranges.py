@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.run import OperatorWatch, Run, shapes
-from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.inputs.run import OperatorWatch, Run, copies, shapes
+from torchere.archiver.models.inputs.sizes import Tensors, without_ones
 from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.steps import Say, silent
-from torchere.archiver.signature import ANY, Signature, TensorSpec, Values
+from torchere.archiver.signature import Signature, Values
 
 _WHOLE = (torch.int32, torch.int64)
 _LOOKUPS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")  # aten's, called on (table, rows)
@@ -34,21 +34,14 @@ def with_id_ranges(signature: Signature, run: Run, example: Tensors) -> Signatur
     """
     if not any(tensor.dtype in _WHOLE for tensor in example):
         return signature
-    given = tuple(map(_without_ones, example, signature.inputs))
+    # With two rows, a slice of an input is smaller than the input.
+    given = copies(tuple(map(without_ones, example, signature.inputs)))
     found = {place: rows for place, rows in _rows_of(run, given).items() if _refuses(run, given, place, rows)}
     inputs = [
         replace(spec, values=Values(0, found[place] - 1)) if place in found else spec
         for place, spec in enumerate(signature.inputs)
     ]
     return replace(signature, inputs=tuple(inputs))
-
-
-def _without_ones(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return a copy whose free dimensions of size 1 have size 2: then a slice is smaller than the input."""
-    for dimension, wanted in enumerate(spec.shape):
-        if wanted == ANY and tensor.shape[dimension] == 1:
-            tensor = tensor.repeat_interleave(2, dimension)
-    return tensor.clone()
 
 
 def _rows_of(run: Run, given: Tensors) -> dict[int, int]:
@@ -71,7 +64,7 @@ def _refuses(run: Run, given: Tensors, place: int, rows: int) -> bool:
 
     def work(tell: Say, _say: Say) -> str:
         for number in outside:
-            tensors = [tensor.clone() for tensor in given]
+            tensors = copies(given)
             tensors[place].view(-1)[-1:] = number
             tell(shapes(given))
             try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.models.inputs.run import Named, OperatorWatch
+from torchere.archiver.models.inputs.run import Named, OperatorWatch, copies
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.measure.difference import are_equal, channels_of
 
@@ -82,7 +82,7 @@ def precision_of(run: Callable[..., Any], example: Tensors) -> Precision:
     watch = _Watch()
     try:
         with torch.no_grad(), watch:
-            run(*(tensor.clone() for tensor in example))
+            run(*copies(example))
     # Broad, because only torch's watching can fail here: the model has run on this example without it.
     except Exception:
         return UNKNOWN

@@ -16,17 +16,16 @@ from torchere.archiver.models.convert.exported_program import refuse_attributes
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.attention import Opened, open_attention
 from torchere.archiver.models.fold.parametrizations import copied, without_parametrizations
-from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
+from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel, copies
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.load.weight_only import large_layers, torchao_kinds, weight_only
-from torchere.archiver.models.measure.cost import fewer_threads_when_busy
+from torchere.archiver.models.measure.cost import Samples, fewer_threads_when_busy
 from torchere.archiver.models.quantize.candidates import (
     Candidate,
     Compile,
     Maker,
     Measured,
-    Samples,
     choose,
     quiet,
     some_of,
@@ -102,7 +101,7 @@ def quantise(
     if method == "bf16":
         made = bf16(model.module)
         with refusing("running the model in bfloat16", _FLOAT32_IN_IT):
-            made(*(tensor.clone() for tensor in model.example))
+            made(*copies(model.example))
         return Quantised(made, method, None, (), ("weights and sums in bfloat16",))
     if method in _WEIGHTS:
         return _weight_only(model, method, target)
@@ -133,7 +132,7 @@ def _weight_only(model: LoadedModel, method: str, target: str) -> Quantised:
         note = f"{note}; {KEPT_AS_READ} {', '.join(read)}"
     advice = _NO_PARAMETER if next(made.parameters(), None) is None else ""
     with refusing(f"running the model with weights of {_WEIGHTS[method]} bits", advice):
-        made(*(tensor.clone() for tensor in model.example))
+        made(*copies(model.example))
     return Quantised(made, method, None, (), (note,))
 
 

@@ -20,6 +20,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import by_parameter, exportable, hide_from
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.fold.tracing import NotTraceable
+from torchere.archiver.models.inputs.sizes import without_ones
 from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 from torchere.archiver.models.load.weight_only import quiet_torchao
 from torchere.archiver.models.measure.difference import answers
@@ -199,20 +200,12 @@ def _exported(
     module: nn.Module, sample: tuple[torch.Tensor, ...], inputs: Sequence[TensorSpec]
 ) -> fx.GraphModule:
     free = [[at for at, size in enumerate(spec.shape) if size == ANY] for spec in inputs]
-    # torch.export treats a size of 1 as a constant.
-    given = tuple(_at_least_two(tensor, its) for tensor, its in zip(sample, free, strict=True))
+    given = tuple(map(without_ones, sample, inputs))
     sizes: list[dict[int, Any]] = [dict.fromkeys(its, torch.export.Dim.AUTO) for its in free]
     with torch.no_grad(), exportable(module):
         program = torch.export.export(module, given, dynamic_shapes=by_parameter(module, sizes))
     graph: fx.GraphModule = program.module()
     return graph
-
-
-def _at_least_two(tensor: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
-    for dimension in dimensions:
-        if tensor.shape[dimension] == 1:
-            tensor = torch.cat([tensor, tensor], dimension)
-    return tensor
 
 
 @contextlib.contextmanager

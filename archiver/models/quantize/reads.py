@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
+from torchere.archiver.models.inputs.run import copies
 
 KEPT_AS_READ = "in fp32, as the model's own code reads them:"
 
@@ -44,7 +45,7 @@ def read_elsewhere(
         # A model that fails under the watch is refused, or not, where it runs without.
         watched.enter_context(contextlib.suppress(Exception))
         with torch.no_grad(), reads:
-            module(*(tensor.clone() for tensor in example))
+            module(*copies(example))
     return reads.found
 
 
