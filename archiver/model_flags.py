@@ -89,8 +89,6 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
         "compressed; tgz: NAME.tar.gz; no-archive: a plain directory NAME",
     )
     add("-f", "--force", action="store_true", help="overwrite an existing archive")
-    add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
-    add("-c", "--config-file", metavar="FILE", help="model-config.yaml")
     if models:
         _add_source_arguments(parser)
         add_build_arguments(parser, "--format")
@@ -111,8 +109,6 @@ def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_handler_argument(group, models=True)
     _add_file_arguments(group)
-    add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
-    add("-c", "--config-file", metavar="FILE", help="model-config.yaml")
     _add_source_arguments(group)
     add_build_arguments(parser, "--format")
 
@@ -145,6 +141,8 @@ def _add_file_arguments(parser: argparse._ActionsContainer) -> None:
         metavar="LIST",
         help="extra files to pack, comma-separated: files, directories (their contents are added) or globs",
     )
+    parser.add_argument("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
+    parser.add_argument("-c", "--config-file", metavar="FILE", help="model-config.yaml")
 
 
 def _add_source_arguments(parser: argparse._ActionsContainer) -> None:
