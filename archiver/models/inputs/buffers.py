@@ -36,7 +36,7 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
         (part, name, buffer, buffer.detach().clone())
         for part in module.modules()
         for name, buffer in (*part.named_buffers(recurse=False), *_attributes(part, torch.Tensor))
-        if _is_plain(buffer)
+        if type(buffer) is torch.Tensor and _has_values(buffer)
     ]
     try:
         with unchanged_attributes(module):
@@ -159,10 +159,6 @@ def _is_other(before: object, after: object) -> bool:
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
         return before is not after and not is_same(before, after)
     return type(before) is not type(after) or before != after
-
-
-def _is_plain(buffer: torch.Tensor) -> bool:
-    return type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_quantized
 
 
 def unsaved(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -254,11 +254,13 @@ class Original:
     def doubts(self) -> tuple[str, ...]:
         """Return the reasons why the comparison is not meaningful; call it after `beside` is exhausted."""
         found = []
-        if self._first is not None and (off := self._from_itself(self._first)) > _UNSTEADY:
-            found.append(
-                f"the original itself drifts by {off:.3g} between two runs on one input: something in it is "
-                "random (F.dropout without training=self.training, noise), or it keeps state"
-            )
+        if self._first is not None:
+            again = answers(self._run, self._samples[0])
+            if (off := difference([(self._first, again)]).drift) > _UNSTEADY:
+                found.append(
+                    f"the original itself drifts by {off:.3g} between two runs on one input: something in it "
+                    "is random (F.dropout without training=self.training, noise), or it keeps state"
+                )
         if self._empty:
             found.append(
                 "the original gives nothing for these samples, so that nothing was compared: give --samples "
@@ -272,9 +274,6 @@ class Original:
                 "these its weights, and are the samples like real requests?"
             )
         return tuple(found)
-
-    def _from_itself(self, first: Outputs) -> float:
-        return difference([(first, answers(self._run, self._samples[0]))]).drift
 
 
 def _alike(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
