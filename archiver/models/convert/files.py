@@ -94,37 +94,35 @@ def write_model(
     target.parent.mkdir()
     refuse_no_room(module, work, copies=2 if options.model_format == AOTI else 1)
     record = {"format": options.model_format, "torch": version()}
+    run: Run = module
     if script is not None:
         with step(say, "writing the measured model"):
             target.write_bytes(script)
-        write_build(beside, record)
-        return Packed(target, module, beside)
-    if options.model_format == TORCHSCRIPT:
+    elif options.model_format == TORCHSCRIPT:
         with step(say, "scripting and freezing" if options.script else "tracing and freezing"):
-            frozen = to_torchscript(
+            run = frozen = to_torchscript(
                 module, example, sizes=sizes, script=options.script, only_trace=options.trace, say=say
             )
             save_script(frozen, str(target))
-        write_build(beside, record)
-        return Packed(target, frozen, beside)
-    with step(say, "exporting", _NOT_EXPORTED):
-        exported = program or to_program(module, example, sizes)
-        if options.model_format == EXPORT:
-            save_program(exported, target)
-    if options.model_format == EXPORT:
-        write_build(beside, record)
-        return Packed(target, ServedProgram(exported), beside)
-    if exported.example_inputs is None:  # saved by `save_program`; the compiler needs them
-        exported.example_inputs = (tuple(example), {})
-    with step(say, "compiling with AOTInductor", _NOT_COMPILED):
-        isa = compile_aoti(exported, target, options.isa, say, freezing=_freezing(module, options)).isa
-        compiled = _loaded(target, example, say)
-    save_program(exported, beside / FALLBACK_NAME)
-    record |= {"isa": needed_isa(isa, exported), "fallback": FALLBACK_NAME}
-    if has_4_bits(exported):
-        record["weights_for"] = torch.backends.cpu.get_cpu_capability()
+    else:
+        with step(say, "exporting", _NOT_EXPORTED):
+            exported = program or to_program(module, example, sizes)
+            if options.model_format == EXPORT:
+                save_program(exported, target)
+                run = ServedProgram(exported)
+        if options.model_format == AOTI:
+            if exported.example_inputs is None:  # saved by `save_program`; the compiler needs them
+                exported.example_inputs = (tuple(example), {})
+            with step(say, "compiling with AOTInductor", _NOT_COMPILED):
+                freezing = _freezing(module, options)
+                isa = compile_aoti(exported, target, options.isa, say, freezing=freezing).isa
+                run = _loaded(target, example, say)
+            save_program(exported, beside / FALLBACK_NAME)
+            record |= {"isa": needed_isa(isa, exported), "fallback": FALLBACK_NAME}
+            if has_4_bits(exported):
+                record["weights_for"] = torch.backends.cpu.get_cpu_capability()
     write_build(beside, record)
-    return Packed(target, compiled, beside)
+    return Packed(target, run, beside)
 
 
 def _loaded(target: Path, example: Tensors, say: Say) -> Run:
