@@ -71,11 +71,9 @@ def verify(
     Raises:
         ModelRefused: there are no samples, or the outputs differ in number or shape.
     """
-    if not samples:
-        raise ModelRefused("there are no samples to verify the packed model on; give at least one")
+    watched = Original(original, samples)
     with _as_before(models := [original, packed, *([fp32] if fp32 else [])]):
         times = times_by_batch(models, timed or samples, batched, _BUDGET_S, sizes)
-    watched = Original(original, samples)
     with torch.inference_mode():
         found = difference(counted(watched.beside(packed), len(samples), "samples compared", say))
         doubts = watched.doubts()
@@ -238,6 +236,8 @@ class Original:
     """The original model and its samples. Call it in inference mode. Not thread-safe."""
 
     def __init__(self, run: Callable[..., Any], samples: Samples) -> None:
+        if not samples:
+            raise ModelRefused("there are no samples to verify the packed model on; give at least one")
         self._run, self._samples = run, samples
         self._first: Outputs | None = None
         self._constant = self._empty = True
