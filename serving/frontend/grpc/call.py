@@ -301,13 +301,6 @@ class FunctionCall(UnaryCall):
             self.fail(error)
 
 
-class PredictionContext(NamedTuple):
-    """Data plane and metrics, shared by the predictions of a port."""
-
-    dataplane: DataPlane
-    metrics: Metrics
-
-
 class Asked(NamedTuple):
     """Arguments of a prediction for the data plane."""
 
@@ -319,13 +312,13 @@ class Asked(NamedTuple):
 class GrpcPrediction(UnaryCall, Request, ABC):
     """A call that makes one prediction: the gRPC call and the data plane's `Request` in one object."""
 
-    __slots__ = (*SLOTS, "_context", "_joining", "_version")
+    __slots__ = (*SLOTS, "_dataplane", "_joining", "_version")
     protocol = "grpc"
 
-    def __init__(self, context: PredictionContext, method: Method, stream: Stream) -> None:
+    def __init__(self, dataplane: DataPlane, method: Method, stream: Stream) -> None:
         Request.__init__(self, "", 0.0)  # `UnaryCall` sets the start time, `begin` the request id
         UnaryCall.__init__(self, method, stream)
-        self._context = context
+        self._dataplane = dataplane
         self._version: Version | None = None  # the version that admitted it
         self._joining: asyncio.Task[None] | None = None
 
@@ -348,14 +341,13 @@ class GrpcPrediction(UnaryCall, Request, ABC):
 
     def begin(self, request: Any) -> None:
         """Submit the request to the data plane."""
-        dataplane, metrics = self._context
         try:
             model, version, asked = self.asked(request)
             self.fill(asked)
             self.caller = self.stream.caller
             self.trace = trace_of_headers(self.stream.head.metadata)
-            metrics.prediction_begins(self)
-            self._version = dataplane.admit(self, model, version)
+            self.method.metrics.prediction_begins(self)
+            self._version = self._dataplane.admit(self, model, version)
         except Exception as error:  # the top of a call
             if isinstance(error, ServingError):
                 self.error = error  # `fail` sets it only for requests with an id
@@ -386,7 +378,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
             self._version.batcher.withdraw(self)
 
     def _ended(self, code: StatusCode) -> None:
-        self._context.metrics.prediction_ends(self, code.name)
+        self.method.metrics.prediction_ends(self, code.name)
         super()._ended(code)
 
     def _take_parts(self, response: StreamedResponse) -> None:

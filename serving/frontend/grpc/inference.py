@@ -13,7 +13,7 @@ from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
-from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, PredictionContext
+from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction
 from torchere.serving.frontend.grpc.errors import INFERENCE, failure
 from torchere.serving.frontend.grpc.protos.inference_pb2 import (
     PredictionResponse,
@@ -27,22 +27,20 @@ from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.refusals import check_refusal
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.logs.trace_context import trace_headers
-from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
 
 
 class InferenceService:
     """Translates between gRPC messages and the data plane; used on the event loop of the data plane only."""
 
-    def __init__(self, dataplane: DataPlane, metrics: Metrics) -> None:
+    def __init__(self, dataplane: DataPlane) -> None:
         self._dataplane = dataplane
-        self._context = PredictionContext(dataplane, metrics)
 
     def methods(self) -> Mapping[str, Implementation]:
         """Return the methods by their names in the .proto file."""
         return {
             "Ping": self.ping,
-            "Predictions": Callback(partial(_Predictions, self._context)),
+            "Predictions": Callback(partial(_Predictions, self._dataplane)),
             "StreamPredictions": self.predict_stream,
             "StreamPredictions2": self.predict_sequences,
         }
@@ -83,19 +81,14 @@ class InferenceService:
     async def _parts(
         self, message: PredictionsRequest, call: Call, headers: tuple[tuple[str, str], ...] = ()
     ) -> AsyncIterator[bytes]:
-        answer = await self._answer(message, call, headers)
+        request = _request(message, call, headers)
+        answer = await self._dataplane.infer(message.model_name, message.model_version or None, request)
         if isinstance(answer, StreamedResponse):
             async for chunk in answer.chunks:
                 yield chunk
         else:
             check_refusal(answer)
             yield answer.body
-
-    async def _answer(
-        self, message: PredictionsRequest, call: Call, headers: tuple[tuple[str, str], ...] = ()
-    ) -> InferResponse | StreamedResponse:
-        request = _request(message, call, headers)
-        return await self._dataplane.infer(message.model_name, message.model_version or None, request)
 
 
 class _Predictions(GrpcPrediction):

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchere.serving.errors import InvalidRequest, NotFound, ServingError
-from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, Method, PredictionContext
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, Method
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
 from torchere.serving.frontend.grpc.open_inference_messages import (
     Raw,
@@ -55,17 +56,31 @@ WANTS_FINAL = (
 
 
 class Tensors(NamedTuple):
-    """Dependencies of the inference calls of one service. Used on the data plane's event loop only.
+    """The inference methods of one service. Used on the data plane's event loop only.
 
     `as_torchserve` is set for the service under TorchServe's name. It selects TorchServe's error codes. With
     an envelope, it also selects base64 for BYTES elements in the handler's JSON, and JSON for BYTES elements
     of the response.
     """
 
-    context: PredictionContext
+    dataplane: DataPlane
     service: TensorService
     answers: RawAnswers
     as_torchserve: bool
+
+    def methods(self) -> Mapping[str, Implementation]:
+        """Return the methods by their names in the .proto file."""
+        infer = Callback(partial(_ModelInfer, self))
+        return {
+            "ModelInfer": WithCodec(infer, self.decode, _as_encoded, takes_long),
+            "ModelStreamInfer": WithCodec(self.infer_stream, self.decode, takes_long=takes_long),
+        }
+
+    def infer_stream(
+        self, requests: AsyncIterator[TensorMessage], call: Call
+    ) -> AsyncGenerator[ModelStreamInferResponse, None]:
+        """Answer the requests of a stream in order; an error is reported in place of the response."""
+        return InferStream(self, call).answers(requests)
 
     def decode(self, message: Received) -> TensorMessage:
         """Decode a message; see `decode_request`."""
@@ -87,9 +102,9 @@ class Tensors(NamedTuple):
         model, version = message.model_name, message.model_version or None
         tensors = request.translated()
         try:
-            facts = self.context.dataplane.facts(model, version)
+            facts = self.dataplane.facts(model, version)
         except NotFound as error:
-            raise self.context.dataplane.refuse_unknown(error) from None
+            raise self.dataplane.refuse_unknown(error) from None
         prepared = self.service.prepared(facts, tensors, "base64" if self.as_torchserve else "text")
         if request.raw and request.head:
             self.service.keep(request.head, version, facts, prepared)
@@ -114,7 +129,7 @@ class _ModelInfer(GrpcPrediction):
     __slots__ = ("_id", "_raw", "_tensors")
 
     def __init__(self, tensors: Tensors, method: Method, stream: Stream) -> None:
-        GrpcPrediction.__init__(self, tensors.context, method, stream)
+        GrpcPrediction.__init__(self, tensors.dataplane, method, stream)
         self._tensors = tensors
         self._raw = True
         self._id = ""
@@ -145,27 +160,6 @@ class _ModelInfer(GrpcPrediction):
     def _take_parts(self, response: StreamedResponse) -> None:
         self.withdraw()  # no client will read its parts
         whole(response)
-
-
-class TensorCalls:
-    """The inference methods of one service; used on their event loop only."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-
-    def methods(self) -> Mapping[str, Implementation]:
-        """Return the methods by their names in the .proto file."""
-        infer = Callback(partial(_ModelInfer, self._tensors))
-        return {
-            "ModelInfer": WithCodec(infer, self._tensors.decode, _as_encoded, takes_long),
-            "ModelStreamInfer": WithCodec(self.infer_stream, self._tensors.decode, takes_long=takes_long),
-        }
-
-    def infer_stream(
-        self, requests: AsyncIterator[TensorMessage], call: Call
-    ) -> AsyncGenerator[ModelStreamInferResponse, None]:
-        """Answer the requests of a stream in order; an error is reported in place of the response."""
-        return InferStream(self._tensors, call).answers(requests)
 
 
 class InferStream:

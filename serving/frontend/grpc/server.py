@@ -17,12 +17,12 @@ from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES
 from torchere.serving.frontend.connection_limit import limit_of_listener
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.grpc.call import Call, PredictionContext
+from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT, OPEN_INFERENCE, Table
 from torchere.serving.frontend.grpc.health import HEALTH, HealthService
 from torchere.serving.frontend.grpc.inference import InferenceService
 from torchere.serving.frontend.grpc.management import ManagementService
-from torchere.serving.frontend.grpc.open_inference import TensorCalls, Tensors
+from torchere.serving.frontend.grpc.open_inference import Tensors
 from torchere.serving.frontend.grpc.open_inference_control import ModelCalls
 from torchere.serving.frontend.grpc.open_inference_descriptors import (
     PUBLIC_NAME,
@@ -157,7 +157,7 @@ def inference_server(
 ) -> GrpcServer:
     """Return the listener of the inference services, with health and reflection."""
     names = [_INFERENCE.full_name]
-    offered = [service(_INFERENCE, InferenceService(dataplane, services.metrics).methods(), INFERENCE)]
+    offered = [service(_INFERENCE, InferenceService(dataplane).methods(), INFERENCE)]
     if services.settings.open_inference_protocol:
         names += [PUBLIC_NAME, TORCHSERVE_NAME]
         offered += open_inference_services(dataplane, controlplane, services)
@@ -228,10 +228,9 @@ def open_inference_services(
 ) -> list[Service]:
     """Return both services, which differ in error codes and in the encoding of BYTES with an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
-    context = PredictionContext(dataplane, services.metrics)
     answers = RawAnswers()
-    public = TensorCalls(Tensors(context, tensors, answers, as_torchserve=False)).methods()
-    torchserves = TensorCalls(Tensors(context, tensors, answers, as_torchserve=True)).methods()
+    public = Tensors(dataplane, tensors, answers, as_torchserve=False).methods()
+    torchserves = Tensors(dataplane, tensors, answers, as_torchserve=True).methods()
     public_models = ModelCalls(dataplane, controlplane, unknown_is_unready=True).methods()
     torchserves_models = ModelCalls(dataplane, controlplane, unknown_is_unready=False).methods()
     return [

@@ -12,7 +12,6 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors.answer import FRAME, IN_JSON, read_wish
 from torchere.serving.errors import InvalidRequest, ModelNotFound, ServingError
 from torchere.serving.frontend.grpc import open_inference_messages
-from torchere.serving.frontend.grpc.call import PredictionContext
 from torchere.serving.frontend.grpc.open_inference import Tensors
 from torchere.serving.frontend.grpc.open_inference_messages import (
     RawAnswers,
@@ -24,7 +23,6 @@ from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.service import KNOWN_HEAD_BYTES, KNOWN_HEADS, TensorService
 from torchere.serving.frontend.open_inference.tensor_answer import read_framed
-from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import NO_DEADLINE, InferResponse, ModelKey
 
@@ -56,8 +54,7 @@ def signature(width):
 
 
 def tensors(plane, envelope=None):
-    context = PredictionContext(plane, Metrics("host"))
-    return Tensors(context, TensorService(plane, envelope), RawAnswers(), as_torchserve=False)
+    return Tensors(plane, TensorService(plane, envelope), RawAnswers(), as_torchserve=False)
 
 
 def asked(reader, message, metadata=(), deadline_s=NO_DEADLINE):
