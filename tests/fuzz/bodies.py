@@ -23,9 +23,7 @@ from torchere.serving.frontend.open_inference.json_request import (
     looks_like_request,
     parse_request,
 )
-from torchere.serving.frontend.open_inference.tensor_answer import (
-    read_framed_body,
-)
+from torchere.serving.frontend.open_inference.tensor_answer import read_framed
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest, infer_request
 from torchere.serving.frontend.rest.codec import (
     MAX_FIELDS,
@@ -147,7 +145,7 @@ def generate_seeds() -> list[bytes]:
 def tensor_answer(data: bytes) -> None:
     """An answer of a worker, framed, or of a handler, in JSON: tensors or an error."""
     with suppress(ServingError):
-        read_framed_body(data)
+        read_framed(data)
     for wish in (Wish(json_bytes_as="text"), Wish(binary=True, json_bytes_as="base64")):
         request = RequestProcessor(dict([wish_header(wish)]))
         with suppress(UnsupportedOutput):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchere.serving.errors import InvalidRequest, NotFound, ServingError
-from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.dataplane import DataPlane, Response
 from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, Method
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
 from torchere.serving.frontend.grpc.open_inference_messages import (
@@ -30,18 +30,13 @@ from torchere.serving.frontend.grpc.service import Callback, Implementation, Wit
 from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import MessageFailed, Received
 from torchere.serving.frontend.http2.stream import Encoded, Stream
-from torchere.serving.frontend.open_inference.service import (
-    Outcome,
-    TensorService,
-    filled,
-    whole,
-)
+from torchere.serving.frontend.open_inference.service import TensorService, filled, whole
 from torchere.serving.frontend.open_inference.tensor_answer import (
     TensorAnswer,
     as_client_knows,
+    check_accepted,
     in_plain_words,
     read_framed,
-    read_framed_body,
 )
 from torchere.serving.frontend.open_inference.tensor_request import MAX_NAME_LENGTH, Pairs, check_length
 from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
@@ -144,9 +139,10 @@ class _ModelInfer(GrpcPrediction):
     def message_of(self, response: InferResponse) -> Encoded:
         if self._raw:
             return self._tensors.answers.encode(response, self._id)
-        return encode_response(infer_response(read_framed(response), raw=self._raw, call_id=self._id))
+        check_accepted(response)
+        return encode_response(infer_response(read_framed(response.body), raw=self._raw, call_id=self._id))
 
-    def reply(self, outcome: Outcome | ServingError) -> None:
+    def reply(self, outcome: Response | ServingError) -> None:
         """Answer the client with the outcome of the prediction."""
         if isinstance(outcome, ServingError) and not self._tensors.as_torchserve:
             outcome = as_client_knows(outcome)
@@ -154,8 +150,9 @@ class _ModelInfer(GrpcPrediction):
 
     def fail(self, error: Exception) -> None:
         """End the call with an error; under the protocol's own name, with the protocol's wording."""
-        ours = isinstance(error, ServingError) and not self._tensors.as_torchserve
-        super().fail(in_plain_words(error) if ours else error)  # type: ignore[arg-type]
+        if isinstance(error, ServingError) and not self._tensors.as_torchserve:
+            error = in_plain_words(error)
+        super().fail(error)
 
     def _take_parts(self, response: StreamedResponse) -> None:
         self.withdraw()  # no client will read its parts
@@ -204,7 +201,7 @@ class InferStream:
                 yield self._held(ModelStreamInferResponse(infer_response=response), request)
             return
         except ServingError as error:
-            text = failure(error, OPEN_INFERENCE).message
+            text = failure(in_plain_words(error), OPEN_INFERENCE).message
         except MessageFailed as error:
             text = str(error)
         finally:
@@ -232,8 +229,7 @@ class InferStream:
 
     async def parts(self, asked: TensorMessage) -> AsyncIterator[ModelInferResponse]:
         """Yield the messages that answer one request; errors of the server or of the model are raised."""
-        model, version, request = self._tensors.asked(asked, self._call)
-        outcome = await self._tensors.service.ask(model, version, request)
+        outcome = await self._tensors.dataplane.infer(*self._tensors.asked(asked, self._call))
         is_stream = isinstance(outcome, StreamedResponse)
         last: TensorAnswer | None = None
         async for last in _answers(outcome):
@@ -245,12 +241,13 @@ class InferStream:
             yield _empty_end(asked.fields, last)
 
 
-async def _answers(outcome: Outcome) -> AsyncIterator[TensorAnswer]:
+async def _answers(outcome: Response) -> AsyncIterator[TensorAnswer]:
     if isinstance(outcome, InferResponse):
-        yield read_framed(outcome)
+        check_accepted(outcome)
+        yield read_framed(outcome.body)
         return
     async for chunk in outcome.chunks:
-        yield read_framed_body(chunk)
+        yield read_framed(chunk)
 
 
 def _empty_end(message: ModelInferRequest, last: TensorAnswer | None) -> ModelInferResponse:

@@ -38,7 +38,7 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
     check_accepted,
     frame_head,
     no_tensors,
-    read_framed_body,
+    read_framed,
 )
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
@@ -384,7 +384,7 @@ class RawAnswers:
 
     def _encode_anew(self, head: bytes, body: Raw, size: int, call_id: str) -> Encoded:
         """Encode a framed body, and keep its head if the `size` bytes after it are the tensors."""
-        answer = read_framed_body(body)
+        answer = read_framed(body)
         sizes = [len(output.raw) for output in answer.outputs]
         if not answer.id and sum(sizes) == size and len(head) <= KNOWN_HEAD_BYTES:
             fields = infer_response(answer, raw=True).fields.SerializeToString()

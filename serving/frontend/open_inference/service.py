@@ -1,20 +1,19 @@
-"""Tensor inference for REST and gRPC: checks the tensors against the signature, and predicts."""
+"""Tensor inference for REST and gRPC: checks the tensors against the signature, and prepares requests."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import msgspec
 
 from torchere.archiver.signature import ANY, Signature, TensorSpec
 from torchere.handlers.tensors import shown
 from torchere.handlers.tensors.enveloped import BytesAs
-from torchere.serving.errors import InvalidRequest, NotFound, ServingError
-from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.errors import InvalidRequest, NotFound
+from torchere.serving.frontend.dataplane import DataPlane, Response
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.open_inference.tensor_answer import as_client_knows, in_plain_words
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
     Pairs,
@@ -24,7 +23,6 @@ from torchere.serving.frontend.open_inference.tensor_request import (
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
-Outcome: TypeAlias = InferResponse | StreamedResponse
 STREAMS = (
     "The model answers in parts: ask for a stream (over REST with the header Accept: text/event-stream, "
     "over gRPC with ModelStreamInfer)."
@@ -46,7 +44,7 @@ class Translation(NamedTuple):
 
 
 class TensorService:
-    """Prepares and submits requests of the Open Inference Protocol.
+    """Prepares requests of the Open Inference Protocol.
 
     A head is a request without its raw tensors. The requests of a client have few heads, and the translation
     of a head depends on the sizes of the tensors, but not on their bytes. So it serves later requests with
@@ -54,7 +52,7 @@ class TensorService:
     loop only.
 
     Args:
-        dataplane: answers the requests.
+        dataplane: knows the versions.
         envelope: the server's `service_envelope`. With an envelope, handlers get JSON for it to unwrap, as in
             TorchServe, instead of tensors; the worker translates them, and the answer.
     """
@@ -114,19 +112,6 @@ class TensorService:
         bare = msgspec.structs.replace(prepared, parameters=emptied)
         self.known.keep(key, Translation(facts.key.name, version, bare, facts.signature, sizes))
 
-    async def ask(self, model: str, version: str | None, asked: InferRequest) -> Outcome:
-        """Submit a request made by `prepared`, and return its outcome.
-
-        The executor encodes the response, or, behind an envelope, the handler does.
-
-        Raises:
-            ServingError: the prediction failed; with the status that clients of this protocol expect.
-        """
-        try:
-            return await self._dataplane.infer(model, version, asked)
-        except ServingError as error:
-            raise in_plain_words(as_client_knows(error)) from error
-
 
 def filled(
     prepared: InferRequest,
@@ -169,7 +154,7 @@ def tensors_behind(body: bytes | memoryview, start: int, sizes: Sequence[int]) -
     return tensors
 
 
-def whole(outcome: Outcome) -> InferResponse:
+def whole(outcome: Response) -> InferResponse:
     """Return `outcome` if it is a single response.
 
     Raises:

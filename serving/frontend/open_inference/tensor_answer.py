@@ -96,18 +96,8 @@ class _Head(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Head)
 
 
-def read_framed(response: InferResponse) -> TensorAnswer:
-    """Parse the response to a request with `framed` set.
-
-    Raises:
-        ServingError: the response has an error status, from the handler or from encoding the outputs.
-    """
-    check_accepted(response)
-    return read_framed_body(response.body)
-
-
-def read_framed_body(body: bytes | memoryview) -> TensorAnswer:
-    """As `read_framed`, for one part of a streamed response.
+def read_framed(body: bytes | memoryview) -> TensorAnswer:
+    """Parse the body of a response, or one part of a streamed one, to a request with `framed` set.
 
     Raises:
         HandlerFailed: the body is not framed, because the handler sent bytes of its own.
@@ -137,7 +127,7 @@ def frame_head(body: bytes | memoryview) -> tuple[bytes, int]:
     """Return the JSON at the beginning of a framed body, and where the tensors behind it begin.
 
     Raises:
-        HandlerFailed: as `read_framed_body`.
+        HandlerFailed: as `read_framed`.
     """
     if len(body) < FRAME.size or (length := FRAME.unpack_from(body)[0]) > len(body) - FRAME.size:
         raise no_tensors("a body without a frame")

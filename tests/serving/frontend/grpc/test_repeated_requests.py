@@ -208,7 +208,7 @@ def whole(encoded):
 def test_a_repeated_answer_is_what_it_was_the_first_time(responses, call_id):
     answers = RawAnswers()
     for response in [*responses, *responses]:
-        wanted = encode_response(infer_response(read_framed(response), raw=True, call_id=call_id))
+        wanted = encode_response(infer_response(read_framed(response.body), raw=True, call_id=call_id))
         found = answers.encode(response, call_id)
         assert isinstance(found, bytes) == isinstance(wanted, bytes)
         assert whole(found) == whole(wanted)
