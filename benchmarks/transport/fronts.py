@@ -24,7 +24,7 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferR
 from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listener import Listener
 from torchere.serving.frontend.http2.messages import MessageFailed
-from torchere.serving.frontend.http2.stream import Stream
+from torchere.serving.frontend.http2.stream import CallListener, Stream
 from transport.link import Link, connected
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -65,7 +65,7 @@ def joined(encoded: Any) -> bytes:
 async def ours(port: int, link: Link) -> None:
     """Serve with `serving/frontend/http2`."""
 
-    class Call:
+    class Call(CallListener):
         takes_one: ClassVar[bool] = True
         __slots__ = ("asked", "message", "stream")
 
@@ -85,10 +85,6 @@ async def ours(port: int, link: Link) -> None:
 
         def on_failure(self, error: MessageFailed) -> None:
             self.stream.end(error.code, str(error))
-
-        def on_cancel(self) -> None: ...
-
-        def on_drain(self, *, is_stop: bool) -> None: ...
 
     listener = Listener(Call, LIMIT_BYTES, LIMIT_BYTES)
     loop = asyncio.get_running_loop()

@@ -30,6 +30,7 @@ from torchere.serving.frontend.http2.frames import PREFACE, ConnectionBroken
 from torchere.serving.frontend.http2.header_blocks import HeaderReader, request_head
 from torchere.serving.frontend.http2.listener import Listener as Http2Listener
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, MessageReader
+from torchere.serving.frontend.http2.stream import CallListener
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.bodies import Chunks
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
@@ -336,7 +337,7 @@ def chunk_seeds() -> list[bytes]:
     ]
 
 
-class Call:
+class Call(CallListener):
     """A call that answers as its first message says, and counts how often it is told its end."""
 
     takes_one: ClassVar[bool] = True
@@ -364,9 +365,6 @@ class Call:
 
     def on_cancel(self) -> None:
         self.ends += 1
-
-    def on_drain(self, *, is_stop: bool) -> None:
-        """Every call ends by itself."""
 
 
 async def _conversation(data: bytes, size: int) -> bytes:

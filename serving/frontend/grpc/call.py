@@ -26,7 +26,7 @@ from torchere.serving.frontend.http2.messages import (
     Received,
     StatusCode,
 )
-from torchere.serving.frontend.http2.stream import Encoded, Stream
+from torchere.serving.frontend.http2.stream import CallListener, Encoded, Stream
 from torchere.serving.logs.access_lines import access_log
 from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.telemetry.metrics import Metrics
@@ -61,8 +61,8 @@ SLOTS = ("_has_line", "_message", "method", "stream")
 OWN_MARKS = ("deadline_s", "read_s", "started_s")
 
 
-class Call:
-    """One call, a `CallListener`. Ended once, by `answer`, `end` or `fail`. Used on the event loop only.
+class Call(CallListener):
+    """One call. Ended once, by `answer`, `end` or `fail`. Used on the event loop only.
 
     Attributes:
         started_s: monotonic seconds when its headers arrived.
@@ -159,9 +159,6 @@ class Call:
     def on_cancel(self) -> None:
         """End the call as cancelled; subclasses also stop its running work."""
         self._ended(StatusCode.CANCELLED)
-
-    def on_drain(self, *, is_stop: bool) -> None:
-        """Do nothing, because the call ends by itself."""
 
     def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:
         self.stream.end(code, message, details)

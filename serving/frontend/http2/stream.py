@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torchere.serving.frontend.budgets import Budgets, Lease
 from torchere.serving.frontend.http2.flow_control import InboundFlow, OutboundFlow, StreamFlow
@@ -34,15 +34,18 @@ _HEAD_START = head(len(HEAD_BLOCK), HEADERS, END_HEADERS, 0)[:-4]
 _OK_START = head(len(OK_BLOCK), HEADERS, END_STREAM | END_HEADERS, 0)[:-4]
 
 
-class CallListener(Protocol):
-    """Receives the events of one call and answers it. Called on the event loop; methods must not raise.
+class CallListener:
+    """Receives the events of one call and answers it; this base ignores them.
+
+    Called on the event loop; methods must not raise.
 
     Attributes:
         takes_one: the call is answered after the client's half-close, so a client that stops sending earlier
             is timed out; otherwise the client may be silent between messages.
     """
 
-    takes_one: ClassVar[bool]
+    __slots__ = ()
+    takes_one: ClassVar[bool] = False
 
     def on_message(self, message: Received | Compressed) -> None:
         """Handle a message of the client."""
@@ -63,28 +66,7 @@ class CallListener(Protocol):
         """
 
 
-class _Ended:
-    """Listener of an ended call: ignores all its events."""
-
-    takes_one: ClassVar[bool] = False
-
-    def on_message(self, message: Received | Compressed) -> None:
-        """Ignore it."""
-
-    def on_half_close(self) -> None:
-        """Ignore it."""
-
-    def on_failure(self, error: MessageFailed) -> None:
-        """Ignore it."""
-
-    def on_cancel(self) -> None:
-        """Ignore it."""
-
-    def on_drain(self, *, is_stop: bool) -> None:
-        """Ignore it."""
-
-
-ENDED: CallListener = _Ended()
+ENDED = CallListener()  # of an ended call
 
 
 class Stream(StreamFlow):
