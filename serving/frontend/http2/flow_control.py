@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, ConnectionBudget, Lease
+from torchere.serving.frontend.budgets import Budgets, ConnectionBudget
 from torchere.serving.frontend.http2.frames import (
     DATA,
     DEFAULT_FRAME_BYTES,
@@ -84,9 +84,7 @@ class StreamFlow:
 
 
 class InboundFlow:
-    """Receive windows of one connection and its streams, and the bytes of its incomplete calls.
-
-    Used on the event loop only.
+    """Receive windows of one connection and its streams. Used on the event loop only.
 
     Args:
         limit_bytes: maximum size of a received message.
@@ -131,54 +129,6 @@ class InboundFlow:
             increment = STREAM_WINDOW_BYTES - left_bytes
             stream.allowed_bytes += increment
             self._write(window_update(stream.id, increment))
-
-    def hold(self, stream: StreamFlow, size: int) -> None:
-        """Take bytes of an incomplete call from the budget.
-
-        Raises:
-            MessageFailed: there is no room for them.
-        """
-        self._take(stream, size)
-        stream.held_bytes += size
-        stream.arrived_bytes += size
-
-    def keep(self, stream: StreamFlow, size: int) -> None:
-        """As `hold`, for a complete message, until `let_go` or the end of the call.
-
-        Raises:
-            MessageFailed: there is no room for them.
-        """
-        self._take(stream, size)
-        stream.kept_bytes += size
-
-    def let_go(self, stream: StreamFlow, size: int) -> None:
-        """Return bytes of a message that is answered to the budget; has no effect once the call has ended."""
-        size = min(size, stream.kept_bytes)
-        stream.kept_bytes -= size
-        self.budget.give(size, stream.key_free)
-
-    def _take(self, stream: StreamFlow, size: int) -> None:
-        try:
-            self.budget.take(size, stream.key_free)
-        except BudgetExceeded as error:
-            raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {error}") from error
-
-    def release(self, stream: StreamFlow, size: int) -> None:
-        """Return consumed bytes to the budget."""
-        size = min(size, stream.held_bytes)
-        stream.held_bytes -= size
-        self.budget.give(size, stream.key_free)
-
-    def lease_inflation(self, size: int, limit_bytes: int) -> Lease:
-        """Lease room for the decompressed form of a compressed message of `size` bytes.
-
-        Raises:
-            MessageFailed: there is no room.
-        """
-        try:
-            return self.budget.lease_inflation(size, limit_bytes)
-        except BudgetExceeded as error:
-            raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {error}") from error
 
 
 class OutboundFlow:

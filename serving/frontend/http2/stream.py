@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, TypeVar
 
-from torchere.serving.frontend.budgets import Budgets, Lease
+from torchere.serving.frontend.budgets import BudgetExceeded, Budgets, Lease
 from torchere.serving.frontend.http2.flow_control import InboundFlow, OutboundFlow, StreamFlow
 from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, Piece, frame, head
 from torchere.serving.frontend.http2.header_blocks import (
@@ -26,6 +26,7 @@ from torchere.serving.frontend.http2.messages import (
     only_message,
 )
 
+T = TypeVar("T")
 MAX_ENCODING = 100  # characters of the name of a compression that a call without a key keeps
 JOINED_BYTES = 65_536  # below this, copying a message is cheaper than writing it in parts
 Encoded = bytes | Sequence[bytes | memoryview]  # whole, or the parts of a long one
@@ -136,7 +137,7 @@ class Stream(StreamFlow):
         try:
             # A call with one message keeps it once it is complete; the last ones of a stream may wait.
             if not (self.ended or (is_last and self.listener.takes_one)):
-                self._inbound.hold(self, sum(map(len, pieces)))
+                self._hold(sum(map(len, pieces)))
             for piece in pieces:
                 if self.ended:
                     break
@@ -180,14 +181,16 @@ class Stream(StreamFlow):
     def consumed(self, size: int) -> None:
         """Return a consumed message of `size` bytes to the memory budget."""
         if self.held_bytes:
-            self._inbound.release(self, PREFIX_BYTES + size)
+            size = min(PREFIX_BYTES + size, self.held_bytes)
+            self.held_bytes -= size
+            self._inbound.budget.give(size, self.key_free)
 
     def consumed_all(self) -> None:
         """Return all held and kept bytes of the call to the memory budget."""
-        if self.held_bytes:
-            self._inbound.release(self, self.held_bytes)
-        if self.kept_bytes:
-            self._inbound.let_go(self, self.kept_bytes)
+        size = self.held_bytes + self.kept_bytes
+        if size:
+            self.held_bytes = self.kept_bytes = 0
+            self._inbound.budget.give(size, self.key_free)
 
     def keep(self, size: int) -> None:
         """Take a consumed message from the memory budget until it is answered: `let_go`, or the call's end.
@@ -198,11 +201,14 @@ class Stream(StreamFlow):
             MessageFailed: there is no room for it.
         """
         if not self.ended:
-            self._inbound.keep(self, size)
+            _room(self._inbound.budget.take, size, self.key_free)
+            self.kept_bytes += size
 
     def let_go(self, size: int) -> None:
         """Return a message that is answered to the memory budget; has no effect once the call has ended."""
-        self._inbound.let_go(self, size)
+        size = min(size, self.kept_bytes)
+        self.kept_bytes -= size
+        self._inbound.budget.give(size, self.key_free)
 
     def hold_while_inflating(self, message: Compressed) -> Lease:
         """Take a message's bytes from the memory budget, and lease room for its decompressed form.
@@ -211,8 +217,8 @@ class Stream(StreamFlow):
             MessageFailed: there is no room for them.
         """
         if len(message) > self.held_bytes and not self.ended:  # see `keep`
-            self._inbound.hold(self, len(message) - self.held_bytes)
-        return self._inbound.lease_inflation(len(message), self.limit_bytes)
+            self._hold(len(message) - self.held_bytes)
+        return _room(self._inbound.budget.lease_inflation, len(message), self.limit_bytes)
 
     def lease(self, size: int) -> Lease:
         """Lease room for a message of `size` bytes, which stays held until the lease ends.
@@ -220,7 +226,13 @@ class Stream(StreamFlow):
         Raises:
             MessageFailed: there is no room for it.
         """
-        return self._inbound.lease_inflation(size, size)
+        return _room(self._inbound.budget.lease_inflation, size, size)
+
+    def _hold(self, size: int) -> None:
+        """Take bytes of an incomplete call from the memory budget."""
+        _room(self._inbound.budget.take, size, self.key_free)
+        self.held_bytes += size
+        self.arrived_bytes += size
 
     def restrict(self, limit_bytes: int) -> None:
         """Accept short messages only, and take them from the budget of calls that need no key.
@@ -400,3 +412,11 @@ class Stream(StreamFlow):
             self._head_sent = True
             block = self._outbound.with_note(HEAD_BLOCK)
             self._outbound.write(frame(HEADERS, END_HEADERS, self.id, block))
+
+
+def _room(ask: Callable[..., T], *arguments: int) -> T:
+    """Call a method of a budget; turn its `BudgetExceeded` into `MessageFailed`, which ends the call."""
+    try:
+        return ask(*arguments)
+    except BudgetExceeded as error:
+        raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {error}") from error
