@@ -159,13 +159,10 @@ class _Watch(UnaryCall):
         self._end_with(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def _ended(self, code: StatusCode) -> None:
-        self._stop()
-        super()._ended(code)
-
-    def _stop(self) -> None:
         self._service.forget(self)
         if self._expiry is not None:
             self._expiry.cancel()
+        super()._ended(code)
 
 
 def _response(ready: bool) -> HealthCheckResponse:
