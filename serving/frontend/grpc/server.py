@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -48,7 +47,6 @@ Api = Literal["inference", "management"]
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
 _BACKLOG = 1024
-_AGE_SPREAD = 0.1  # random share by which the maximum age varies, so that reconnects do not coincide
 _SENDING_S = 0.5  # how long to wait for clients to read how their calls have ended
 _ENDING_S = 5.0  # how long to wait for cancelled calls to end
 
@@ -77,7 +75,6 @@ class GrpcServer:
             openers |= one(self._tasks, services.metrics)
         self.methods = frozenset(openers)  # paths
         limits = settings.limits
-        self._age_s, self._age_grace_s = _ages(api, settings)
         self._limit = limit_of_listener(api == "inference", limits.max_connections, services.budgets)
         self._listener = Listener(
             dispatcher(
@@ -92,8 +89,7 @@ class GrpcServer:
             ),
             limits.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
             limits.max_response_bytes + MESSAGE_OVERHEAD_BYTES,
-            self._new_age_s,
-            self._age_grace_s,
+            *_ages(api, settings),
             budgets=services.budgets,
             min_upload_rate=limits.min_upload_rate,
             connection_limit=self._limit,
@@ -146,11 +142,6 @@ class GrpcServer:
             return [TlsServer(sockets, context, self._limit, listener.connections, connected)]
         return [await loop.create_server(connected, sock=each, backlog=_BACKLOG) for each in sockets]
 
-    def _new_age_s(self) -> float | None:
-        if self._age_s is None:
-            return None
-        return self._age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
-
 
 def inference_server(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services, address: Address
@@ -192,18 +183,13 @@ def grpc_listeners(dataplane: DataPlane, controlplane: ControlPlane, services: S
 
 def _ages(api: Api, settings: ServerSettings) -> tuple[float | None, float | None]:
     """Return the maximum age of connections, and the grace period for their last calls, both in seconds."""
-    ages_ms = {
-        "inference": (
-            settings.grpc_inference_max_connection_age_ms,
-            settings.grpc_inference_max_connection_age_grace_ms,
-        ),
-        "management": (
-            settings.grpc_management_max_connection_age_ms,
-            settings.grpc_management_max_connection_age_grace_ms,
-        ),
-    }[api]
-    age_s, grace_s = (None if age_ms is None else age_ms / 1000 for age_ms in ages_ms)
-    return age_s, grace_s
+    if api == "inference":
+        age_ms = settings.grpc_inference_max_connection_age_ms
+        grace_ms = settings.grpc_inference_max_connection_age_grace_ms
+    else:
+        age_ms = settings.grpc_management_max_connection_age_ms
+        grace_ms = settings.grpc_management_max_connection_age_grace_ms
+    return None if age_ms is None else age_ms / 1000, None if grace_ms is None else grace_ms / 1000
 
 
 def _tls(services: Services) -> ssl.SSLContext | None:

@@ -41,7 +41,7 @@ from torchere.serving.frontend.http2.header_blocks import (
 )
 from torchere.serving.frontend.http2.incomplete_calls import IncompleteCalls
 from torchere.serving.frontend.http2.listener import Listener
-from torchere.serving.frontend.http2.messages import StatusCode
+from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, Stream
 from torchere.serving.io import watchdog as unread
 from torchere.serving.io.turn_writes import TurnWrites
@@ -138,7 +138,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._listener.connections.add(self)
         self._later(PREFACE_TIMEOUT_S, self._check_preface)
-        if (age_s := self._listener.age_s()) is not None:
+        if (age_s := self._listener.new_age_s()) is not None:
             self._later(age_s, self._grow_old)
         self._write(SETTINGS)
         if self._listener.draining:
@@ -192,6 +192,12 @@ class Connection(asyncio.BufferedProtocol):
     def close_idle(self) -> None:
         """Close the connection, because others need its place; the client may open another one."""
         self.closing.at_once(ErrorCode.NO_ERROR, "too many connections")
+
+    def end_calls(self, error: MessageFailed) -> None:
+        """End the open calls with an error, and so the connection, once the client has read it."""
+        self.closing.take_no_more()
+        for stream in list(self._streams.values()):
+            stream.fail(error)
 
     def abort(self) -> None:
         """Close now; calls that run are cancelled."""

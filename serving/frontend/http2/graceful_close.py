@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sized
+from typing import NamedTuple
 
 from torchere.serving.frontend.http2 import frames as f
 from torchere.serving.frontend.http2.frames import ErrorCode
-from torchere.serving.frontend.http2.messages import MessageFailed
 
 STEP_S = 1.0  # how long a client may take to acknowledge each step of the close
 PING = b"farewell"  # the payload of the ping behind the first GOAWAY
-
-
-class OpenCall(Protocol):
-    """A stream, as the close of its connection uses it."""
-
-    def fail(self, error: MessageFailed) -> None:
-        """End the call with an error."""
 
 
 class CloseCallbacks(NamedTuple):
@@ -40,7 +32,7 @@ class GracefulClose:
 
     __slots__ = ("_announced", "_do", "_linger_s", "_streams", "last_taken")
 
-    def __init__(self, callbacks: CloseCallbacks, streams: Mapping[int, OpenCall]) -> None:
+    def __init__(self, callbacks: CloseCallbacks, streams: Sized) -> None:
         self._do = callbacks
         self._streams = streams  # the open streams
         self._announced = False
@@ -80,12 +72,6 @@ class GracefulClose:
             self._do.write(f.goaway(self._do.last_stream_id(), ErrorCode.NO_ERROR))
             self._stop_taking()
             self.close_if_idle()
-
-    def end_calls(self, error: MessageFailed) -> None:
-        """End the open calls with an error, and so the connection, once the client has read it."""
-        self.take_no_more()
-        for call in list(self._streams.values()):
-            call.fail(error)
 
     def close_if_idle(self) -> None:
         """Close the connection if its last call has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,12 +15,16 @@ from torchere.serving.frontend.http2.messages import MessageFailed
 from torchere.serving.frontend.http2.stream import CallListener, Stream
 
 READ_BUFFER_BYTES = 262_144
+AGE_SPREAD = 0.1  # random share by which the maximum age of a connection varies
 
 
 class ListedConnection(IdleConnection, Hashable, Protocol):
     """A connection, as its listener uses it."""
 
     closing: GracefulClose
+
+    def end_calls(self, error: MessageFailed) -> None:
+        """End its open calls with an error, and close it behind them."""
 
     def abort(self) -> None:
         """Close it now."""
@@ -33,8 +38,7 @@ class Listener:
         open_call: returns the listener of a new call; it may answer the stream at once.
         receive_limit_bytes: maximum size of a received message.
         send_limit_bytes: maximum size of a sent message.
-        age_s: returns the maximum age of a new connection, in seconds, after which it is closed gracefully;
-            None: no limit.
+        age_s: maximum age of a connection, in seconds, after which it is closed gracefully; None: no limit.
         age_grace_s: maximum duration of its last calls after that, in seconds; None: no limit.
         min_upload_rate: bytes a second that a client must send of a message; 0: any byte will do.
         draining: new connections are closed gracefully at once.
@@ -47,7 +51,7 @@ class Listener:
     open_call: Callable[[Stream], CallListener]
     receive_limit_bytes: int
     send_limit_bytes: int
-    age_s: Callable[[], float | None] = lambda: None
+    age_s: float | None = None
     age_grace_s: float | None = None
     min_upload_rate: float = 0.0
     draining: bool = False
@@ -56,6 +60,11 @@ class Listener:
     connections: set[ListedConnection] = field(default_factory=set)
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BUFFER_BYTES)))
     _all_closed: asyncio.Future[None] | None = None
+
+    def new_age_s(self) -> float | None:
+        """Return the maximum age of a new connection, varied at random so that reconnects do not coincide."""
+        varied = random.uniform(1 - AGE_SPREAD, 1 + AGE_SPREAD)
+        return None if self.age_s is None else self.age_s * varied
 
     def drain(self) -> None:
         """Close every connection gracefully, those in the middle of a TLS handshake too."""
@@ -72,7 +81,7 @@ class Listener:
     def end_calls(self, error: MessageFailed) -> None:
         """End every open call with an error, and its connection behind it."""
         for connection in list(self.connections):
-            connection.closing.end_calls(error)
+            connection.end_calls(error)
 
     def abort(self) -> None:
         """Close every connection now."""

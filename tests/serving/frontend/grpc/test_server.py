@@ -466,7 +466,7 @@ def test_connections_grow_as_old_as_the_settings_say_and_not_all_at_once(planes,
         grpc_management_max_connection_age_ms=4000,
     )
     found = [made._listener for made in grpc_listeners(planes.data, planes.control, services)]
-    assert [shared.age_s() for shared in found] == pytest.approx([2 * factor, 4 * factor])
+    assert [shared.new_age_s() for shared in found] == pytest.approx([2 * factor, 4 * factor])
     assert [shared.age_grace_s for shared in found] == [0.5, None]
 
 

@@ -562,7 +562,7 @@ async def until_closing(connection):
 
 def test_no_call_is_lost_while_connections_grow_old():
     async def main():
-        async with serving(age_s=lambda: 0.05) as served:
+        async with serving(age_s=0.05) as served:
 
             async def client():
                 return [(await unary(served, "echo", b"%d" % n)).value for n in range(150)]

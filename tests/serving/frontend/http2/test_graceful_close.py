@@ -64,7 +64,7 @@ def test_a_drain_does_not_wait_long_for_a_client_that_answers_no_ping(run, http2
 
 def test_a_connection_that_grows_old_is_drained_and_its_last_calls_get_their_grace(run, http2):
     async def main():
-        async with http2.greeted(age_s=lambda: 0.05, age_grace_s=0.05) as (served, wire):
+        async with http2.greeted(age_s=0.05, age_grace_s=0.05) as (served, wire):
             wire.send(wire.headers("/hang"))
             goaways = [frame.last_stream_id for frame in await wire.all() if type(frame) is GoAwayFrame]
             await served.calls[0].over.wait()

@@ -216,7 +216,7 @@ def test_a_call_that_keeps_coming_in_a_stop_is_waited_for(run, http2):
 @pytest.mark.usefixtures("hurried")
 def test_a_call_on_an_old_connection_is_waited_for_as_ever(run, http2):
     async def main():
-        async with http2.greeted(age_s=lambda: 0.01) as (_, wire):
+        async with http2.greeted(age_s=0.01) as (_, wire):
             wire.send(wire.headers("/echo"))
             for _ in range(2):  # the second one says that the close has begun
                 await wire.next(GoAwayFrame)

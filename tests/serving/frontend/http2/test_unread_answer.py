@@ -131,7 +131,7 @@ def test_a_client_that_gives_leave_bit_by_bit_gets_all(run, http2):
 
 def test_a_client_that_leaves_leaves_no_timer(run, http2):
     async def main():
-        async with http2.listener(age_s=lambda: 60.0) as served:
+        async with http2.listener(age_s=60.0) as served:
             async with http2.peer(served, settings={WINDOW: 0}) as peer:
                 peer.begin("/echo", b"message")
                 peer.begin("/echo", end=False)
